@@ -21,10 +21,10 @@ def write(
     *,
     fail: Exception | None = None,
     bytes_needed: int = 0,
-    spare: int | None = None,
+    unscored: int | None = None,
 ) -> None:
     async def run() -> None:
-        async with checkpoints.writing(step, {"step": step}, bytes_needed=bytes_needed, spare=spare) as folder:
+        async with checkpoints.writing(step, {"step": step}, bytes_needed=bytes_needed, unscored=unscored) as folder:
             (folder / "model" / "weights").write_text(str(step))
             if fail is not None:
                 raise fail
@@ -60,12 +60,12 @@ def test_the_best_stays_whatever_is_written_and_so_does_one_whose_score_is_not_k
     for step in (1, 2, 3):
         write(checkpoints, step)
         if step == 1:
-            checkpoints.mark_best(1)
+            checkpoints.mark_best({1: 0.5})
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [1, 3]
     assert (tmp_path / "best" / "model" / "weights").read_text() == "1"
-    write(checkpoints, 4, spare=3)
+    write(checkpoints, 4, unscored=3)
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [1, 3, 4]
-    checkpoints.mark_best(3)
+    checkpoints.mark_best({3: 0.5})
     write(checkpoints, 5)
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [3, 5]
     best = checkpoints.best()
@@ -73,8 +73,8 @@ def test_the_best_stays_whatever_is_written_and_so_does_one_whose_score_is_not_k
     assert (best.step, best.folder) == (3, tmp_path / "step-000003")
     shutil.rmtree(best.folder)
     assert checkpoints.best() is None, "its folder is gone"
-    checkpoints.mark_best(None)
-    checkpoints.mark_best(None)
+    checkpoints.mark_best({})
+    checkpoints.mark_best({})
     assert not (tmp_path / "best").is_symlink()
 
 
@@ -83,10 +83,11 @@ def test_a_link_that_is_not_written_yet_when_a_run_dies_is_no_best_and_in_nobody
     write(checkpoints, 1)
     (tmp_path / ".best.partial").symlink_to("step-000001")
     assert checkpoints.best() is None
-    checkpoints.mark_best(1)
+    checkpoints.mark_best({1: 0.5})
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["best", "step-000001"]
+    (tmp_path / ".best.partial").mkdir()
     with pytest.raises(CheckpointError, match="best cannot be written"):
-        Checkpoints(tmp_path / "none", keep=1).mark_best(1)
+        checkpoints.mark_best({1: 0.5})
 
 
 def test_a_step_can_be_written_again(tmp_path: Path) -> None:

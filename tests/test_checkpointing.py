@@ -10,10 +10,20 @@ from typing import Any, cast
 import pytest
 
 from forge_rl.errors import CheckpointError, ReplicaError, ServiceError
-from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.rollout.evaluation import EvalConfig, Evaluation
+from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
+from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.services import Services
+from forge_rl.types import Task
+
+BOUNDS = {"max_lag": 1, "over_sampling": 1.0, "max_episodes": 64}
+UNCHANGED: dict[str, object] = {
+    "schedule": {"given": BOUNDS, "changes": {}},
+    "mixture": {"given": {"weights": {}, "adapting": {}}, "changes": {}},
+    "reward": {"given": {"reward": "score"}, "changes": {}},
+}
 
 
 class Parts:
@@ -28,6 +38,11 @@ class Parts:
         self.disk = asyncio.Event()
         self.disk.set()
         self.done: list[str] = []
+        self.config = ScheduleConfig()
+        self.evaluations: list[Evaluation] = []
+
+    def start_evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
 
     def state(self) -> dict[str, object]:
         return {"batches": self.batches}
@@ -82,30 +97,39 @@ class Parts:
 class Unchanged:
     """Stands for the settings of a run that nobody changes."""
 
-    def state(self) -> None:
-        return None
+    def __init__(self) -> None:
+        self.changed: list[object] = []
 
-    def mixture_now(self) -> dict[str, object]:
-        return {}
-
-    def unsaved(self, step: int) -> None:
-        return None
+    def state(self) -> dict[str, object]:
+        return UNCHANGED
 
     async def resume(self, state: object) -> None:
-        assert state is None
+        assert state == UNCHANGED
 
 
-def checkpointer_of(parts: Parts, folder: Path) -> Checkpointer:
+def checkpointer_of(parts: Parts, folder: Path, *, keeps_best: bool = True) -> Checkpointer:
     one = cast(Any, parts)
     services = Services(trainer=one, generator=one, weights=one, reward=one, environment=None, devices=one)
     return Checkpointer(
-        Checkpoints(folder, keep=2),
+        Checkpoints(folder / "checkpoints", keep=2, keeps_best=keeps_best),
         services,
-        cast(RolloutExecutor, parts),
-        folder,
+        one,
+        Evaluator(EvalConfig(), {"held_out": [Task(id="1", source="a", messages=())]}, one, max_tokens=1, warn=print),
         cast(Any, Unchanged()),
+        model=folder,
         warn=parts.done.append,
     )
+
+
+def scores_of(checkpointer: Checkpointer) -> dict[int, float]:
+    return checkpointer._evaluator.scores
+
+
+def note_score(checkpointer: Checkpointer, step: int, value: float) -> None:
+    """Ends an evaluation with a score."""
+    checkpointer._evaluator._pending = None
+    scores_of(checkpointer)[step] = value
+    checkpointer.mark_best()
 
 
 async def save(checkpointer: Checkpointer) -> Checkpoint:
@@ -119,20 +143,24 @@ def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_from_i
     async def check() -> None:
         parts = Parts()
         first = checkpointer_of(parts, tmp_path)
-        first.scores[0] = 0.25
+        scores_of(first)[0] = 0.25
         parts.step(first)
         parts.step(first)
         saved = await save(first)
         assert (saved.step, first.saved) == (2, 2)
         state = saved.controller_state()
         assert state.pop("seconds") == pytest.approx(first.seconds, abs=60)
-        assert state == {"step": 2, "updates": 4, "rollouts": {"batches": 2}, "scores": {"0": 0.25}, "live": None}
+        assert state == {"step": 2, "updates": 4, "rollouts": {"batches": 2}} | {
+            "scores": {"0": 0.25},
+            "evaluation": None,
+            "live": UNCHANGED,
+        }
 
         again = Parts()
         again.version, again.updates = 2, 4  # it loaded the training state
         second = checkpointer_of(again, tmp_path)
         await second.resume(saved)
-        assert (again.batches, second.scores, second.saved, second.step) == (2, {0: 0.25}, 2, 2)
+        assert (again.batches, scores_of(second), second.saved, second.step) == (2, {0: 0.25}, 2, 2)
 
     asyncio.run(check())
 
@@ -147,7 +175,7 @@ def test_a_rollback_brings_all_to_the_last_checkpoint_however_often_the_trainer_
         assert parts.done == ["devices to the trainer", "save", "saved"], "engines had them"
         parts.done.clear()
         parts.step(checkpointer)
-        checkpointer.scores |= {0: 0.1, 2: 0.2, 3: 0.3}
+        scores_of(checkpointer).update({0: 0.1, 2: 0.2, 3: 0.3})
         assert await checkpointer.rollback() == 2
         assert parts.done == [
             *["devices cleared", "restart at 2"] * 3,
@@ -156,7 +184,7 @@ def test_a_rollback_brings_all_to_the_last_checkpoint_however_often_the_trainer_
             "load 2",
         ]
         assert not checkpointer.trained
-        assert (parts.batches, checkpointer.scores, checkpointer.saved) == (2, {0: 0.1, 2: 0.2}, 2)
+        assert (parts.batches, scores_of(checkpointer), checkpointer.saved) == (2, {0: 0.1, 2: 0.2}, 2)
 
     asyncio.run(check())
 
@@ -165,27 +193,27 @@ def test_the_checkpoint_with_the_highest_score_is_the_best_also_where_the_score_
     async def check() -> None:
         parts = Parts()
         checkpointer = checkpointer_of(parts, tmp_path)
-        checkpoints = checkpointer._checkpoints
+        checkpoints = checkpointer.checkpoints
 
         def best() -> int | None:
             found = checkpoints.best()
             return found.step if found else None
 
         found: list[object] = []
-        checkpointer.note_score(0, 0.9)  # of no checkpoint
+        note_score(checkpointer, 0, 0.9)  # of no checkpoint
         for step, score in ((1, 0.2), (2, 0.7), (3, None), (4, 0.7), (5, None)):
             parts.step(checkpointer)
             if score is not None:
-                checkpointer.evaluation = step, step
+                checkpointer._evaluator.start(step, step)
             await save(checkpointer)
             found.append(best())
             if score is not None and step != 4:
-                checkpointer.note_score(step, score)
+                note_score(checkpointer, step, score)
         assert found == [None, 1, 2, 2, 2]
         assert [checkpoint.step for checkpoint in checkpoints.all()] == [2, 4, 5], "4 may be the best yet"
-        checkpointer.note_score(4, 0.7)
+        note_score(checkpointer, 4, 0.7)
         assert best() == 2, "of equal ones the first"
-        checkpointer.note_score(4, 0.8)
+        note_score(checkpointer, 4, 0.8)
         assert best() == 4
 
         again = checkpointer_of(Parts(), tmp_path)
@@ -193,13 +221,10 @@ def test_the_checkpoint_with_the_highest_score_is_the_best_also_where_the_score_
         saved = checkpoints.latest()
         assert saved is not None
         await again.resume(saved)
-        assert again.evaluation == (4, 4), "its score was not known when step 5 was saved"
+        assert again._evaluator.step == 4, "its score was not known when step 5 was saved"
         assert best() == 2
 
-        unkept = Checkpointer(
-            checkpoints, again._services, again._rollouts, tmp_path, again._live, warn=print, keep_best=False
-        )
-        unkept.note_score(5, 9.0)
+        note_score(checkpointer_of(Parts(), tmp_path, keeps_best=False), 5, 9.0)
         assert best() == 2, "it is not asked for"
 
     asyncio.run(check())
@@ -211,15 +236,16 @@ def test_a_rollback_forgets_an_evaluation_of_a_step_that_is_done_again(tmp_path:
         checkpointer = checkpointer_of(parts, tmp_path)
         for step in (1, 2):
             parts.step(checkpointer)
-            checkpointer.note_score(step, 0.1 * step)
+            note_score(checkpointer, step, 0.1 * step)
             await save(checkpointer)
-        checkpointer.evaluation = 2, 2
+        evaluator = checkpointer._evaluator
+        evaluator.start(2, 2)
         await checkpointer.rollback()
-        assert checkpointer.evaluation == (2, 2), "the weights are the same: it is started again"
+        assert (evaluator.step, len(parts.evaluations)) == (2, 2), "the weights are the same: it is started again"
         parts.step(checkpointer)
-        checkpointer.evaluation = 3, 3
+        evaluator.start(3, 3)
         await checkpointer.rollback()
-        assert checkpointer.evaluation is None
+        assert (evaluator.step, len(parts.evaluations)) == (None, 3)
 
     asyncio.run(check())
 
@@ -253,9 +279,9 @@ def test_a_rollback_ends_with_an_error_that_no_restart_cures(error: ServiceError
     ("updates", "broken", "said"),
     [
         (4, {}, "holds a training state of 4 updates, but .* of 2"),
-        (2, {"scores": None}, "lacks"),
-        (2, {"evaluation": [2]}, "an evaluation"),
-        (2, {"evaluation": ["2", 2]}, "an evaluation"),
+        (2, {"scores": None}, "are malformed"),
+        (2, {"evaluation": [2]}, "an evaluation, are malformed"),
+        (2, {"evaluation": ["2", 2]}, "an evaluation, are"),
     ],
 )
 def test_a_checkpoint_whose_parts_do_not_fit_is_refused(
@@ -283,7 +309,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_waits_for_it(tmp
         parts.step(checkpointer)
         parts.disk.clear()
         await checkpointer.begin_save()
-        assert (checkpointer.saved, checkpointer._checkpoints.latest()) == (None, None)
+        assert (checkpointer.saved, checkpointer.checkpoints.latest()) == (None, None)
         parts.step(checkpointer)
         second = asyncio.create_task(checkpointer.begin_save())
         await asyncio.sleep(0.05)
@@ -293,9 +319,9 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_the_next_waits_for_it(tmp
         await second
         saved = await checkpointer.finish_save()
         assert saved is not None
-        found = [(each.step, each.controller_state()["updates"]) for each in checkpointer._checkpoints.all()]
+        found = [(each.step, each.controller_state()["updates"]) for each in checkpointer.checkpoints.all()]
         assert found == [(1, 2), (2, 4)], "each is of the step that it was begun in"
-        assert [(each.training / "updates").read_text() for each in checkpointer._checkpoints.all()] == ["2", "4"]
+        assert [(each.training / "updates").read_text() for each in checkpointer.checkpoints.all()] == ["2", "4"]
         assert (saved.step, checkpointer.saved) == (2, 2)
 
     asyncio.run(check())
@@ -328,9 +354,9 @@ def test_checkpoints_that_cannot_be_written_are_told_and_those_before_them_stay(
         await step(full)
         await step(full)
         assert len(told()) == 4
-        assert [each.step for each in checkpointer._checkpoints.all()] == [1, 3]
+        assert [each.step for each in checkpointer.checkpoints.all()] == [1, 3]
         await step(None)
-        assert [each.step for each in checkpointer._checkpoints.all()] == [3, 7]
+        assert [each.step for each in checkpointer.checkpoints.all()] == [3, 7]
 
     asyncio.run(check())
 
@@ -342,7 +368,7 @@ def test_a_rollback_drops_what_was_being_written_and_takes_the_last_that_is_whol
         for _ in range(2):
             parts.step(checkpointer)
             await save(checkpointer)
-        latest = checkpointer._checkpoints.latest()
+        latest = checkpointer.checkpoints.latest()
         assert latest is not None
         (latest.training / "updates").write_text("8")
         parts.step(checkpointer)
@@ -354,7 +380,7 @@ def test_a_rollback_drops_what_was_being_written_and_takes_the_last_that_is_whol
         parts.disk.set()
         parts.step(checkpointer)
         await save(checkpointer)
-        assert [each.step for each in checkpointer._checkpoints.all()] == [1, 2]
-        assert all(each.damage() == "" for each in checkpointer._checkpoints.all())
+        assert [each.step for each in checkpointer.checkpoints.all()] == [1, 2]
+        assert all(each.damage() == "" for each in checkpointer.checkpoints.all())
 
     asyncio.run(check())

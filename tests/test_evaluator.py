@@ -72,6 +72,7 @@ def evaluated(evaluator: Evaluator, *, step: int = 4, version: int = 3) -> Evalu
         result = evaluator.pop()
         assert (evaluator.step, evaluator.pop()) == (None, None), "it is counted once"
         assert result is not None
+        assert evaluator.scores == {step: result.score}
         return result
 
     return asyncio.run(run())
@@ -141,11 +142,15 @@ def test_only_the_first_evaluation_and_those_of_runs_in_rounds_are_of_one_versio
         rollouts.config = ScheduleConfig(max_lag=0 if in_rounds else 1)
         evaluator = evaluator_of(rollouts, {"held_out": tasks("a", "1")}, max_tokens=7)
         evaluator.start(step, version=3)
-        (evaluation,) = rollouts.started
+        [evaluation] = rollouts.started
         assert evaluation.one_version is expected
         assert (evaluation.version, evaluation.sampling) == (3, Sampling(max_tokens=7, temperature=0.0))
-        evaluator.drop()
-        assert evaluator.step is None
+        evaluator.rollback(step)
+        evaluator.restart()
+        assert (evaluator.step, len(rollouts.started)) == (step, 2), "the weights are the same"
+        evaluator.rollback(step - 1)
+        evaluator.restart()
+        assert (evaluator.step, len(rollouts.started)) == (None, 2)
 
 
 def test_one_task_may_be_in_two_sets_and_its_pass_at_k_counts_what_the_user_calls_a_success() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,8 +15,14 @@ import pytest
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.mixture import Mixture
 from forge_rl.errors import CheckpointError, ConfigError, ForgeError
+from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.run import live as live_module
+from forge_rl.run.checkpointing import Checkpointer
+from forge_rl.run.checkpoints import Checkpoint, Checkpoints
+from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.live import LiveSettings, changes_by, is_live_state
+from forge_rl.run.services import Services
 from tests.staged_rollouts import rollouts, run_until_idle
 from tests.test_mixture import Counting
 
@@ -47,6 +55,14 @@ class FakeReward:
             listener()
 
 
+@pytest.fixture(autouse=True)
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of rewards are scales."""
+    monkeypatch.setattr(
+        live_module, "build_reward", lambda texts: "broken" if texts[0] == "broken" else Flagged(float(texts[0]))
+    )
+
+
 class Live:
     """A process of a run: its live settings, with what they belong to."""
 
@@ -60,30 +76,38 @@ class Live:
         weights: dict[str, float] | None = None,
         **schedule: Any,
     ) -> None:
+        self.folder = folder
         self.mixture = Mixture({name: Counting(name) for name in "ab"}, weights)
         self.rollouts = rollouts(mixture=self.mixture, schedule=ScheduleConfig(**schedule))
         self.reward = FakeReward(reward)
         self.events: list[str] = []
-        self.step = step
-        self.settings = LiveSettings(
-            folder / "live.json",
-            step=lambda: self.step,
-            mixture=self.mixture,
-            adapting=adapting,
-            reward=cast(Any, self.reward),
-            rollouts=self.rollouts,
-            build_reward=lambda texts: cast(Any, texts[0] if texts[0] == "broken" else Flagged(float(texts[0]))),
-            tell=self.events.append,
-        )
+        self.settings = LiveSettings(self.rollouts, self.mixture, adapting, cast(Any, self.reward), self.events.append)
         self.schedule = self.settings.schedule
+        evaluator = Evaluator(EvalConfig(), {}, self.rollouts, max_tokens=1, warn=self.events.append)
+        trainer: Any = SimpleNamespace(updates=0)
+        services = Services(
+            trainer=trainer, generator=trainer, weights=trainer, reward=trainer, environment=None, devices=trainer
+        )
+        checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+        self.checkpointer = Checkpointer(
+            checkpoints, services, self.rollouts, evaluator, self.settings, model=folder, warn=self.events.append
+        )
+        self.checkpointer.step = step
+
+    def replace_reward(self, text: str) -> None:
+        asyncio.run(self.settings.write("reward", {"texts": [text]}))
+
+    def checkpoint(self) -> Checkpoint:
+        """Writes the controller's part of a checkpoint."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        state = {"updates": 0, "seconds": 1.0, "scores": {}, "evaluation": None, "live": self.settings.state()}
+        (folder / "controller.json").write_text(json.dumps(state | {"rollouts": self.rollouts.state()}))
+        return Checkpoint(step=self.checkpointer.step, folder=folder)
 
     def continued(self, before: Live | None, **flags: Any) -> Live:
         """Continues in another process, from a checkpoint that `before` wrote as it is now, or from the start."""
-        again = Live(self.settings._path.parent, step=before.step if before else 0, **flags)
-        saved = json.loads(json.dumps([before.settings.state(), before.mixture.state()])) if before else [None, {}]
-        state, mixture = again.settings.unsaved(again.step) or (saved[0], {})
-        again.mixture.restore(again.mixture.state() | saved[1] | mixture)
-        asyncio.run(again.settings.resume(state))
+        again = Live(self.folder, **flags)
+        asyncio.run(again.checkpointer.resume(before.checkpoint() if before else None))
         return again
 
 
@@ -92,7 +116,7 @@ def change_all(live: Live) -> None:
     live.schedule.max_lag = 2
     live.schedule.over_sampling = 1.5
     live.schedule.max_episodes = 64
-    asyncio.run(live.settings.replace_reward(["7"]))
+    live.replace_reward("7")
 
 
 def seen(live: Live) -> tuple[object, ...]:
@@ -108,7 +132,7 @@ def test_each_change_is_told_with_what_was_before_and_who_made_it(tmp_path: Path
     live.mixture["a"] = 3
     with changes_by("attached"):
         live.schedule.max_lag = 2
-        asyncio.run(live.settings.replace_reward(["7"]))
+        live.replace_reward("7")
     asyncio.run(live.reward.replace(len))
     assert live.events == [
         "mixture a 1 -> 3",
@@ -123,16 +147,15 @@ def test_what_was_changed_live_holds_in_a_continued_run_whether_a_checkpoint_cam
     saved_after: bool, tmp_path: Path
 ):
     live = Live(tmp_path)
-    live.step = 4
+    live.checkpointer.step = 4
     checkpoint = None
     if not saved_after:
-        checkpoint = Live(tmp_path)  # as it was
-        checkpoint.step = 4
+        checkpoint = Live(tmp_path, step=4)  # as it was
     change_all(live)
-    live.step += saved_after
+    live.checkpointer.step += saved_after
     again = live.continued(checkpoint or live)
     assert seen(again) == CHANGED
-    assert again.settings.reward == "7"
+    assert again.settings.knobs["reward"].read() == "7"
     assert all("as it was changed live" in event for event in again.events)
     assert [event.split(" ")[0] for event in again.events] == ["schedule", "mixture", "reward"]
     assert seen(again.continued(again)) == CHANGED, "and once more"
@@ -142,8 +165,7 @@ def test_what_was_changed_live_holds_in_a_continued_run_whether_a_checkpoint_cam
 def test_a_change_that_a_later_checkpoint_took_back_does_not_come_again(tmp_path: Path):
     live = Live(tmp_path)
     live.schedule.max_lag = 3
-    later = Live(tmp_path)  # another process, after the checkpoint, has nothing of it
-    later.step = 2
+    later = Live(tmp_path, step=2)  # another process, after the checkpoint, has nothing of it
     assert live.continued(later).rollouts.config.max_lag == 1
 
 
@@ -193,8 +215,8 @@ def test_a_reward_that_was_typed_at_a_prompt_cannot_come_again_and_that_is_said(
 def test_a_reward_that_is_refused_leaves_the_one_before(tmp_path: Path):
     live = Live(tmp_path)
     with pytest.raises(ForgeError, match="pickled"):
-        asyncio.run(live.settings.replace_reward(["broken"]))
-    assert live.settings.reward == "Flagged"
+        live.replace_reward("broken")
+    assert live.settings.knobs["reward"].read() == "Flagged"
     assert live.events == []
 
 
@@ -236,7 +258,7 @@ def test_a_bound_that_cannot_be_is_refused_and_nothing_changes(
 def test_a_broken_file_of_changes_is_refused(content: bytes, tmp_path: Path):
     (tmp_path / "live.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"live changes cannot be read.*live\.json") as caught:
-        Live(tmp_path).settings.unsaved(0)
+        asyncio.run(Live(tmp_path).checkpointer.resume(None))
     assert "delete" in caught.value.hint
 
 

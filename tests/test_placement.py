@@ -12,6 +12,7 @@ from forge_rl.errors import ConfigError, ReplicaError
 from forge_rl.rollout.placement import DeviceHandover, Placement, shares_devices
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run import services
+from forge_rl.run.preparation import Checked
 
 
 class NotingServices:
@@ -238,6 +239,8 @@ def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
     engines_up = asyncio.Event()
 
     class Started:
+        choice = "nowhere"
+
         def __init__(self, name: str) -> None:
             self.name = name
 
@@ -252,18 +255,20 @@ def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
     for name in ("Trainer", "Generator", "WeightStore", "Reward"):
         monkeypatch.setattr(services, name, Started(name.lower()))
     monkeypatch.setattr(services, "gpus", lambda: gpus)
+    monkeypatch.setattr(services, "Cluster", lambda *_, **__: SimpleNamespace(close=lambda: asyncio.sleep(0)))
 
     async def run() -> None:
-        nothing: Any = None
-        given: Any = {"model": tmp_path, "folder": tmp_path, "reward": len, "environment": None, "resume": None}
+        reward: Any = len
+        log = SimpleNamespace(event=print)
+        monitor: Any = SimpleNamespace(display=SimpleNamespace(startup=lambda *_: None), faults=None, log=log)
+        prepared: Any = SimpleNamespace(folder=tmp_path, checkpoint=None, monitor=monitor)
+        checked: Checked[RunConfig] = Checked(
+            config=RunConfig(), model=tmp_path, reference=False, shares_devices=True, sets={}
+        )
         async with asyncio.TaskGroup() as group:
 
             async def opened() -> None:
-                display: Any = SimpleNamespace(startup=lambda *_: None)
-                cluster: Any = SimpleNamespace(close=lambda: asyncio.sleep(0))
-                async with services.running_services(
-                    RunConfig(), cluster, nothing, display, reference=False, shares_devices=True, **given
-                ):
+                async with services.running_services(prepared, checked, reward=reward, environment=None):
                     pass
 
             group.create_task(opened())

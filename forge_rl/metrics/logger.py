@@ -86,6 +86,10 @@ class RunLog:
                 text = f"{text} ({count} like it so far)"
         self._tell(text, level)
 
+    def warn(self, text: str) -> None:
+        """Log a warning."""
+        self.event(text, "warning")
+
     def keep(self, text: str, level: Level) -> None:
         """Write an event, such as a long stack trace, to the sinks only."""
         self._each(self._sinks, "event", without_credentials(text), level)

@@ -7,7 +7,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from forge_rl.runtime.local_socket import connect
 from forge_rl.system.folders import check_own
 from forge_rl.system.terminal import visible
 
-_SOCKET = "control.sock"
+SOCKET = "control.sock"
+"""Name of the socket in a run folder."""
 _FILE = re.compile(r"([^=]*=)?([^=]+\.py)(:.*)")
 _CONNECT_S = 20.0
 _BUSY_S = 30.0
@@ -66,9 +67,9 @@ class AttachedRun:
         return AttachedMixture(self)
 
     @property
-    def schedule(self) -> AttachedSchedule:
+    def schedule(self) -> LiveSchedule:
         """Settings of the schedule; its bounds can be set."""
-        return AttachedSchedule(self)
+        return LiveSchedule(lambda: self.ask("status")["schedule"], lambda bounds: self.set("schedule", bounds))
 
     @property
     def reward(self) -> str:
@@ -81,7 +82,7 @@ class AttachedRun:
 
     def replace_reward(self, *texts: str) -> None:
         """Score with another reward from now on; file paths are relative to this process's working directory."""
-        self.ask("set_reward", texts=[_absolute(text) for text in texts])
+        self.set("reward", {"texts": [_absolute(text) for text in texts]})
 
     @property
     def last_batch(self) -> LastBatch:
@@ -117,6 +118,10 @@ class AttachedRun:
         """Let the run save and exit; the same command resumes it."""
         self.ask("stop")
 
+    def set(self, knob: str, values: Mapping[str, object]) -> None:
+        """Change a knob: "mixture", "schedule" or "reward"."""
+        self.ask("set", knob=knob, values=values)
+
     def ask(self, do: str, **arguments: object) -> Any:
         """Send a request and wait for its reply.
 
@@ -132,7 +137,7 @@ class AttachedRun:
 
     def _exchange(self, request: dict[str, object]) -> dict[str, Any]:
         try:
-            connection = connect(self.folder, _SOCKET, timeout_s=_CONNECT_S)
+            connection = connect(self.folder, SOCKET, timeout_s=_CONNECT_S)
         except PermissionError as error:
             raise ConfigError(f"the run in {self.folder} is another user's: {error}") from None
         except OSError:
@@ -159,7 +164,7 @@ class AttachedRun:
             "reward": found["reward"] + ("" if mean is None else f", {mean:.3f} on average in the last batch"),
         }
         table = (f"  {name:<8}  {value}" for name, value in rows.items())
-        mixture = (f"  {line}" for line in found["mixture"].splitlines())
+        mixture = (f"  {line}" for line in found["mixture"]["shown"].splitlines())
         first = f"Run  step {found['step']} of {found['steps']}  {found['folder']}"
         return visible("\n".join([first, *table, *mixture]))
 
@@ -176,7 +181,7 @@ class AttachedMixture(MutableMapping[str, float]):
         return float(self._weights()[source])
 
     def __setitem__(self, source: str, weight: float) -> None:
-        self._run.ask("set_weight", source=source, weight=weight)
+        self._run.set("mixture", {"weights": {source: weight}})
 
     def __delitem__(self, source: str) -> None:
         raise ConfigError(f"the source {source!r} cannot be taken out of a live run", hint="set its weight to 0")
@@ -193,33 +198,46 @@ class AttachedMixture(MutableMapping[str, float]):
         Args:
             settings: least, most, target and momentum, as in the flags `--mixture.*`.
         """
-        self._run.ask("adapt", adapt=adapt, **settings)
+        self._run.set("mixture", {"adapting": {"adapt": adapt, **settings}})
 
     def _weights(self) -> dict[str, float]:
-        weights: dict[str, float] = self._run.ask("status")["weights"]
+        weights: dict[str, float] = self._run.ask("status")["mixture"]["weights"]
         return weights
 
     def __repr__(self) -> str:
-        return visible(str(self._run.ask("status")["mixture"]))
+        return visible(str(self._run.ask("status")["mixture"]["shown"]))
 
 
-class AttachedSchedule:
-    """The schedule of a run in another process: `run.schedule.max_lag = 2`, from the next batch on."""
+class LiveSchedule:
+    """The schedule of a live run: settings are readable, and bounds can be set.
 
-    def __init__(self, run: AttachedRun) -> None:
-        vars(self)["_run"] = run
+        run.schedule.max_lag = 2  # from the next batch on
+
+    A lower bound applies from the next batch on: episodes in flight that are too old for it are replaced.
+
+    Args:
+        read: returns the settings by name.
+        write: sets bounds by name; raises a ForgeError for a setting that cannot change or a value out of range.
+    """
+
+    max_lag: int
+    over_sampling: float
+    max_episodes: int
+
+    def __init__(self, read: Callable[[], Mapping[str, Any]], write: Callable[[Mapping[str, Any]], None]) -> None:
+        vars(self).update(_read=read, _write=write)
 
     def __getattr__(self, name: str) -> Any:
-        found = vars(self)["_run"].ask("status")["schedule"] if not name.startswith("_") else {}
+        found = vars(self)["_read"]() if not name.startswith("_") else {}
         if name not in found:
             raise AttributeError(f"the schedule has no {name!r}")
         return found[name]
 
-    def __setattr__(self, name: str, value: float) -> None:
-        vars(self)["_run"].ask("set_schedule", name=name, value=value)
+    def __setattr__(self, name: str, value: object) -> None:
+        vars(self)["_write"]({name: value})
 
     def __repr__(self) -> str:
-        found = vars(self)["_run"].ask("status")["schedule"]
+        found = vars(self)["_read"]()
         return visible(
             "\n".join([f"Schedule  {found['kind']}", *(f"  {name} {value}" for name, value in found.items())])
         )

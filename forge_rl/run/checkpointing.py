@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saves and restores the states of controller and trainer at the same step."""
+"""Saves and restores the states of controller and trainer at the same step."""
 
 from __future__ import annotations
 
@@ -6,28 +6,35 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from forge_rl.errors import CheckpointError, ReplicaError
+from forge_rl.errors import CheckpointError, ConfigError, ReplicaError
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
+from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.live import LiveSettings, is_live_state
+from forge_rl.run.run_dir import read_object, write_json
 from forge_rl.run.services import Services
 
 
 class Checkpointer:
-    """Saves a run between steps, and rolls it back to a checkpoint.
+    """Counts the steps of a run, saves it between steps, and rolls it back to a checkpoint.
 
         await checkpointer.begin_save()  # the trainer's state is copied
         ...  # steps, while the copy is written
         checkpoint = await checkpointer.finish_save()
 
+    Live changes are written to `live.json` immediately, and into each checkpoint; a resumed run restores all of them,
+    including those after its checkpoint, and a rollback keeps them.
+
     Args:
+        checkpoints: the run folder's checkpoints.
         services: the trainer, which is saved, and the engines and weight store, which follow it after a restart.
         rollouts: their state is saved and restored with the trainer's.
+        evaluator: its scores decide which checkpoint is the best.
+        live: changes made during the run.
         model: folder of the initial model.
-        live: changes made during the run: saved and resumed, but not rolled back.
         warn: called with each problem that does not stop the run.
-        keep_best: mark the checkpoint with the best score, so that it is kept.
     """
 
     def __init__(
@@ -35,32 +42,31 @@ class Checkpointer:
         checkpoints: Checkpoints,
         services: Services,
         rollouts: RolloutExecutor,
-        model: Path,
+        evaluator: Evaluator,
         live: LiveSettings,
         *,
+        model: Path,
         warn: Callable[[str], None],
-        keep_best: bool = True,
     ) -> None:
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self._services = services
         self._rollouts = rollouts
-        self._model = model
+        self._evaluator = evaluator
         self._live = live
+        self._model = model
         self._warn = warn
-        self._keep_best = keep_best
+        self._changes = checkpoints.folder.with_name("live.json")
+        """File of the changes since the last checkpoint."""
         self._saving: asyncio.Task[Checkpoint | CheckpointError] | None = None
         self._began = time.monotonic()
         self._seconds_before = 0.0
         self.step = 0
         """Number of finished steps, that is, trained batches."""
-        self.scores: dict[int, float] = {}
-        """Score of the first evaluation set, by step."""
-        self.evaluation: tuple[int, int] | None = None
-        """Step and version of the evaluation in progress, which is restarted on resume."""
         self.saved: int | None = None
         """Step of the newest complete checkpoint; None if there is none."""
         self._first = rollouts.state()
         self._note()
+        live.changed.append(self._save_changes)
 
     @property
     def seconds(self) -> float:
@@ -71,12 +77,6 @@ class Checkpointer:
     def trained(self) -> bool:
         """True if the trainer took updates since the end of the last step."""
         return self._services.trainer.updates != self._ended[0]
-
-    def note_score(self, step: int, score: float) -> None:
-        """Record the score of an evaluation that has finished."""
-        self.evaluation = None
-        self.scores[step] = score
-        self._mark_best()
 
     def end_step(self) -> None:
         """Count a finished step."""
@@ -97,16 +97,34 @@ class Checkpointer:
         """
         rollouts, live = self._first, None
         if checkpoint is not None:
-            rollouts, self.scores, self._seconds_before, self.evaluation = self._read(checkpoint)
-            live = checkpoint.controller_state().get("live")
+            state = self._read(checkpoint)
+            rollouts, live = state["rollouts"], state["live"]
+            self._seconds_before = float(state["seconds"])
+            try:
+                self._evaluator.restore(state)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{checkpoint.folder}/controller.json is invalid: {error}", hint=_delete(checkpoint)
+                ) from error
             self.step = self.saved = checkpoint.step
-        live, mixture = self._live.unsaved(self.step) or (live, {})
-        if checkpoint is not None or mixture:
-            await self._rollouts.restore(_with_mixture(rollouts, mixture))
-        await self._live.resume(live)
+        live = self._unsaved_changes() or live
+        if live is not None:
+            await self._rollouts.restore(_with_changes(rollouts, live))
+            await self._live.resume(live)
+        if self._changes.exists():
+            self._save_changes()  # with the current flags
         self._first = self._rollouts.state()
         self._note()
-        self._mark_best()
+        self.mark_best()
+
+    async def publish(self) -> int:
+        """Publish the trainer's weights to the engines, and restart an evaluation that was in progress; returns the
+        version."""
+        trainer, generator, weights = self._services.trainer, self._services.generator, self._services.weights
+        version = await trainer.publish(weights, dtype=generator.dtype)
+        await generator.load(weights, version)
+        self._evaluator.restart()
+        return version
 
     async def begin_save(self) -> None:
         """Begin to write a checkpoint of the last finished step; returns once the trainer's state is copied.
@@ -159,21 +177,19 @@ class Checkpointer:
         if self.trained:
             self._note()
         updates, rollouts = self._ended
-        scores = {str(at): score for at, score in self.scores.items()}
-        state = {"step": step, "updates": updates, "rollouts": rollouts, "scores": scores, "seconds": self.seconds}
-        state["live"] = self._live.state()
-        if self.evaluation is not None:
-            state["evaluation"] = list(self.evaluation)
-        spare = self.evaluation[0] if self.evaluation and self._keep_best else None
+        state = {"step": step, "updates": updates, "rollouts": rollouts, "seconds": self.seconds}
+        state |= {"live": self._live.state(), **self._evaluator.state()}
         await self._services.devices.hand_to_trainer(idle=True)  # after an evaluation, the engines hold shared devices
-        needed = trainer.parameters * 16
-        async with self._checkpoints.writing(step, state, bytes_needed=needed, spare=spare) as folder:
+        writing = self.checkpoints.writing(
+            step, state, bytes_needed=trainer.parameters * 16, unscored=self._evaluator.step
+        )
+        async with writing as folder:
             await trainer.save(folder, model=self._model)
             copied.set_result(None)
             await trainer.finish_save()
         self.saved = step
-        self._mark_best()
-        latest = self._checkpoints.latest()
+        self.mark_best()
+        latest = self.checkpoints.latest()
         assert latest is not None, "a checkpoint was just written"
         return latest
 
@@ -191,7 +207,7 @@ class Checkpointer:
             await asyncio.wait([self._saving])
             self._saving = None
         while True:
-            checkpoint = await asyncio.to_thread(self._checkpoints.set_damaged_aside, self._warn)
+            checkpoint = await asyncio.to_thread(self.checkpoints.set_damaged_aside, self._warn)
             try:
                 await self._services.devices.free_devices()
                 await self._services.trainer.restart(checkpoint.training.resolve() if checkpoint else None)
@@ -204,65 +220,75 @@ class Checkpointer:
 
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
         """Bring everything except the trainer to the checkpoint's step."""
-        trainer, generator, weights = self._services.trainer, self._services.generator, self._services.weights
-        rollouts = self._read(checkpoint)[0] if checkpoint else self._first
-        await self._rollouts.restore(_with_mixture(rollouts, self._live.mixture_now()))
-        await weights.rollback(trainer.version - 1)
-        version = await trainer.publish(weights, dtype=generator.dtype)
-        await generator.load(weights, version)
+        rollouts = self._read(checkpoint)["rollouts"] if checkpoint else self._first
+        await self._rollouts.restore(_with_changes(rollouts, self._live.state()))
+        await self._services.weights.rollback(self._services.trainer.version - 1)
         self.saved = checkpoint.step if checkpoint else None
         self.step = self.saved or 0
-        self.scores = {at: score for at, score in self.scores.items() if at <= self.step}
-        if self.evaluation is not None and self.evaluation[0] > self.step:
-            self.evaluation = None
+        self._evaluator.rollback(self.step)
+        await self.publish()
         self._note()
-        self._mark_best()
+        self.mark_best()
 
-    def _mark_best(self) -> None:
-        """Mark the checkpoint with the highest known score, the earliest on a tie.
+    def mark_best(self) -> None:
+        """Mark the checkpoint with the best score; if the disk is full, the next checkpoint tries again."""
+        try:
+            self.checkpoints.mark_best(self._evaluator.scores)
+        except CheckpointError as error:
+            self._warn(str(error))
 
-        If the disk is full, the next checkpoint tries again.
-        """
-        if self._keep_best:
-            scored = [checkpoint.step for checkpoint in self._checkpoints.all() if checkpoint.step in self.scores]
-            try:
-                self._checkpoints.mark_best(max(scored, key=lambda step: (self.scores[step], -step), default=None))
-            except CheckpointError as error:
-                self._warn(str(error))
-
-    def _read(
-        self, checkpoint: Checkpoint
-    ) -> tuple[dict[str, object], dict[int, float], float, tuple[int, int] | None]:
-        """Read the rollouts' state, the scores, the run's seconds so far, and the evaluation in progress."""
-        state, updates = checkpoint.controller_state(), self._services.trainer.updates
-        rollouts, scores, seconds = state.get("rollouts"), state.get("scores"), state.get("seconds")
-        hint = f"delete {checkpoint.folder} to resume from the previous checkpoint"
-        lacks = CheckpointError(f"{checkpoint.folder}/controller.json lacks state that resuming needs", hint=hint)
-        if not isinstance(rollouts, dict) or not isinstance(scores, dict) or not isinstance(seconds, int | float):
-            raise lacks
-        if (live := state.get("live")) is not None and not is_live_state(live):  # None: saved by an older version
-            raise lacks
+    def _read(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Read and check the controller's state."""
+        state: dict[str, Any] = checkpoint.controller_state()
+        updates = self._services.trainer.updates
+        match state:
+            case {"rollouts": dict(), "seconds": int() | float(), "live": live} if is_live_state(live):
+                pass
+            case _:
+                raise CheckpointError(
+                    f"{checkpoint.folder}/controller.json lacks state that resuming needs", hint=_delete(checkpoint)
+                )
         if updates != state.get("updates"):
             raise CheckpointError(
                 f"{checkpoint.folder} holds a training state of {updates} updates, but a controller state of "
                 f"{state.get('updates')}",
-                hint=hint,
+                hint=_delete(checkpoint),
             )
+        return state
+
+    def _save_changes(self) -> None:
         try:
-            known = {int(at): float(score) for at, score in scores.items()}
-            match state.get("evaluation"):
-                case None:
-                    evaluation = None
-                case [int(step), int(version)]:
-                    evaluation = step, version
-                case other:
-                    raise ValueError(f"an evaluation {other!r:.80}")
-            return rollouts, known, float(seconds), evaluation
-        except (TypeError, ValueError, OverflowError) as error:
-            raise CheckpointError(f"{checkpoint.folder}/controller.json is invalid: {error}", hint=hint) from error
+            write_json(self._changes, {"step": self.step, "live": self._live.state()})
+        except OSError as error:
+            self._warn(f"live changes are not saved until the next checkpoint: {error.strerror or error}")
+
+    def _unsaved_changes(self) -> dict[str, Any] | None:
+        """Read the live changes that an earlier process made after the checkpoint; None if there are none.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        if not self._changes.exists():
+            return None
+        try:
+            match read_object(self._changes):
+                case {"step": int(made_at), "live": dict(live)} if is_live_state(live):
+                    return live if made_at >= self.step else None
+            raise ConfigError("it lacks something")
+        except ConfigError as error:
+            raise CheckpointError(
+                f"live changes cannot be read from {self._changes}: {error.message}",
+                hint=f"delete {self._changes} to resume without the changes since the last checkpoint",
+            ) from error
 
 
-def _with_mixture(rollouts: dict[str, object], changed: Mapping[str, object]) -> dict[str, object]:
-    """Replace parts of the mixture in a rollouts state; a state without one is unchanged, and refused on restore."""
+def _delete(checkpoint: Checkpoint) -> str:
+    return f"delete {checkpoint.folder} to resume from the previous checkpoint"
+
+
+def _with_changes(rollouts: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the mixture's live changes into a rollouts state; a state without a mixture is refused on restore."""
     mixture = rollouts.get("mixture")
-    return {**rollouts, "mixture": {**mixture, **changed}} if isinstance(mixture, dict) else rollouts
+    if not isinstance(mixture, dict):
+        return rollouts
+    return {**rollouts, "mixture": {**mixture, **live["mixture"]["changes"]}}

@@ -15,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +92,9 @@ class Checkpoint:
 class Checkpoints:
     """All checkpoints of a run, in a folder created with the first one; keeps the newest `keep` and the best.
 
+    Args:
+        keeps_best: mark the checkpoint with the best score, and keep it.
+
     checkpoints = Checkpoints(Path("run/checkpoints"), keep=2)
     async with checkpoints.writing(12, {"step": 12}, bytes_needed=1 << 30) as folder:
         await trainer.save(folder, model=model)
@@ -99,14 +102,15 @@ class Checkpoints:
     checkpoints.latest().model  # a Hugging Face folder
     """
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, keep: int, keeps_best: bool = True) -> None:
+        self.folder = folder
         self._keep = keep
+        self._keeps_best = keeps_best
         self._best = folder / "best"
 
     def all(self) -> list[Checkpoint]:
         """List all completely written checkpoints, oldest first."""
-        paths = [path for path in self._folder.glob("step-*") if _NAME.fullmatch(path.name)]
+        paths = [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name)]
         found = [Checkpoint(step=int(path.name.removeprefix("step-")), folder=path) for path in paths]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
@@ -145,21 +149,25 @@ class Checkpoints:
         marked = self._best.readlink().name if self._best.is_symlink() else ""
         return next((checkpoint for checkpoint in self.all() if checkpoint.folder.name == marked), None)
 
-    def mark_best(self, step: int | None) -> None:
-        """Mark the checkpoint of a step, or none, as best, by atomically replacing a link.
+    def mark_best(self, scores: Mapping[int, float]) -> None:
+        """Mark the checkpoint with the highest score by step, the earliest on a tie, by atomically replacing a link.
 
         Raises:
             CheckpointError: the folder is not writable.
         """
+        if not self._keeps_best:
+            return
+        scored = [checkpoint for checkpoint in self.all() if checkpoint.step in scores]
+        best = max(scored, key=lambda checkpoint: (scores[checkpoint.step], -checkpoint.step), default=None)
         try:
-            if step is None:
+            if best is None:
                 self._best.unlink(missing_ok=True)
                 return
             partial = self._best.with_name(".best.partial")
             partial.unlink(missing_ok=True)
-            partial.symlink_to(f"step-{step:06d}")
+            partial.symlink_to(best.folder.name)
             partial.replace(self._best)
-            _sync(self._folder)
+            _sync(self.folder)
         except OSError as error:
             raise CheckpointError(
                 f"{self._best} cannot be written: {error.strerror or error}", hint="free space, or choose another --out"
@@ -167,49 +175,49 @@ class Checkpoints:
 
     @contextlib.asynccontextmanager
     async def writing(
-        self, step: int, controller_state: dict[str, object], *, bytes_needed: int, spare: int | None = None
+        self, step: int, controller_state: dict[str, object], *, bytes_needed: int, unscored: int | None = None
     ) -> AsyncIterator[Path]:
         """Write a checkpoint: the body fills the yielded folder's empty `model` and `training`.
 
         Args:
             controller_state: saved as JSON in `controller.json`.
             bytes_needed: approximate bytes that the body writes; free space is checked before anything is written.
-            spare: step of an older checkpoint to keep for now, as its score is not known yet.
+            unscored: step whose score is not known yet; its checkpoint is kept for now, as it may be the best.
 
         Raises:
             CheckpointError: there is not enough space, or the folder is not writable.
         """
-        final = self._folder / f"step-{step:06d}"
-        partial = self._folder / f".step-{step:06d}.partial"
+        final = self.folder / f"step-{step:06d}"
+        partial = self.folder / f".step-{step:06d}.partial"
         try:
             await _in_thread(lambda: self._begin(partial, bytes_needed))
             yield partial
-            await _in_thread(lambda: self._commit(partial, final, controller_state, spare))
+            await _in_thread(lambda: self._commit(partial, final, controller_state, unscored))
         except (OSError, CheckpointError) as error:
             # Free its space for other files.
             await _in_thread(lambda: shutil.rmtree(partial, ignore_errors=True))
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(
-                f"the checkpoint of step {step} cannot be written to {self._folder}: {error.strerror or error}",
+                f"the checkpoint of step {step} cannot be written to {self.folder}: {error.strerror or error}",
                 hint="free space, or choose another --out; earlier checkpoints are unaffected",
             ) from error
 
     def _begin(self, partial: Path, bytes_needed: int) -> None:
         """Remove leftovers of interrupted writes, and create the folders to fill."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self._folder.glob(".step-*"):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob(".step-*"):
             shutil.rmtree(leftover)
-        free = shutil.disk_usage(self._folder).free
+        free = shutil.disk_usage(self.folder).free
         if free < bytes_needed:
             raise CheckpointError(
-                f"a checkpoint needs {bytes_needed / 1e9:.2f} GB but {self._folder} has {free / 1e9:.2f} GB free",
+                f"a checkpoint needs {bytes_needed / 1e9:.2f} GB but {self.folder} has {free / 1e9:.2f} GB free",
                 hint="free space, choose another --out, or lower --keep-checkpoints",
             )
         for part in ("model", "training"):
             (partial / part).mkdir(parents=True)
 
-    def _commit(self, partial: Path, final: Path, controller_state: dict[str, object], spare: int | None) -> None:
+    def _commit(self, partial: Path, final: Path, controller_state: dict[str, object], unscored: int | None) -> None:
         """Flush everything to disk, rename the folder, and remove old checkpoints."""
         (partial / "controller.json").write_text(json.dumps(controller_state, indent=1) + "\n")
         files = _files(partial)
@@ -222,11 +230,11 @@ class Checkpoints:
             # Rename cannot replace a non-empty folder; between the two renames the older checkpoint still exists.
             final.rename(final.with_name(f".{final.name}.replaced"))
         partial.rename(final)
-        _sync(self._folder)
+        _sync(self.folder)
         best = self.best()
-        spared = {spare, best.step if best else None}
+        spared = {unscored if self._keeps_best else None, best.step if best else None}
         old = [checkpoint.folder for checkpoint in self.all()[: -self._keep] if checkpoint.step not in spared]
-        for folder in (*old, *self._folder.glob(".step-*")):
+        for folder in (*old, *self.folder.glob(".step-*")):
             shutil.rmtree(folder)
 
 

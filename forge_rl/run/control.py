@@ -1,7 +1,7 @@
 """Live control: serves clients attached to a run, over a Unix socket in its folder; see forge_rl.run.attach.
 
-A connection is one request and its reply, each one line of JSON: `{"do": "set_weight", "with": {"source": "maths",
-"weight": 0.7}}`, then `{"result": ...}` or `{"error": "...", "hint": "..."}`,
+A connection is one request and its reply, each one line of JSON: `{"do": "set", "with": {"knob": "schedule",
+"values": {"max_lag": 2}}}`, then `{"result": ...}` or `{"error": "...", "hint": "..."}`,
 with `"busy": true` if a retry may help.
 """
 
@@ -18,9 +18,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_rl.data.adaptive import Adapting
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics.sinks import episode_sample
+from forge_rl.run.attach import SOCKET
 from forge_rl.run.live import LiveSettings, changes_by
 from forge_rl.runtime.local_socket import listening, peer_is_own
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from forge_rl.run.policy_gateway import PolicyGateway
     from forge_rl.run.run import Run
 
-SOCKET = "control.sock"
-"""Name of the socket in a run folder."""
 MOST_BYTES = 1 << 18
 """Maximum size of a request in bytes."""
 _MOST_CLIENTS = 16
@@ -49,11 +47,9 @@ class Control:
         self._run = run
         self._live = live
         self._gateway = gateway
-        self._changing = asyncio.Lock()
-        """Serialises changes, in the order of their requests."""
 
     async def status(self) -> dict[str, object]:
-        """Return the run's progress, and everything that can be changed."""
+        """Return the run's progress, and the current values of everything that can be changed."""
         run, rollouts = self._run, self._run.rollouts.status()
         rewards = [episode.reward for episode in run.last_batch.episodes] if run.last_batch else []
         return {
@@ -64,40 +60,13 @@ class Control:
             "version": run.trainer.version,
             "engines": f"{rollouts.engines_serving}/{rollouts.engines}",
             "rollouts": str(rollouts),
-            "reward": self._live.reward,
             "reward_mean": sum(rewards) / len(rewards) if rewards else None,
-            "weights": {name: run.mixture[name] for name in run.mixture},
-            "mixture": repr(run.mixture),
-            "schedule": vars(run.rollouts.config),
+            **self._live.read(),
         }
 
-    async def set_weight(self, source: str, weight: float) -> None:
-        """Set a source's weight in the mixture."""
-        if isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise ConfigError(f"the weight of {source!r} is {weight!r}", hint="choose a number from 0 up")
-        async with self._changing:
-            self._run.mixture[source] = weight
-
-    async def adapt(self, **settings: Any) -> None:
-        """Turn the mixture's adaptation on or off."""
-        try:
-            config = Adapting(**settings)
-        except TypeError as error:
-            raise ConfigError(f"the mixture cannot adapt by {settings}: {error}") from error
-        async with self._changing:
-            self._run.mixture.adapt(config)
-
-    async def set_reward(self, texts: list[str]) -> None:
-        """Score with another reward."""
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-            raise ConfigError(f"the reward is set to {texts!r}", hint="set it to a text such as file.py:function")
-        async with self._changing:
-            await self._live.replace_reward(texts)
-
-    async def set_schedule(self, name: str, value: float) -> None:
-        """Set a bound of the schedule."""
-        async with self._changing:
-            setattr(self._live.schedule, str(name), value)
+    async def set(self, knob: str, values: dict[str, Any]) -> None:
+        """Change the mixture, the schedule or the reward; see `LiveSettings.knobs`."""
+        await self._live.write(knob, values)
 
     async def chat(self, message: str | list[Any], max_tokens: int | None = None, temperature: float = 0.0) -> str:
         """Chat with the current policy."""

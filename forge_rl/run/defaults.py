@@ -32,6 +32,21 @@ _ASLEEP_BYTES = 3 << 30
 """GPU memory that a sleeping engine keeps: a context, and CUDA graphs."""
 
 
+def colocated(config: RunConfig, there: int | None = None) -> bool:
+    """Return whether trainer and engines share devices, see `shares_devices`.
+
+    Args:
+        there: number of GPUs; this machine's by default.
+    """
+    return shares_devices(
+        config.placement,
+        ranks=config.trainer.ranks,
+        engines=config.generator.replicas * config.generator.devices,
+        decodes_while_training=config.schedule.decodes_while_training,
+        there=there,
+    )
+
+
 def with_defaults(config: C, model: Path, *, reference: bool) -> tuple[C, list[str]]:
     """Choose settings that the user left open, for this machine; see `choose`. Takes seconds with GPUs.
 
@@ -73,14 +88,7 @@ def choose(
     found = memory(replace(trainer, seq_len=tokens))
     engines = generator.replicas * generator.devices
     turns = not config.schedule.decodes_while_training
-    shared = shares_devices(
-        config.placement,
-        ranks=trainer.ranks,
-        engines=engines,
-        decodes_while_training=not turns,
-        there=there,
-    )
-
+    shared = colocated(config, there)
     beside = gpu - round(found.state / _USABLE) - _CONTEXT_BYTES
     weights = 2 * architecture.weights // generator.tensor_parallel_size
     wanted = generator.gpu_memory_utilization * gpu or max(_LEAST_SHARE * gpu, 2 * weights)

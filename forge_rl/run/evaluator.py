@@ -1,4 +1,4 @@
-"""Evaluates a run's policy on its sets, one evaluation at a time."""
+"""Evaluates a run's policy on its sets, one evaluation at a time, and keeps the scores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EvaluationResult:
 
 
 class Evaluator:
-    """Starts evaluations and turns their results into metrics.
+    """Starts evaluations, turns their results into metrics, and keeps the scores by step.
 
     Args:
         sets: tasks by set name; the first set's score is the run's. Sets without tasks are left out.
@@ -47,11 +47,16 @@ class Evaluator:
         warn: Callable[[str], None],
     ) -> None:
         self.sets = {name: tasks for name, tasks in sets.items() if tasks}
+        self.scores: dict[int, float] = {}
+        """Score of the first set, by step."""
         self._config = config
         self._rollouts = rollouts
         self._sampling = Sampling(max_tokens=config.max_tokens or max_tokens, temperature=config.temperature, seed=None)
         self._warn = warn
-        self._pending: tuple[int, Evaluation] | None = None
+        self._pending: tuple[int, int] | None = None
+        """Step and version being evaluated."""
+        self._evaluation: Evaluation | None = None
+        """The pending evaluation; None until it is started again after `restore` or `rollback`."""
 
     @property
     def step(self) -> int | None:
@@ -68,34 +73,31 @@ class Evaluator:
             step: step whose weights are evaluated.
             version: version of these weights.
         """
-        evaluation = Evaluation(
+        self._evaluation = Evaluation(
             self.sets,
             episodes=self._config.episodes,
             sampling=self._sampling,
             version=version,
             one_version=step == 0 or self._rollouts.config.in_rounds,
         )
-        self._rollouts.start_evaluation(evaluation)
-        self._pending = step, evaluation
+        self._rollouts.start_evaluation(self._evaluation)
+        self._pending = step, version
 
     async def finish(self) -> None:
         """Wait for the pending evaluation, ahead of all other work."""
         await self._rollouts.finish_evaluation()
 
-    def drop(self) -> None:
-        """Forget the pending evaluation, whose episodes were cancelled."""
-        self._pending = None
-
     def pop(self) -> EvaluationResult | None:
-        """Return the result of the pending evaluation and end it; None until it is complete.
+        """End the pending evaluation, keep its score, and return its result; None until it is complete.
 
         Raises:
             ForgeError: all episodes of a set failed.
         """
-        if self._pending is None or not self._pending[1].complete:
+        evaluation = self._evaluation
+        if self._pending is None or evaluation is None or not evaluation.complete:
             return None
-        (step, evaluation), self._pending = self._pending, None
-        k, metrics, tokens, first = self._config.episodes, dict[str, float](), 0, None
+        step, k, metrics, tokens = self._pending[0], self._config.episodes, dict[str, float](), 0
+        self._pending = self._evaluation = None
         for name in self.sets:
             results = evaluation.results(name)
             values = score_set(name, results, k=k, success=self._config.success)
@@ -106,16 +108,54 @@ class Evaluator:
                     f"{others:.0%} of the tokens in the evaluation of step {step} on {name} come from other weights, "
                     "because training continued meanwhile: lower --evaluation.tasks, or set --evaluation.blocking"
                 )
-            first = values[f"avg@{k}"] if first is None else first
             episodes = [episode for of_task in results for episode in of_task]
             tokens += sum(episode.response_tokens for episode in episodes)
             if failed := [episode for episode in episodes if not episode.outcome.scored]:
                 many = f"{len(failed)} of {len(episodes)} evaluations failed"
                 self._warn(f"{many} and are left out of the score of {name}; {describe_failure(failed[-1])}")
+        score = self.scores[step] = metrics[f"eval/{next(iter(self.sets))}/avg@{k}"]
         if [*self.sets] == [HELD_OUT]:
             metrics = _short(metrics, k) | metrics
-        assert first is not None, "there is a set"
-        return EvaluationResult(step=step, score=first, metrics=metrics, tokens=tokens)
+        return EvaluationResult(step=step, score=score, metrics=metrics, tokens=tokens)
+
+    def state(self) -> dict[str, object]:
+        """Return the scores and the pending evaluation, as JSON."""
+        scores = {str(step): score for step, score in self.scores.items()}
+        return {"scores": scores, "evaluation": list(self._pending) if self._pending else None}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        """Take over the scores and the pending evaluation of an earlier process; `restart` starts it.
+
+        Raises:
+            ValueError: the state was not made by `state`.
+        """
+        match state:
+            case {"scores": dict(scores), "evaluation": None | [int(), int()] as pending}:
+                try:
+                    self.scores = {int(step): float(score) for step, score in scores.items()}
+                except (TypeError, OverflowError) as error:
+                    raise ValueError(f"the scores are malformed: {error}") from error
+                self._pending = (pending[0], pending[1]) if pending else None
+            case _:
+                shown = {name: state.get(name) for name in ("scores", "evaluation")}
+                raise ValueError(f"scores, or an evaluation, are malformed: {shown!r:.160}")
+
+    def rollback(self, step: int) -> None:
+        """Forget the scores of later steps, and a pending evaluation of one; its episodes were cancelled."""
+        self.scores = {at: score for at, score in self.scores.items() if at <= step}
+        self._evaluation = None
+        if self._pending is not None and self._pending[0] > step:
+            self._pending = None
+
+    def restart(self) -> None:
+        """Start the evaluation that was pending before `restore` or `rollback`, if any.
+
+        If the weights are now those of a later step than the evaluation's, all tokens count as other_versions.
+        """
+        if self._pending is not None and self.sets:
+            self.start(*self._pending)
+        else:
+            self._pending = None
 
 
 def _short(metrics: Mapping[str, float], k: int) -> dict[str, float]:

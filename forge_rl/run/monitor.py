@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -49,8 +51,8 @@ class RunMonitor:
         self.log = log
         self.clock = clock
         self.faults = faults
-        self._folder = folder
-        self._display = display
+        self.folder = folder
+        self.display = display
         self._begun = now()
         self._trace: Trace | None = Trace(folder / "trace.json", clock=now)
         self._depths: dict[str, Value] = {}
@@ -59,6 +61,27 @@ class RunMonitor:
         clock.on_phase = lambda name, begin, end: self.span("controller", name, begin, end)
         faults.on_span = self.span
         faults.listeners.append(self._on_fault)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep the display up to date while the body runs; processes that exit afterwards are not faults."""
+        watch = self.display.watch(waiting=self.waiting_for, status=self.poll, tell=self.log.warn)
+        watching = asyncio.get_running_loop().create_task(watch)
+        try:
+            yield
+        finally:
+            self.faults.closing = True
+            watching.cancel()
+
+    async def raise_fault(self) -> None:
+        """Wait for the first fatal fault.
+
+        Raises:
+            ServiceError: the fault.
+        """
+        error = await self.faults.wait()
+        await asyncio.sleep(0.5)  # a call in flight fails by itself, with a better message
+        raise error
 
     def follow(self, status: Callable[[], RolloutStatus], missing: Callable[[], str]) -> None:
         """Watch the rollouts too: `status` returns their progress, `missing` what the next batch still needs."""
@@ -115,7 +138,7 @@ class RunMonitor:
         best: Checkpoint | None = None,
     ) -> None:
         """Write the summary, which marks the run as finished, and show where its files are."""
-        folder, recoveries = self._folder, self.recoveries()
+        folder, recoveries = self.folder, self.recoveries()
         summary = {
             "score_before": scores[min(scores)] if scores else None,
             "score_after": scores[max(scores)] if scores else None,
@@ -139,7 +162,7 @@ class RunMonitor:
             places["best model"] = best.model
         if (folder / "tensorboard").is_dir():
             places["curves"] = f"tensorboard --logdir {folder / 'tensorboard'}"
-        self._display.summary(places, recoveries)
+        self.display.summary(places, recoveries)
 
     def close(self) -> None:
         """Close the trace."""
@@ -174,4 +197,4 @@ class RunMonitor:
             draw(self._trace)
         except CheckpointError as error:
             self._trace = None
-            self.log.event(f"the trace ends here: {error}", "warning")
+            self.log.warn(f"the trace ends here: {error}")

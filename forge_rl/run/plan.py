@@ -16,8 +16,7 @@ from forge_rl.engines.factory import plan_training
 from forge_rl.engines.platform import device_type, gpu_bytes, host_bytes, resolve_dtype
 from forge_rl.errors import ConfigError
 from forge_rl.models.resolve import resolve_model
-from forge_rl.rollout.placement import shares_devices
-from forge_rl.run.defaults import with_defaults
+from forge_rl.run.defaults import colocated, with_defaults
 from forge_rl.run.run_config import RunConfig
 
 _TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing full, or lower --trainer.seq-len"
@@ -126,7 +125,7 @@ def plan_run(config: RunConfig, model: Path, *, reference: bool) -> list[Need]:
         if trainer.enable_cpu_offload:
             for name in ("weights, float32", "gradients", "optimizer state", "frozen reference"):
                 host[name] = parts.pop(name)
-        elif _colocated(config) and not trainer.stays_on_device:
+        elif colocated(config) and not trainer.stays_on_device:
             host["state that comes here while engines decode"] = moved
         host["process"] = _CUDA_PROCESS_BYTES
     else:
@@ -152,7 +151,7 @@ def check_state_fits(config: RunConfig, architecture: Architecture, *, reference
     needs = [
         Need(who="trainer rank", count=ranks, parts={"state": state}, hint=_TRAINER_FLAGS, of_gpu=on_gpu and not kept)
     ]
-    if on_gpu and not kept and _colocated(config) and not config.trainer.stays_on_device:
+    if on_gpu and not kept and colocated(config) and not config.trainer.stays_on_device:
         moved = state - 4 * count // split  # no gradients exist while engines decode
         needs.append(Need(who="trainer rank, in host memory", count=ranks, parts={"state": moved}, hint=_HOST_FLAGS))
     refuse(needs + _decoding(config, architecture, on_gpu=on_gpu), host=host_bytes(), gpu=gpu_bytes())
@@ -182,16 +181,6 @@ def refuse(needs: Sequence[Need], *, host: int, gpu: int) -> None:
         )
 
 
-def _colocated(config: RunConfig) -> bool:
-    generator = config.generator
-    return shares_devices(
-        config.placement,
-        ranks=config.trainer.ranks,
-        engines=generator.replicas * generator.devices,
-        decodes_while_training=config.schedule.decodes_while_training,
-    )
-
-
 def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) -> list[Need]:
     """List the needs of engines, and of the versions published to them."""
     generator, itemsize = config.generator, resolve_dtype(config.generator.dtype).itemsize
@@ -203,7 +192,7 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
     if on_gpu:
         share = round(generator.gpu_share * gpu_bytes())
         parts = {f"weights, {itemsize} bytes each": weights, "keys and values": max(0, share - weights)}
-        asleep = {"weights, while it sleeps": weights} if _colocated(config) else {}
+        asleep = {"weights, while it sleeps": weights} if colocated(config) else {}
         beside = config.trainer.stays_on_device or config.trainer.enable_cpu_offload or not asleep
         who = "engine" if beside else "engine, while the trainer's state is in host memory"
         host = Need(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from forge_rl.data.mixture import Mixture
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.errors import ForgeError, ReplicaError, ServiceError
 from forge_rl.metrics import Metric, batch_metrics
@@ -17,7 +15,7 @@ from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.evaluator import Evaluator
-from forge_rl.run.live import LiveSchedule
+from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import Services
@@ -41,19 +39,17 @@ class Run(Generic[C]):
     def __init__(
         self,
         config: C,
-        folder: Path,
         *,
         services: Services,
         rollouts: RolloutExecutor,
-        mixture: Mixture,
         evaluator: Evaluator,
         checkpointer: Checkpointer,
+        live: LiveSettings,
         monitor: RunMonitor,
-        schedule: LiveSchedule,
         close: Callable[[], Awaitable[object]],
     ) -> None:
         self.config = config
-        self.folder = folder
+        self.folder = monitor.folder
         self.trainer = services.trainer
         self.generator = services.generator
         self.weights = services.weights
@@ -61,11 +57,13 @@ class Run(Generic[C]):
         self.environment = services.environment
         """None if an agent plays the episodes."""
         self.rollouts = rollouts
-        self.mixture = mixture
-        self.schedule = schedule
-        self._epochs = mixture.epochs
+        self.mixture = live.mixture
+        self.schedule = live.schedule
         self.last_batch: Batch | None = None
         """The last step's batch, for inspection."""
+        self.close = close
+        """Closes a run that was opened with `open`: stops the services and flushes the logs."""
+        self._epochs = self.mixture.epochs
         self._evaluator = evaluator
         self._devices = services.devices
         self._checkpointer = checkpointer
@@ -74,8 +72,6 @@ class Run(Generic[C]):
         self._log = monitor.log
         self._asked: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
         """Work requested for the end of the current step."""
-        self.close = close
-        """Closes a run that was opened with `open`: stops the services and flushes the logs."""
         self._end_step()  # the start does not count towards the first step
 
     @property
@@ -91,7 +87,7 @@ class Run(Generic[C]):
     @property
     def scores(self) -> dict[int, float]:
         """Score of the first set, such as the held-out tasks, by step: avg@k with k = --evaluation.episodes."""
-        return self._checkpointer.scores
+        return self._evaluator.scores
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -142,13 +138,12 @@ class Run(Generic[C]):
         trains_in = str(resolve_dtype(self.config.trainer.dtype)).removeprefix("torch.")
         problem = describe_gap(stats.get("logprob_gap", 0.0), engines=self.generator.dtype, trainer=trains_in)
         if stats.get("updates/skipped"):
-            self._log.event(
+            self._log.warn(
                 f"step {self.step}: {stats['updates/skipped']:g} updates were skipped, as their gradient is not "
-                f"finite; rows of the last one: {self.trainer.skipped[-1]}",
-                "warning",
+                f"finite; rows of the last one: {self.trainer.skipped[-1]}"
             )
         if problem:
-            self._log.event(f"step {self.step}: {problem}", "warning")
+            self._log.warn(f"step {self.step}: {problem}")
         self._log.log(self.step, values, batch)
         self._pop_evaluation()
         return values
@@ -201,7 +196,7 @@ class Run(Generic[C]):
             return None
         if self._evaluator.step != self.step:
             await self.finish_evaluation()
-            self._start_evaluation(self.step, self.trainer.version)
+            self._evaluator.start(self.step, self.trainer.version)
         last = self.step >= self.config.steps
         return (
             await self.finish_evaluation()
@@ -216,16 +211,6 @@ class Run(Generic[C]):
         with self.phase("evaluate"):
             await self._evaluator.finish()
         return self._pop_evaluation(ends_step=self._evaluator.step == self.step)
-
-    def restart_evaluation(self) -> None:
-        """Restart the evaluation that was pending at the checkpoint from which the run resumes, if any.
-
-        If that checkpoint is of a later step than the evaluation, its weights differ from those to evaluate: all tokens
-        count as other_versions.
-        """
-        self._evaluator.drop()
-        if self._checkpointer.evaluation is not None and self._evaluator.sets:
-            self._start_evaluation(*self._checkpointer.evaluation)
 
     async def after_step(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run work for another task, such as `checkpoint`, once the body of `recovering` has ended; waits for it.
@@ -253,6 +238,14 @@ class Run(Generic[C]):
             await self._checkpointer.begin_save()
             wait = self.step >= self.config.steps if wait is None else wait
             return await self._checkpointer.finish_save() if wait else None
+
+    async def finish(self) -> None:
+        """Complete a run that has reached its last step: its pending evaluation and checkpoint, and its summary."""
+        if self.step >= self.config.steps:
+            await self.finish_evaluation()
+            await self._checkpointer.finish_save()
+            latest, best = self._checkpointer.checkpoints.latest(), self._checkpointer.checkpoints.best()
+            self._monitor.summarise(self.step, self._checkpointer.seconds, self.scores, latest, best)
 
     async def save_after(self, error: Exception) -> None:
         """Save as `save_interrupted` does after an error that ends the run, and add the outcome to the error as a
@@ -291,16 +284,12 @@ class Run(Generic[C]):
             if int(epoch) > int(before.get(name, epoch)):
                 self._log.event(f"{name}: all tasks were drawn; epoch {int(epoch) + 1} begins")
 
-    def _start_evaluation(self, step: int, version: int) -> None:
-        self._evaluator.start(step, version)
-        self._checkpointer.evaluation = step, version
-
     def _pop_evaluation(self, *, ends_step: bool = False) -> float | None:
         """Log the pending evaluation under its own step if it is complete; returns its score."""
         result = self._evaluator.pop()
         if result is None:
             return None
-        self._checkpointer.note_score(result.step, result.score)
+        self._checkpointer.mark_best()
         self._clock.tokens("evaluate", result.tokens)
         self._log.log(result.step, result.metrics | (self._end_step() if ends_step else {}))
         return result.score
@@ -339,8 +328,7 @@ class Run(Generic[C]):
             self._pop_evaluation()
             step = await self._checkpointer.rollback()
             self._log.rollback(step)
-            self.restart_evaluation()
-            self._log.event(f"the trainer was restarted; the run continues from step {step}", "warning")
+            self._log.warn(f"the trainer was restarted; the run continues from step {step}")
 
 
 def describe_gap(gap: float, *, engines: str, trainer: str) -> str:

@@ -6,17 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.platform import gpus, resolve_dtype
 from forge_rl.envs.protocol import EnvFactory
 from forge_rl.metrics import Display
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.run.preparation import Checked, Prepared
 from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
@@ -26,8 +25,13 @@ from forge_rl.services.weight_store import WeightStore
 
 _START_DEADLINE_S = 900.0
 
-Service = Trainer | Generator | WeightStore | Reward | Environment
-S = TypeVar("S", bound=Service)
+
+class _Started(Protocol):
+    async def stop(self) -> None: ...
+
+
+C = TypeVar("C", bound=RunConfig)
+S = TypeVar("S", bound=_Started)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,138 +48,68 @@ class Services:
     """Hands shared devices back and forth between trainer and generator."""
 
 
-def _name_of(environment: EnvFactory) -> str:
-    environment = getattr(environment, "func", environment)  # a partial of a class
-    return getattr(environment, "__name__", type(environment).__name__)
-
-
 @contextlib.asynccontextmanager
 async def running_services(
-    config: RunConfig,
-    cluster: Cluster,
-    faults: Faults,
-    display: Display,
+    prepared: Prepared,
+    checked: Checked[C],
     *,
-    folder: Path,
-    model: Path,
-    resume: Path | None,
-    reference: bool,
-    shares_devices: bool,
     reward: RewardFunction,
     environment: EnvFactory | None,
 ) -> AsyncIterator[Services]:
     """Start all services concurrently, on shared GPUs the trainer after the engines, and stop them after the body.
 
     Args:
-        cluster: closed after the services.
-        folder: the run folder.
-        model: Hugging Face folder.
-        resume: training state to resume from, if any.
-        reference: whether the trainer keeps a frozen reference.
         environment: None if an agent plays the episodes.
 
     Raises:
         ForgeError: a service did not start; the others are stopped.
     """
-    started: list[Service] = []
-    ranks, replicas, deadline_s = config.trainer.ranks, config.generator.replicas, _START_DEADLINE_S
-    each = config.generator.devices
+    config, faults = checked.config, prepared.monitor.faults
+    cluster = Cluster((prepared.folder / "logs").resolve(), may_be_public=config.isolation.public_ports)
     handover: asyncio.Future[DeviceHandover] = asyncio.get_running_loop().create_future()
-
-    @contextlib.asynccontextmanager
-    async def start_engine() -> AsyncIterator[None]:
-        devices = await asyncio.shield(handover)  # not while the trainer starts
-        async with devices.start_engine():
-            yield
-
+    started: list[_Started] = []
     try:
         async with task_group() as group:
 
             def begin(name: str, detail: str, starting: Awaitable[S]) -> asyncio.Task[S]:
-                async def start() -> S:
-                    display.startup(name, "starting", detail)
-                    try:
-                        service = await starting
-                    except BaseException:
-                        display.startup(name, "failed", detail)
-                        raise
-                    started.append(service)
-                    display.startup(name, "ready", detail)
-                    return service
+                return group.create_task(_start(name, detail, starting, started, prepared.monitor.display))
 
-                return group.create_task(start())
-
-            generator = begin(
-                "generator",
-                f"vLLM, {replicas} replica" + "s" * (replicas > 1) + f" of {each} devices" * (each > 1),
-                Generator.start(
-                    config.generator,
-                    cluster,
-                    faults,
-                    model=model,
-                    seed=config.seed,
-                    deadline_s=deadline_s,
-                    first_gpu=0 if shares_devices else ranks,
-                    lend=lambda: handover.result().lend(),
-                    replace=start_engine,
-                    parse_control_tokens=config.parse_control_tokens,
-                ),
+            generator = begin("generator", _engines(config), _start_generator(checked, cluster, prepared, handover))
+            trainer = begin(
+                "trainer",
+                f"torchtitan, {config.trainer.ranks} rank{'s' * (config.trainer.ranks > 1)}",
+                _start_trainer(checked, cluster, prepared, after=generator),
             )
-
-            async def start_trainer() -> Trainer:
-                if shares_devices and gpus():  # vLLM would count the trainer's allocations as its own
-                    await asyncio.wait((generator,))
-                return await Trainer.start(
-                    config.trainer,
-                    cluster,
-                    faults,
-                    model=model,
-                    resume=resume,
-                    reference=reference,
-                    seed=config.seed,
-                    total_steps=config.steps,
-                    skipped=folder / "skipped",
-                    deadline_s=deadline_s,
-                )
-
-            trainer = begin("trainer", f"torchtitan, {ranks} rank" + "s" * (ranks > 1), start_trainer())
-            weights = begin(
-                "weights",
-                config.weights.transport,
-                WeightStore.start(
-                    config.weights,
-                    cluster,
-                    faults,
-                    deadline_s=deadline_s,
-                    expected_bytes=stored_bytes(model) * resolve_dtype(config.generator.dtype).itemsize // 2,
-                ),
+            expected_bytes = stored_bytes(checked.model) * resolve_dtype(config.generator.dtype).itemsize // 2
+            weights = WeightStore.start(
+                config.weights, cluster, faults, deadline_s=_START_DEADLINE_S, expected_bytes=expected_bytes
             )
-            scorer = begin(
-                "reward",
-                type(reward).__name__,
-                Reward.start(
-                    config.reward,
-                    cluster,
-                    faults,
-                    function=reward,
-                    deadline_s=deadline_s,
-                    folder=(folder / "reward").resolve(),
-                ),
+            store = begin("weights", config.weights.transport, weights)
+            scoring = Reward.start(
+                config.reward,
+                cluster,
+                faults,
+                function=reward,
+                deadline_s=_START_DEADLINE_S,
+                folder=(prepared.folder / "reward").resolve(),
             )
+            scorer = begin("reward", type(reward).__name__, scoring)
+            envs = None
             if environment is not None:
-                envs = begin(
-                    "environment",
-                    _name_of(environment),
-                    Environment.start(config.environment, cluster, faults, factory=environment, deadline_s=deadline_s),
+                kind = getattr(environment, "func", environment)  # a partial of a class
+                acting = Environment.start(
+                    config.environment, cluster, faults, factory=environment, deadline_s=_START_DEADLINE_S
                 )
-        devices = DeviceHandover(generator.result(), trainer.result() if shares_devices else None)
+                envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), acting)
+        devices = DeviceHandover(generator.result(), trainer.result() if checked.shares_devices else None)
         handover.set_result(devices)
+        prepared.monitor.log.event(store.result().choice)
         yield Services(
             trainer=trainer.result(),
             generator=generator.result(),
-            weights=weights.result(),
+            weights=store.result(),
             reward=scorer.result(),
-            environment=envs.result() if environment is not None else None,
+            environment=envs.result() if envs is not None else None,
             devices=devices,
         )
     finally:
@@ -184,3 +118,63 @@ async def running_services(
         for failure in stopped:
             if isinstance(failure, BaseException):
                 raise failure
+
+
+async def _start(name: str, detail: str, starting: Awaitable[S], started: list[_Started], display: Display) -> S:
+    """Show the start of a service, and note it in `started`."""
+    display.startup(name, "starting", detail)
+    try:
+        service = await starting
+    except BaseException:
+        display.startup(name, "failed", detail)
+        raise
+    started.append(service)
+    display.startup(name, "ready", detail)
+    return service
+
+
+def _engines(config: RunConfig) -> str:
+    replicas, each = config.generator.replicas, config.generator.devices
+    return f"vLLM, {replicas} replica" + "s" * (replicas > 1) + f" of {each} devices" * (each > 1)
+
+
+async def _start_generator(
+    checked: Checked[C], cluster: Cluster, prepared: Prepared, handover: asyncio.Future[DeviceHandover]
+) -> Generator:
+    @contextlib.asynccontextmanager
+    async def start_engine() -> AsyncIterator[None]:
+        devices = await asyncio.shield(handover)  # not while the trainer starts
+        async with devices.start_engine():
+            yield
+
+    return await Generator.start(
+        checked.config.generator,
+        cluster,
+        prepared.monitor.faults,
+        model=checked.model,
+        seed=checked.config.seed,
+        deadline_s=_START_DEADLINE_S,
+        first_gpu=0 if checked.shares_devices else checked.config.trainer.ranks,
+        lend=lambda: handover.result().lend(),
+        replace=start_engine,
+        parse_control_tokens=checked.config.parse_control_tokens,
+    )
+
+
+async def _start_trainer(
+    checked: Checked[C], cluster: Cluster, prepared: Prepared, *, after: asyncio.Task[Generator]
+) -> Trainer:
+    if checked.shares_devices and gpus():  # vLLM would count the trainer's allocations as its own
+        await asyncio.wait((after,))
+    return await Trainer.start(
+        checked.config.trainer,
+        cluster,
+        prepared.monitor.faults,
+        model=checked.model,
+        resume=prepared.checkpoint.training.resolve() if prepared.checkpoint else None,
+        reference=checked.reference,
+        seed=checked.config.seed,
+        total_steps=checked.config.steps,
+        skipped=prepared.folder / "skipped",
+        deadline_s=_START_DEADLINE_S,
+    )

@@ -1,0 +1,122 @@
+"""The last stage of a start: puts a run together from its services."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from forge_rl.data.mixture import Mixture
+from forge_rl.gateway import GatewayConfig, GeneratorBackend
+from forge_rl.gateway.tools import ToolParser, parser_for
+from forge_rl.rollout.agents import Agent, serving_agents
+from forge_rl.rollout.episode_runner import EpisodeRunner
+from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
+from forge_rl.run.checkpointing import Checkpointer
+from forge_rl.run.control import Control, serving_control
+from forge_rl.run.evaluator import Evaluator
+from forge_rl.run.live import LiveSettings
+from forge_rl.run.policy_gateway import PolicyGateway
+from forge_rl.run.preparation import Checked, Prepared
+from forge_rl.run.run import Run
+from forge_rl.run.run_config import RunConfig
+from forge_rl.run.services import Services
+from forge_rl.tokens.tokenizer import Tokenizer
+
+C = TypeVar("C", bound=RunConfig)
+
+
+@contextlib.asynccontextmanager
+async def assemble(
+    prepared: Prepared,
+    checked: Checked[C],
+    services: Services,
+    mixture: Mixture,
+    *,
+    agent: Agent | str | None,
+    gateway: GatewayConfig,
+    close: Callable[[], Awaitable[object]],
+) -> AsyncIterator[Run[C]]:
+    """Resume from the checkpoint, publish the first weights, and let clients attach while the body runs.
+
+    Args:
+        agent: plays the episodes instead of the environment service.
+        gateway: settings of the agent's gateway.
+        close: closes the whole run.
+    """
+    config, monitor, log = checked.config, prepared.monitor, prepared.monitor.log
+    tokenizer = Tokenizer(checked.model, parse_control_tokens=config.parse_control_tokens)
+    backend = GeneratorBackend(services.generator, config.model)
+    async with contextlib.AsyncExitStack() as stack:
+        if agent is not None:
+            logs = prepared.folder / "logs"
+            serving = serving_agents(agent, gateway, backend, tokenizer, services.reward, warn=log.warn, logs=logs)
+            run_episode: RunEpisode = await stack.enter_async_context(serving)
+        else:
+            assert services.environment is not None
+            parser = ToolParser(config.tool_parser or parser_for(tokenizer), tokenizer)
+            run_episode = EpisodeRunner(tokenizer, services.environment, services.reward, parser.parse)
+        rollouts = _rollouts(prepared, config, services, mixture, tokenizer, run_episode)
+        stack.push_async_callback(rollouts.close)
+        services.reward.replaced.append(rollouts.reward_replaced)
+        services.reward.samples = rollouts.samples
+        monitor.follow(rollouts.status, rollouts.waiting_for)
+        evaluator = Evaluator(
+            config.evaluation, checked.sets, rollouts, max_tokens=config.generator.max_tokens, warn=log.warn
+        )
+        live = stack.enter_context(
+            contextlib.closing(LiveSettings(rollouts, mixture, config.mixture, services.reward, log.event))
+        )
+        checkpointer = Checkpointer(
+            prepared.checkpoints, services, rollouts, evaluator, live, model=checked.model, warn=log.warn
+        )
+        stack.push_async_callback(checkpointer.close)
+        await checkpointer.resume(prepared.checkpoint)
+        if prepared.checkpoint is not None:
+            log.event(f"continued from {prepared.checkpoint.folder}")
+        monitor.display.startup("first weights", "starting", "trainer to engines")
+        version = await checkpointer.publish()
+        monitor.display.startup("first weights", "ready", f"version {version}, attested")
+        run = Run(
+            config,
+            services=services,
+            rollouts=rollouts,
+            evaluator=evaluator,
+            checkpointer=checkpointer,
+            live=live,
+            monitor=monitor,
+            close=close,
+        )
+        policy = PolicyGateway(backend, tokenizer, log.warn)
+        stack.push_async_callback(policy.close)
+        await stack.enter_async_context(serving_control(prepared.folder, Control(run, live, policy), log.warn))
+        gc.freeze()  # also modules imported meanwhile: see responsive_loop
+        yield run
+
+
+def _rollouts(
+    prepared: Prepared,
+    config: RunConfig,
+    services: Services,
+    mixture: Mixture,
+    tokenizer: Tokenizer,
+    run_episode: RunEpisode,
+) -> RolloutExecutor:
+    log = prepared.monitor.log
+    return RolloutExecutor(
+        mixture=mixture,
+        groups=config.groups_per_batch,
+        episodes=config.group_size,
+        schedule=config.schedule,
+        tokenizer=tokenizer,
+        generator=services.generator,
+        run_episode=run_episode,
+        reward=services.reward,
+        devices=services.devices,
+        seed=config.seed,
+        version=lambda: services.trainer.version,
+        warn=log.warn,
+        on_episode=log.episode,
+        reward_wait_s=config.reward.wait_for_another_s,
+    )

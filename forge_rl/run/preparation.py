@@ -1,0 +1,193 @@
+"""The first two stages of a start: the run's folder with everything that watches the run, and all checks before
+services start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from forge_rl.data.mixture import Mixture
+from forge_rl.data.scan import check_tasks
+from forge_rl.engines.architecture import read_architecture, stored_bytes
+from forge_rl.engines.context import check_context
+from forge_rl.engines.decode_layout import check_decode_layout
+from forge_rl.engines.degrees import check_model
+from forge_rl.engines.platform import slow_format
+from forge_rl.errors import ConfigError
+from forge_rl.metrics import Display, EpisodeSink, EventSink, JSONLSink, PhaseClock, RunInfo, RunLog, Sink
+from forge_rl.metrics.boards import TensorBoardSink, WandbSink
+from forge_rl.models.dequantized import dequantized
+from forge_rl.models.resolve import resolve_model
+from forge_rl.rewards.confinement import missing_confinement
+from forge_rl.run.checkpoints import Checkpoint, Checkpoints
+from forge_rl.run.defaults import colocated, with_defaults
+from forge_rl.run.evaluator import HELD_OUT
+from forge_rl.run.monitor import RunMonitor
+from forge_rl.run.plan import check_state_fits
+from forge_rl.run.run_config import RunConfig
+from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, prepare_folder
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.isolation import check_isolation
+from forge_rl.runtime.pauses import clock_without_pauses
+from forge_rl.runtime.processes import responsive_loop
+from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.types import Task
+
+C = TypeVar("C", bound=RunConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The folder of a run, locked, and what watches the run."""
+
+    folder: Path
+    checkpoints: Checkpoints
+    checkpoint: Checkpoint | None
+    """Checkpoint to resume from, if any."""
+    monitor: RunMonitor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked(Generic[C]):
+    """What was found or chosen by the checks."""
+
+    config: C
+    """The settings, with those chosen that were left open."""
+    model: Path
+    """Hugging Face folder, with weights that can be trained."""
+    reference: bool
+    """Whether the trainer keeps a frozen reference."""
+    shares_devices: bool
+    """Whether trainer and engines share devices."""
+    sets: Mapping[str, Sequence[Task]]
+    """Sets to evaluate on, by name; none if evaluation is off."""
+
+
+@contextlib.asynccontextmanager
+async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> AsyncIterator[Prepared]:
+    """Create the run folder, or find the one to resume, and log to it while the body runs.
+
+    Args:
+        recipe: name of the recipe.
+        code: digests of the user's files, see `code_digests`.
+
+    Raises:
+        ConfigError: settings contradict each other, the machine, or the run being resumed.
+        CheckpointError: the folder is not writable, or another process runs there.
+    """
+    open_to = check_isolation(config.isolation)
+    colocated(config)  # refuses too few GPUs
+    folder, notes = choose_folder(config, recipe, config.out, code)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, prepare_folder(folder, config, code))
+        checkpoints = Checkpoints(
+            folder / "checkpoints", keep=config.keep_checkpoints, keeps_best=config.evaluation.keep_best
+        )
+        damaged: list[str] = []
+        checkpoint = await asyncio.to_thread(checkpoints.set_damaged_aside, damaged.append)
+        clock = PhaseClock()
+        faults = Faults(phase=lambda: clock.current)
+        display = Display(config.display, phase_clock=clock)
+        log = RunLog(display, *_sinks(config, folder, notes))
+        stack.callback(log.close)
+        monitor = stack.enter_context(contextlib.closing(RunMonitor(folder, display, log, clock, faults)))
+        stack.enter_context(responsive_loop())
+        stack.enter_context(clock_without_pauses())
+        log.start(
+            RunInfo(
+                recipe=recipe,
+                model=config.model,
+                folder=folder,
+                steps=config.steps,
+                step=checkpoint.step if checkpoint else 0,
+                config=as_flat_json(config),
+            )
+        )
+        for note in notes:
+            log.event(note)
+        for warning in (*damaged, open_to, missing_confinement(), slow_format(config.trainer.dtype)):
+            if warning:
+                log.warn(warning)
+        faults.install()
+        yield Prepared(folder=folder, checkpoints=checkpoints, checkpoint=checkpoint, monitor=monitor)
+
+
+def _sinks(config: RunConfig, folder: Path, notes: list[str]) -> list[Sink]:
+    """Create the sinks; adds to `notes` if TensorBoard is not installed."""
+    sinks: list[Sink] = [
+        JSONLSink(folder / "metrics.jsonl"),
+        EventSink(folder / "events.jsonl"),
+        EpisodeSink(folder / "episodes.jsonl"),
+    ]
+    try:
+        sinks.append(TensorBoardSink(folder / "tensorboard"))
+    except ConfigError as error:
+        notes.append(f"no TensorBoard curves: {error.message}; {error.hint}")
+    return [*sinks, WandbSink(config.wandb)] if config.wandb else sinks
+
+
+async def check(
+    config: C,
+    prepared: Prepared,
+    mixture: Mixture,
+    *,
+    reference: bool,
+    evaluation: Mapping[str, Sequence[Task]] | None,
+) -> Checked[C]:
+    """Refuse models that cannot be trained, laid out or stored, and tasks that cannot be used, before services start.
+
+    Args:
+        reference: whether the trainer keeps a frozen reference.
+        evaluation: sets to evaluate on; None for those of the mixture.
+
+    Raises:
+        ForgeError: says what does not fit, and what to change.
+    """
+    log, progress = prepared.monitor.log, prepared.monitor.display.progress
+    model = (await asyncio.to_thread(resolve_model, config.model, config.cache, progress)).resolve()
+    architecture = read_architecture(model)
+    check_model(config.trainer, config.trainer.ranks, architecture)
+    config, chosen = await asyncio.to_thread(with_defaults, config, model, reference=reference)
+    for line in chosen:
+        log.event(f"chosen: {line}")
+    check_state_fits(config, architecture, reference=reference)
+    if architecture.quantized:
+        log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
+        model = await asyncio.to_thread(dequantized, model, config.cache, progress)
+    check_decode_layout(model, config.generator, engines=config.generator.replicas)
+    check_context(architecture, config.generator)
+    await _check_tasks(config, prepared, mixture, model)
+    sets: Mapping[str, Sequence[Task]] = {}
+    if config.evaluation.every:
+        sets = mixture.eval_sets(config.evaluation.tasks) if evaluation is None else evaluation
+    if evaluation is None and 0 < (found := len(sets.get(HELD_OUT, ()))) < config.evaluation.tasks:
+        log.warn(f"there are only {found} distinct held-out tasks")
+    if config.checkpoint_every:
+        bytes_each = 7 * stored_bytes(model)  # weights, two moments and the exported copy
+        check_space(prepared.folder, bytes_each * (config.keep_checkpoints + 1 + config.evaluation.keep_best))
+    return Checked(
+        config=config,
+        model=model,
+        reference=reference,
+        shares_devices=colocated(config),
+        sets=sets,
+    )
+
+
+async def _check_tasks(config: RunConfig, prepared: Prepared, mixture: Mixture, model: Path) -> None:
+    """Refuse task files that cannot be used or, in a resumed run, have changed; log what the scan of each found."""
+    match prepared.checkpoint.controller_state() if prepared.checkpoint is not None else None:
+        case {"rollouts": {"mixture": dict(saved)}}:
+            mixture.restore_sources(saved)
+    limit = config.generator.max_model_len - config.generator.max_tokens
+    progress = prepared.monitor.display.progress
+    checking = partial(check_tasks, limit=limit, cache=config.cache, progress=progress)
+    scans = await asyncio.to_thread(checking, mixture, partial(Tokenizer, model))
+    for name, scan in scans.items():
+        prepared.monitor.log.event(f"{name}: {scan.describe(limit)}")
