@@ -18,7 +18,6 @@ import base64
 import binascii
 import contextlib
 import hmac
-import inspect
 import json
 import shlex
 import socket as sockets
@@ -39,7 +38,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from forge_rl.data.data_config import DataConfig
 from forge_rl.data.mixture import Mixture
 from forge_rl.envs.env_flag import build_environment, sources_of
-from forge_rl.envs.protocol import Env, EnvFactory, Step
+from forge_rl.envs.protocol import Env, EnvFactory, close_env, make_env, reset_env, step_env
 from forge_rl.errors import CheckpointError, ConfigError, check_flags
 from forge_rl.gateway.keys import kept_key, read_key
 from forge_rl.rewards.verifiers import REASONING_GYM, ReasoningGymReward
@@ -150,18 +149,16 @@ class Session:
     async def close(self) -> None:
         """End the episode."""
         env, self._env = self._env, None
-        close = getattr(env, "close", None)
-        if close is not None and not self._done and inspect.isawaitable(closing := close()):
-            await closing
+        await close_env(env)
 
     async def _reset(self, data: Mapping[str, Any]) -> dict[str, object]:
         await self.close()
         seed = data.get("seed")
         task = self._task = await asyncio.to_thread(self._world.task, seed if isinstance(seed, int) else None)
-        self._env = self._world.factory(task)
+        self._env = make_env(self._world.factory, task)
         self._episode, self._steps, self._done = str(data.get("episode_id") or task.id), 0, False
         self._rewarded = False
-        begun = await self._env.reset()
+        begun = await reset_env(self._env)
         self._tools = begun.tools or task.tools
         return _observation(begun.messages, tools=self._tools, metadata={"task": task.id, "source": task.source})
 
@@ -181,9 +178,7 @@ class Session:
             calls = (ToolCall(id=f"call-{self._steps}", name=str(data["tool_name"]), arguments=arguments),)
         elif "message" not in data:
             raise ValueError(f"an action needs the field `message`; it has {', '.join(data) or 'no fields'}")
-        takes = inspect.signature(self._env.step).parameters
-        given: dict[str, object] = {"calls": calls} if "calls" in takes else {}
-        step: Step = await self._env.step(text, **given, **({"truncated": False} if "truncated" in takes else {}))
+        step = await step_env(self._env, text, parsed=(text, calls))
         self._steps += 1
         self._done = step.done
         self._rewarded |= step.reward is not None

@@ -20,7 +20,6 @@ from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.game import GuessNumber
 from forge_rl.envs.protocol import EnvFactory, Step
 from forge_rl.envs.search import Corpus
-from forge_rl.envs.seeded import SeededTasks
 from forge_rl.envs.user import SimulatedUser
 from forge_rl.errors import ConfigError, ForgeError, TaskError
 from forge_rl.types import Message, Task
@@ -173,16 +172,13 @@ def test_a_games_tasks_are_resumable_and_hold_some_out():
     other = source()
     other.restore(state)
     assert numbers([other.draw() for _ in range(5)]) == rest
-    with pytest.raises(TaskError, match="to another stream"):
+    with pytest.raises(TaskError, match="and the seed 1"):
         source(seed=1).restore(state)
     tiny = source(highest=2)
-    assert (tiny.draw().truth, tiny.held_out(5)[0].truth) == (
-        {"number": 1, "answer": "1"},
-        {"number": 2, "answer": "2"},
-    )
+    assert {*numbers([tiny.draw()]), *numbers(tiny.held_out(5))} == {1, 2}
+    assert tiny.draw().truth["answer"] in ("1", "2")
+    assert source(highest=10**12).draw().source == "game"
     assert Mixture({"game": one}).draw_from("game").source == "game"
-    with pytest.raises(TaskError, match="has 1 problems"):
-        SeededTasks("x", seed=0, problems=range(1), make=lambda number: game_task(number)[1])
 
 
 # textarena

@@ -18,12 +18,12 @@ from forge_rl.flags.texts import split_commas
 from forge_rl.flags.user_code import load
 
 ENVIRONMENTS: Mapping[str, str] = {
-    "game": "forge_rl.envs.game:game",
-    "gymnasium": "forge_rl.envs.gymnasium:gymnasium",
-    "harbor": "forge_rl.envs.harbor:harbor",
-    "mcp": "forge_rl.envs.mcp:mcp",
+    "game": "forge_rl.envs.game:GuessNumber",
+    "gymnasium": "forge_rl.envs.gymnasium:GymnasiumEnv",
+    "harbor": "forge_rl.envs.harbor:HarborEnv",
+    "mcp": "forge_rl.envs.mcp:McpEnv",
     "openenv": "forge_rl.envs.openenv:OpenEnvFactory",
-    "textarena": "forge_rl.envs.textarena:textarena",
+    "textarena": "forge_rl.envs.textarena:TextArena",
     "tools": "forge_rl.envs.bundled_tools:tools",
     "user": "forge_rl.envs.user:SimulatedUser",
     "verifiers": "forge_rl.envs.verifiers:VerifiersEnv",

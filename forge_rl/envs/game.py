@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.envs.seeded import SeededTasks
-from forge_rl.errors import ConfigError, TaskError
+from forge_rl.envs.task_list import TaskList, split
+from forge_rl.errors import TaskError, check_flags
 from forge_rl.types import Task
+
+_MOST_TASKS = 1000
+_HELD_OUT_SHARE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuessNumber:
-    """Makes number-guessing games; comes with its own tasks.
+    """Makes number-guessing games; comes with its own tasks, up to 1000 numbers of which a quarter is held out.
 
         python -m recipes.grpo --env game:highest=20,max_turns=6
 
@@ -29,18 +32,16 @@ class GuessNumber:
     """Reward of a wrong guess that is consistent with the replies so far; credited to the tokens of its turn."""
 
     def __post_init__(self) -> None:
-        if self.highest < 2 or self.max_turns < 1:
-            raise ConfigError(
-                f"--env game has highest={self.highest} and max_turns={self.max_turns}",
-                hint="set highest to 2 or more and max_turns to 1 or more",
-            )
+        check_flags(self, "--env game: ", least={"highest": 2, "max_turns": 1})
 
     def __call__(self, task: Task) -> Guessing:
         return Guessing(self, task)
 
-    def sources(self, seed: int) -> Mapping[str, SeededTasks]:
+    def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the game's tasks."""
-        return {"game": SeededTasks("game", seed=seed, problems=range(1, self.highest + 1), make=self._task)}
+        numbers = random.Random(0).sample(range(1, self.highest + 1), min(self.highest, _MOST_TASKS))
+        train, held_out = split([*map(self._task, numbers)], _HELD_OUT_SHARE, key=lambda task: task.id)
+        return {"game": TaskList("game", train, held_out, seed=seed)}
 
     def _task(self, number: int) -> Task:
         text = (
@@ -85,16 +86,3 @@ class Guessing:
         else:
             said, self._high = "Lower.", min(self._high, guess - 1)
         return Step(done=False, reward=reward, messages=({"role": "user", "content": said},))
-
-
-def game(name: str = "guess", *, highest: int = 20, max_turns: int = 6, possible: float = 0.1) -> GuessNumber:
-    """Make the environment for `--env game` or `--env game:guess,highest=100`.
-
-    Raises:
-        ConfigError: there is no such game.
-    """
-    if name != "guess":
-        raise ConfigError(
-            f"--env game has no game {name!r}", hint="use --env game:guess, or a TextArena game: --env textarena:ID"
-        )
-    return GuessNumber(highest=highest, max_turns=max_turns, possible=possible)

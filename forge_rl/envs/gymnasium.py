@@ -173,6 +173,3 @@ def _in_brackets(match: re.Match[str]) -> str:
     codes, text = match[1].split(";"), match[2]
     marks = next((_BRACKETS[key] for code in codes for key in (code, code[:1]) if key in _BRACKETS), "")
     return f"{marks[0]}{text}{marks[1]}" if marks else text
-
-
-gymnasium = GymnasiumEnv  # the name in --env

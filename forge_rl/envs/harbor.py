@@ -158,6 +158,3 @@ def _task(task: HarborTask, source: str) -> Task:
     messages: tuple[Message, ...] = ({"role": "user", "content": task.instructions[0]},)
     truth = {"folder": str(task.folder), "config": dict(task.config)}
     return Task(id=task.name, source=source, messages=messages, truth=truth)
-
-
-harbor = HarborEnv  # the name in --env

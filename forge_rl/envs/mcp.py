@@ -7,15 +7,16 @@ import contextlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.envs.tools import ToolEnv, ToolUse
+from forge_rl.envs.tool import read_arguments, tool_schema
+from forge_rl.envs.tools import ToolSettings, ToolUse
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError, check_flags, check_installed
 from forge_rl.system.supervised import supervised
-from forge_rl.types import Message, Task, ToolCall
+from forge_rl.types import Task, ToolCall
 
 _AGAIN_S = 0.5
 """Delay before reconnecting, in seconds."""
@@ -23,7 +24,7 @@ _HINT = "write --env 'mcp:COMMAND' or --env mcp:http://HOST:PORT/mcp"
 
 
 @dataclass(frozen=True, eq=False)
-class McpEnv:
+class McpEnv(ToolSettings):
     """Makes environments with the tools of an MCP server; a completion without a tool call is the answer, which the
     run's reward scores.
 
@@ -36,29 +37,21 @@ class McpEnv:
 
     server: str
     """Command line of a stdio server, or URL of a streamable HTTP server."""
+    _: KW_ONLY
     per: Literal["process", "session"] = "process"
     """One server for all episodes of an environment process, or one per episode for stateful servers."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Additional environment variables of the command."""
     tools: Sequence[str] = ()
     """Names of the tools to show the model; all by default."""
-    max_turns: int = 8
-    """Maximum completions per episode; an episode whose last completion calls tools has no answer."""
-    timeout_s: float = 30.0
-    """Timeout of one tool call."""
     start_s: float = 60.0
     """Timeout for the server to start and list its tools."""
-    max_output_chars: int = 4000
-    """Maximum characters of a tool output; the middle of a longer one is cut."""
-    instruction: str = ""
-    """System message for tasks that have none."""
-    examples: Sequence[Message] = ()
-    """Messages shown before the task's question."""
-    _shared: list[Connection] = field(default_factory=list, init=False, repr=False)
+    _shared: list[McpConnection] = field(default_factory=list, init=False, repr=False)
     """Connection of this process, once opened."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "McpEnv's ", least={"max_turns": 1}, above={"timeout_s": 0, "start_s": 0})
+        super().__post_init__()
+        check_flags(self, "McpEnv's ", above={"start_s": 0})
         check_installed("--env mcp", "mcp", "mcp")
         if self.per not in ("process", "session"):
             raise ConfigError(f"per is {self.per!r} in --env mcp", hint="write per=process or per=session")
@@ -72,21 +65,21 @@ class McpEnv:
         """Make the environment of one episode."""
         return McpSession(self, task)
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> McpConnection:
         """Return an open connection: the one shared by this process, or a new one per session.
 
         Raises:
             ForgeError: the server does not start; gives the cause.
         """
         if self.per == "session":
-            return await Connection(self).opened()
+            return await McpConnection(self).opened()
         if not self._shared or self._shared[0].is_over:
-            self._shared[:] = [Connection(self)]
+            self._shared[:] = [McpConnection(self)]
         return await self._shared[0].opened()
 
 
-class Connection:
-    """Connection to a server; owns its process if it is a command. One task holds it open, as the mcp package needs."""
+class McpConnection:
+    """Connection to a server, which owns its process if it is a command. One task holds it open, as `mcp` requires."""
 
     def __init__(self, config: McpEnv) -> None:
         self.schemas: Mapping[str, Mapping[str, object]] = {}
@@ -102,7 +95,7 @@ class Connection:
         """True once the connection is closed or lost."""
         return self._stop.is_set() or self._holding.done()
 
-    async def opened(self) -> Connection:
+    async def opened(self) -> McpConnection:
         """Wait until the server has listed its tools."""
         await asyncio.shield(self._ready)
         return self
@@ -184,12 +177,7 @@ class Connection:
         while True:
             listed = await self._client.list_tools(cursor=cursor)
             for tool in listed.tools:
-                described = {
-                    "name": tool.name,
-                    "description": tool.description or "",
-                    "parameters": tool.input_schema,
-                }
-                found[tool.name] = {"type": "function", "function": described}
+                found[tool.name] = tool_schema(tool.name, tool.description or "", tool.input_schema)
             if not (cursor := listed.next_cursor):
                 break
         unknown = [name for name in self._config.tools if name not in found]
@@ -215,9 +203,9 @@ class Connection:
 
 @dataclass(frozen=True)
 class _RemoteTool:
-    """A tool of the server, with the interface that `ToolUse` expects."""
+    """A tool of the server."""
 
-    connection: Connection
+    connection: McpConnection
     name: str
 
     @property
@@ -226,16 +214,10 @@ class _RemoteTool:
 
     async def call(self, arguments: str, *, timeout_s: float) -> str:
         try:
-            given = json.loads(arguments.strip() or "{}")
-        except json.JSONDecodeError as error:
-            return f"error: the arguments of {self.name} are no JSON: {error}"
-        if not isinstance(given, dict):
-            return f"error: the arguments of {self.name} must be a JSON object"
+            given = read_arguments(self.name, arguments)
+        except ValueError as error:
+            return f"error: {error}"
         return await self.connection.call(self.name, given, timeout_s)
-
-
-def _unused() -> None:
-    """Placeholder for tools that only the server has."""
 
 
 class McpSession:
@@ -244,16 +226,14 @@ class McpSession:
     def __init__(self, config: McpEnv, task: Task) -> None:
         self._config = config
         self._task = task
-        self._connection: Connection | None = None
+        self._connection: McpConnection | None = None
         self._use: ToolUse | None = None
 
     async def reset(self) -> Observation:
         """Connect and show the tools; raises ForgeError if the server does not start."""
         self._connection = await self._config.connect()
-        tools: Any = {name: _RemoteTool(self._connection, name) for name in self._connection.schemas}
-        names = ("max_turns", "timeout_s", "max_output_chars", "instruction", "examples")
-        settings = ToolEnv((_unused,), **{name: getattr(self._config, name) for name in names})
-        self._use = ToolUse(settings, self._task, tools, None)
+        tools = {name: _RemoteTool(self._connection, name) for name in self._connection.schemas}
+        self._use = ToolUse(self._config, self._task, tools)
         return await self._use.reset()
 
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
@@ -265,6 +245,3 @@ class McpSession:
         """Close the connection if it belongs to this episode alone."""
         if self._connection is not None and self._config.per == "session":
             await self._connection.close()
-
-
-mcp = McpEnv  # the name in --env

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.task_list import TaskList, seeded
-from forge_rl.errors import ConfigError, ForgeError, ReplicaError, check_installed
+from forge_rl.envs.tool import read_arguments, tool_schema
+from forge_rl.errors import ConfigError, ForgeError, ReplicaError, check_flags, check_installed
 from forge_rl.system.redaction import without_credentials
+from forge_rl.system.variables import api_key
 from forge_rl.types import Message, Task, ToolCall
 
 T = TypeVar("T")
@@ -70,19 +71,8 @@ class OpenEnvFactory:
         scheme, _, rest = self.url.partition("://")
         if scheme not in ("ws", "wss", "http", "https") or not rest:
             raise ConfigError(f"the address {self.url!r} is not a URL", hint=_HINT)
-        for name, least in {"tasks": 1, "held_out": 0, "max_turns": 1}.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)} in --env openenv", hint=f"choose {least} or more")
-        if self.api_key_env and not self.api_key_env.isidentifier():  # it may be the key itself: never print it
-            raise ConfigError(
-                "--env openenv: api_key_env is not the name of an environment variable",
-                hint="put the key into a variable and pass its name: api_key_env=OPENENV_API_KEY",
-            )
-        if self.api_key_env and not os.environ.get(self.api_key_env):
-            raise ConfigError(
-                f"--env openenv: the environment variable {self.api_key_env} is not set",
-                hint="set it to the server's key, or name another variable",
-            )
+        check_flags(self, "--env openenv: ", least={"tasks": 1, "held_out": 0, "max_turns": 1})
+        api_key("--env openenv", self.api_key_env)
 
     def __call__(self, task: Task) -> OpenEnvSession:
         """Make the environment of one episode; the server gets the `seed` in the task's truth."""
@@ -108,7 +98,8 @@ class OpenEnvFactory:
     @property
     def headers(self) -> dict[str, str]:
         """Request headers: the API key, if there is one."""
-        return {"Authorization": f"Bearer {os.environ.get(self.api_key_env, '')}"} if self.api_key_env else {}
+        key = api_key("--env openenv", self.api_key_env)
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
     @property
     def schema_url(self) -> str:
@@ -150,7 +141,11 @@ class OpenEnvSession:
         tools: Sequence[Mapping[str, object]] = ()
         if self._by_tools:
             listed = await self._ask("step", {"type": "list_tools"})
-            tools = [_tool_schema(tool) for tool in listed["observation"].get("tools", ())]
+            none = {"type": "object", "properties": {}}
+            tools = [
+                tool_schema(tool["name"], tool.get("description") or "", tool.get("input_schema") or none)
+                for tool in listed["observation"].get("tools", ())
+            ]
         shown = self._shown(data)
         messages = self._task.messages
         asked = bool(messages) and messages[-1]["role"] == "user"
@@ -188,11 +183,9 @@ class OpenEnvSession:
 
     async def _call(self, call: ToolCall) -> tuple[str, float | None, bool]:
         try:
-            arguments = json.loads(call.arguments or "{}")
-        except json.JSONDecodeError as error:
-            return f"error: the arguments are no JSON: {error}", None, False
-        if not isinstance(arguments, dict):
-            return "error: the arguments must be a JSON object", None, False
+            arguments = read_arguments(call.name, call.arguments)
+        except ValueError as error:
+            return f"error: {error}", None, False
         return await self._do({"type": "call_tool", "tool_name": call.name, "arguments": arguments})
 
     async def _act(self, completion: str) -> tuple[str, float | None, bool]:
@@ -336,9 +329,3 @@ def _text_field(schema: Mapping[str, Any]) -> str:
     if len(must) == 1 and fields.get(must[0], {}).get("type") == "string":
         return str(must[0])
     return ""
-
-
-def _tool_schema(tool: Mapping[str, Any]) -> dict[str, object]:
-    parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
-    described = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
-    return {"type": "function", "function": described}

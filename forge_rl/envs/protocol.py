@@ -1,14 +1,20 @@
-"""Environment protocols: an Env lives for one episode, and a factory makes one per episode."""
+"""Environment protocols: an Env lives for one episode, and a factory makes one per episode. Checked calls of both."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from forge_rl.types import Episode, Message, Score, Task
+from forge_rl.errors import ForgeError
+from forge_rl.types import Episode, Message, Score, Task, ToolCall
+
+Parsed: TypeAlias = tuple[str, tuple[ToolCall, ...]]
+"""Content and tool calls of a completion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,3 +121,67 @@ class AgentEnvironment(Protocol):
 
     def serving(self, logs: Path) -> AbstractAsyncContextManager[None]:
         """Run whatever the episodes need while the body runs; processes log to files in `logs`."""
+
+
+def make_env(factory: EnvFactory, task: Task) -> Env:
+    """Make a task's environment.
+
+    Raises:
+        ForgeError: the factory returned something else.
+    """
+    env = factory(task)
+    if not (hasattr(env, "reset") and hasattr(env, "step")):
+        raise ForgeError(
+            f"the environment's factory returned {env!r:.80}, which lacks reset or step",
+            hint="return an object with `async def reset(self)` and `async def step(self, completion)`",
+        )
+    return env
+
+
+async def reset_env(env: Env) -> Observation:
+    """Begin the episode.
+
+    Raises:
+        ForgeError: `reset` returned no Observation.
+    """
+    observation = await env.reset()
+    if not isinstance(observation, Observation):
+        raise ForgeError(
+            f"{type(env).__name__}.reset returned {observation!r:.80}, not an Observation",
+            hint="return Observation(messages=...)",
+        )
+    return observation
+
+
+async def step_env(env: Env, completion: str, truncated: bool = False, parsed: Parsed | None = None) -> Step:
+    """Respond to a completion, with the optional arguments that the environment's `step` takes.
+
+    Raises:
+        ForgeError: `step` returned no Step.
+    """
+    wanted = _wanted(type(env))
+    given: dict[str, object] = {"truncated": truncated} if "truncated" in wanted else {}
+    if "calls" in wanted:
+        completion, given["calls"] = parsed or (completion, ())
+    step = await env.step(completion, **given)
+    if not isinstance(step, Step):
+        raise ForgeError(
+            f"{type(env).__name__}.step returned {step!r:.80}, not a Step", hint="return Step(done=..., messages=...)"
+        )
+    return step
+
+
+async def close_env(env: object) -> None:
+    """Call an environment's `close`, if it has one."""
+    close = getattr(env, "close", None)
+    if close is not None and inspect.isawaitable(closing := close()):
+        await closing
+
+
+@functools.cache
+def _wanted(kind: type[Env]) -> frozenset[str]:
+    """Return the optional arguments that an environment class's `step` takes."""
+    parameters = inspect.signature(kind.step).parameters.values()
+    optional = {"truncated", "calls"}
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return frozenset(optional if takes_all else optional & {each.name for each in parameters})

@@ -17,6 +17,7 @@ class TaskList:
         train, held_out = split(tasks, 0.1, key=lambda task: task.prompt)
 
     Args:
+        name: name of the source in logs and in the mixture.
         train: tasks to draw; if there are fewer than a batch needs, they repeat within it.
         held_out: evaluation tasks.
     """
@@ -24,18 +25,13 @@ class TaskList:
     def __init__(self, name: str, train: Sequence[Task], held_out: Sequence[Task], *, seed: int) -> None:
         if not train:
             raise TaskError(f"{name} has no tasks to train on", hint="hold out a smaller share")
-        self._name = name
+        self.name = name
         self._train = train
         self._held_out = tuple(held_out)
         self._seed = seed
         self._drawn = 0
         self._order: tuple[int, list[int]] = (-1, [])
         """Current epoch and its order of task indices."""
-
-    @property
-    def name(self) -> str:
-        """Name of the source in logs and in the mixture."""
-        return self._name
 
     @property
     def epoch(self) -> float:
@@ -57,8 +53,8 @@ class TaskList:
         return self._held_out[:tasks]
 
     def state(self) -> dict[str, object]:
-        """Return the position in the stream and the number of tasks."""
-        return {"drawn": self._drawn, "tasks": len(self._train)}
+        """Return the position in the stream, as JSON."""
+        return {"drawn": self._drawn, "tasks": len(self._train), "seed": self._seed}
 
     def restore(self, state: Mapping[str, object]) -> None:
         """Continue from a saved position.
@@ -67,10 +63,11 @@ class TaskList:
             TaskError: the position belongs to another list.
         """
         drawn = state.get("drawn")
-        if not isinstance(drawn, int) or drawn < 0 or state.get("tasks") != len(self._train):
+        if not isinstance(drawn, int) or drawn < 0 or dict(state) != {**self.state(), "drawn": drawn}:
             raise TaskError(
-                f"the saved state of {self._name} is {dict(state)}, but it has {len(self._train)} tasks",
-                hint="resume with the original environment, or start a new run",
+                f"the saved state of {self.name} is {dict(state)}, but it has {len(self._train)} tasks and the seed "
+                f"{self._seed}",
+                hint="resume with the original environment and seed, or start a new run",
             )
         self._drawn = drawn
 

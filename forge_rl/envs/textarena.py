@@ -6,20 +6,20 @@ import contextlib
 import importlib
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.envs.seeded import SeededTasks
+from forge_rl.envs.task_list import TaskList, seeded
 from forge_rl.errors import ConfigError, ForgeError, TaskError, check_installed
 from forge_rl.types import Task
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TextArena:
-    """Makes TextArena games; comes with its own tasks, each a seed of the game.
+    """Makes episodes of a TextArena game for one player.
 
-        python -m recipes.grpo --env textarena:GuessTheNumber-v0
+        TextArena("GuessTheNumber-v0")  # --env textarena:GuessTheNumber-v0
 
     The reward is the game's, from -1 or 0 to 1.
 
@@ -29,8 +29,13 @@ class TextArena:
 
     game: str
     """Game id, such as GuessTheNumber-v0."""
+    _: KW_ONLY
     max_turns: int = 30
     """Maximum completions per episode."""
+    tasks: int = 1000
+    """Number of seeds to train on when no tasks are set."""
+    held_out: int = 100
+    """Number of additional held-out seeds."""
 
     def __post_init__(self) -> None:
         self.start(0)
@@ -38,9 +43,9 @@ class TextArena:
     def __call__(self, task: Task) -> TextArenaGame:
         return TextArenaGame(self, task)
 
-    def sources(self, seed: int) -> Mapping[str, SeededTasks]:
-        """Return the game's tasks."""
-        return {self.game: SeededTasks(self.game, seed=seed, problems=range(2**31), make=self._task)}
+    def sources(self, seed: int) -> dict[str, TaskList]:
+        """Return a task source of seeds."""
+        return {self.game: seeded(self.game, tasks=self.tasks, held_out=self.held_out, prompt="", seed=seed)}
 
     def start(self, seed: int) -> Any:
         """Make textarena's environment and reset it."""
@@ -62,11 +67,6 @@ class TextArena:
                 hint="choose a single-player game, such as GuessTheNumber-v0; some games need NLTK data",
             ) from None
         return made
-
-    def _task(self, number: int) -> Task:
-        # The game shows its own messages; these only distinguish the tasks.
-        shown = {"role": "user", "content": f"{self.game}, game {number}"}
-        return Task(id=f"{self.game}/{number}", source=self.game, messages=(shown,), truth={"seed": number})
 
 
 class TextArenaGame:
@@ -95,14 +95,3 @@ class TextArenaGame:
         """Return the game's text since the model's last turn."""
         _, observed = self._game.get_observation()
         return "\n".join(str(text) for sender, text, *_ in observed if sender != 0)
-
-
-def textarena(game: str = "", *, max_turns: int = 30) -> TextArena:
-    """Make the environment for `--env textarena:GuessTheNumber-v0`.
-
-    Raises:
-        ConfigError: no game is given, or it cannot be made.
-    """
-    if not game:
-        raise ConfigError("--env textarena names no game", hint="write --env textarena:GuessTheNumber-v0")
-    return TextArena(game=game, max_turns=max_turns)

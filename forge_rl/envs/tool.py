@@ -67,8 +67,7 @@ class Tool:
         texts = [described.short_description, described.long_description]
         parameters = _without_titles(self._adapter.json_schema())
         parameters.pop("additionalProperties", None)
-        function = {"name": self.name, "description": "\n".join(filter(None, texts)), "parameters": parameters}
-        return {"type": "function", "function": function}
+        return tool_schema(self.name, "\n".join(filter(None, texts)), parameters)
 
     async def call(self, arguments: str, *, timeout_s: float) -> str:
         """Call the function with JSON arguments; return its result, or the error, as text for the model.
@@ -149,6 +148,27 @@ class Tool:
                 hint="use types such as int, str, list[int], dict[str, float], Literal, an enum or a dataclass",
             ) from None
         return adapter
+
+
+def tool_schema(name: str, description: str, parameters: Mapping[str, object]) -> dict[str, object]:
+    """Return a tool's schema in the format of chat templates."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def read_arguments(name: str, arguments: str) -> dict[str, object]:
+    """Parse the arguments of a call whose schema only a server checks.
+
+    Raises:
+        ValueError: they are not a JSON object; its text is for the model.
+    """
+    try:
+        given = json.loads(arguments.strip() or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the arguments of {name} are no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"the arguments of {name} must be a JSON object")
+    return given
 
 
 def _inner(function: Callable[..., object]) -> Any:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from forge_rl.envs.compaction import Compact
-from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.protocol import Observation, Step, close_env
 from forge_rl.envs.tool import Tool
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.types import Message, Task, ToolCall
@@ -25,8 +26,41 @@ _CALL_SIGNS = (
 _NOT_TOOLS = frozenset({"reward", "close"})
 
 
+@dataclass(frozen=True, kw_only=True)
+class ToolSettings:
+    """Settings of an environment with tools."""
+
+    max_turns: int = 8
+    """Maximum completions per episode; an episode whose last completion calls tools has no answer."""
+    timeout_s: float = 30.0
+    """Timeout of one tool call."""
+    max_output_chars: int = 4000
+    """Maximum characters of a tool output; the middle of a longer one is cut."""
+    instruction: str = ""
+    """System message for tasks that have none."""
+    examples: Sequence[Message] = ()
+    """Messages shown before the task's question, such as example calls with outputs and answers."""
+    compact: Compact | None = None
+    """Shortens a long conversation, such as DropOldOutputs(); with None the episode ends when the context is full."""
+
+    def __post_init__(self) -> None:
+        least = {"max_turns": 1, "max_output_chars": 100}
+        check_flags(self, f"{type(self).__name__}'s ", least=least, above={"timeout_s": 0})
+
+
+class CallableTool(Protocol):
+    """A tool that an episode can call: a `Tool`, or one of a server."""
+
+    @property
+    def schema(self) -> Mapping[str, object]:
+        """Schema in the format of chat templates."""
+
+    async def call(self, arguments: str, *, timeout_s: float) -> str:
+        """Call the tool with JSON arguments; return its result, or the error, as text for the model."""
+
+
 @dataclass(frozen=True)
-class ToolEnv:
+class ToolEnv(ToolSettings):
     """Makes environments with tools; a completion without a tool call is the answer.
 
         def add(a: int, b: int) -> int:
@@ -60,22 +94,9 @@ class ToolEnv:
 
     tools: Sequence[Callable[..., object]] | type
     """Functions, or a class whose methods are the tools."""
-    _: KW_ONLY
-    max_turns: int = 8
-    """Maximum completions per episode; an episode whose last completion calls tools has no answer."""
-    timeout_s: float = 30.0
-    """Timeout of one tool call."""
-    max_output_chars: int = 4000
-    """Maximum characters of a tool output; the middle of a longer one is cut."""
-    instruction: str = ""
-    """System message for tasks that have none."""
-    examples: Sequence[Message] = ()
-    """Messages shown before the task's question, such as example calls with outputs and answers."""
-    compact: Compact | None = None
-    """Shortens a long conversation, such as DropOldOutputs(); with None the episode ends when the context is full."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "ToolEnv's ", least={"max_turns": 1, "max_output_chars": 100}, above={"timeout_s": 0})
+        super().__post_init__()
         is_class = isinstance(self.tools, type)
         functions = _methods(self.tools) if isinstance(self.tools, type) else self.tools
         made = _by_name([Tool(function, is_method=is_class) for function in functions])
@@ -85,7 +106,7 @@ class ToolEnv:
         """Make the environment of one episode."""
         tools: dict[str, Tool] = self._tools  # type: ignore[attr-defined]
         if not isinstance(self.tools, type):
-            return ToolUse(self, task, tools, None)
+            return ToolUse(self, task, tools)
         world = self.tools(task) if inspect.signature(self.tools).parameters else self.tools()
         return ToolUse(self, task, {name: replace(tool, owner=world) for name, tool in tools.items()}, world)
 
@@ -93,7 +114,9 @@ class ToolEnv:
 class ToolUse:
     """One episode with tools: runs each completion's calls in order."""
 
-    def __init__(self, config: ToolEnv, task: Task, tools: dict[str, Tool], world: object) -> None:
+    def __init__(
+        self, config: ToolSettings, task: Task, tools: Mapping[str, CallableTool], world: object = None
+    ) -> None:
         self._config = config
         self._task = task
         self._tools = tools
@@ -132,9 +155,7 @@ class ToolUse:
         return Step(done=False, messages=tuple(outputs))
 
     async def close(self) -> None:
-        close = getattr(self._world, "close", None)
-        if close is not None and inspect.isawaitable(closing := close()):
-            await closing
+        await close_env(self._world)
 
     async def _run(self, call: ToolCall) -> str:
         if (tool := self._tools.get(call.name)) is None:

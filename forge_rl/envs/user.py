@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.errors import ConfigError, ForgeError, check_flags, check_installed
+from forge_rl.errors import ForgeError, check_flags, check_installed
+from forge_rl.system.variables import api_key
 from forge_rl.types import Message, Task
 
 if TYPE_CHECKING:
@@ -61,16 +61,7 @@ class SimulatedUser:
     def __post_init__(self) -> None:
         check_installed("--env user", "openai", "openai")
         check_flags(self, "--env user: ", least={"max_turns": 1, "max_tokens": 1, "retries": 0}, above={"timeout_s": 0})
-        if self.api_key_env and not self.api_key_env.isidentifier():  # it may be the key itself: never print it
-            raise ConfigError(
-                "--env user: api_key_env is not the name of an environment variable",
-                hint="put the key into a variable and pass its name: api_key_env=OPENAI_API_KEY",
-            )
-        if self.api_key_env and not os.environ.get(self.api_key_env):
-            raise ConfigError(
-                f"--env user: the environment variable {self.api_key_env} is not set",
-                hint="set it to the endpoint's key, name another variable, or write api_key_env= if no key is needed",
-            )
+        api_key("--env user", self.api_key_env)
 
     def __call__(self, task: Task) -> UserConversation:
         return UserConversation(self, task)
@@ -83,8 +74,8 @@ class SimulatedUser:
         """Client shared by all conversations of a process."""
         from openai import AsyncOpenAI
 
-        key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
-        return AsyncOpenAI(base_url=self.base_url or None, api_key=key or "none", max_retries=self.retries)
+        key = api_key("--env user", self.api_key_env) or "none"
+        return AsyncOpenAI(base_url=self.base_url or None, api_key=key, max_retries=self.retries)
 
     async def reply(self, messages: Sequence[Message]) -> str:
         """Return the user's next message.

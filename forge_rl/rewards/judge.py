@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import json
 import math
-import os
 import random
 import re
 import weakref
@@ -19,6 +18,7 @@ from forge_rl.errors import ConfigError, JudgeError, SpendingError, check_flags,
 from forge_rl.rewards.judge_store import JudgeStore
 from forge_rl.rewards.rubric import compile_rubric, read_rubric, render
 from forge_rl.system.redaction import without_credentials
+from forge_rl.system.variables import api_key
 from forge_rl.types import Episode, Score, Task
 
 if TYPE_CHECKING:
@@ -100,17 +100,7 @@ class Judge:
         )
         if not self.low < self.high or not math.isfinite(self.high - self.low):
             raise ConfigError(f"--reward judge: low is {self.low}, high is {self.high}", hint="set low below high")
-        if self.api_key_env and not self.api_key_env.isidentifier():  # never shown, as it may be a key
-            raise ConfigError(
-                "--reward judge: api_key_env is not the name of an environment variable",
-                hint="put the key into a variable and give its name: api_key_env=OPENAI_API_KEY",
-            )
-        if self.api_key_env and not os.environ.get(self.api_key_env):
-            raise ConfigError(
-                f"--reward judge: the environment variable {self.api_key_env} is not set",
-                hint="set it to the endpoint's key, give another variable as api_key_env=NAME, or write api_key_env= "
-                "if the endpoint needs no key",
-            )
+        api_key("--reward judge", self.api_key_env)
         object.__setattr__(self, "template", read_rubric(self.rubric))
         compile_rubric(self.template)
 
@@ -177,8 +167,8 @@ class Judge:
         import openai
 
         if live.client is None:
-            key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
-            live.client = openai.AsyncOpenAI(base_url=self.base_url or None, api_key=key or "none", max_retries=0)
+            key = api_key("--reward judge", self.api_key_env) or "none"
+            live.client = openai.AsyncOpenAI(base_url=self.base_url or None, api_key=key, max_retries=0)
         problem = ""
         for tries in range(self.retries + 1):
             self._reserve(live)

@@ -16,8 +16,8 @@ from forge_rl.types import Episode, Message, Outcome, Score, Task, ToolCall, Tur
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from forge_rl.envs.protocol import Step
-    from forge_rl.services.environment import Environment, EnvSession, LocalSession, Parsed
+    from forge_rl.envs.protocol import Parsed, Step
+    from forge_rl.services.environment import Environment, EnvSession, LocalSession
     from forge_rl.services.reward import Reward
 
 Tools = Sequence["Mapping[str, object]"]

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import inspect
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any
 
-from forge_rl.envs.protocol import Env, EnvFactory, Observation, Step
+from forge_rl.envs.protocol import (
+    Env,
+    EnvFactory,
+    Observation,
+    Parsed,
+    Step,
+    close_env,
+    make_env,
+    reset_env,
+    step_env,
+)
 from forge_rl.errors import ForgeError, ReplicaError, check_flags
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Replica, Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
-from forge_rl.types import Task, ToolCall
-
-Parsed: TypeAlias = tuple[str, tuple[ToolCall, ...]]
-"""Content and tool calls of a completion."""
+from forge_rl.types import Task
 
 
 class Environment:
@@ -44,7 +50,7 @@ class Environment:
             check_flags(self, "--environment.", least={"replicas": 1}, above={"deadline_s": 0})
 
     def __init__(self, config: Config, service: Service | None, factory: EnvFactory) -> None:
-        self._config = config
+        self.config = config
         self._service = service
         self._factory = factory
         self._opened = 0
@@ -81,16 +87,22 @@ class Environment:
         """
         if self._service is None:
             self._opened += 1
-            local = LocalSession(_made(self._factory, task))
-            return local, await _reset(local.env)
+            local = LocalSession(make_env(self._factory, task))
+            return local, await reset_env(local.env)
         about = f"the environment of {task.source} {task.id}"
         return await self._service.try_on(lambda replica: self._open(replica, task, about), about=about, refuses=True)
 
     async def _open(self, replica: Replica, task: Task, about: str) -> tuple[EnvSession, Observation]:
         assert self._service is not None
         self._opened += 1
-        session = EnvSession(self._service, about, replica, self._opened, self._config.deadline_s, self._closing)
+        session = EnvSession(self, self._service, replica, self._opened, about)
         return session, await session.reset(task)
+
+    def close_later(self, closing: Coroutine[Any, Any, None]) -> None:
+        """Run an abandoned session's close in the background; `stop` waits for it."""
+        task = asyncio.get_running_loop().create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def stop(self) -> None:
         """Stop the service."""
@@ -110,28 +122,19 @@ class EnvSession:
     A session is over once its environment is done, closed, or failed.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        about: str,
-        replica: Replica,
-        key: int,
-        deadline_s: float,
-        closing: set[asyncio.Task[None]],
-    ) -> None:
+    def __init__(self, environment: Environment, service: Service, replica: Replica, key: int, about: str) -> None:
+        self._environment = environment
         self._service = service
-        self._about = about
         self._replica = replica
         self._key = key
-        self._deadline_s = deadline_s
-        self._closing = closing
+        self._about = about
         self._over = False
         replica.held += 1
 
     async def reset(self, task: Task) -> Observation:
         """Create the environment and return its first observation; raises as `step` does."""
         try:
-            observation: Observation = await self._replica.ask("reset", self._key, task, deadline_s=self._deadline_s)
+            observation: Observation = await self._ask("reset", task)
         except BaseException:
             self.abandon()
             raise
@@ -149,9 +152,7 @@ class EnvSession:
             ServiceError: the environment raised an error.
         """
         try:
-            step: Step = await self._replica.ask(
-                "step", self._key, answer, truncated, parsed, deadline_s=self._deadline_s
-            )
+            step: Step = await self._ask("step", answer, truncated, parsed)
         except BaseException as error:
             self.abandon()
             if isinstance(error, ReplicaError) and error.blamed:
@@ -167,7 +168,7 @@ class EnvSession:
         if not self._over:
             self._end()
             with contextlib.suppress(ReplicaError):  # the environment died with it
-                await self._replica.ask("close", self._key, deadline_s=self._deadline_s)
+                await self._ask("close")
 
     def abandon(self) -> None:
         """Close the environment in a background task, if it is not over."""
@@ -178,9 +179,10 @@ class EnvSession:
             with contextlib.suppress(ForgeError):  # the caller has seen the session's first error
                 await self.close()
 
-        task = asyncio.get_running_loop().create_task(close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._environment.close_later(close())
+
+    async def _ask(self, method: str, *arguments: object) -> Any:
+        return await self._replica.ask(method, self._key, *arguments, deadline_s=self._environment.config.deadline_s)
 
     def _end(self) -> None:
         self._over = True
@@ -195,7 +197,7 @@ class LocalSession:
 
     async def step(self, answer: str, *, truncated: bool = False, parsed: Parsed | None = None) -> Step:
         """Respond to one turn of the model, as `EnvSession.step` does."""
-        return await _step(self.env, answer, truncated, parsed)
+        return await step_env(self.env, answer, truncated, parsed)
 
     async def close(self) -> None:
         """Close an environment that is not done."""
@@ -212,58 +214,14 @@ class EnvironmentActor(ServiceActor):
         self._envs: dict[int, Env] = {}
 
     async def reset(self, key: int, task: Task) -> Observation:
-        env = self._envs[key] = _made(self._factory, task)
-        return await _reset(env)
+        env = self._envs[key] = make_env(self._factory, task)
+        return await reset_env(env)
 
     async def step(self, key: int, answer: str, truncated: bool, parsed: Parsed | None) -> Step:
-        step = await _step(self._envs[key], answer, truncated, parsed)
+        step = await step_env(self._envs[key], answer, truncated, parsed)
         if step.done:
             await self.close(key)
         return step
 
     async def close(self, key: int) -> None:
-        close = getattr(self._envs.pop(key, None), "close", None)
-        if close is not None and inspect.isawaitable(closed := close()):
-            await closed
-
-
-def _made(factory: EnvFactory, task: Task) -> Env:
-    env = factory(task)
-    if not (hasattr(env, "reset") and hasattr(env, "step")):
-        raise ForgeError(
-            f"the environment's factory returned {env!r:.80}, which lacks reset or step",
-            hint="return an object with `async def reset(self)` and `async def step(self, completion)`",
-        )
-    return env
-
-
-async def _reset(env: Env) -> Observation:
-    observation = await env.reset()
-    if not isinstance(observation, Observation):
-        raise ForgeError(
-            f"{type(env).__name__}.reset returned {observation!r:.80}, not an Observation",
-            hint="return Observation(messages=...)",
-        )
-    return observation
-
-
-async def _step(env: Env, answer: str, truncated: bool, parsed: Parsed | None) -> Step:
-    wanted = _wanted(type(env))
-    given: dict[str, object] = {"truncated": truncated} if "truncated" in wanted else {}
-    if "calls" in wanted:
-        answer, given["calls"] = parsed or (answer, ())
-    step = await env.step(answer, **given)
-    if not isinstance(step, Step):
-        raise ForgeError(
-            f"{type(env).__name__}.step returned {step!r:.80}, not a Step", hint="return Step(done=..., messages=...)"
-        )
-    return step
-
-
-@functools.cache
-def _wanted(kind: type[Env]) -> frozenset[str]:
-    """Return the optional arguments that an environment class's `step` takes."""
-    parameters = inspect.signature(kind.step).parameters.values()
-    optional = {"truncated", "calls"}
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    return frozenset(optional if takes_all else optional & {each.name for each in parameters})
+        await close_env(self._envs.pop(key, None))

@@ -67,6 +67,25 @@ def hand_on_too(names: Sequence[str]) -> None:
         os.environ[_PASSED] = wanted
 
 
+def api_key(flag: str, variable: str) -> str:
+    """Return the API key in the variable that the option `api_key_env` of a flag names; "" if it names none.
+
+    Raises:
+        ConfigError: it is not the name of a variable, or the variable is not set.
+    """
+    if variable and not variable.isidentifier():  # it may be the key itself: never print it
+        raise ConfigError(
+            f"{flag}: api_key_env is not the name of an environment variable",
+            hint="put the key into a variable and pass its name, such as api_key_env=OPENAI_API_KEY",
+        )
+    if variable and not os.environ.get(variable):
+        raise ConfigError(
+            f"{flag}: the environment variable {variable} is not set",
+            hint="set it to the server's key, name another as api_key_env=NAME, or write api_key_env= if it needs none",
+        )
+    return os.environ.get(variable, "")
+
+
 def hide() -> None:
     """Keep other processes of this user from reading this process's memory, and its secret variables in /proc.
 
