@@ -17,7 +17,7 @@ from typing import Any
 
 _COLUMNS = "question=problem,answer=solution"
 _BUFFER = 4096
-"""Shuffle buffer of `datasets` in rows: about as many as our 4 MB hold."""
+"""Shuffle buffer of `datasets` in rows: about 4 MB."""
 
 
 def ours(file: Path, tasks: int, cache: Path) -> dict[str, float]:
@@ -35,7 +35,7 @@ def ours(file: Path, tasks: int, cache: Path) -> dict[str, float]:
     source.draw()
     open_s = time.perf_counter() - began
     rate = speed(iter(source.draw, None), tasks)
-    middle = {**source.state(), "block": source.blocks // 2, "chunk": 0, "row": 100}
+    middle = {**source.state(), "position": len(source) // 2}
     source.restore(middle)
     expected = [source.draw().id for _ in range(10)]
     began = time.perf_counter()

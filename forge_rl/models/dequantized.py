@@ -6,19 +6,16 @@ publishes, so both start from a bfloat16 copy.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_rl.errors import ModelError
-from forge_rl.models.bundled import Progress
+from forge_rl.models.cache import Progress, build_once
 from forge_rl.system.folders import check_own
 
 if TYPE_CHECKING:
@@ -48,18 +45,7 @@ def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> 
     target = cache / f"dequantized-{key}"
     report = progress or (lambda what, fraction: None)
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        check_own(cache, ModelError, deep=False)
-        with open(cache / f".{target.name}.lock", "a", opener=_open_no_link) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                for left_over in cache.glob(f".{target.name}-*"):  # from a killed process
-                    shutil.rmtree(left_over, ignore_errors=True)
-                with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=cache) as place:
-                    work = Path(place) / "new"
-                    work.mkdir()
-                    _write(files, work, report)
-                    work.rename(target)
+        build_once(target, lambda work: _write(files, work, report), ModelError)
         check_own(target, ModelError)
     except OSError as error:
         raise ModelError(
@@ -69,15 +55,12 @@ def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> 
     return target
 
 
-def _open_no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
-
-
 def _write(files: list[Path], target: Path, report: Progress) -> None:
     """Write a dequantised copy of each safetensors file, and the config and tokenizer files."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
+    target.mkdir()
     stored = [path for path in files if path.suffix == ".safetensors"]
     names: dict[str, Path] = {}
     placed: dict[str, str] = {}

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forge_rl.errors import ModelError
-from forge_rl.models.bundled import BUNDLED, Progress, bundled_model
+from forge_rl.models.bundled import BUNDLED, bundled_model
+from forge_rl.models.cache import Progress
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")

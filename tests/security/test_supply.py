@@ -190,7 +190,7 @@ def test_a_planted_model_is_noticed_even_with_a_record_that_fits_it(
     (tmp_path / "chat_template.jinja").write_bytes(planted)
     record = {"files": {"chat_template.jinja": {"bytes": len(planted), "sha256": hashlib.sha256(planted).hexdigest()}}}
     (tmp_path / "forge_rl.json").write_text(json.dumps(record))
-    assert bundled.differences(tmp_path) == ["chat_template.jinja"]
+    assert bundled.differences(tmp_path) == ["forge_rl.json", "chat_template.jinja"]
 
 
 def test_the_bundled_models_sums_are_of_all_that_a_model_needs() -> None:

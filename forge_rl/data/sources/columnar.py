@@ -1,95 +1,73 @@
-"""Reads Parquet files by row group and Arrow files by record batch."""
+"""Arrow files, mapped into memory; Parquet and Feather files, as Arrow copies in the cache."""
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_rl.data.sources.tables import CHUNK_BYTES, Chunk
+from forge_rl.data.sources.derived import Room, derived
 from forge_rl.errors import TaskError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-
-class Parquet:
-    """Rows of a Parquet file; a block is a row group, and a large one is read in chunks."""
-
-    def __init__(self, path: Path) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        self.path = path
-        try:
-            self._metadata = pq.read_metadata(path)
-            _check_names(path, self._metadata.schema.to_arrow_schema())
-        except pa.ArrowException as error:
-            raise _broken(path, error) from error
-        self.blocks = self._metadata.num_row_groups
-        groups = [self._metadata.row_group(index).num_rows for index in range(self.blocks)]
-        self._starts = [0, *itertools.accumulate(groups)]
-
-    def chunks(self, block: int) -> Iterator[Chunk]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        group = self._metadata.row_group(block)
-        rows = max(1, CHUNK_BYTES * group.num_rows // max(1, group.total_byte_size))
-        place = self._starts[block] + 1
-        try:
-            with pq.ParquetFile(self.path, metadata=self._metadata) as file:
-                for batch in file.iter_batches(min(rows, 1 << 16), row_groups=[block], use_threads=False):
-                    yield _chunk(batch, place)
-                    place += len(batch)
-        except (OSError, pa.ArrowException) as error:
-            raise _broken(self.path, error) from error
-
-    def parse(self, row: object) -> Mapping[str, object]:
-        assert isinstance(row, dict)
-        return row
-
-    def describe(self, place: int) -> str:
-        return f"row {place}"
+_COPIED_BYTES = 1 << 22
+"""Size of the record batches of a copy."""
+_ROWS_AT_ONCE = 64
 
 
 class Arrow:
-    """Rows of an Arrow file or stream, such as `datasets` writes; a block is a record batch."""
+    """Rows of record batches: those of an Arrow file or stream, such as `datasets` writes, or given ones.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: file named in messages.
+        data: the Arrow file, if `path` is of another kind.
+        batches: record batches to read instead of the file's.
+
+    Raises:
+        TaskError: the file is broken, or two columns have the same name.
+    """
+
+    def __init__(
+        self, path: Path, *, data: Path | None = None, batches: Sequence[pa.RecordBatch] | None = None
+    ) -> None:
         import pyarrow as pa
 
         self.path = path
+        self._batch: Callable[[int], pa.RecordBatch]
         try:
-            self._file: pa.RecordBatchFileReader | None = None
-            self._batches: list[pa.RecordBatch] = []
-            mapped = pa.memory_map(str(path))
-            with path.open("rb") as file:
-                is_file = file.read(6) == b"ARROW1"
-            if is_file:
-                self._file = pa.ipc.open_file(mapped)
-                _check_names(path, self._file.schema)
-                lengths = [len(self._file.get_batch(index)) for index in range(self._file.num_record_batches)]
+            if batches is None and _is_file(data or path):
+                # Batches are not kept, as they may be compressed.
+                file = pa.ipc.open_file(pa.memory_map(str(data or path)))
+                self._batch, count = file.get_batch, file.num_record_batches
+                schema = file.schema
             else:
-                stream = pa.ipc.open_stream(mapped)
-                _check_names(path, stream.schema)
-                self._batches = list(stream)  # views of the mapped file, not read yet
-                lengths = [len(batch) for batch in self._batches]
+                if batches is None:
+                    batches = list(pa.ipc.open_stream(pa.memory_map(str(data or path))))  # views of the mapped file
+                self._batch, count = batches.__getitem__, len(batches)
+                schema = batches[0].schema if batches else pa.schema([])
+            _check_names(path, schema)
+            self._starts = [0, *itertools.accumulate(len(self._batch(index)) for index in range(count))]
         except pa.ArrowException as error:
             raise _broken(path, error) from error
-        self.blocks = len(lengths)
-        self._starts = [0, *itertools.accumulate(lengths)]
 
-    def chunks(self, block: int) -> Iterator[Chunk]:
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def rows(self, first: int, end: int) -> Iterator[tuple[int, object]]:
         import pyarrow as pa
 
         try:
-            batch = self._file.get_batch(block) if self._file is not None else self._batches[block]
-            rows = max(1, CHUNK_BYTES * len(batch) // max(1, batch.nbytes))
-            for start in range(0, len(batch), rows):
-                yield _chunk(batch.slice(start, rows), self._starts[block] + start + 1)
+            while first < end:
+                index = bisect.bisect_right(self._starts, first) - 1
+                begin = first - self._starts[index]
+                some = self._batch(index).slice(begin, min(end - first, _ROWS_AT_ONCE)).to_pylist()
+                yield from enumerate(some, first)
+                first += len(some)
         except (OSError, pa.ArrowException) as error:
             raise _broken(self.path, error) from error
 
@@ -97,12 +75,52 @@ class Arrow:
         assert isinstance(row, dict)
         return row
 
-    def describe(self, place: int) -> str:
-        return f"row {place}"
+    def describe(self, row: int) -> str:
+        return f"row {row + 1}"
 
 
-def _chunk(batch: pa.RecordBatch, place: int) -> Chunk:
-    return Chunk(list(enumerate(batch.to_pylist(), place)), batch.nbytes)
+def open_copied(path: Path, cache: Path) -> Arrow:
+    """Open a Parquet or Feather file; the first time, its rows are copied to an Arrow file that is not compressed.
+
+    Raises:
+        TaskError: the file is broken, or its copy is too large for the cache.
+    """
+    import pyarrow as pa
+
+    def write(made: Path) -> None:
+        schema, batches = _parquet(path) if path.suffix.lower() == ".parquet" else _feather(path)
+        _check_names(path, schema)
+        with made.open("wb") as copy, pa.ipc.new_stream(copy, schema) as stream:
+            room = Room(path, copy)
+            for batch in batches:
+                stream.write_batch(batch)
+                room.check()
+
+    try:
+        return Arrow(path, data=derived(path, cache, ".arrow", write))
+    except pa.ArrowException as error:
+        raise _broken(path, error) from error
+
+
+def _parquet(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    import pyarrow.parquet as pq
+
+    file = pq.ParquetFile(path)
+    size = sum(file.metadata.row_group(index).total_byte_size for index in range(file.num_row_groups))
+    rows = max(1, _COPIED_BYTES * file.metadata.num_rows // max(1, size))
+    return file.schema_arrow, file.iter_batches(min(rows, 1 << 16), use_threads=False)
+
+
+def _feather(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
+    import pyarrow as pa
+
+    file = pa.ipc.open_file(pa.memory_map(str(path)))
+    return file.schema, (file.get_batch(index) for index in range(file.num_record_batches))
+
+
+def _is_file(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(6) == b"ARROW1"
 
 
 def _check_names(path: Path, schema: pa.Schema) -> None:

@@ -9,9 +9,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from forge_rl.data.sources import columnar, delimited, jsonl
+from forge_rl.data.sources.columnar import Arrow, open_copied
+from forge_rl.data.sources.derived import decompressed
+from forge_rl.data.sources.lines import Delimited, JSONLines, open_json
 from forge_rl.data.sources.tables import Table
 from forge_rl.errors import TaskError
+from forge_rl.models.bundled import default_cache
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
@@ -57,16 +60,19 @@ def find_files(name: str, *, split: str = "") -> list[Path]:
     return found
 
 
-def open_tables(paths: Sequence[Path]) -> list[Table]:
+def open_tables(paths: Sequence[Path], cache: Path | None = None) -> list[Table]:
     """Open files by the kind that their suffixes indicate.
+
+    Args:
+        cache: folder for copies of compressed files and for indexes of large ones.
 
     Raises:
         TaskError: a file cannot be read.
     """
-    return [_open(path) for path in paths]
+    return [_open(path, cache or default_cache() / "tables") for path in paths]
 
 
-def _open(path: Path) -> Table:
+def _open(path: Path, cache: Path) -> Table:
     try:
         if not path.is_file():
             raise TaskError(
@@ -74,16 +80,20 @@ def _open(path: Path) -> Table:
             )
         if path.stat().st_size == 0:
             raise TaskError(f"{path} is empty", hint="leave it out")
-        suffix = _suffix(path)
-        if suffix in (".csv", ".tsv"):
-            return delimited.Delimited(path, "\t" if suffix == ".tsv" else ",")
-        if suffix == ".parquet":
-            return columnar.Parquet(path)
-        if suffix in (".arrow", ".feather"):
-            return columnar.Arrow(path)
         if path.suffix in COMPRESSIONS:
-            return jsonl.Compressed(path, COMPRESSIONS[path.suffix])
-        return jsonl.open_json(path) if suffix == ".json" else jsonl.JSONLines(path)
+            return JSONLines(path, cache, text=decompressed(path, cache, COMPRESSIONS[path.suffix]))
+        match _suffix(path):
+            case ".csv":
+                return Delimited(path, cache, ",")
+            case ".tsv":
+                return Delimited(path, cache, "\t")
+            case ".parquet" | ".feather":
+                return open_copied(path, cache)
+            case ".arrow":
+                return Arrow(path)
+            case ".json":
+                return open_json(path, cache)
+        return JSONLines(path, cache)
     except OSError as error:
         raise TaskError(
             f"{path} cannot be read: {error.strerror or error}", hint="check the file and its permissions"

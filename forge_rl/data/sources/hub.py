@@ -1,10 +1,11 @@
-"""Fetches data sets from the Hugging Face hub through `datasets`, which caches them as Arrow files."""
+"""Data sets of the Hugging Face hub, through `datasets`, which caches them as Arrow files."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from forge_rl.data.sources.columnar import Arrow
 from forge_rl.errors import TaskError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -15,8 +16,8 @@ def is_hub_id(name: str) -> bool:
     return _HUB_ID.fullmatch(name) is not None
 
 
-def fetch(name: str, *, config: str = "", split: str = "", revision: str = "") -> list[Path]:
-    """Return the Arrow files of a data set, downloading it if needed. Runs no code from the data set.
+def fetch(name: str, *, config: str = "", split: str = "", revision: str = "") -> Arrow:
+    """Return a data set's rows, mapped into memory, downloading it if needed. Runs no code from the data set.
 
     Raises:
         TaskError: the data set does not exist or cannot be fetched.
@@ -25,7 +26,9 @@ def fetch(name: str, *, config: str = "", split: str = "", revision: str = "") -
     from huggingface_hub import errors
 
     try:
-        found = datasets.load_dataset(name, config or None, split=split or "train", revision=revision or None)
+        found = datasets.load_dataset(
+            name, config or None, split=split or "train", revision=revision or None, keep_in_memory=False
+        )
     except Exception as error:  # `datasets` lets errors of a dozen libraries through
         cause: BaseException | None = error
         names = []
@@ -42,4 +45,6 @@ def fetch(name: str, *, config: str = "", split: str = "", revision: str = "") -
             why = (str(error).splitlines() or [type(error).__name__])[0]
             hint = "choose a part of the data set with :config=NAME,split=NAME"
         raise TaskError(f"cannot get the data set {name!r} from the hub: {why}", hint=hint) from error
-    return [Path(file["filename"]) for file in found.cache_files]
+    if not found.cache_files:
+        raise TaskError(f"the data set {name!r} has no rows", hint="choose another :config=NAME,split=NAME")
+    return Arrow(Path(found.cache_files[0]["filename"]), batches=found.data.to_batches())

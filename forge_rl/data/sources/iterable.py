@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from forge_rl.data.sources.order import key_of, shuffled
+from forge_rl.data.sources.order import key_of, permuted
 from forge_rl.data.sources.rows import Columns, problem_of_task
 from forge_rl.data.sources.tables import RowError
 from forge_rl.errors import TaskError
@@ -151,7 +151,8 @@ class IterableSource:
         items = self.items() if callable(self.items) else self.items
         if epoch is None or not isinstance(items, Sequence):
             return iter(items)
-        return (items[index] for index in shuffled(len(items), key_of(self.seed, epoch)).tolist())
+        size, key = len(items), key_of(self.seed, epoch)
+        return (items[permuted(place, size, key)] for place in range(size))
 
     def _task(self, item: Item) -> tuple[Task, int]:
         if isinstance(item, Task):

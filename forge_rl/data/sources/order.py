@@ -1,13 +1,16 @@
-"""Keyed pseudo-random orders: a permutation computed element by element in constant memory, and small shuffles."""
+"""Keyed pseudo-random orders: a permutation computed element by element in constant memory."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import numpy as np
 import numpy.typing as npt
 
 _ROUNDS = 4
+_AT_ONCE = 1024
+"""Number of elements computed together, which takes about as long as computing a few."""
 
 
 def key_of(*parts: object) -> int:
@@ -23,28 +26,29 @@ def permuted(place: int, size: int, key: int) -> int:
     Uses a Feistel network over an even number of bits with cycle walking: it is applied again until the number is below
     size (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
     """
-    half = max(1, ((size - 1).bit_length() + 1) // 2)
-    mask = (1 << half) - 1
-    while True:
-        left, right = place >> half, place & mask
+    return _permuted(place // _AT_ONCE, size, key)[place % _AT_ONCE]
+
+
+@functools.lru_cache(maxsize=64)
+def _permuted(chunk: int, size: int, key: int) -> list[int]:
+    """Return up to _AT_ONCE numbers of a permutation."""
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    numbers = np.arange(chunk * _AT_ONCE, min((chunk + 1) * _AT_ONCE, size), dtype=np.uint64)
+    pending = np.arange(len(numbers))
+    while len(pending):
+        left, right = numbers[pending] >> half, numbers[pending] & mask
         for number in range(_ROUNDS):
-            left, right = right, left ^ (_mix(right ^ key ^ (number << 40)) & mask)
-        place = left << half | right
-        if place < size:
-            return place
+            left, right = right, left ^ (_mix(right ^ np.uint64(key ^ number << 40)) & mask)
+        numbers[pending] = left << half | right
+        pending = pending[numbers[pending] >= size]
+    found: list[int] = numbers.tolist()
+    return found
 
 
-def shuffled(size: int, key: int) -> npt.NDArray[np.int64]:
-    """Return 0 to size - 1 in a keyed order, [size] int64, the same for all versions of Python and numpy."""
-    numbers = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+def _mix(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Mix 64 bits with SplitMix64 (Steele, Lea and Flood, 2014)."""
+    numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(numbers ^ (numbers >> np.uint64(31)), kind="stable")
-
-
-def _mix(number: int) -> int:
-    """Mix 64 bits with SplitMix64 (Steele, Lea and Flood, 2014)."""
-    number = (number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return number ^ (number >> 31)
+    return numbers ^ (numbers >> np.uint64(31))

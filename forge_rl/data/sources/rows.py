@@ -18,8 +18,6 @@ from forge_rl.types import Message, Task
 if TYPE_CHECKING:
     from jinja2 import Template
 
-Row = Mapping[str, object]
-
 _TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 _MESSAGES = "messages"
 _CHATS = (_MESSAGES, "prompt")
@@ -69,7 +67,7 @@ class Columns:
     def __post_init__(self) -> None:
         _ = self._template  # report a bad template early
 
-    def task(self, row: Row, source: str) -> Task:
+    def task(self, row: Mapping[str, object], source: str) -> Task:
         """Build the task of a row.
 
         Raises:
@@ -77,7 +75,7 @@ class Columns:
         """
         return self.read(row, source)[0]
 
-    def read(self, row: Row, source: str, written: bytes = b"") -> tuple[Task, int]:
+    def read(self, row: Mapping[str, object], source: str, written: bytes = b"") -> tuple[Task, int]:
         """Build the task of a row, and the 64-bit digest of its problem: equal for problems that differ only in case,
         blanks, the instruction or the system message.
 
@@ -114,7 +112,7 @@ class Columns:
             name = f"{_digest(content):016x}"
         return Task(id=name, source=source, messages=tuple(messages), truth=truth, tools=tools), problem_key(problem)
 
-    def _messages(self, row: Row) -> tuple[str, list[Message]]:
+    def _messages(self, row: Mapping[str, object]) -> tuple[str, list[Message]]:
         """Return the column used, or "", and the messages from it, without instruction and system message."""
         chat = self.messages
         if not (chat or self.question or self._template):
@@ -138,7 +136,7 @@ class Columns:
         _check_text(column, text)
         return column, [{"role": "user", "content": text}]
 
-    def _rendered(self, row: Row) -> list[Message]:
+    def _rendered(self, row: Mapping[str, object]) -> list[Message]:
         assert self._template is not None
         name = "--data.template"
         try:
@@ -205,7 +203,7 @@ def _digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def _get(row: Row, column: str) -> object:
+def _get(row: Mapping[str, object], column: str) -> object:
     """Return the value of a column, or of a field inside one."""
     value = row.get(column, _NO_COLUMN)
     if value is _NO_COLUMN and "." in column:
@@ -221,7 +219,7 @@ def _get(row: Row, column: str) -> object:
     return value
 
 
-def _names(row: Row) -> str:
+def _names(row: Mapping[str, object]) -> str:
     """List the columns of a row, for an error message."""
     names = [_printable(str(name)) for name in row]
     return ", ".join(names[:_MOST_NAMES] + ["..."] * (len(names) > _MOST_NAMES)) or "none"

@@ -1,15 +1,13 @@
-"""Tables: files of rows, read in blocks that can each be read alone."""
+"""Tables: files of rows, each read by its index."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-CHUNK_BYTES = 1 << 20
-"""Size of the chunks in which a larger block is read."""
 _SAMPLES = 16
 """Number of samples, from head to tail, whose bytes identify a file."""
 _SAMPLE_BYTES = 4096
@@ -37,27 +35,17 @@ class RowError(Exception):
         return f"{where}{self.args[0]}{seen}"
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive rows of a file."""
-
-    rows: Sequence[tuple[int, object]]
-    """Place of each row in its file, and the row in the form that `Table.parse` takes."""
-    bytes: int
-
-
 class Table(Protocol):
-    """Rows of a file."""
+    """Rows of a file, numbered from 0."""
 
     @property
     def path(self) -> Path: ...
 
-    @property
-    def blocks(self) -> int:
-        """Number of blocks; some may have no rows."""
+    def __len__(self) -> int:
+        """Return the number of rows, blank lines included."""
 
-    def chunks(self, block: int) -> Iterator[Chunk]:
-        """Read the rows of a block, in file order."""
+    def rows(self, first: int, end: int) -> Iterator[tuple[int, object]]:
+        """Yield the number of each row from `first` to before `end`, and what `parse` takes; skips blank lines."""
 
     def parse(self, row: object) -> Mapping[str, object]:
         """Return a row's columns.
@@ -66,7 +54,7 @@ class Table(Protocol):
             RowError: the row cannot be parsed.
         """
 
-    def describe(self, place: int) -> str:
+    def describe(self, row: int) -> str:
         """Describe a row's place in the file, such as "line 17"."""
 
 

@@ -1,0 +1,217 @@
+"""Text files of rows: JSON lines and CSV by an index of where each row begins, and small JSON arrays whole."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from forge_rl.data.sources.derived import derived
+from forge_rl.data.sources.tables import RowError
+from forge_rl.errors import TaskError
+
+MOST_ROW_BYTES = 1 << 26
+"""Maximum size of a row; a longer one is treated as corrupt."""
+INDEXED_BYTES = 1 << 26
+"""Minimum size of a file whose index is kept in the cache."""
+_MOST_ARRAY_BYTES = 1 << 26
+_READ_BYTES = 1 << 20
+_BLANKS = b" \t\r\n"
+_BOM = b"\xef\xbb\xbf"
+
+
+class JSONLines:
+    """Lines of a file, each a JSON object.
+
+    Args:
+        path: file named in messages.
+        cache: folder for the index of a large file, 8 bytes per line.
+        text: file that holds the lines, if `path` is compressed.
+        quotes: line breaks between quotes do not end a row.
+
+    Raises:
+        TaskError: a quote is not closed.
+    """
+
+    def __init__(self, path: Path, cache: Path, *, text: Path | None = None, quotes: bool = False) -> None:
+        self.path = path
+        self._text = text or path
+        self._starts = _row_starts(self._text, cache, quotes)
+        """Offset of each row, then the file's size, [rows + 1] int64."""
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def rows(self, first: int, end: int) -> Iterator[tuple[int, object]]:
+        with self._text.open("rb", buffering=0) as file:
+            for row, (begin, stop) in enumerate(itertools.pairwise(self._starts[first : end + 1].tolist()), first):
+                file.seek(begin)
+                data = file.read(min(stop - begin, MOST_ROW_BYTES + 1)).rstrip(b"\r\n")
+                if data.strip(_BLANKS):
+                    yield row, data
+
+    def parse(self, row: object) -> Mapping[str, object]:
+        line = _line(row)
+        try:
+            return checked_object(json.loads(line.decode()))
+        except UnicodeDecodeError as error:
+            seen = line[max(0, error.start - 10) : error.end + 10]
+            raise RowError(f"is not UTF-8 at byte {error.start + 1}", value=seen, hint="save it as UTF-8") from None
+        except json.JSONDecodeError as error:
+            around = error.doc[max(0, error.pos - 20) : error.pos + 20]
+            what = re.sub(r" starting at$", "", error.msg[:1].lower() + error.msg[1:])
+            raise RowError(f"is not JSON, at character {error.pos + 1}: {what}", value=around) from None
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"cannot be read: {error}", value=line) from None
+
+    def describe(self, row: int) -> str:
+        lines, left = 1, int(self._starts[row])
+        with self._text.open("rb") as file:
+            while left > 0 and (data := file.read(min(left, _READ_BYTES))):
+                lines += data.count(b"\n")
+                left -= len(data)
+        return f"line {lines}"
+
+
+class Delimited(JSONLines):
+    """Rows of strings of a CSV or TSV file (RFC 4180), with the columns named by the first row.
+
+    Raises:
+        TaskError: the first row cannot be read, or a quote is not closed.
+    """
+
+    def __init__(self, path: Path, cache: Path, delimiter: str) -> None:
+        super().__init__(path, cache, quotes=True)
+        self._delimiter = delimiter
+        csv.field_size_limit(MOST_ROW_BYTES)
+        with path.open("rb") as file:
+            head = file.read(int(self._starts[1]))
+        self._starts = self._starts[1:]
+        try:
+            self.columns = self._fields(_line(head).decode())
+        except (UnicodeDecodeError, RowError) as error:
+            raise TaskError(f"{path}: the first row cannot be read: {error}", hint="save it as UTF-8") from error
+        twice = [name for name, count in Counter(self.columns).items() if count > 1]
+        if twice or not any(self.columns):
+            seen = f"names the column {twice[0]!r} twice" if twice else "is empty"
+            raise TaskError(f"{path}: the first row {seen}", hint="name each column once in the first row")
+
+    def parse(self, row: object) -> Mapping[str, object]:
+        fields = self._fields(_line(row).decode(errors="surrogateescape"))
+        if len(fields) != len(self.columns):
+            raise RowError(
+                f"has {len(fields)} fields, but the first row names {len(self.columns)} columns", value=fields
+            )
+        for column, text in zip(self.columns, fields, strict=True):
+            if not text.isascii() and any("\udc80" <= letter <= "\udcff" for letter in text):
+                raise RowError("is not UTF-8", column=column, value=text, hint="save the file as UTF-8")
+        return dict(zip(self.columns, fields, strict=True))
+
+    def _fields(self, text: str) -> list[str]:
+        try:
+            found = list(csv.reader(io.StringIO(text, newline="\n"), delimiter=self._delimiter, strict=True))
+        except csv.Error as error:
+            raise RowError(f"is not CSV: {error}", value=text.strip()) from None
+        if len(found) > 1:
+            raise RowError(
+                "has a quote in a field that is not quoted",
+                value=text.strip(),
+                hint='write a quote inside a field as "", and quote the whole field',
+            )
+        return found[0] if found else []
+
+
+class JSONArray:
+    """Rows of a file with one JSON array of objects, small enough to be read whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._rows: Sequence[object] = json.loads(path.read_bytes().removeprefix(_BOM))
+        except (ValueError, RecursionError) as error:
+            raise TaskError(f"{path} is not JSON: {error}", hint="write one object per line, as .jsonl") from error
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, first: int, end: int) -> Iterator[tuple[int, object]]:
+        return enumerate(self._rows[first:end], first)
+
+    def parse(self, row: object) -> Mapping[str, object]:
+        return checked_object(row)
+
+    def describe(self, row: int) -> str:
+        return f"element {row + 1}"
+
+
+def open_json(path: Path, cache: Path) -> JSONLines | JSONArray:
+    """Open a .json file, which may hold an array or lines.
+
+    Raises:
+        TaskError: the file is an array too large to be read whole.
+    """
+    with path.open("rb") as file:
+        if not file.read(4096).removeprefix(_BOM).lstrip(_BLANKS).startswith(b"["):
+            return JSONLines(path, cache)
+    if path.stat().st_size > _MOST_ARRAY_BYTES:
+        raise TaskError(
+            f"{path} is one JSON array of {path.stat().st_size / 1e6:.0f} MB, which cannot be read row by row",
+            hint=f"write one object per line: jq -c '.[]' {path} > {path.with_suffix('.jsonl')}",
+        )
+    return JSONArray(path)
+
+
+def _line(row: object) -> bytes:
+    assert isinstance(row, bytes)
+    if len(row) > MOST_ROW_BYTES:
+        raise RowError("has no end within 64 MiB", value=row)
+    return row.removeprefix(_BOM)
+
+
+def checked_object(value: object) -> Mapping[str, object]:
+    """Return a row that is a JSON object; else raise a RowError."""
+    if not isinstance(value, dict):
+        raise RowError(
+            "is not a JSON object", value=value, hint='write rows such as {"question": "...", "answer": "..."}'
+        )
+    return value
+
+
+def _row_starts(path: Path, cache: Path, quotes: bool) -> npt.NDArray[np.int64]:
+    """Return the offset of each row, then the file's size, [rows + 1] int64; kept in the cache for a large file."""
+    if path.stat().st_size >= INDEXED_BYTES:
+        with contextlib.suppress(TaskError):  # a cache that cannot be written
+            kept = derived(path, cache, ".npy", lambda made: np.save(made, _find_row_starts(path, quotes)))
+            return np.asarray(np.load(kept, mmap_mode="r"))
+    return _find_row_starts(path, quotes)
+
+
+def _find_row_starts(path: Path, quotes: bool) -> npt.NDArray[np.int64]:
+    found = [np.zeros(1, np.int64)]
+    at = seen = 0
+    with path.open("rb") as file:
+        while data := file.read(_READ_BYTES):
+            letters = np.frombuffer(data, np.uint8)
+            breaks = np.flatnonzero(letters == ord("\n"))
+            if quotes:  # a break ends a row if the number of quotes before it is even
+                places = np.flatnonzero(letters == ord('"'))
+                breaks = breaks[(seen + np.searchsorted(places, breaks)) % 2 == 0]
+                seen += len(places)
+            found.append(breaks + (at + 1))
+            at += len(data)
+    if seen % 2:
+        raise TaskError(
+            f"{path} has an unclosed quote: {seen} quotes in total",
+            hint='write a quote inside a field as "", and quote the whole field',
+        )
+    starts = np.concatenate(found)
+    return starts if starts[-1] == at else np.append(starts, at)
