@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.gateway.time_limit import LateError, call_within
-from forge_rl.gateway.tools import ToolParser, _forgiving
+from forge_rl.gateway.tools import LateError, ToolParser, _forgiving, call_within
 from forge_rl.types import Turn
 from tests.fake_backend import (
     FakeBackend,
@@ -124,10 +123,11 @@ def test_text_at_which_a_parsers_pattern_never_ends_is_text(monkeypatch: pytest.
                 return None, "", ["a call"]
 
     monkeypatch.setattr("forge_rl.gateway.tools._MOST_S", 0.02)
-    hostile = "a" * 64 + "b"
-    parser = _forgiving(Slow)()
+    hostile, warned = "a" * 64 + "b", list[str]()
+    parser = _forgiving(Slow, warned.append)()
     before = signal.getsignal(signal.SIGVTALRM)
     assert parser.parse(hostile) == (None, hostile, [])
+    assert len(warned) == 1
     assert parser.parse("aa")[2] == ["aa"]
     assert signal.getsignal(signal.SIGVTALRM) == before
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)

@@ -45,7 +45,7 @@ ONLY_IN = {
     "monarch": ("forge_rl.runtime", "forge_rl.services", "forge_rl.weights"),
     "torchtitan": ("forge_rl.engines.titan", "forge_rl.engines.families"),
     "torch.distributed": ("forge_rl.engines.titan", "forge_rl.engines.platform"),
-    "vllm": ("forge_rl.engines.vllm", "forge_rl.gateway"),
+    "vllm": ("forge_rl.engines.vllm", "forge_rl.gateway.vllm_internals"),
     "torchstore": ("forge_rl.weights.transports",),
     "os.environ": (
         *("forge_rl.system.variables", "forge_rl.runtime.cluster", "forge_rl.runtime.monarch_log"),
@@ -197,6 +197,7 @@ def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
         ("forge_rl.packing.rows", "from torch import distributed"),
         ("forge_rl.services.trainer", "def f():\n    import torch\n    return torch.distributed.get_rank()"),
         ("forge_rl.services.generator", "from vllm import SamplingParams"),
+        ("forge_rl.gateway.tools", "from vllm import SamplingParams"),
         ("forge_rl.services.weight_store", "import torchstore"),
         ("forge_rl.engines.memory", "import os\nos.environ['A'] = 'b'"),
         ("forge_rl.engines.memory", "from os import environ"),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.errors import ApiError, invalid
 from forge_rl.gateway.sessions import Session
 from forge_rl.token_arrays import TokenArray, TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -22,6 +23,39 @@ _MOST_LEVELS = 64
 
 _TEXT_PARTS = ("text", "refusal", "input_text", "output_text", "summary_text", "reasoning_text")
 """Types of content parts that hold text."""
+_ITEM_ROLES = ("user", "assistant", "system", "developer")
+_ITEM_FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "function_call": {"call_id": str, "name": str, "arguments": str},
+    "custom_tool_call": {"call_id": str, "name": str, "input": str},
+    "function_call_output": {"call_id": str, "output": (str, list)},
+    "custom_tool_call_output": {"call_id": str, "output": (str, list)},
+}
+"""Required fields of a response's input items other than messages, each with its type."""
+
+
+class _Lenient(BaseModel):
+    """Parts of messages; ignores unknown fields such as cache hints, which do not affect sampling."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _RawFunction(_Lenient):
+    name: str
+    arguments: str = ""
+
+
+class _RawCall(_Lenient):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: _RawFunction
+
+
+class _RawMessage(_Lenient):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    tool_calls: list[_RawCall] | None = Field(None, fail_fast=True)
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,25 +76,27 @@ class ChatMessage:
         """Read a message in OpenAI's format, to which all APIs are converted; `where` is its path in the request.
 
         Raises:
-            ApiError: the message has unsupported content or lacks a required field.
+            ApiError: the message is wrong, has unsupported content or lacks a required field.
         """
-        role = "system" if raw.get("role") == "developer" else str(raw.get("role"))
-        calls, content = raw.get("tool_calls") or (), raw.get("content")
-        if calls and role != "assistant":
+        try:
+            found = _RawMessage.model_validate(raw)
+        except ValidationError as error:
+            raise invalid(error, where) from None
+        if found.tool_calls and found.role != "assistant":
             raise ApiError(400, "only an assistant message may have tool calls", param=f"{where}.tool_calls")
-        if role == "tool" and not raw.get("tool_call_id"):
+        if found.role == "tool" and not found.tool_call_id:
             raise ApiError(400, "a tool message needs a tool_call_id", param=f"{where}.tool_call_id")
-        if content is None and not calls and role != "assistant":
+        if found.content is None and not found.tool_calls and found.role != "assistant":
             raise ApiError(400, "the message has no content", param=f"{where}.content")
         return cls(
-            role=role,
-            content=_join_text(content, f"{where}.content"),
+            role="system" if found.role == "developer" else found.role,
+            content=_join_text(found.content, f"{where}.content"),
             calls=tuple(
-                ToolCall(id=call.get("id") or "", name=call["function"]["name"], arguments=_arguments(call))
-                for call in calls
+                ToolCall(id=call.id or "", name=call.function.name, arguments=call.function.arguments)
+                for call in found.tool_calls or ()
             ),
-            call_id=raw.get("tool_call_id") or "",
-            name=raw.get("name") or "",
+            call_id=found.tool_call_id or "",
+            name=found.name or "",
         )
 
     def template(self) -> dict[str, object]:
@@ -194,7 +230,45 @@ class PromptBuilder:
         return Prompt(token_ids=[*context, *added], text=prompt)
 
 
-def _join_text(content: object, where: str) -> str:
+def response_messages(instructions: str | None, given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Convert a response's instructions and input to chat messages; text and calls of one answer form one message.
+
+    vLLM's types for them take a millisecond per item.
+
+    Reasoning items are omitted: recorded turns keep the model's reasoning in their own tokens.
+
+    Raises:
+        ApiError: an item has an unknown type or lacks a required field.
+    """
+    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    for place, item in enumerate(given):
+        kind, where = str(item.get("type", "message")), f"input.{place}"
+        for name, wanted in _ITEM_FIELDS.get(kind, {}).items():
+            if not isinstance(item.get(name), wanted):
+                raise ApiError(400, f"an item of type {kind!r} has no valid {name}", param=f"{where}.{name}")
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if kind in ("function_call", "custom_tool_call"):
+            arguments = item["arguments"] if kind == "function_call" else json.dumps({"input": item["input"]})
+            function = {"name": item["name"], "arguments": arguments}
+            if last is None:
+                messages.append(last := {"role": "assistant"})
+            last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            messages.append({"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]})
+        elif kind == "message" and item.get("role") in _ITEM_ROLES and isinstance(item.get("content"), str | list):
+            if item["role"] == "assistant" and last is not None and "content" not in last:
+                last["content"] = item["content"]
+            else:
+                messages.append({"role": item["role"], "content": item["content"]})
+        elif kind != "reasoning":
+            problem = f"an item of type {kind[:100]!r} is incomplete or not supported"
+            raise ApiError(400, problem, param=where)
+    return messages
+
+
+def _join_text(content: str | Sequence[Mapping[str, Any]] | None, where: str) -> str:
     """Return the text of a message's content; `where` is its path in the request.
 
     Raises:
@@ -203,18 +277,15 @@ def _join_text(content: object, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
-    for place, part in enumerate(content if isinstance(content, Iterable) else ()):
-        kind = part.get("type") if isinstance(part, Mapping) else None
+    for place, part in enumerate(content):
+        kind = part.get("type")
         text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
         if not isinstance(text, str):
-            raise ApiError(400, f"content of type {kind!r} is not supported: send text", param=f"{where}.{place}")
+            raise ApiError(
+                400, f"content of type {str(kind)[:100]!r} is not supported: send text", param=f"{where}.{place}"
+            )
         texts.append(text)
     return "\n".join(texts)
-
-
-def _arguments(call: Mapping[str, Any]) -> str:
-    written = call["function"].get("arguments") or ""
-    return written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
 
 
 def _canonical(value: object) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import OrderedDict
 from http import HTTPStatus
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.json_text import encode
 
 KEEP_ALIVE_S = 75
 """Maximum time from a response to the end of the next request's headers."""
@@ -25,7 +25,7 @@ _SWEEP_S = 1.0
 """Interval of the check for connections that miss their deadline."""
 
 
-class Connection(HttpToolsProtocol):
+class HttpProtocol(HttpToolsProtocol):
     """Reads a connection's requests, with limits on their headers.
 
     Args:
@@ -90,7 +90,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
             return
         error = self._error
-        body = encode(error.body(is_anthropic=False))
+        body = json.dumps(error.body(is_anthropic=False)).encode()
         head = (
             f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
@@ -116,14 +116,14 @@ class OpenConnections:
     def __init__(self, most: int) -> None:
         self._most = most
         self._count = 0
-        self._unused: OrderedDict[Connection, float] = OrderedDict()
+        self._unused: OrderedDict[HttpProtocol, float] = OrderedDict()
         """Connections without a complete request so far, oldest first, each with its deadline."""
-        self._idle: OrderedDict[Connection, float] = OrderedDict()
+        self._idle: OrderedDict[HttpProtocol, float] = OrderedDict()
         """Connections between requests, in the order of their last response, each with its deadline."""
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(_SWEEP_S, self._sweep)
 
-    def add(self, connection: Connection) -> None:
+    def add(self, connection: HttpProtocol) -> None:
         """Add a new connection; close another one if there are too many."""
         self._count += 1
         self._unused[connection] = self._loop.time() + HEAD_DEADLINE_S
@@ -131,23 +131,23 @@ class OpenConnections:
             waiting = self._idle if len(self._unused) == 1 and self._idle else self._unused
             waiting.popitem(last=False)[0].transport.close()
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: HttpProtocol) -> None:
         """Remove a closed connection."""
         self._count -= 1
         self.serve(connection)
 
-    def begin(self, connection: Connection) -> None:
+    def begin(self, connection: HttpProtocol) -> None:
         """Start the deadline of a connection's request at its first byte."""
         for waiting in (self._unused, self._idle):
             if connection in waiting:
                 waiting[connection] = min(waiting[connection], self._loop.time() + HEAD_DEADLINE_S)
 
-    def serve(self, connection: Connection) -> None:
+    def serve(self, connection: HttpProtocol) -> None:
         """Stop the deadline of a connection, whose request is in progress."""
         self._unused.pop(connection, None)
         self._idle.pop(connection, None)
 
-    def wait(self, connection: Connection, deadline_s: float) -> None:
+    def wait(self, connection: HttpProtocol, deadline_s: float) -> None:
         """Give an idle connection `deadline_s` seconds for its next request."""
         self._idle[connection] = self._loop.time() + deadline_s
 

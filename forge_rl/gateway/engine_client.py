@@ -1,4 +1,4 @@
-"""Replaces the engine client of vLLM's server: decodes on a backend and applies sessions' rules. Imports vLLM."""
+"""Replaces the engine client of vLLM's server: decodes on a backend, and applies sessions' rules."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
-
 from forge_rl.errors import ServiceError
+from forge_rl.gateway import vllm_internals as vllm
 from forge_rl.gateway.backend import Backend
-from forge_rl.gateway.call import CALL, Call
 from forge_rl.gateway.chat import ChatMessage, Prompt, extend_digest
-from forge_rl.gateway.completion import Added, Completion
 from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.gateway_config import AgentSampling
+from forge_rl.gateway.request_state import REQUEST, Added, Choice, RequestState
 from forge_rl.gateway.sessions import Session
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S
@@ -29,7 +24,7 @@ from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
 
-_PLAIN = SamplingParams()
+_PLAIN = vllm.SamplingParams()
 _EXTRA = (
     *("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
     *("stop_token_ids", "ignore_eos", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs"),
@@ -76,77 +71,68 @@ class EngineClient:
     def check_admission(self, count: int) -> None:
         """Admit every request: the guard has already checked the limits."""
 
-    def generate(
-        self, prompt: Mapping[str, Any], params: SamplingParams, request_id: str, **_: object
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Decode the completions of a prompt; yields vLLM's outputs, streamed or whole."""
-        call = CALL.get()
-        stream = self._generate(prompt["forge_rl"], prompt.get("prompt"), params, request_id, call)
-        call.streams.append(stream)
-        return stream
+    async def generate(
+        self, prompt: Mapping[str, Any], params: Any, request_id: str, **_: object
+    ) -> AsyncGenerator[Any, None]:
+        """Decode the completions of a prompt; yields vLLM's RequestOutputs, streamed or whole."""
+        state, own = REQUEST.get(), prompt["forge_rl"]
+        choices = [self._choice(own, params, place, state.session) for place in range(params.n)]
+        state.choices += choices
+        constraint = choices[0].sampling.extra.get("structured_outputs")
+        if isinstance(constraint, Mapping):
+            await self._check_constraint(constraint, "" if state.session is None else state.session.key)
+        prompt_ids, came = own.token_ids.tolist(), asyncio.Queue[Any]()
 
-    async def _generate(
-        self, prompt: Prompt, text: str | None, params: SamplingParams, request_id: str, call: Call
-    ) -> AsyncGenerator[RequestOutput, None]:
-        def output(outputs: list[CompletionOutput], finished: bool) -> RequestOutput:
-            of_prompt = _of_prompt(completions[0], self._tokenizer)
-            return RequestOutput(request_id, text, prompt_ids, of_prompt, outputs, finished)
+        def output(outputs: list[Any]) -> Any:
+            finished = all(choice.finish for choice in choices)
+            of_prompt = self._of_prompt(choices[0])
+            return vllm.RequestOutput(request_id, prompt.get("prompt"), prompt_ids, of_prompt, outputs, finished)
 
-        call.prompts.append(prompt)
-        prompt_ids = prompt.token_ids.tolist()
-        completions = [self._completion(prompt, params, place, call) for place in range(params.n)]
-        call.completions += completions
-        forced = completions[0].sampling.extra.get("structured_outputs")
-        if isinstance(forced, Mapping):
-            await self._check_constraint(forced, "" if call.session is None else call.session.key)
-        came: asyncio.Queue[RequestOutput | None] = asyncio.Queue()
+        def show(choice: Choice, added: Added) -> None:
+            came.put_nowait(output([_output(choice, added)]))
 
-        def show(added: CompletionOutput) -> None:
-            came.put_nowait(output([added], all(each.finish for each in completions)))
-
-        async def decode_all() -> None:
+        async def decode() -> None:
             async with task_group() as group:
-                for completion in completions:
-                    group.create_task(self._decode(completion, call, show if streamed else None))
+                for choice in choices:
+                    group.create_task(self._decode(choice, state, show if streamed else None))
 
-        streamed = params.output_kind == RequestOutputKind.DELTA
-        decoding = asyncio.ensure_future(decode_all())
+        streamed = params.output_kind == vllm.RequestOutputKind.DELTA
+        decoding = asyncio.ensure_future(decode())
         decoding.add_done_callback(lambda _: came.put_nowait(None))
+        state.decoding.append(decoding)
         try:
             while (found := await came.get()) is not None:
                 yield found
             await decoding
             if not streamed:
-                yield output([_whole(completion) for completion in completions], finished=True)
+                yield output([_output(choice, choice.all()) for choice in choices])
         except (Exception, asyncio.CancelledError) as error:
-            call.fail(error)
+            state.fail(error)
             raise
-        finally:
-            decoding.cancel()
-            await asyncio.gather(decoding, return_exceptions=True)
 
-    async def _decode(
-        self, completion: Completion, call: Call, show: Callable[[CompletionOutput], None] | None
-    ) -> None:
-        """Decode one completion; call `show` with each chunk's output, or gather chunks if it is None.
+    async def _decode(self, choice: Choice, state: RequestState, show: Callable[[Choice, Added], None] | None) -> None:
+        """Decode one completion; call `show` with what each chunk adds, or gather chunks if it is None.
 
         All completions of the request are recorded when the last one ends, before the client can see that.
         """
 
         def observe(chunk: Chunk) -> bool:
-            call.started = True
-            added = completion.add(chunk)
-            if completion.finish and call.whole:
-                self._record(call)
+            state.started = True
+            added = choice.add(chunk)
+            if choice.finish and state.whole:
+                self._record(state)
             if show is not None:
-                show(_added(completion, added))
-            return bool(completion.finish)
+                show(choice, added)
+            return bool(choice.finish)
 
-        key = call.session.key if call.session is not None else None
-        ids, sampling = completion.prompt.token_ids, completion.sampling
-        with call.on_engine():
-            await self._backend.decode(ids, sampling, observe, session=key, gather_s=0.0 if show else GATHER_S)
-        if not completion.finish:
+        await self._backend.decode(
+            choice.prompt.token_ids,
+            choice.sampling,
+            observe,
+            session=state.session.key if state.session is not None else None,
+            gather_s=0.0 if show else GATHER_S,
+        )
+        if not choice.finish:
             raise ServiceError("the backend returned before the completion's end", service="generator", call="decode")
 
     async def _check_constraint(self, constraint: Mapping[str, Any], caller: str) -> None:
@@ -162,9 +148,11 @@ class EngineClient:
                     await self._constraints.check("regex", given, caller)
                 case "choice", list():
                     self._constraints.check_size(sum(map(len, given)))  # writing them as a grammar is slow
-                    await self._constraints.check("ebnf", choice_as_grammar(given), caller)
+                    await self._constraints.check("ebnf", vllm.choice_as_grammar(given), caller)
                 case "grammar", str():
-                    await self._constraints.check("lark" if grammar_is_likely_lark(given) else "ebnf", given, caller)
+                    await self._constraints.check(
+                        "lark" if vllm.grammar_is_likely_lark(given) else "ebnf", given, caller
+                    )
                 case "json", _:
                     await self._constraints.check(
                         "json", given if isinstance(given, str) else json.dumps(given), caller
@@ -172,18 +160,18 @@ class EngineClient:
                 case "structural_tag", str():
                     await self._constraints.check("tag", given, caller)
 
-    def _completion(self, prompt: Prompt, params: SamplingParams, place: int, call: Call) -> Completion:
-        return Completion(
+    def _choice(self, prompt: Prompt, params: Any, place: int, session: Session | None) -> Choice:
+        return Choice(
             place,
             prompt,
-            self._sampling(prompt, params, place, call.session),
+            self._sampling(prompt, params, place, session),
             self._tokenizer,
             skip_special=params.skip_special_tokens,
             keeps_stop=params.include_stop_str_in_output,
             logprobs=params.logprobs,
         )
 
-    def _sampling(self, prompt: Prompt, params: SamplingParams, place: int, session: Session | None) -> Sampling:
+    def _sampling(self, prompt: Prompt, params: Any, place: int, session: Session | None) -> Sampling:
         """Return the sampling of a completion: outside of sessions, as requested.
 
         In sessions, `agent_sampling` decides between the run's settings and the request's; logprobs under other
@@ -220,18 +208,29 @@ class EngineClient:
             extra=extra,
         )
 
-    def _record(self, call: Call) -> None:
-        session = call.session
+    def _record(self, state: RequestState) -> None:
+        session = state.session
         if session is None or session.closed:
             return
-        for completion in call.completions:
-            prompt = completion.prompt
-            own = session.sampling.temperature == completion.sampling.temperature and not completion.sampling.extra
+        for choice in state.choices:
+            prompt = choice.prompt
+            own = session.sampling.temperature == choice.sampling.temperature and not choice.sampling.extra
             session.record(
-                completion.turn(trained=own or self._agent_sampling == "trained"),
-                digest=extend_digest(prompt.digest, _message(completion)) if prompt.digest else None,
-                text=prompt.text + completion.full_text if prompt.text is not None else None,
+                choice.turn(trained=own or self._agent_sampling == "trained"),
+                digest=extend_digest(prompt.digest, _message(choice)) if prompt.digest else None,
+                text=prompt.text + choice.full_text if prompt.text is not None else None,
             )
+
+    def _of_prompt(self, choice: Choice) -> list[dict[int, Any] | None] | None:
+        """Return the prompt's logprobs in vLLM's format; None if not requested."""
+        return [
+            {
+                token: vllm.Logprob(logprob, rank, self._tokenizer.decode([token], skip_special=False))
+                for token, logprob, rank in position
+            }
+            or None
+            for position in choice.of_prompt
+        ] or None
 
 
 def _changes(value: Any, plain: Any) -> bool:
@@ -239,40 +238,22 @@ def _changes(value: Any, plain: Any) -> bool:
     return value != plain and (value or plain) not in (None, {}, [], -1)
 
 
-def _of_prompt(completion: Completion, tokenizer: Tokenizer) -> list[dict[int, Logprob] | None] | None:
-    """Return the prompt's logprobs in vLLM's format; None if not requested."""
-    if not completion.of_prompt:
-        return None
-    return [
-        {
-            token: Logprob(logprob, rank=rank, decoded_token=tokenizer.decode([token], skip_special=False))
-            for token, logprob, rank in position
-        }
-        or None
-        for position in completion.of_prompt
-    ]
-
-
-def _added(completion: Completion, added: Added) -> CompletionOutput:
-    return CompletionOutput(
-        index=completion.index,
+def _output(choice: Choice, added: Added) -> Any:
+    return vllm.CompletionOutput(
+        index=choice.index,
         text=added.text,
         token_ids=added.token_ids,
         cumulative_logprob=None,
         logprobs=added.logprobs,
-        finish_reason=completion.finish or None,
-        stop_reason=completion.stop_text or None,
+        finish_reason=choice.finish or None,
+        stop_reason=choice.stop_text or None,
     )
 
 
-def _whole(completion: Completion) -> CompletionOutput:
-    return _added(completion, Added(text=completion.text, token_ids=completion.ids, logprobs=completion.logprobs))
-
-
-def _message(completion: Completion) -> ChatMessage:
+def _message(choice: Choice) -> ChatMessage:
     """Return a completion as the message that the client receives and sends back."""
-    reads = completion.prompt.reads
-    content, calls = (completion.text, ()) if reads is None else reads(completion.text, completion.ids)
+    reads = choice.prompt.reads
+    content, calls = (choice.text, ()) if reads is None else reads(choice.text, choice.ids)
     return ChatMessage(role="assistant", content=content, calls=tuple(calls))
 
 

@@ -63,8 +63,6 @@ def to_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case ValidationError():
-            return invalid(error)
         case ConfigError() | ModelError():
             return ApiError(400, error.message)
         case DeadlineError():
@@ -77,19 +75,12 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, message, code="internal_error")
 
 
-def invalid(error: ValidationError, *at: str | int) -> ApiError:
+def invalid(error: ValidationError, at: str = "") -> ApiError:
     """Return the error for the first wrong field of a request; `at` is the path of the part that was validated."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    kind, problem = first["type"], first["msg"]
-    if kind == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {problem}", code="invalid_json")
     # For unions, pydantic's path includes the branches tried; keep only the client's keys and indices.
-    param = (
-        ".".join(str(part) for part in (*at, *first["loc"]) if isinstance(part, int) or str(part).isidentifier())
-        or None
-    )
-    if kind == "extra_forbidden":
-        return ApiError(400, f"unknown parameter: {param}", param=param, code="unknown_parameter")
-    if kind == "missing":
+    path = (str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
+    param = ".".join([*([at] if at else []), *path]) or None
+    if first["type"] == "missing":
         return ApiError(400, f"missing parameter: {param}", param=param, code="missing_required_parameter")
-    return ApiError(400, f"invalid {param or 'body'}: {problem}", param=param, code="invalid_value")
+    return ApiError(400, f"invalid {param or 'body'}: {first['msg']}", param=param, code="invalid_value")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import resource
 import socket
 import time
@@ -17,10 +18,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from forge_rl.errors import ConfigError
-from forge_rl.gateway.connections import KEEP_ALIVE_S, Connection, OpenConnections
+from forge_rl.gateway.connections import KEEP_ALIVE_S, HttpProtocol, OpenConnections
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.gateway_config import GatewayConfig
-from forge_rl.gateway.json_text import encode, to_event
 from forge_rl.runtime.private_network import has_way_out, listen_outside
 
 CLIENT_GONE = 499
@@ -54,7 +54,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=partial(Connection, open_connections=self._connections),  # type: ignore[arg-type]
+                http=partial(HttpProtocol, open_connections=self._connections),  # type: ignore[arg-type]
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -131,6 +131,16 @@ def _allow_connections(count: int) -> int:
     return count if soft == resource.RLIM_INFINITY else min(count, max(soft - _OTHER_FILES, soft // 2))
 
 
+def encode(body: object, *, is_long: bool = False) -> bytes:
+    """Encode as compact JSON; functions in the body are called where they stand.
+
+    The encoder of a short body holds the GIL throughout. A long one is written piece by piece, for use in a thread.
+    """
+    encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=lambda make: make())
+    text = "".join(encoder.iterencode(body)) if is_long else encoder.encode(body)
+    return text.encode(errors="replace")
+
+
 class ClientGone(Exception):
     """The client closed its connection, or read nothing for too long."""
 
@@ -173,11 +183,12 @@ class ResponseWriter:
 
     async def write_error(self, error: ApiError, is_anthropic: bool) -> None:
         """Write an error in its API's format, as the last event if a stream has started."""
-        body = error.body(is_anthropic)
+        body = encode(error.body(is_anthropic))
         if self.started_s is None:
-            await self.write_json(encode(body), error.status, error.headers)
+            await self.write_json(body, error.status, error.headers)
         elif self.is_stream:
-            await self.write_events((b"event: error\n" if is_anthropic else b"") + to_event(body), last=True)
+            event = b"event: error\n" if is_anthropic else b""
+            await self.write_events(event + b"data: " + body + b"\n\n", last=True)
 
     async def _write(self, data: bytes, last: bool, status: int, headers: Mapping[str, str]) -> None:
         if self.started_s is None:

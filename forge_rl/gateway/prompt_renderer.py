@@ -1,44 +1,47 @@
-"""Builds prompts for vLLM's handlers, in which recorded turns keep their tokens. Imports vLLM."""
+"""Builds prompts for vLLM's handlers, in which recorded turns keep their tokens."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.openai.responses.utils import construct_tool_dicts
-from vllm.inputs import tokens_input
-from vllm.renderers.online_renderer import OnlineRenderer, ResponsesRenderResult
-from vllm.v1.structured_output.backend_xgrammar import has_xgrammar_unsupported_json_features
-
-from forge_rl.gateway.call import CALL, Call
-from forge_rl.gateway.chat import ChatMessage, Prompt, PromptBuilder
+from forge_rl.gateway import vllm_internals as vllm
+from forge_rl.gateway.chat import ChatMessage, Prompt, PromptBuilder, response_messages
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.gateway.reading import Reader
-from forge_rl.gateway.responses_input import to_messages
-from forge_rl.gateway.sampling_bounds import most_scored_tokens
-from forge_rl.gateway.template_settings import template_settings
+from forge_rl.gateway.request_state import REQUEST, RequestState
+from forge_rl.gateway.requests import most_scored_tokens, scores_prompt, template_settings
 from forge_rl.gateway.tools import ToolParser, read_calls
 from forge_rl.tokens.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 
-class PromptRenderer(OnlineRenderer):
+class PromptRenderer(vllm.OnlineRenderer):
     """Builds prompts in which recorded turns keep their tokens, and text is never parsed as control tokens."""
 
-    def use(
+    def __init__(
         self,
+        model_config: Any,
+        renderer: Any,
         tokenizer: Tokenizer,
         config: GatewayConfig,
         reader: Reader,
         parser: ToolParser,
         replaced: Callable[[str], None],
     ) -> None:
+        super().__init__(
+            model_config,
+            renderer,
+            request_logger=None,
+            chat_template=renderer.tokenizer.chat_template,
+            chat_template_content_format="string",
+            enable_auto_tools=True,
+        )
         self.parser = parser.cls
         self._tokenizer, self._config, self._reader, self._replaced = tokenizer, config, reader, replaced
         self._builder = PromptBuilder(tokenizer, parser.name)
@@ -49,25 +52,21 @@ class PromptRenderer(OnlineRenderer):
     async def render_completion(self, request: Any, **_: object) -> Any:
         return await self._beside(super().render_completion(request))
 
-    async def render_responses(self, request: Any, **given: Any) -> Any:
-        return await self._beside(self._render_responses(request, given))
+    async def render_responses(self, request: Any, **_: object) -> Any:
+        return await self._beside(self._render_responses(request))
 
-    async def _render_responses(self, request: Any, given: dict[str, Any]) -> Any:
-        asked = CALL.get().converted
-        if self.use_harmony:
-            request.input = asked
-            return await super().render_responses(ResponsesRequest.model_validate(request.model_dump()), **given)
-        messages = to_messages(request.instructions, asked)
-        tools = construct_tool_dicts(request.tools, request.tool_choice)
+    async def _render_responses(self, request: Any) -> Any:
+        messages = response_messages(request.instructions, REQUEST.get().converted)
+        tools = vllm.construct_tool_dicts(request.tools, request.tool_choice)
         settings = self.effective_chat_template_kwargs(request)
         _, (engine_input,) = await self.preprocess_chat(
             request, messages, self.chat_template, "string", settings, tools, self.parser
         )
-        return ResponsesRenderResult(messages=messages, engine_input=engine_input)
+        return vllm.ResponsesRenderResult(messages=messages, engine_input=engine_input)
 
     async def _beside(self, render: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine that never waits, in the reader's thread if the request is long."""
-        return await self._reader.run(CALL.get().body_bytes, partial(_finish, render))
+        return await self._reader.run(REQUEST.get().body_bytes, partial(_finish, render))
 
     async def preprocess_chat(
         self,
@@ -80,8 +79,8 @@ class PromptRenderer(OnlineRenderer):
         parser: type[Any] | None = None,
         **_: object,
     ) -> tuple[list[Any], list[Any]]:
-        call = CALL.get()
-        session, param = call.session, "input" if isinstance(request, ResponsesRequest) else "messages"
+        state = REQUEST.get()
+        session, param = state.session, "input" if isinstance(request, vllm.ResponsesRequest) else "messages"
         tools = [_pruned(tool) for tool in tool_dicts or ()]
         found = [ChatMessage.read(message, f"{param}.{place}") for place, message in enumerate(messages)]
         texts = [json.dumps(tools, ensure_ascii=False)] if tools else []
@@ -92,8 +91,8 @@ class PromptRenderer(OnlineRenderer):
         params = request.build_chat_params(default_template, default_template_content_format)
         settings = template_settings(params.chat_template_kwargs)
         prompt = self._builder.chat(found, tools, session, settings)
-        if not call.counted:
-            self._check_completion(call, prompt, request)
+        if not state.counted:
+            self._check_completion(state, prompt, request)
         is_free = request.tool_choice in ("auto", "none", None)
         if tools and session is not None and not is_free and self._config.agent_sampling == "replaced":
             request.tool_choice = "auto"
@@ -111,55 +110,48 @@ class PromptRenderer(OnlineRenderer):
             if request.tool_choice != "none" or parser.reasoning_parser_cls is not None:
                 made.adjust_request(request)
             reads = partial(read_calls, made, request)
-        return [], [_engine_input(prompt, reads=reads, temperature=request.temperature)]
+        return [], [_engine_input(replace(prompt, reads=reads), request)]
 
     async def preprocess_completion(
         self, request: Any, prompt_input: Any, prompt_embeds: object, **_: object
     ) -> list[Any]:
-        call = CALL.get()
-        several = bool(prompt_input) and isinstance(prompt_input, list) and not isinstance(prompt_input[0], int)
-        found = []
-        for given in prompt_input if several else [prompt_input]:
+        state, found = REQUEST.get(), []
+        for given in prompt_input:
             self._reader.check_room(given if isinstance(given, str) else len(given), "prompt")
-            prompt = self._builder.completion(given, call.session)
+            prompt = self._builder.completion(given, state.session)
             size = self._tokenizer.vocab_size
             if not len(prompt.token_ids):
                 raise ApiError(400, "the prompt is empty", param="prompt")
             if prompt.token_ids.min() < 0 or prompt.token_ids.max() >= size:
                 raise ApiError(400, f"token ids must be from 0 to {size - 1}", param="prompt")
-            self._check_completion(call, prompt, request)
-            if request.prompt_logprobs is not None or (request.echo and request.logprobs is not None):
-                self._check_scored(call, prompt)
+            self._check_completion(state, prompt, request)
+            if scores_prompt(request):
+                self._check_scored(state, prompt)
             text = given if isinstance(given, str) else None
             if request.echo and text is None:
                 text = self._tokenizer.decode(prompt.token_ids, skip_special=False)
-            found.append(_engine_input(prompt, text=text, temperature=request.temperature))
+            found.append(_engine_input(prompt, request, text))
         return found
 
-    def _check_scored(self, call: Call, prompt: Prompt) -> None:
+    def _check_scored(self, state: RequestState, prompt: Prompt) -> None:
         """Raise ApiError for prompt logprobs whose logits would not fit an engine's memory, or in a session."""
-        if call.session is not None:
+        if state.session is not None:
             raise ApiError(400, "prompt logprobs are not supported in an agent's session", param="prompt_logprobs")
-        most = most_scored_tokens(self._tokenizer.vocab_size)
-        if len(prompt.token_ids) > most:
-            count = len(prompt.token_ids)
+        count, most = len(prompt.token_ids), most_scored_tokens(self._tokenizer.vocab_size)
+        if count > most:
             raise ApiError(400, f"the prompt has {count} tokens; at most {most} can have logprobs", param="prompt")
 
-    def _check_completion(self, call: Call, prompt: Prompt, request: Any) -> None:
+    def _check_completion(self, state: RequestState, prompt: Prompt, request: Any) -> None:
         named = ("max_completion_tokens", "max_tokens", "max_output_tokens")
         asked = next((value for name in named if (value := getattr(request, name, None)) is not None), None)
-        param = {ResponsesRequest: "input", CompletionRequest: "prompt"}.get(type(request), "messages")
-        self._reader.check_completion(len(prompt.token_ids), asked, param, cut=call.session is not None)
+        param = {vllm.ResponsesRequest: "input", vllm.CompletionRequest: "prompt"}.get(type(request), "messages")
+        self._reader.check_completion(len(prompt.token_ids), asked, param, cut=state.session is not None)
 
 
-def _engine_input(
-    prompt: Prompt, *, reads: Any = None, text: str | None = None, temperature: float | None = None
-) -> dict[str, Any]:
-    found = dict(tokens_input(prompt.token_ids.tolist(), prompt=text))
-    made = Prompt(
-        token_ids=prompt.token_ids, digest=prompt.digest, text=prompt.text, reads=reads, asked_temperature=temperature
-    )
-    return {**found, "forge_rl": made}
+def _engine_input(prompt: Prompt, request: Any, text: str | None = None) -> dict[str, Any]:
+    """Return vLLM's input for a prompt; `text` is echoed, if that is requested."""
+    found = dict(vllm.tokens_input(prompt.token_ids.tolist(), prompt=text))
+    return {**found, "forge_rl": replace(prompt, asked_temperature=request.temperature)}
 
 
 def _finish(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -185,5 +177,5 @@ def _force_arguments(tools: Sequence[Any] | None) -> None:
         function = getattr(tool, "function", tool)
         schema = getattr(function, "parameters", None)
         is_open = getattr(function, "strict", False) is None and isinstance(schema, dict)
-        if is_open and not has_xgrammar_unsupported_json_features(schema):
+        if is_open and not vllm.has_xgrammar_unsupported_json_features(schema):
             function.strict = True

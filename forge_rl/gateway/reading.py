@@ -1,4 +1,4 @@
-"""Reads long requests in a thread, one at a time, and refuses those that cannot fit the model's context."""
+"""Reads requests: long ones in a thread, one at a time; those that cannot fit the model's context are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.json_text import holds_more
 from forge_rl.tokens.tokenizer import Tokenizer
 
 _LONG_BYTES = 32 << 10
@@ -133,6 +132,20 @@ class Reader:
             if found > 1.25 * self._limit:
                 return found * 4 // 5
         return least
+
+
+def holds_more(text: bytes, values: int, containers: int) -> bool:
+    """Return whether JSON exceeds a number of values, or of objects and arrays, without the memory of parsing it."""
+    if _within(text, values, containers):
+        return False
+    # Commas and brackets in strings do not count. A value has at most two strings: its key and itself.
+    most_quotes = 4 * (values + containers)
+    pieces = text.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', most_quotes + 1)
+    return len(pieces) > most_quotes + 1 or not _within(b"".join(pieces[::2]), values, containers)
+
+
+def _within(text: bytes, values: int, containers: int) -> bool:
+    return text.count(b",") < values and text.count(b"[") + text.count(b"{") <= containers
 
 
 def too_long(message: str, param: str) -> ApiError:

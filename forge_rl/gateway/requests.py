@@ -1,349 +1,286 @@
-"""Request bodies: each API's supported, ignored and refused parameters, and their limits; vLLM parses the rest."""
+"""What requests may ask for: each API's parameters, and their bounds. vLLM's models check the parameters' types."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import pydantic_core
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.sampling_bounds import check_sampling
-from forge_rl.gateway.template_settings import check_template
+from forge_rl.gateway.errors import ApiError, invalid
 
-_NOT_THERE = "it is not implemented"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """Surrogates as JSON escapes, or as bytes that are invalid UTF-8."""
 _SEARCHED_BYTES = 1 << 16
 """Maximum bytes of a body searched for lone surrogates: all other requests wait meanwhile."""
 _MOST_MESSAGES = 4096
-"""Maximum messages per request."""
 _MOST_TOOLS = 512
-"""Maximum tools per request."""
-_MOST_STOPS = 16
-"""Maximum stop strings per request: each is searched for after every token."""
-_MOST_STOP_CHARACTERS = 512
-_MOST_TOKENS = 2**31 - 1
-"""Largest max_tokens accepted; the model's context is the effective limit."""
+_MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 512
+"""Maximum stop strings per request, and their length: each is searched for after every token."""
 _MOST_COMPLETIONS = 128
-"""Maximum completions per request."""
 _MOST_LOGPROBS = 512
 """Maximum logprobs per position over all completions of a request."""
-_FIRST_ERROR = Field(fail_fast=True)
-"""Validation of a list stops at its first error: collecting all would take long and much memory."""
+_MOST_COUNT = 2**31 - 1
+"""Largest max_tokens accepted; the model's context is the effective limit."""
+_RANGES: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(("max_tokens", "min_tokens"), (0, _MOST_COUNT)),
+    **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), (1, _MOST_COUNT)),
+    **dict.fromkeys(("logprobs", "top_logprobs", "prompt_logprobs"), (0, 20)),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (-2, 2)),
+    "n": (1, _MOST_COMPLETIONS),
+    "top_p": (1e-6, 1),
+    "top_k": (-1, _MOST_COUNT),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.1, 10),
+}
+"""Minimum and maximum of each number. Beyond them logits become NaN, or steps slow for all requests."""
+_COLDEST = 0.01
+"""Minimum temperature, except for 0, which is greedy."""
+_BIAS = 100.0
+"""Maximum absolute bias on a token's logit."""
+_LENGTHS: Mapping[str, tuple[int, int]] = {
+    "logit_bias": (1024, 1 << 18),
+    "stop_token_ids": (1024, 1 << 18),
+    "allowed_token_ids": (1 << 18, 1 << 18),
+    "bad_words": (128, 1024),
+}
+"""Maximum entries of each list of tokens or words, and maximum entries times completions, which each hold a copy. Each
+token is compared with bad_words in Python."""
+_MOST_WORD_CHARACTERS = 128
+PROMPT_LOGITS_BYTES = 1 << 30
+"""Maximum bytes of the logits of a scored prompt, which an engine holds all at once in float32."""
+_TEMPLATE_WORD = re.compile(r"[A-Za-z0-9_.-]{0,64}")
+"""Strings that a request may pass to a chat template; no control token has this form."""
+_TEMPLATE_OWN = frozenset(
+    {
+        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs", "self", "raise_exception", "strftime_now", "range"),
+        *("dict", "lipsum", "cycler", "joiner", "namespace", "loop", "caller", "varargs", "kwargs"),
+    }
+)
+"""Arguments of the template renderer and names of its functions, which a request may not set."""
+_SPECIAL_TOKENS = ("_token", "_special_tokens")
+"""Suffixes of variables with special tokens: bos_token, eos_token, additional_special_tokens."""
+_IGNORED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "prompt_cache_key"),
+    *("prompt_cache_options", "prompt_cache_retention", "cache_control", "container", "inference_geo", "speed"),
+    *("user_profile_id", "workspace_id", "diagnostics"),
+)
+"""Parameters without effect here."""
+_NOT_THERE = "it is not implemented"
+_UNSUPPORTED: Mapping[str, tuple[str, object]] = {
+    "modalities": ("only text is supported", ["text"]),
+    "audio": ("only text is supported", None),
+    "functions": ("use tools", []),
+    "function_call": ("use tools", "auto"),
+    "best_of": ("use n", 1),
+    "prediction": (_NOT_THERE, None),
+    "web_search_options": (_NOT_THERE, None),
+    "verbosity": (_NOT_THERE, "medium"),
+    "moderation": (_NOT_THERE, None),
+    "suffix": (_NOT_THERE, ""),
+    "previous_response_id": ("responses are not stored; send the whole input", None),
+    "conversation": ("responses are not stored; send the whole input", None),
+    "background": ("responses are not stored", False),
+    "prompt": (_NOT_THERE, None),
+    "context_management": (_NOT_THERE, []),
+    "mcp_servers": (_NOT_THERE, []),
+    "output_format": (_NOT_THERE, {}),
+}
+"""Parameters that are refused, each with the reason and a value that is accepted, as it changes nothing."""
 
 
-def _names(words: str) -> frozenset[str]:
-    return frozenset(words.split())
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request within its bounds."""
+
+    vllm: Any
+    """vLLM's model of it, in which `text` and `stop` are placeholders."""
+    text: Any
+    """Its messages, prompts or input; vLLM's models would take long to check them."""
+    stop: list[str]
+    """Its stop strings, of which vLLM's models take fewer."""
+    wanted: int
+    """Number of completions requested."""
 
 
-def _refused(why: str, **neutral: tuple[object, ...]) -> dict[str, tuple[tuple[object, ...], str]]:
-    """Return refused parameters, each with the neutral values that are accepted, and the reason."""
-    return {name: (values, why) for name, values in neutral.items()}
+class Api:
+    """One API's parameters.
 
+    Args:
+        model: vLLM's model of requests.
+        text: parameter with the messages, prompts or input.
+        served: other parameters that a request may set.
+        hottest: maximum temperature.
+    """
 
-class Body(BaseModel):
-    """A request's body. Refuses parameters that are neither declared nor listed as served or ignored."""
+    def __init__(self, model: type[BaseModel], text: str, served: str, *, hottest: float = 2) -> None:
+        self.text = text
+        self._model = model
+        self._served = frozenset(("model", "stream", "temperature", "tools", text, *served.split()))
+        constraint: Any = model.model_fields.get("structured_outputs")
+        self._constraint = TypeAdapter[Any](Any if constraint is None else constraint.annotation)
+        self._hottest = hottest
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-    model: str
-    stream: bool | None = None
-
-    served: ClassVar[frozenset[str]]
-    """Parameters that vLLM parses and validates."""
-    ignored: ClassVar[frozenset[str]]
-    """Parameters without effect here."""
-    unsupported: ClassVar[Mapping[str, tuple[tuple[object, ...], str]]]
-
-    @classmethod
-    def read(cls, body: bytes) -> Self:
+    def read(self, body: bytes) -> Request:
         """Parse a request's body.
 
         Raises:
-            ValidationError: the body is not JSON, or a field is wrong.
-            ApiError: a string has a lone surrogate, or a parameter is unsupported or exceeds a limit.
+            ApiError: the body is not a JSON object, or a parameter is unsupported or exceeds a limit.
+            ValidationError: a parameter has the wrong type. Further errors of vLLM's model pass through.
         """
-        try:
-            found = cls.model_validate_json(body)
-        except ValidationError:
-            if (param := _lone_surrogate(body)) is not None:
-                problem = f"{param or 'the body'} has a lone surrogate, which stands for no character"
-                raise ApiError(400, problem, param=param or None, code="invalid_value") from None
-            raise
-        found.check()
-        return found
+        given = {name: value for name, value in _parse(body).items() if self._may_set(name, value)}
+        if not given.get("tools"):  # some clients always send an empty list and a tool_choice
+            given.pop("tools", None)
+            if given.get("tool_choice") in ("auto", "none"):
+                del given["tool_choice"]
+        elif isinstance(given["tools"], list) and len(given["tools"]) > _MOST_TOOLS:
+            raise _wrong("tools", f"a list of at most {_MOST_TOOLS} tools")
+        text = self._read_text(given)
+        stop = _read_stop(given)
+        if constraint := given.get("structured_outputs"):  # a dataclass, which strict models take as it is
+            try:
+                given["structured_outputs"] = self._constraint.validate_python(constraint)
+            except ValidationError as error:
+                raise invalid(error, "structured_outputs") from None
+        request = self._model.model_validate({**given, self.text: "-" if self.text == "prompt" else []}, strict=True)
+        wanted = (len(text) if self.text == "prompt" else 1) * (getattr(request, "n", None) or 1)
+        self._check(request, wanted)
+        return Request(vllm=request, text=text, stop=stop, wanted=wanted)
 
-    def check(self) -> None:
-        """Raise ApiError for unsupported parameters and values above the limits."""
-        for name, (neutral, why) in self.unsupported.items():
-            value = getattr(self, name, None)
-            if value is not None and value not in neutral:
-                raise ApiError(400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
-        for name in self.model_extra or ():
-            if name not in self.unsupported and name not in self.ignored and name not in self.served:
-                raise ApiError(400, f"unknown parameter: {name}", param=name, code="unknown_parameter")
-        check_template((self.model_extra or {}).get("chat_template_kwargs"))
-        check_sampling({"temperature": getattr(self, "temperature", None), **(self.model_extra or {})}, self.wanted)
+    def _may_set(self, name: str, value: object) -> bool:
+        """Return whether a parameter is set; False if it has no effect."""
+        if value is None or name in self._served:
+            return value is not None
+        why, neutral = _UNSUPPORTED.get(name, ("", None))
+        if why and value != neutral:
+            raise ApiError(400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
+        if not why and name not in _IGNORED:
+            raise ApiError(400, f"unknown parameter: {name}", param=name, code="unknown_parameter")
+        return False
 
-    @property
-    def wanted(self) -> int:
-        """Number of completions requested."""
-        return 1
+    def _read_text(self, given: dict[str, Any]) -> Any:
+        """Remove the messages, prompts or input from a request, and return them; prompts as a list."""
+        for name in ("model", self.text):
+            if name not in given:
+                raise ApiError(400, f"missing parameter: {name}", param=name, code="missing_required_parameter")
+        name, text = self.text, given.pop(self.text)
+        if name == "prompt":
+            prompts = text if isinstance(text, list) and text and not isinstance(text[0], int) else [text]
+            if not all(isinstance(prompt, str) or _all_of(int, prompt) for prompt in prompts):
+                raise _wrong(name, "a text, a list of token ids, or a list of these")
+            return prompts
+        if name == "input" and isinstance(text, str):
+            return text
+        if not _all_of(dict, text) or not 0 < len(text) <= _MOST_MESSAGES:
+            raise _wrong(name, f"a list of at least one and at most {_MOST_MESSAGES} objects")
+        return text
 
-    def passed(self) -> dict[str, Any]:
-        """Return the parameters for vLLM."""
-        dropped = {name for name in self.model_extra or () if name not in self.served}
-        found = self.model_dump(exclude_unset=True, exclude=dropped)
-        return {name: value for name, value in found.items() if value is not None}
-
-    def _check_stops(self, stops: Sequence[str], param: str) -> None:
-        if "" in stops:
-            raise ApiError(400, "a stop string is empty", param=param)
-        if len(stops) > _MOST_STOPS or max(map(len, stops), default=0) > _MOST_STOP_CHARACTERS:
-            problem = f"at most {_MOST_STOPS} stop strings of at most {_MOST_STOP_CHARACTERS} characters are allowed"
-            raise ApiError(400, problem, param=param)
-
-    def _check_count(self, logprobs: int | None, param: str) -> None:
-        if self.wanted > _MOST_COMPLETIONS:
-            problem = f"the request asks for {self.wanted} completions, more than {_MOST_COMPLETIONS}"
-            raise ApiError(400, problem, param=param)
-        if logprobs is not None and self.wanted * (logprobs + 1) > _MOST_LOGPROBS:
+    def _check(self, request: Any, wanted: int) -> None:
+        """Raise ApiError if a parameter of a request is out of range."""
+        given = {name: value for name, value in request if value is not None and not isinstance(value, bool)}
+        for name, (least, most) in _RANGES.items():
+            if not least <= given.get(name, least) <= most:
+                raise _wrong(name, f"a number from {least:g} to {most:g}")
+        if given.get("temperature") and not _COLDEST <= given["temperature"] <= self._hottest:
+            raise _wrong("temperature", f"0, or a number from {_COLDEST:g} to {self._hottest:g}")
+        if wanted > _MOST_COMPLETIONS:
+            problem = f"the request asks for {wanted} completions, more than {_MOST_COMPLETIONS}"
+            raise ApiError(400, problem, param=self.text)
+        logprobs = given.get("logprobs", given.get("top_logprobs", 0) if getattr(request, "logprobs", None) else -1)
+        if wanted * (logprobs + 1) > _MOST_LOGPROBS:
             problem = f"all completions together may have {_MOST_LOGPROBS} logprobs per position; request fewer"
             raise ApiError(400, problem, param="logprobs")
-
-
-class _Lenient(BaseModel):
-    """Parts of messages; ignores unknown fields such as cache hints, which do not affect sampling."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-
-class _Part(_Lenient):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class _Function(_Lenient):
-    name: str
-    arguments: str = ""
-
-
-class _Call(_Lenient):
-    id: str = ""
-    type: Literal["function"] = "function"
-    function: _Function
-
-
-class _Message(_Lenient):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[_Part], _FIRST_ERROR] | None = None
-    tool_calls: list[_Call] | None = Field(None, fail_fast=True)
-    tool_call_id: str | None = None
-    name: str | None = None
-
-
-class _ToolFunction(_Lenient):
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _Tool(_Lenient):
-    type: Literal["function"]
-    function: _ToolFunction
-
-
-class _StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
-
-
-_SAMPLING = _names(
-    "top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias "
-    "stop_token_ids ignore_eos min_tokens bad_words allowed_token_ids structured_outputs "
-    "include_stop_str_in_output skip_special_tokens return_token_ids"
-)
-
-
-class _OpenAI(Body):
-    """Fields shared by chat completions and completions."""
-
-    n: int | None = Field(None, ge=1, le=_MOST_COMPLETIONS)
-    stream_options: _StreamOptions | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    max_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | Annotated[list[str], _FIRST_ERROR] | None = None
-
-    served: ClassVar = _SAMPLING
-    unsupported: ClassVar = {
-        **_refused("only text is supported", modalities=(["text"],), audio=()),
-        **_refused("use tools", functions=([],), function_call=("none", "auto")),
-        **_refused("use n", best_of=(1,)),
-        **_refused(_NOT_THERE, prediction=(), web_search_options=(), verbosity=("medium",), moderation=()),
-        **_refused(_NOT_THERE, suffix=("",)),
-    }
-    ignored: ClassVar = _names(
-        "user metadata store service_tier safety_identifier stream_options prompt_cache_key "
-        "prompt_cache_options prompt_cache_retention"
-    )
-
-    def check(self) -> None:
-        super().check()
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options requires stream to be true", param="stream_options")
-        self._check_stops((self.stop,) if isinstance(self.stop, str) else self.stop or (), "stop")
-
-    def passed(self) -> dict[str, Any]:
-        found = super().passed()
-        if isinstance(options := found.get("stream_options"), dict):
-            options.pop("include_obfuscation", None)
-        return found
-
-
-class ChatBody(_OpenAI):
-    """Body of a chat completion request."""
-
-    messages: list[_Message] = Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[_Tool] | None = Field(None, max_length=_MOST_TOOLS, fail_fast=True)
-
-    served: ClassVar = _SAMPLING | _names(
-        "tool_choice parallel_tool_calls response_format reasoning_effort include_reasoning chat_template_kwargs"
-    )
-
-    def check(self) -> None:
-        super().check()
-        if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs requires logprobs to be true", param="top_logprobs")
-        self._check_count((self.top_logprobs or 0) if self.logprobs else None, "n")
-
-    @property
-    def wanted(self) -> int:
-        return self.n or 1
-
-    def passed(self) -> dict[str, Any]:
-        found = super().passed()
-        if not found.get("tools"):  # some clients always send an empty list and a tool_choice
-            found.pop("tools", None)
-            if found.get("tool_choice") in ("auto", "none"):
-                del found["tool_choice"]
-        return found
-
-
-class CompletionBody(_OpenAI):
-    """Body of a completion request."""
-
-    prompt: (
-        str
-        | Annotated[list[int], _FIRST_ERROR]
-        | Annotated[list[str], _FIRST_ERROR]
-        | Annotated[list[Annotated[list[int], _FIRST_ERROR]], _FIRST_ERROR]
-    )
-    logprobs: int | None = Field(None, ge=0, le=20)
-    prompt_logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool | None = None
-    max_tokens: int | None = Field(None, ge=0, le=_MOST_TOKENS)
-
-    served: ClassVar = _SAMPLING | {"response_format"}
-
-    def check(self) -> None:
-        super().check()
-        self._check_count(self.logprobs, "prompt")
-        if self.max_tokens == 0 and not self.echo:
+        if given.get("max_tokens") == 0 and not getattr(request, "echo", False):
             raise ApiError(400, "max_tokens 0 requires echo to be true", param="max_tokens")
-        if self.stream and self.scores_prompt:
+        if getattr(request, "stream", False) and scores_prompt(request):
             raise ApiError(400, "prompt logprobs are not supported in a stream", param="stream")
-
-    @property
-    def scores_prompt(self) -> bool:
-        """True if the response has logprobs of the prompt's tokens."""
-        return self.prompt_logprobs is not None or bool(self.echo and self.logprobs is not None)
-
-    @property
-    def prompts(self) -> Sequence[Any]:
-        """List of the prompts, also if there is only one."""
-        several = bool(self.prompt) and isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
-        return self.prompt if several else [self.prompt]
-
-    @property
-    def wanted(self) -> int:
-        return len(self.prompts) * (self.n or 1)
-
-
-class ResponsesBody(Body):
-    """Body of a Responses API request."""
-
-    input: Annotated[list[dict[str, Any]], Field(max_length=_MOST_MESSAGES, fail_fast=True)] | str
-    max_output_tokens: int | None = Field(None, ge=1, le=_MOST_TOKENS)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=_MOST_TOOLS, fail_fast=True)
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | Annotated[list[str], _FIRST_ERROR] | None = None
-
-    served: ClassVar = _SAMPLING - {"min_tokens", "bad_words", "allowed_token_ids", "return_token_ids"} | {
-        *("include", "instructions", "parallel_tool_calls", "reasoning", "text", "tool_choice", "truncation"),
-        *("include_reasoning", "chat_template_kwargs", "metadata", "max_tool_calls"),
-    }
-    unsupported: ClassVar = {
-        **_refused("responses are not stored; send the whole input", previous_response_id=(), conversation=()),
-        **_refused("responses are not stored", background=(False,)),
-        **_refused(_NOT_THERE, prompt=(), context_management=([],), moderation=()),
-    }
-    ignored: ClassVar = _names(
-        "user store service_tier safety_identifier stream_options prompt_cache_key prompt_cache_options "
-        "prompt_cache_retention"
-    )
-
-    def check(self) -> None:
-        super().check()
-        self._check_stops((self.stop,) if isinstance(self.stop, str) else self.stop or (), "stop")
-        for place, tool in enumerate(self.tools or ()):
-            if tool.get("type") not in ("function", "custom"):
-                problem = f"tools of type {str(tool.get('type'))[:100]!r} are not supported: agents run their own"
+        for name, (most, together) in _LENGTHS.items():
+            if len(given.get(name, ())) > most or len(given.get(name, ())) * wanted > together:
+                raise _wrong(name, f"of at most {most} entries, and {together} over all completions")
+        if not all(abs(bias) <= _BIAS for bias in given.get("logit_bias", {}).values()):
+            raise _wrong("logit_bias", f"an object of numbers from {-_BIAS:g} to {_BIAS:g}")
+        if not all(0 < len(word) <= _MOST_WORD_CHARACTERS for word in given.get("bad_words", ())):
+            raise _wrong("bad_words", f"a list of words with 1 to {_MOST_WORD_CHARACTERS} characters")
+        _check_template(given.get("chat_template_kwargs") or {})
+        for place, tool in enumerate(given.get("tools", ())):
+            kind = getattr(tool, "type", "function")
+            if kind not in ("function", "custom"):
+                problem = f"tools of type {kind!r} are not supported: agents run their own"
                 raise ApiError(400, problem, param=f"tools.{place}")
 
 
-class CountBody(Body):
-    """Body of a request to Anthropic's API to count a prompt's tokens."""
-
-    messages: list[dict[str, Any]] = Field(min_length=1, max_length=_MOST_MESSAGES, fail_fast=True)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=_MOST_TOOLS, fail_fast=True)
-
-    served: ClassVar = _names("system tool_choice thinking chat_template_kwargs output_config")
-    unsupported: ClassVar = _refused(_NOT_THERE, context_management=({},), mcp_servers=([],), output_format=({},))
-    ignored: ClassVar = _names("cache_control")
-
-    def check(self) -> None:
-        super().check()
-        if self.messages[-1].get("role") == "assistant":
-            raise ApiError(400, "the answer cannot be prefilled; end with a user message", param="messages")
+def scores_prompt(request: Any) -> bool:
+    """Return whether the response to a request has logprobs of its prompts' tokens."""
+    echoes = getattr(request, "echo", False) and request.logprobs is not None
+    return bool(echoes) or getattr(request, "prompt_logprobs", None) is not None
 
 
-class MessagesBody(CountBody):
-    """Body of a message request to Anthropic's API."""
+def most_scored_tokens(vocab_size: int) -> int:
+    """Return the maximum length in tokens of a scored prompt, for a model with `vocab_size` logits."""
+    return PROMPT_LOGITS_BYTES // (4 * vocab_size)
 
-    max_tokens: int = Field(ge=1, le=_MOST_TOKENS)
-    stop_sequences: list[str] | None = Field(None, fail_fast=True)
-    temperature: float | None = Field(None, ge=0, le=1)
 
-    served: ClassVar = CountBody.served | {"top_p", "top_k"}
-    ignored: ClassVar = _names(
-        "cache_control metadata service_tier container inference_geo speed user_profile_id workspace_id diagnostics"
-    )
+def template_settings(found: Mapping[str, object]) -> dict[str, object]:
+    """Return the subset of vLLM's chat template variables that a request may set."""
+    return {name: value for name, value in found.items() if _may_set_variable(name) and value is not None}
 
-    def check(self) -> None:
-        super().check()
-        self._check_stops(self.stop_sequences or (), "stop_sequences")
+
+def _check_template(settings: Mapping[str, object]) -> None:
+    """Raise ApiError if a request's template variables could be rendered as a message."""
+    for name, value in settings.items():
+        is_plain = value is None or isinstance(value, bool | int | float)
+        is_word = isinstance(value, str) and _TEMPLATE_WORD.fullmatch(value)
+        if not name.isidentifier() or not _may_set_variable(name) or not (is_plain or is_word):
+            words = "numbers, true, false, null and single words, and may not set special tokens or the renderer's own"
+            raise _wrong("chat_template_kwargs", f"an object of {words} variables")
+
+
+def _may_set_variable(name: str) -> bool:
+    return name not in _TEMPLATE_OWN and not name.endswith(_SPECIAL_TOKENS)
+
+
+def _read_stop(given: dict[str, Any]) -> list[str]:
+    """Remove the stop strings from a request, and return them."""
+    name = "stop_sequences" if "stop_sequences" in given else "stop"
+    stop = given.pop(name, [])
+    stop = [stop] if isinstance(stop, str) else stop
+    fit = _all_of(str, stop) and all(0 < len(each) <= _MOST_STOP_CHARACTERS for each in stop)
+    if not fit or len(stop) > _MOST_STOPS:
+        problem = f"at most {_MOST_STOPS} stop strings of 1 to at most {_MOST_STOP_CHARACTERS} characters are allowed"
+        raise ApiError(400, problem, param=name, code="invalid_value")
+    return stop
+
+
+def _all_of(kind: type, given: object) -> bool:
+    return isinstance(given, list) and all(type(each) is kind for each in given)
+
+
+def _wrong(name: str, wanted: str) -> ApiError:
+    return ApiError(400, f"{name} must be {wanted}", param=name, code="invalid_value")
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    """Parse a body.
+
+    Raises:
+        ApiError: it is not a JSON object, or a string in it has a lone surrogate.
+    """
+    try:
+        found = pydantic_core.from_json(body)
+    except ValueError as error:
+        if (param := _lone_surrogate(body)) is not None:
+            problem = f"{param or 'the body'} has a lone surrogate, which stands for no character"
+            raise ApiError(400, problem, param=param or None, code="invalid_value") from None
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(found, dict):
+        raise ApiError(400, "the body is not a JSON object", code="invalid_json")
+    return found
 
 
 def _lone_surrogate(body: bytes) -> str | None:
@@ -360,12 +297,8 @@ def _lone_surrogate(body: bytes) -> str | None:
     while pending:
         value, path = pending.pop()
         texts = value if isinstance(value, dict) else [value]
-        if any(isinstance(text, str) and not _is_text(text) for text in texts):
+        if any(isinstance(text, str) and re.search("[\ud800-\udfff]", text) for text in texts):
             return ".".join(path)
         entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         pending += ((entry, (*path, str(name))) for name, entry in reversed([*entries]))
     return None
-
-
-def _is_text(text: str) -> bool:
-    return text.isascii() or not re.search("[\ud800-\udfff]", text)

@@ -11,25 +11,24 @@ from collections.abc import AsyncGenerator, Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
-from pydantic import ValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Send
 
 from forge_rl.errors import ForgeError
 from forge_rl.gateway import http
 from forge_rl.gateway.backend import Backend
-from forge_rl.gateway.call import CALL, Call
 from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.errors import ApiError, to_api_error
 from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.gateway.guard import ANTHROPIC_PATH, Guard, InFlight
-from forge_rl.gateway.json_text import encode, encode_beside
 from forge_rl.gateway.keys import KeyRing, read_key
 from forge_rl.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from forge_rl.gateway.reading import Reader
+from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.tools import ToolParser, parser_for
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -113,7 +112,7 @@ class Gateway:
         """
         http.check_address(self.config)
         name = self.config.tool_parser or parser_for(self._tokenizer)
-        parser = ToolParser(name, self._tokenizer, self.config.reasoning_parser)
+        parser = ToolParser(name, self._tokenizer, self.config.reasoning_parser, self._warn)
         await parser.load()
 
         def load() -> VLLMServer:
@@ -186,15 +185,17 @@ class Gateway:
         return f"Gateway  {where}  sessions {len(self._keys)}  completions in flight {self._in_flight.total()}"
 
     def _app(self) -> ASGIApp:
-        app = FastAPI(openapi_url=None, redirect_slashes=False)
-        for path in _PATHS:
-            app.add_route(path, partial(self._endpoint, path), methods=["POST"])
-        app.add_route("/v1/models", self._list_models, methods=["GET"])
-        app.add_route("/v1/models/{name:path}", self._list_models, methods=["GET"])
-        app.add_route("/health", self._health, methods=["GET"])
-        app.add_route("/metrics", self._counts, methods=["GET"])
-        for kind in (ApiError, HTTPException, Exception):
-            app.add_exception_handler(kind, self._failed)
+        app = Starlette(
+            routes=[
+                *(Route(path, partial(self._endpoint, path), methods=["POST"]) for path in _PATHS),
+                Route("/v1/models", self._list_models),
+                Route("/v1/models/{name:path}", self._list_models),
+                Route("/health", self._health),
+                Route("/metrics", self._counts),
+            ],
+            exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), self._failed),
+        )
+        app.router.redirect_slashes = False
         caller, in_flight = self._keys.caller, self._in_flight
         return Guard(app, self.config, caller=caller, in_flight=in_flight, refused=self._count_refusal)
 
@@ -219,7 +220,7 @@ class Gateway:
         except Exception as error:
             api_error = to_api_error(error)
             status = api_error.status
-            is_bug = not isinstance(error, ApiError | ValidationError | ForgeError)
+            is_bug = not isinstance(error, ApiError | ForgeError)
             if session is not None and not is_bug:
                 session.refusal = api_error
             with contextlib.suppress(http.ClientGone):
@@ -234,38 +235,40 @@ class Gateway:
         if self._closing or (session is not None and session.closed):
             raise ApiError(503, "the session or the server was closed", code="closed")
         assert self._vllm is not None
-        call = Call(session=session)
-        CALL.set(call)
-        request = await self._vllm.read(path, body, call, self._check_model)
+        state = RequestState(session=session)
+        REQUEST.set(state)
+        request = await self._vllm.read(path, body, state, self._check_model)
         del body
-        if session is not None and not call.counted:
-            session.check_room(call.wanted)
-        with self._in_flight.admit(call.wanted - 1, session):
+        if session is not None and not state.counted:
+            session.check_room(state.wanted)
+        with self._in_flight.admit(state.wanted - 1, session):
             try:
-                answer = await self._vllm.answer(path, request, call)
+                answer = await self._vllm.answer(path, request, state)
                 if isinstance(answer, AsyncGenerator):
-                    await self._write_stream(answer, call, writer)
-                elif call.completion_tokens < _LONG_TOKENS and not any(each.logprobs for each in call.completions):
-                    await writer.write_json(encode(answer))
+                    await self._write_stream(answer, state, writer)
+                elif state.completion_tokens < _LONG_TOKENS and not any(choice.logprobs for choice in state.choices):
+                    await writer.write_json(http.encode(answer))
                 else:
-                    await writer.write_json(await encode_beside(lambda: answer))
+                    await writer.write_json(await asyncio.to_thread(http.encode, answer, is_long=True))
             finally:
-                await call.end()
-        self._metrics.tokens(call.prompt_tokens, call.completion_tokens)
+                await state.end()
+        self._metrics.tokens(state.prompt_tokens, state.completion_tokens)
 
-    async def _write_stream(self, events: AsyncGenerator[str, None], call: Call, writer: http.ResponseWriter) -> None:
+    async def _write_stream(
+        self, events: AsyncGenerator[str, None], state: RequestState, writer: http.ResponseWriter
+    ) -> None:
         """Write events at the client's pace, once an engine has answered: earlier failures become error responses."""
         held = b""
         async with contextlib.aclosing(events):
             async for event in events:
-                if call.failure is not None:
+                if state.failure is not None:
                     break
                 held += event.encode(errors="replace")
-                if call.started:
+                if state.started:
                     await writer.write_events(held)
                     held = b""
-        if call.failure is not None:
-            raise call.failure
+        if state.failure is not None:
+            raise state.failure
         await writer.write_events(held, last=True)
 
     def _check_model(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's parsers of tool calls and reasoning, for use in the server and without it."""
+"""vLLM's parsers of tool calls and reasoning, under a limit on time; for use in the server and without it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import asyncio
 import gc
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from forge_rl.errors import ConfigError
-from forge_rl.gateway.time_limit import LateError, call_within
+from forge_rl.gateway.request_state import REQUEST
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import ToolCall, Turn
 
 _MOST_S, _MOST_PER_CHARACTER_S = 1.0, 1e-5
 """CPU time limit for parsing a whole completion: a fixed part, and a part per character. vLLM's slowest parser takes 3
 microseconds per character of well-formed calls."""
+_AGAIN_S = 0.05
+"""Interval at which code that swallowed the error is interrupted again."""
+
+T = TypeVar("T")
 
 
 class ToolParser:
@@ -30,12 +37,16 @@ class ToolParser:
         name: vLLM's name of the tool parser.
         tokenizer: the model's tokenizer.
         reasoning: vLLM's name of the reasoning parser; "" leaves reasoning in the text.
+        warn: called with a line when parsing a completion takes too long, which leaves it as text.
     """
 
-    def __init__(self, name: str, tokenizer: Tokenizer, reasoning: str = "") -> None:
+    def __init__(
+        self, name: str, tokenizer: Tokenizer, reasoning: str = "", warn: Callable[[str], None] = lambda text: None
+    ) -> None:
         self.name = name
         self.reasoning = reasoning
         self._tokenizer = tokenizer
+        self._warn = warn
         self._loading = asyncio.Lock()
         self._loaded: tuple[type[Any], type[Any]] | None = None  # Any: vLLM's types are not used here
 
@@ -65,23 +76,20 @@ class ToolParser:
         return read_calls(cls(self._tokenizer.hf, asked.tools), asked, turn.text, turn.token_ids.tolist())
 
     def _load(self) -> tuple[type[Any], type[Any]]:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.parser.parser_manager import ParserManager
-        from vllm.reasoning import ReasoningParserManager
-        from vllm.tool_parsers import ToolParserManager
+        from forge_rl.gateway import vllm_internals as vllm
 
         # Parsers log a stack trace for each malformed call.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         for kind, name, manager in (
-            ("tool", self.name, ToolParserManager),
-            ("reasoning", self.reasoning, ReasoningParserManager),
+            ("tool", self.name, vllm.ToolParserManager),
+            ("reasoning", self.reasoning, vllm.ReasoningParserManager),
         ):
             if name and name not in (known := manager.list_registered()):
                 raise ConfigError(
                     f"vLLM has no {kind} parser {name!r}", hint=f"set --{kind}-parser to one of {', '.join(known)}"
                 )
         try:
-            parser = ParserManager.get_parser(
+            parser = vllm.ParserManager.get_parser(
                 tool_parser_name=self.name,
                 reasoning_parser_name=self.reasoning or None,
                 enable_auto_tools=True,
@@ -93,7 +101,7 @@ class ToolParser:
                 f"the parsers {self.name!r} and {self.reasoning!r} do not support the model: {error}",
                 hint="set another --tool-parser or --reasoning-parser",
             ) from error
-        return _forgiving(parser), ChatCompletionRequest
+        return _forgiving(parser, self._warn), vllm.ChatCompletionRequest
 
 
 def parser_for(tokenizer: Tokenizer) -> str:
@@ -127,15 +135,23 @@ def read_calls(parser: Any, request: Any, text: str, token_ids: Sequence[int]) -
     )
 
 
-def _forgiving(parser: type[Any]) -> type[Any]:
+def _forgiving(parser: type[Any], warn: Callable[[str], None]) -> type[Any]:
     """Return a subclass of the parser that returns completions as text if parsing fails or takes too long.
 
-    vLLM's parsers may raise on a model's text, or take hours, in the event loop.
+    vLLM's parsers may raise on a model's text, or take hours, in the event loop. A request's completion is parsed once.
     """
-    from vllm.entrypoints.generate.base.protocol import DeltaMessage
+    from forge_rl.gateway import vllm_internals as vllm
 
     class Forgiving(parser):
         def parse(self, model_output: str, *given: Any, **named: Any) -> Any:
+            state = REQUEST.get(None)
+            if state is None:
+                return self._parse(model_output, *given, **named)
+            if model_output not in state.parsed:
+                state.parsed[model_output] = self._parse(model_output, *given, **named)
+            return state.parsed[model_output]
+
+        def _parse(self, model_output: str, *given: Any, **named: Any) -> Any:
             # Argument deltas are only for streams, and take quadratic time: 9 s for 20,000 characters.
             parts: list[Any] = [self, getattr(getattr(self, "_tool_parser", None), "_parser_engine", None)]
             for part in parts:
@@ -144,13 +160,50 @@ def _forgiving(parser: type[Any]) -> type[Any]:
             reads = partial(super().parse, model_output, *given, **named)
             try:
                 return call_within(_MOST_S + _MOST_PER_CHARACTER_S * len(model_output), reads)
-            except (Exception, LateError):
-                return None, model_output, []
+            except LateError:
+                warn(f"the tool parser took too long for a completion of {len(model_output)} characters: it is text")
+            except Exception:
+                pass
+            return None, model_output, []
 
         def parse_delta(self, delta_text: str, *given: Any, **named: Any) -> Any:
             try:
                 return super().parse_delta(delta_text, *given, **named)
             except Exception:
-                return DeltaMessage(content=delta_text)
+                return vllm.DeltaMessage(content=delta_text)
 
     return Forgiving
+
+
+class LateError(BaseException):
+    """Raised in code that exceeds its time limit. Not an Exception, which that code might catch."""
+
+
+def call_within(seconds: float, function: Callable[[], T]) -> T:
+    """Call a function, and interrupt it once it has used `seconds` of the thread's CPU time.
+
+        call_within(1.0, lambda: pattern.findall(text))
+
+    Python bytecode and the re and regex packages can be interrupted; other C code finishes first. Outside of
+    the main thread, the only one in which Python runs signal handlers, the time is not limited.
+
+    Raises:
+        LateError: the function was interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function()
+    until = time.thread_time() + seconds
+    runs = True
+
+    def on_time(*_: object) -> None:
+        if runs and time.thread_time() > until:  # the timer also counts other threads' time
+            raise LateError
+
+    before = signal.signal(signal.SIGVTALRM, on_time)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, _AGAIN_S)
+        return function()
+    finally:
+        runs = False
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -1,77 +1,66 @@
-"""vLLM's handlers of each API, with the engines' logprobs and validated Anthropic requests. Imports vLLM."""
+"""vLLM's handlers of each API, with the engines' logprobs and validated Anthropic requests."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionLogProbs
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-from vllm.logprobs import Logprob
-
-from forge_rl.gateway.call import CALL
-from forge_rl.gateway.completion import TokenLogprob
-from forge_rl.gateway.json_text import LazyList
+from forge_rl.gateway import vllm_internals as vllm
+from forge_rl.gateway.request_state import REQUEST, TokenLogprob
 from forge_rl.tokens.tokenizer import Tokenizer
-
-T = TypeVar("T")
 
 
 class _Logprobs:
-    """Mixin that formats logprobs for each API, lazily in responses that are not streamed."""
+    """Mixin that formats logprobs for each API; in responses that are not streamed, entries are made when encoded."""
 
     forge_rl_tokenizer: Tokenizer
 
     def _create_chat_logprobs(
         self, token_ids: object, top_logprobs: Sequence[TokenLogprob], *_: object, **__: object
-    ) -> ChatCompletionLogProbs:
-        def entries() -> Iterator[dict[str, object]]:
-            for entry in top_logprobs:
-                top = [self._one(*pair) for pair in entry.top]
-                yield {**self._one(entry.token, entry.logprob), "top_logprobs": top}
-
-        if CALL.get().streamed:
-            return ChatCompletionLogProbs(content=list(entries()))
-        return ChatCompletionLogProbs.model_construct(content=_listed(entries, len(top_logprobs)))
+    ) -> Any:
+        content = _made_late([partial(self._chat_entry, entry) for entry in top_logprobs])
+        if REQUEST.get().streamed:
+            return vllm.ChatCompletionLogProbs(content=content)
+        return vllm.ChatCompletionLogProbs.model_construct(content=content)
 
     def _create_completion_logprobs(
         self,
         token_ids: Sequence[int],
-        top_logprobs: Sequence[TokenLogprob | Mapping[int, Logprob] | None],
+        top_logprobs: Sequence[TokenLogprob | Mapping[int, Any] | None],
         *_: object,
         initial_text_offset: int = 0,
         **__: object,
-    ) -> CompletionLogProbs:
+    ) -> Any:
         """Format the logprobs of a completion, preceded by the prompt's if it is echoed."""
         entries = [_entry(token, known) for token, known in zip(token_ids, top_logprobs, strict=False)]
-
-        def likeliest() -> Iterator[dict[str, float] | None]:
-            for entry in entries:
-                if entry is None:
-                    yield None
-                else:
-                    # Tokens with equal text share an entry: the highest logprob, by which clients detect greedy tokens.
-                    found: dict[str, float] = {}
-                    for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-                        text = self._token(token)
-                        found[text] = max(logprob, found.get(text, logprob))
-                    yield found
-
         texts = [self._token(token) for token in token_ids]
         offsets = [initial_text_offset]
         for text in texts:
             offsets.append(offsets[-1] + len(text))
-        return CompletionLogProbs.model_construct(
+        return vllm.CompletionLogProbs.model_construct(
             text_offset=offsets[:-1],
             token_logprobs=[None if entry is None else entry.logprob for entry in entries],
             tokens=texts,
-            top_logprobs=_listed(likeliest, len(entries)),
+            top_logprobs=_made_late([partial(self._likeliest, entry) for entry in entries]),
         )
+
+    def _chat_entry(self, entry: TokenLogprob) -> dict[str, object]:
+        return {**self._one(entry.token, entry.logprob), "top_logprobs": [self._one(*pair) for pair in entry.top]}
+
+    def _likeliest(self, entry: TokenLogprob | None) -> dict[str, float] | None:
+        """Return the logprobs of the most likely tokens and of the token, by their texts.
+
+        Tokens with equal text share an entry: the highest logprob, by which clients detect greedy tokens.
+        """
+        if entry is None:
+            return None
+        found: dict[str, float] = {}
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+            text = self._token(token)
+            found[text] = max(logprob, found.get(text, logprob))
+        return found
 
     def _one(self, token: int, logprob: float) -> dict[str, object]:
         raw = list(self.forge_rl_tokenizer.token_bytes(token))
@@ -81,20 +70,20 @@ class _Logprobs:
         return self.forge_rl_tokenizer.decode([token], skip_special=False)
 
 
-class Chat(_Logprobs, OpenAIServingChat):
+class ChatHandler(_Logprobs, vllm.OpenAIServingChat):
     """vLLM's handler of chat completions."""
 
 
-class Completions(_Logprobs, OpenAIServingCompletion):
+class CompletionHandler(_Logprobs, vllm.OpenAIServingCompletion):
     """vLLM's handler of completions."""
 
 
-class Messages(_Logprobs, AnthropicServingMessages):
+class AnthropicHandler(_Logprobs, vllm.AnthropicServingMessages):
     """vLLM's handler of Anthropic's messages."""
 
     def convert(self, request: Any) -> Any:
         """Convert a request to vLLM's chat request, which takes time if it is long."""
-        return AnthropicServingMessages.to_chat_completion_request(
+        return vllm.AnthropicServingMessages.to_chat_completion_request(
             request, merge_inline_system=self._merge_inline_system
         )
 
@@ -106,7 +95,7 @@ class Messages(_Logprobs, AnthropicServingMessages):
 
     @classmethod
     def to_chat_completion_request(cls, anthropic_request: Any, **given: Any) -> Any:
-        return CALL.get().converted
+        return REQUEST.get().converted
 
     def messages_full_converter(self, generator: Any) -> Any:
         for call in generator.choices[0].message.tool_calls:
@@ -120,7 +109,7 @@ class Messages(_Logprobs, AnthropicServingMessages):
         return super().messages_full_converter(generator)
 
 
-class Responses(OpenAIServingResponses):
+class ResponsesHandler(vllm.OpenAIServingResponses):
     """vLLM's handler of responses."""
 
     forge_rl_tokenizer: Tokenizer
@@ -128,18 +117,17 @@ class Responses(OpenAIServingResponses):
     def _create_response_logprobs(
         self, token_ids: object, logprobs: Sequence[TokenLogprob], tokenizer: object, top_logprobs: int | None = None
     ) -> Any:
-        def known(token: int, logprob: float) -> Logprob:
-            return Logprob(logprob, decoded_token=self.forge_rl_tokenizer.decode([token], skip_special=False))
+        def known(token: int, logprob: float) -> Any:
+            return vllm.Logprob(logprob, decoded_token=self.forge_rl_tokenizer.decode([token], skip_special=False))
 
-        ids = [entry.token for entry in logprobs]
         found = [
-            {**{token: known(token, each) for token, each in entry.top}, entry.token: known(entry.token, entry.logprob)}
+            {token: known(token, logprob) for token, logprob in (*entry.top, (entry.token, entry.logprob))}
             for entry in logprobs
         ]
-        return super()._create_response_logprobs(ids, found, tokenizer, top_logprobs)
+        return super()._create_response_logprobs([entry.token for entry in logprobs], found, tokenizer, top_logprobs)
 
 
-def _entry(token: int, known: TokenLogprob | Mapping[int, Logprob] | None) -> TokenLogprob | None:
+def _entry(token: int, known: TokenLogprob | Mapping[int, Any] | None) -> TokenLogprob | None:
     """Return a token's entry from itself or from its prompt position's logprobs; a prompt's first token has none."""
     if known is None or isinstance(known, TokenLogprob):
         return known
@@ -148,6 +136,6 @@ def _entry(token: int, known: TokenLogprob | Mapping[int, Logprob] | None) -> To
     return TokenLogprob(token=token, logprob=known[token].logprob, top_ids=ids, top_logprobs=logprobs)
 
 
-def _listed(make: Callable[[], Iterator[T]], count: int) -> list[T]:
-    """Return a list, lazy unless streamed or empty, as a whole response's may be long."""
-    return LazyList(make()) if count and not CALL.get().streamed else list(make())  # type: ignore[return-value]
+def _made_late(entries: list[Callable[[], object]]) -> list[Any]:
+    """Return functions of a response's entries, which may be many, or the entries themselves for a stream."""
+    return [make() for make in entries] if REQUEST.get().streamed else entries

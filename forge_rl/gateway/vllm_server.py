@@ -1,62 +1,64 @@
-"""vLLM's server of OpenAI's and Anthropic's APIs, on the gateway's engine client and prompts. Imports vLLM."""
+"""vLLM's server of OpenAI's and Anthropic's APIs, on the gateway's engine client and prompts."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from vllm.entrypoints.anthropic.protocol import (
-    AnthropicContentBlock,
-    AnthropicCountTokensRequest,
-    AnthropicMessage,
-    AnthropicMessagesRequest,
-)
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.responses.api_router import _convert_stream_to_sse_events
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import VLLMClientError
-from vllm.tokenizers.hf import get_cached_tokenizer
 
+from forge_rl.gateway import vllm_internals as vllm
 from forge_rl.gateway.backend import Backend
-from forge_rl.gateway.call import CALL, Call
 from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.engine_client import EngineClient
 from forge_rl.gateway.errors import ApiError, invalid
 from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.gateway.prompt_renderer import PromptRenderer
 from forge_rl.gateway.reading import Reader
-from forge_rl.gateway.requests import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    CountBody,
-    MessagesBody,
-    ResponsesBody,
-)
+from forge_rl.gateway.request_state import REQUEST, RequestState
+from forge_rl.gateway.requests import Api
 from forge_rl.gateway.tools import ToolParser
-from forge_rl.gateway.vllm_handlers import Chat, Completions, Messages, Responses
+from forge_rl.gateway.vllm_handlers import AnthropicHandler, ChatHandler, CompletionHandler, ResponsesHandler
 from forge_rl.tokens.tokenizer import Tokenizer
 
-T = TypeVar("T")
 _MOST_MESSAGE = 500
 """Maximum characters of a vLLM error message sent to a client."""
-_CLIENT_ERRORS = (VLLMClientError, ValueError, TypeError, KeyError, NotImplementedError, RecursionError)
+_CLIENT_ERRORS = (vllm.VLLMClientError, ValueError, TypeError, KeyError, NotImplementedError, RecursionError)
 """Errors that vLLM raises for invalid requests."""
-
-
-@dataclass(frozen=True)
-class _Endpoint:
-    body: type[Body]
-    request: type[Any]
-    serve: Callable[[Any], Awaitable[Any]]
-    long: tuple[str, object] = ("messages", ())
-    """Field that may be long, and a placeholder that passes vLLM's validation."""
+_SAMPLING = (
+    "top_p top_k frequency_penalty presence_penalty repetition_penalty min_p logit_bias stop_token_ids ignore_eos "
+    "structured_outputs include_stop_str_in_output skip_special_tokens seed stop "
+)
+_OPENAI = (
+    f"{_SAMPLING} n stream_options max_tokens logprobs min_tokens bad_words allowed_token_ids return_token_ids "
+    "response_format "
+)
+_ANTHROPIC = "system tool_choice thinking chat_template_kwargs output_config "
+APIS = {
+    "/v1/chat/completions": Api(
+        vllm.ChatCompletionRequest,
+        "messages",
+        f"{_OPENAI} max_completion_tokens top_logprobs tool_choice parallel_tool_calls reasoning_effort "
+        "include_reasoning chat_template_kwargs",
+    ),
+    "/v1/completions": Api(vllm.CompletionRequest, "prompt", f"{_OPENAI} prompt_logprobs echo"),
+    "/v1/responses": Api(
+        vllm.ResponsesRequest,
+        "input",
+        f"{_SAMPLING} include instructions parallel_tool_calls reasoning text tool_choice truncation include_reasoning "
+        "chat_template_kwargs metadata max_tool_calls max_output_tokens top_logprobs",
+    ),
+    "/v1/messages": Api(
+        vllm.AnthropicMessagesRequest,
+        "messages",
+        f"{_ANTHROPIC} max_tokens stop_sequences top_p top_k",
+        hottest=1,
+    ),
+    "/v1/messages/count_tokens": Api(vllm.AnthropicCountTokensRequest, "messages", _ANTHROPIC),
+}
 
 
 class VLLMServer:
@@ -85,12 +87,12 @@ class VLLMServer:
         # vLLM logs a trace of each client error; errors for the server's owner are raised by `answer`.
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
         self._reader = reader
-        hf = get_cached_tokenizer(tokenizer.hf)
+        hf = vllm.get_cached_tokenizer(tokenizer.hf)
         model = SimpleNamespace(
             model=backend.model,
             max_model_len=backend.max_model_len,
-            hf_config=SimpleNamespace(model_type=tokenizer.model_type),
-            hf_text_config=SimpleNamespace(model_type=tokenizer.model_type),
+            hf_config=SimpleNamespace(model_type=""),  # gpt-oss too has its prompts from its own template
+            hf_text_config=SimpleNamespace(model_type=""),
             generation_config="vllm",
             override_generation_config={},
             get_diff_sampling_param=dict,
@@ -101,74 +103,61 @@ class VLLMServer:
         )
         renderer = SimpleNamespace(tokenizer=hf, get_tokenizer=lambda: hf)
         client = EngineClient(backend, tokenizer, model, renderer, config.agent_sampling, constraints, replaced)
-        names = {"tool_parser": parser.name, "reasoning_parser": config.reasoning_parser or None}
-        shared = {"request_logger": None, "chat_template": hf.chat_template, "chat_template_content_format": "string"}
-        online = PromptRenderer(
-            model,
-            renderer,
-            **shared,
-            **names,
-            enable_auto_tools=True,
-        )
-        online.use(tokenizer, config, reader, parser, replaced)
-        names["reasoning_parser"] = config.reasoning_parser
-        given = {**shared, **names, "online_renderer": online, "enable_auto_tools": True}
+        online = PromptRenderer(model, renderer, tokenizer, config, reader, parser, replaced)
+        given = {
+            "online_renderer": online,
+            "request_logger": None,
+            "chat_template": hf.chat_template,
+            "chat_template_content_format": "string",
+            "reasoning_parser": config.reasoning_parser,
+            "enable_auto_tools": True,
+        }
         models = _Models()
-        chat = Chat(client, models, "assistant", **given)
-        messages = Messages(client, models, "assistant", **given)
-        responses = Responses(client, models, **given)
-        completions = Completions(client, models, online_renderer=online, request_logger=None)
+        chat = ChatHandler(client, models, "assistant", **given)
+        messages = AnthropicHandler(client, models, "assistant", **given)
+        responses = ResponsesHandler(client, models, **given)
+        completions = CompletionHandler(client, models, online_renderer=online, request_logger=None)
         for handler in (chat, messages, responses, completions):
             handler.system_fingerprint = None
             handler.forge_rl_tokenizer = tokenizer
         chat.parser_cls = messages.parser_cls = responses.parser = parser.cls
-        self._messages = messages
-        self._endpoints = {
-            "/v1/chat/completions": _Endpoint(ChatBody, ChatCompletionRequest, chat.create_chat_completion),
-            "/v1/completions": _Endpoint(
-                CompletionBody, CompletionRequest, completions.create_completion, ("prompt", "-")
-            ),
-            "/v1/responses": _Endpoint(ResponsesBody, ResponsesRequest, responses.create_responses, ("input", ())),
-            "/v1/messages": _Endpoint(MessagesBody, AnthropicMessagesRequest, messages.create_messages),
-            "/v1/messages/count_tokens": _Endpoint(CountBody, AnthropicCountTokensRequest, messages.count_tokens),
+        self._convert = messages.convert
+        self._handlers: Mapping[str, Callable[[Any], Awaitable[Any]]] = {
+            "/v1/chat/completions": chat.create_chat_completion,
+            "/v1/completions": completions.create_completion,
+            "/v1/responses": responses.create_responses,
+            "/v1/messages": messages.create_messages,
+            "/v1/messages/count_tokens": messages.count_tokens,
         }
 
-    async def read(self, path: str, body: bytes, call: Call, check_model: Callable[[str], str]) -> Any:
-        """Parse a request's body; return vLLM's request, and set the call's fields.
+    async def read(self, path: str, body: bytes, state: RequestState, check_model: Callable[[str], str]) -> Any:
+        """Parse a request's body; return vLLM's request, and set the state's fields.
 
         Raises:
-            ValidationError: the body is not JSON, or a field is wrong.
-            ApiError: a parameter is unsupported or exceeds a limit.
+            ApiError: the body is not JSON, or a parameter is wrong, unsupported or exceeds a limit.
         """
-        endpoint = self._endpoints[path]
 
         def read(body: bytes) -> Any:
-            asked = endpoint.body.read(body)
-            call.model = check_model(asked.model)
-            call.streamed, call.wanted = bool(asked.stream), asked.wanted
-            call.counted = path.endswith("/count_tokens")
-            given = asked.passed()
-            # vLLM accepts fewer stop strings than `asked`, which has checked them. Long fields skip vLLM's validation
-            # of the whole request, which holds the GIL.
-            stop = given.pop("stop_sequences", None) or given.pop("stop", None)
-            name, placeholder = endpoint.long
-            long = given.pop(name)
-            request = chat = endpoint.request.model_validate({**given, name: placeholder})
-            if isinstance(asked, ResponsesBody):
-                call.converted = long
-            elif isinstance(asked, CountBody):
-                request.messages = list(_checked(long))
-                chat = call.converted = self._messages.convert(request)
+            found = APIS[path].read(body)
+            request = chat = found.vllm
+            state.model = check_model(request.model)
+            state.streamed, state.wanted = bool(getattr(request, "stream", False)), found.wanted
+            state.counted = path.endswith("/count_tokens")
+            if path.startswith("/v1/messages"):
+                request.messages = list(_checked(found.text))
+                chat = state.converted = self._convert(request)
+            elif path == "/v1/responses":
+                state.converted = found.text
             else:
-                setattr(request, name, long)
-            chat.stop = [stop] if isinstance(stop, str) else stop or []
+                setattr(request, APIS[path].text, found.text)
+            chat.stop = found.stop
             return request
 
-        call.body_bytes = len(body)
-        with _as_client_errors():
+        state.body_bytes = len(body)
+        with _as_client_errors(state):
             return await self._reader.read(body, read)
 
-    async def answer(self, path: str, request: Any, call: Call) -> Any:
+    async def answer(self, path: str, request: Any, state: RequestState) -> Any:
         """Return a request's answer: an async generator of stream events, or a whole response.
 
         Raises:
@@ -176,57 +165,59 @@ class VLLMServer:
             ForgeError: the engines failed.
         """
         try:
-            with _as_client_errors(call):
-                answer = await self._endpoints[path].serve(request)
+            with _as_client_errors(state):
+                answer = await self._handlers[path](request)
         except BaseException:
-            if call.failure is not None:
-                raise call.failure from None
+            if state.failure is not None:
+                raise state.failure from None
             raise
-        if call.failure is not None:
-            raise call.failure
-        if isinstance(answer, ErrorResponse):
+        if state.failure is not None:
+            raise state.failure
+        if isinstance(answer, vllm.ErrorResponse):
             told = answer.error
             raise ApiError(int(told.code), told.message[:_MOST_MESSAGE], param=told.param)
         if isinstance(answer, AsyncGenerator):
-            return _convert_stream_to_sse_events(answer) if path == "/v1/responses" else answer
-        return _shown(answer, call)
+            return vllm._convert_stream_to_sse_events(answer) if path == "/v1/responses" else answer
+        return _shown(answer, state)
 
 
-def _checked(messages: Sequence[Mapping[str, Any]]) -> Iterator[AnthropicMessage]:
+def _checked(messages: Sequence[dict[str, Any]]) -> Iterator[Any]:
     """Validate messages of Anthropic's API, block by block."""
-
-    def check(kind: type[BaseModel], given: object, *at: str | int) -> Any:
-        try:
-            return kind.model_validate(given)
-        except ValidationError as error:
-            raise invalid(error, "messages", *at) from None
-
+    if messages[-1].get("role") == "assistant":
+        raise ApiError(400, "the answer cannot be prefilled; end with a user message", param="messages")
     for place, given in enumerate(messages):
-        blocks = given.get("content")
+        at, blocks = f"messages.{place}", given.get("content")
         if not isinstance(blocks, list):
-            yield check(AnthropicMessage, given, place)
+            yield _validated(vllm.AnthropicMessage, given, at)
             continue
-        message = check(AnthropicMessage, {**given, "content": []}, place)
+        message = _validated(vllm.AnthropicMessage, {**given, "content": []}, at)
         message.content = [
-            check(AnthropicContentBlock, block, place, "content", index) for index, block in enumerate(blocks)
+            _validated(vllm.AnthropicContentBlock, block, f"{at}.content.{index}") for index, block in enumerate(blocks)
         ]
         yield message.validate_tool_change_role()
 
 
-class _as_client_errors:
-    """Converts vLLM's errors on invalid requests to ApiError; engines' errors pass through."""
+def _validated(kind: type[BaseModel], given: object, at: str) -> Any:
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise invalid(error, at) from None
 
-    def __init__(self, call: Call | None = None) -> None:
-        self._call = call
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        is_ours = isinstance(error, ApiError | ValidationError) or (self._call is not None and self._call.started)
-        if isinstance(error, _CLIENT_ERRORS) and not is_ours:
-            param, text = getattr(error, "parameter", None), str((*error.args, "")[0])[:_MOST_MESSAGE]
-            raise ApiError(400, text, param=param, code="invalid_value" if param else None) from error
+@contextlib.contextmanager
+def _as_client_errors(state: RequestState) -> Iterator[None]:
+    """Convert vLLM's errors on invalid requests to ApiError; once an engine has answered, errors are its own."""
+    try:
+        yield
+    except ApiError:
+        raise
+    except _CLIENT_ERRORS as error:
+        if state.started:
+            raise
+        if isinstance(error, ValidationError):
+            raise invalid(error) from None
+        param, text = getattr(error, "parameter", None), str((*error.args, "")[0])[:_MOST_MESSAGE]
+        raise ApiError(400, text, param=param, code="invalid_value" if param else None) from error
 
 
 class _Models:
@@ -241,15 +232,15 @@ class _Models:
 
     def model_name(self, lora_request: object = None) -> str:
         """Return the model's name as the client wrote it."""
-        return CALL.get().model
+        return REQUEST.get().model
 
 
-def _shown(response: Any, call: Call) -> dict[str, Any]:
+def _shown(response: Any, state: RequestState) -> dict[str, Any]:
     """Return a response as a JSON-serializable dict."""
     shown: dict[str, Any]
     name = type(response).__name__
     if name in ("ChatCompletionResponse", "CompletionResponse"):
-        response.system_fingerprint = f"weights-{call.version}" if call.version >= 0 else None
+        response.system_fingerprint = f"weights-{state.version}" if state.version >= 0 else None
         shown = response.model_dump(exclude={"choices": {"__all__": {"logprobs"}}})
         for entry, choice in zip(shown["choices"], response.choices, strict=True):
             entry["logprobs"] = dict(choice.logprobs) if choice.logprobs is not None else None

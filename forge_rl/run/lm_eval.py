@@ -16,7 +16,7 @@ from forge_rl.engines.context import check_context
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.envs.interpreter import interpreter
 from forge_rl.errors import CheckpointError, ConfigError, ForgeError, check_flags
-from forge_rl.gateway.sampling_bounds import most_scored_tokens
+from forge_rl.gateway.requests import most_scored_tokens
 from forge_rl.runtime.commands import run_command
 from forge_rl.services.generator import Generator
 from forge_rl.system.folders import make_private

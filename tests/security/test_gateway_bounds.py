@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge_rl.gateway import Gateway
-from forge_rl.gateway.completion import _overlap
-from forge_rl.gateway.json_text import holds_more
+from forge_rl.gateway.reading import holds_more
+from forge_rl.gateway.request_state import _overlap
 from forge_rl.types import Sampling
 from tests.fake_backend import FakeBackend, serving
 from tests.security.raw_http import BODY, JSON, address
@@ -74,7 +74,7 @@ def tool(at: int = 0, description: str = "", parameters: Any = None) -> dict[str
         (CHAT, {"messages": [{"role": "user", "content": ""}] * 4096}, 400, "in the messages"),
         (CHAT, {"messages": [{"role": "user", "content": ""}] * 4097}, 400, "at most 4096"),
         (CHAT, {"messages": [{"role": "user", "content": ""}] * 100_000}, 413, "12288 objects"),
-        (CHAT, {"messages": [{"role": "x", "no": ""}] * 8000}, 400, "messages.0.role"),
+        (CHAT, {"messages": [{"role": "x", "no": ""}] * 4000}, 400, "messages.0.role"),
         (CHAT, {"messages": [{"role": "user", "content": [BLOCK] * 40_000}]}, 413, "12288 objects"),
         (CHAT, {"messages": [HI], "tools": [tool(at) for at in range(513)]}, 400, "at most 512"),
         (CHAT, {"messages": [HI], "tools": [tool(0, "", {"enum": [1] * 140_000})]}, 413, "131072 values"),

@@ -1,15 +1,18 @@
-"""State of a completion during decoding: the engine's tokens and the text shown to the client."""
+"""State of one request on its way through vLLM's server: its session, its choices, and its failure."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from forge_rl.gateway.chat import Prompt
+from forge_rl.gateway.sessions import Session
 from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling, Turn
@@ -43,8 +46,8 @@ class Added:
     logprobs: list[TokenLogprob] | None
 
 
-class Completion:
-    """One completion of a request.
+class Choice:
+    """One of a request's completions: the engine's tokens so far, and the text shown to the client.
 
     Args:
         index: index among the completions of the prompt.
@@ -90,11 +93,6 @@ class Completion:
         self._shown = 0
 
     @property
-    def tokens(self) -> int:
-        """Number of tokens decoded so far."""
-        return len(self.ids)
-
-    @property
     def version(self) -> int:
         """Weight version of the last token; -1 before the first."""
         return self._versions[-1] if self._versions else -1
@@ -115,6 +113,10 @@ class Completion:
             if not ends:
                 self.text += self._stream.add(token)
         return Added(text=self._next_text(), token_ids=ids, logprobs=logprobs)
+
+    def all(self) -> Added:
+        """Return all text and tokens so far."""
+        return Added(text=self.text, token_ids=self.ids, logprobs=self.logprobs)
 
     def turn(self, *, trained: bool) -> Turn:
         """Return the completion as a turn; if it is not trained on, its logprobs are NaN, which packing masks."""
@@ -161,6 +163,69 @@ class Completion:
                 TokenLogprob(token=token, logprob=max(LEAST_LOGPROB, known), top_ids=ids, top_logprobs=logprobs)
             )
         return found
+
+
+@dataclass(kw_only=True, eq=False)
+class RequestState:
+    """State of one request of a client."""
+
+    session: Session | None
+    """The request's session; None outside of sessions."""
+    model: str = ""
+    """The model's name as the client wrote it."""
+    body_bytes: int = 0
+    streamed: bool = False
+    wanted: int = 1
+    """Number of completions requested."""
+    counted: bool = False
+    """True if the request only counts tokens and decodes no completion."""
+    converted: Any = None
+    """vLLM's chat request for Anthropic's API; the raw input for Responses; None otherwise."""
+    choices: list[Choice] = field(default_factory=list)
+    """Completions started so far, of all prompts."""
+    started: bool = False
+    """True once an engine has answered."""
+    failure: BaseException | None = None
+    """First error of the engines; kept here because vLLM's server turns it into text for the client."""
+    decoding: list[asyncio.Future[None]] = field(default_factory=list)
+    """Tasks that decode the completions, one for each prompt."""
+    parsed: dict[str, Any] = field(default_factory=dict)
+    """What the parser found in each whole completion, by its text: vLLM's server reads them after us."""
+
+    @property
+    def version(self) -> int:
+        """Weight version of the last token; -1 before the first."""
+        return self.choices[-1].version if self.choices else -1
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens, each prompt counted once."""
+        return sum(len(choice.prompt.token_ids) for choice in self.choices if choice.index == 0)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Number of tokens of all completions so far."""
+        return sum(len(choice.ids) for choice in self.choices)
+
+    @property
+    def whole(self) -> bool:
+        """True once all requested completions have finished."""
+        return len(self.choices) == self.wanted and all(each.finish for each in self.choices)
+
+    def fail(self, error: BaseException) -> None:
+        """Record an error, unless one is already recorded."""
+        if self.failure is None:
+            self.failure = error
+
+    async def end(self) -> None:
+        """Abort all completions still on an engine, and wait until they are off."""
+        for task in self.decoding:
+            task.cancel()
+        await asyncio.gather(*self.decoding, return_exceptions=True)
+
+
+REQUEST: ContextVar[RequestState] = ContextVar("request")
+"""The current request; a context variable because vLLM's server cannot carry our state."""
 
 
 def _overlap(text: str, stop: str) -> int:
