@@ -32,15 +32,18 @@ from rich.table import Table
 
 from forge_rl.algorithms.evaluation import Comparison, compare_paired
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
+from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import CheckpointError, ConfigError, ModelError, check_flags
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rewards.reward_flag import RewardTexts, build_reward
+from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.evaluation import Evaluation, describe_failure, score_set
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.attach import attach
 from forge_rl.run.checkpoints import Checkpoints
@@ -497,19 +500,15 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
                 )
             await generator.result().serve_model()
             tokenizer = Tokenizer(folder)
+            tasks = ResumableTaskStream(config.data.build(config.tasks, seed=config.seed))  # nothing is drawn from it
+            scheduler = Scheduler(ScheduleConfig(), groups=1, episodes=1, tasks=tasks)
             rollouts = RolloutExecutor(
-                mixture=config.data.build(config.tasks, seed=config.seed),  # nothing is drawn from it
-                groups=1,
-                episodes=1,
-                schedule=ScheduleConfig(),
-                tokenizer=tokenizer,
-                generator=generator.result(),
-                run_episode=EpisodeRunner(tokenizer, environment.result(), reward.result()),
-                reward=reward.result(),
+                Dispatcher(scheduler, generator.result(), tokenizer),
+                EpisodeRunner(tokenizer, environment.result(), reward.result()),
                 devices=DeviceHandover(generator.result()),
-                seed=config.seed,
                 version=lambda: 0,
-                warn=lambda text: None,
+                seed=config.seed,
+                reward=reward.result(),
             )
             stack.push_async_callback(rollouts.close)
             with interrupted_by(raise_fault):

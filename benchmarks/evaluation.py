@@ -35,11 +35,14 @@ from benchmarks.staged_services import (
 )
 from benchmarks.virtual_time import run
 from forge_rl.data.mixture import Mixture
+from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
-from forge_rl.rollout.state import OVERLAPPED, InflightEpisode, ScheduleConfig
+from forge_rl.rollout.scheduler import Scheduler
+from forge_rl.rollout.state import EVALUATION, InflightEpisode, ScheduleConfig
 from forge_rl.services.generator import Generator
 from forge_rl.types import Sampling, Task
 
@@ -183,7 +186,7 @@ async def _real_run(config: Config, served: Engines, *, steps: int, train_s: flo
 
     def tokens(episode: InflightEpisode) -> int:
         batch, *rest = episode.place
-        number = batch if episode.group.batch == OVERLAPPED else batch - first
+        number = batch if episode.group.batch == EVALUATION else batch - first
         place = "/".join(map(str, (config.seed, number, *rest)))
         return draw_tokens(random.Random(place), episode.group.task.source, config.on)
 
@@ -192,18 +195,18 @@ async def _real_run(config: Config, served: Engines, *, steps: int, train_s: flo
         await served.advance()
 
     devices = DeviceHandover(served.generator)
-    rollouts = RolloutExecutor(
-        mixture=_mixture(),
+    scheduler = Scheduler(
+        ScheduleConfig(),
         groups=4 * slots // _GROUP_SIZE,
         episodes=_GROUP_SIZE,
-        schedule=ScheduleConfig(),
-        tokenizer=served.tokenizer,
-        generator=served.generator,
-        run_episode=Stories(served.tokenizer, tokens),
+        tasks=ResumableTaskStream(_mixture()),
+    )
+    rollouts = RolloutExecutor(
+        Dispatcher(scheduler, served.generator, served.tokenizer),
+        Stories(served.tokenizer, tokens),
         devices=devices,
-        seed=config.seed,
         version=lambda: served.version,
-        warn=lambda text: None,
+        seed=config.seed,
     )
     await rollouts.restore(rollouts.state() | {"batches": first})  # number batches like versions
     try:
@@ -238,19 +241,19 @@ async def _virtual(config: Config, steps: int, blocking: bool) -> Outcome:
         trained += 1
         generator.load(trained)
 
-    rollouts = RolloutExecutor(
-        mixture=_mixture(),
+    scheduler = Scheduler(
+        ScheduleConfig(max_episodes=1 << 30),
         groups=4 * slots // _GROUP_SIZE,
         episodes=_GROUP_SIZE,
-        schedule=ScheduleConfig(max_episodes=1 << 30),
-        tokenizer=tokenizer,
-        generator=generator,
-        devices=DeviceHandover(generator, clock=loop.time),
-        run_episode=EpisodeRunner(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the environments score
-        seed=config.seed,
-        version=lambda: trained,
-        warn=lambda text: None,
+        tasks=ResumableTaskStream(_mixture()),
         clock=loop.time,
+    )
+    rollouts = RolloutExecutor(
+        Dispatcher(scheduler, generator, tokenizer),
+        EpisodeRunner(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the environments score
+        devices=DeviceHandover(generator, clock=loop.time),
+        version=lambda: trained,
+        seed=config.seed,
     )
     try:
         return await whole_run(

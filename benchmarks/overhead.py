@@ -27,15 +27,18 @@ import numpy.typing as npt
 
 from benchmarks.large_batches import ANSWER_TOKENS, PromptEngine, measure_large_batch
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
-from benchmarks.staged_services import Kind, StagedGenerator, StagedSource
+from benchmarks.staged_services import Kind, Printed, StagedGenerator, StagedSource
 from forge_rl.data.mixture import Mixture
+from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
+from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -135,7 +138,7 @@ class PromptEngines(StagedGenerator):
 
     async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
         self.answered += 1
-        completion.on_chunk(
+        completion.add(
             Chunk(
                 token_ids=_ANSWER,
                 logprobs=_LOGPROBS,
@@ -217,19 +220,20 @@ async def _turns(config: Config, services: Services, in_flight: int) -> float:
     generator = PromptEngines(engines=_ENGINES, budget=in_flight)
     mixture = Mixture({"tasks": StagedSource(Kind(name="tasks", share=1.0, least_s=1.0, most_s=1.0))})
     tokenizer: Any = PromptTokenizer()
-    rollouts = RolloutExecutor(
-        mixture=mixture,
+    scheduler = Scheduler(
+        ScheduleConfig(max_lag=16, max_episodes=in_flight),
         # Half of the episodes in flight, so that with the batches ahead there are always enough to start.
         groups=in_flight // (2 * _GROUP_SIZE),
         episodes=_GROUP_SIZE,
-        schedule=ScheduleConfig(max_lag=16, max_episodes=in_flight),
-        tokenizer=tokenizer,
-        generator=generator,
-        run_episode=EpisodeRunner(tokenizer, services.environment, services.reward),
+        tasks=ResumableTaskStream(mixture),
+    )
+    rollouts = RolloutExecutor(
+        Dispatcher(scheduler, generator, tokenizer),
+        EpisodeRunner(tokenizer, services.environment, services.reward),
         devices=DeviceHandover(generator),
-        seed=0,
         version=lambda: generator.version,
-        warn=print,
+        seed=0,
+        listener=Printed(),
     )
 
     async def deliver(turns: int) -> None:
@@ -258,18 +262,21 @@ async def _tokens(config: Config, services: Services) -> float:
     generator, tokenizer = services.generator, PromptTokenizer()
     decoder: Any = generator
     groups = config.few if config.smoke else 256
-    rollouts = RolloutExecutor(
-        mixture=Mixture({"tasks": StagedSource(Kind(name="tasks", share=1.0, least_s=1.0, most_s=1.0))}),
+    scheduler = Scheduler(
+        ScheduleConfig(max_lag=2),
         groups=groups // _GROUP_SIZE,
         episodes=_GROUP_SIZE,
-        schedule=ScheduleConfig(max_lag=2),
-        tokenizer=cast(Any, tokenizer),
-        generator=decoder,
-        run_episode=EpisodeRunner(cast(Any, tokenizer), services.shown, services.reward),
+        tasks=ResumableTaskStream(
+            Mixture({"tasks": StagedSource(Kind(name="tasks", share=1.0, least_s=1.0, most_s=1.0))})
+        ),
+    )
+    rollouts = RolloutExecutor(
+        Dispatcher(scheduler, decoder, cast(Any, tokenizer)),
+        EpisodeRunner(cast(Any, tokenizer), services.shown, services.reward),
         devices=DeviceHandover(decoder),
-        seed=0,
         version=lambda: 0,
-        warn=print,
+        seed=0,
+        listener=Printed(),
     )
     try:
         await rollouts.next_batch()

@@ -131,7 +131,7 @@ class _Story:
 
     async def decode(self, client: PolicyClient, prompt_ids: TokenIds) -> Turn:
         """Decode one turn, up to the number of tokens left."""
-        turn = await replace(client, sampling=replace(client.sampling, max_tokens=self._left))(prompt_ids)
+        turn = await client(prompt_ids, replace(client.sampling, max_tokens=self._left))
         self._left -= len(turn.token_ids)
         return turn
 

@@ -21,12 +21,14 @@ from typing import Literal
 
 from benchmarks.real_engines import Engines, Stories, engines
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
-from benchmarks.staged_services import Kind, StagedSource
+from benchmarks.staged_services import Kind, Printed, StagedSource
 from benchmarks.watched_generator import Request, Watched
 from forge_rl.data.mixture import Mixture
-from forge_rl.rollout.dispatcher import PolicyClient
+from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.rollout.dispatcher import Dispatcher, PolicyClient
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.faults import Fault
 from forge_rl.runtime.supervision import Restart
@@ -93,18 +95,21 @@ class _Bench:
         self._stories = Stories(
             served.tokenizer, lambda episode: low + (37 * episode.group.order + 101 * episode.index) % (high - low + 1)
         )
-        self._rollouts = RolloutExecutor(
-            mixture=Mixture({"stories": StagedSource(Kind(name="stories", share=1.0, least_s=1.0, most_s=1.0))}),
+        scheduler = Scheduler(
+            ScheduleConfig(max_episodes=config.requests),
             groups=config.groups,
             episodes=config.group_size,
-            schedule=ScheduleConfig(max_episodes=config.requests),
-            tokenizer=served.tokenizer,
-            generator=self._watched,
-            run_episode=self._run_episode,
+            tasks=ResumableTaskStream(
+                Mixture({"stories": StagedSource(Kind(name="stories", share=1.0, least_s=1.0, most_s=1.0))})
+            ),
+        )
+        self._rollouts = RolloutExecutor(
+            Dispatcher(scheduler, self._watched, served.tokenizer),
+            self._run_episode,
             devices=DeviceHandover(served.generator),
-            seed=0,
             version=lambda: served.version,
-            warn=print,
+            seed=0,
+            listener=Printed(),
         )
         served.faults.listeners.append(lambda fault: self._watched.tell())
 

@@ -24,6 +24,7 @@ from benchmarks.schedules_real import Real, measure_real
 from benchmarks.staged_services import (
     HEAVY_TAILED,
     STEP_S,
+    Printed,
     StagedEnvironment,
     StagedGenerator,
     StagedSource,
@@ -31,9 +32,12 @@ from benchmarks.staged_services import (
 )
 from benchmarks.virtual_time import run
 from forge_rl.data.mixture import Mixture
+from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.types import Batch
 
@@ -123,19 +127,20 @@ async def simulate(config: Config, name: Name, engines: int) -> Outcome:
     tokenizer: Any = StagedTokenizer()
     environment = StagedEnvironment(kinds=HEAVY_TAILED, turn_s=config.turn_s, tool_s=config.tool_s, seed=config.seed)
     trained = 0
-    rollouts = RolloutExecutor(
-        mixture=mixture,
+    scheduler = Scheduler(
+        policy,
         groups=groups,
         episodes=config.group_size,
-        schedule=policy,
-        tokenizer=tokenizer,
-        generator=generator,
-        devices=DeviceHandover(generator, clock=loop.time),
-        run_episode=EpisodeRunner(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the environments score
-        seed=config.seed,
-        version=lambda: trained,
-        warn=print,
+        tasks=ResumableTaskStream(mixture),
         clock=loop.time,
+    )
+    rollouts = RolloutExecutor(
+        Dispatcher(scheduler, generator, tokenizer),
+        EpisodeRunner(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the environments score
+        devices=DeviceHandover(generator, clock=loop.time),
+        version=lambda: trained,
+        seed=config.seed,
+        listener=Printed(),
     )
     batches: list[Batch] = []
     began = decoded = 0.0

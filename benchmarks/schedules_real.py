@@ -17,10 +17,13 @@ from dataclasses import dataclass
 
 from benchmarks.real_engines import Engines, Stories, engines
 from benchmarks.report import Report
-from benchmarks.staged_services import HEAVY_TAILED, StagedSource
+from benchmarks.staged_services import HEAVY_TAILED, Printed, StagedSource
 from forge_rl.data.mixture import Mixture
+from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
@@ -96,20 +99,24 @@ async def _ten_batches(
         return draw_tokens(random.Random(f"{episode.place[0] - first}/{place}"), episode.group.task.source, config)
 
     first = served.version
-    rollouts = RolloutExecutor(
-        mixture=Mixture(
-            {kind.name: StagedSource(kind) for kind in HEAVY_TAILED}, {kind.name: kind.share for kind in HEAVY_TAILED}
-        ),
+    scheduler = Scheduler(
+        policy,
         groups=groups,
         episodes=_GROUP_SIZE,
-        schedule=policy,
-        tokenizer=served.tokenizer,
-        generator=served.generator,
-        run_episode=Stories(served.tokenizer, tokens),
+        tasks=ResumableTaskStream(
+            Mixture(
+                {kind.name: StagedSource(kind) for kind in HEAVY_TAILED},
+                {kind.name: kind.share for kind in HEAVY_TAILED},
+            )
+        ),
+    )
+    rollouts = RolloutExecutor(
+        Dispatcher(scheduler, served.generator, served.tokenizer),
+        Stories(served.tokenizer, tokens),
         devices=devices,
-        seed=seed,
         version=lambda: served.version,
-        warn=print,
+        seed=seed,
+        listener=Printed(),
     )
     await rollouts.restore(rollouts.state() | {"batches": first})  # number batches like versions
     batches: list[Batch] = []

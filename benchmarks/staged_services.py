@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge_rl.envs.protocol import Observation, Step
+from forge_rl.rollout.executor import NoListener
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.token_arrays import Chunk, TokenIds
 from forge_rl.types import Message, Sampling, Task
@@ -127,7 +128,7 @@ class StagedGenerator:
             while at + 1 < len(request.versions) and request.versions[at + 1][0] <= token * STEP_S:
                 at += 1
             versions.append(request.versions[at][1])
-        completion.on_chunk(
+        completion.add(
             Chunk(token_ids=(1,) * tokens, logprobs=(-1.0,) * tokens, versions=versions, text="", finish="stop")
         )
 
@@ -222,3 +223,10 @@ class StagedSession:
 
     def abandon(self) -> None:
         """Nothing to close."""
+
+
+class Printed(NoListener):
+    """Prints the warnings of rollouts."""
+
+    def warn(self, text: str) -> None:
+        print(text)

@@ -85,7 +85,7 @@ class Watched:
             sampling=completion.rest,
             least_version=version,
         )
-        take = completion.on_chunk
+        add = completion.add
 
         def watch(chunk: Chunk) -> bool:
             if len(chunk.versions) and chunk.versions.min() < request.least_version:
@@ -94,15 +94,15 @@ class Watched:
             request.ended = bool(chunk.finish)
             request.first_at = request.first_at or time.monotonic()
             self.tell()
-            return take(chunk)
+            return add(chunk)
 
-        completion.on_chunk = watch  # type: ignore[method-assign]
+        completion.add = watch  # type: ignore[method-assign]
         self.running.append(request)
         self.asked.append(request)
         try:
             await self._generator.decode(completion, engine=engine)
         finally:
-            completion.on_chunk = take  # type: ignore[method-assign]
+            completion.add = add  # type: ignore[method-assign]
             self.running.remove(request)
             self.tell()
 

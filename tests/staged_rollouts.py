@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from forge_rl.data.mixture import Mixture
+from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ReplicaError
 from forge_rl.rewards.protocol import Form
-from forge_rl.rollout.dispatcher import PolicyClient
+from forge_rl.rollout.dispatcher import Dispatcher, PolicyClient
 from forge_rl.rollout.episode_runner import EpisodeRunner
+from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.environment import LocalSession
@@ -71,7 +75,9 @@ class StagedGenerator:
     version = 0
     max_model_len = 1024
 
-    def __init__(self, *, truncated: bool = False) -> None:
+    def __init__(self, *, truncated: bool = False, says: str = "") -> None:
+        self.says = says
+        """What it decodes instead of its seed."""
         self.seen: list[tuple[tuple[int, ...], Sampling]] = []
         self.truncated = truncated
         self.listeners: list[Callable[[], None]] = []
@@ -94,9 +100,9 @@ class StagedGenerator:
 
     async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
         self.seen.append((tuple(completion.shown.tolist()), completion.rest))
-        text = str(completion.rest.seed)
+        text = self.says or str(completion.rest.seed)
         ids = tuple(ord(letter) for letter in text)
-        completion.on_chunk(
+        completion.add(
             Chunk(
                 token_ids=ids,
                 logprobs=(-1.0,) * len(ids),
@@ -161,8 +167,8 @@ class StagedReward:
         return self.score_of(task, episode.text if self.form == "text" else episode)
 
 
-def rollouts(**changes: object) -> RolloutExecutor:
-    parts: dict[str, object] = {
+def rollouts(**changes: Any) -> RolloutExecutor:
+    parts: dict[str, Any] = {
         "mixture": Mixture({"counting": CountingSource()}),
         "groups": 3,
         "episodes": 4,
@@ -172,13 +178,38 @@ def rollouts(**changes: object) -> RolloutExecutor:
         "environment": StagedEnvironment(SingleTurn),
         "reward": StagedReward(lambda task, text: float(len(text) % 2 + int(text) % 7)),
         "seed": 0,
-        "version": lambda: parts["generator"].version,  # type: ignore[attr-defined]
+        "reward_wait_s": 0.0,
         "warn": lambda text: None,
+        "on_episode": lambda episode: None,
     }
     parts |= changes
-    runner = EpisodeRunner(parts["tokenizer"], parts.pop("environment"), parts["reward"])  # type: ignore[arg-type]
-    devices = DeviceHandover(parts["generator"])  # type: ignore[arg-type]
-    return RolloutExecutor(run_episode=runner, devices=devices, **parts)  # type: ignore[arg-type]
+    tokenizer, generator, reward = parts["tokenizer"], parts["generator"], parts["reward"]
+    scheduler = Scheduler(
+        parts["schedule"],
+        groups=parts["groups"],
+        episodes=parts["episodes"],
+        tasks=ResumableTaskStream(parts["mixture"]),
+    )
+    return RolloutExecutor(
+        Dispatcher(scheduler, generator, tokenizer),
+        EpisodeRunner(tokenizer, parts["environment"], reward),
+        devices=DeviceHandover(generator),
+        version=lambda: generator.version,
+        seed=parts["seed"],
+        reward=reward,
+        listener=SimpleNamespace(warn=parts["warn"], episode=parts["on_episode"]),
+        reward_wait_s=parts["reward_wait_s"],
+    )
+
+
+async def play(executor: RolloutExecutor, *, max_tokens: int) -> Episode:
+    """Run one episode of a task, as an evaluation."""
+    sampling = Sampling(max_tokens=max_tokens, temperature=0)
+    evaluation = Evaluation({"one": [CountingSource().draw()]}, episodes=1, sampling=sampling, version=0)
+    executor.start_evaluation(evaluation)
+    await executor.finish_evaluation()
+    ((episode,),) = evaluation.results("one")
+    return episode
 
 
 class MortalGenerator(StagedGenerator):
@@ -212,7 +243,7 @@ class MortalGenerator(StagedGenerator):
                 await asyncio.shield(self.gates[engine])
             letter = str((sampling.seed or 0) % 10)
             finish = "length" if count == sampling.max_tokens - 1 else ""
-            if completion.on_chunk(
+            if completion.add(
                 Chunk(token_ids=(ord(letter),), logprobs=(-1.0,), versions=(engine,), text=letter, finish=finish)
             ):
                 return

@@ -32,14 +32,15 @@ class PolicyClient:
         self.backend = backend
         self.sampling = sampling or Sampling(max_tokens=40, temperature=0.7, seed=3)
         self.own_s = 0.0
+        self._lock = asyncio.Lock()
 
     def used_s(self) -> float:
         return self.own_s
 
-    async def decode(
-        self, prompt_ids: Sequence[int], sampling: Sampling, observe: Observer, *, gather_s: float, lock: asyncio.Lock
+    async def __call__(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, observe: Observer, gather_s: float
     ) -> None:
-        async with lock:
+        async with self._lock:
             await self.backend.decode(prompt_ids, sampling, observe, session=None, gather_s=gather_s)
 
 

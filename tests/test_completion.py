@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,43 +64,34 @@ def test_experts_of_a_resumed_completion_are_those_of_the_engine_that_ended_it(t
     assert validate_chunk(replace(GOOD, routed=rows), SAMPLING, drawn=0, vocab_size=9, versions=[1])
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_what_came_of_an_engine_that_dies_is_kept(tokenizer: Tokenizer, streamed: bool) -> None:
-    async def main() -> None:
-        completion = ResumableCompletion((1, 2), SAMPLING, tokenizer)
-        begun: list[tuple[int, ...]] = []
-
-        async def decode(resumed: ResumableCompletion) -> None:
-            begun.append(tuple(resumed.shown.tolist()))
-            resumed.on_chunk(chunk((3 + len(begun),)))
-            if len(begun) < 3:
-                raise DIED
-            resumed.on_chunk(chunk((7,), finish="length"))
-
-        if streamed:
-            parts = [part async for part in completion.stream(decode)]
-            assert [part.finish for part in parts] == ["", "", "", "length"]
-        else:
-            await completion.run(decode)
-        assert completion.turn().context.tolist() == [1, 2, 4, 5, 6, 7]
-        assert begun == [(1, 2), (1, 2, 4), (1, 2, 4, 5)]
-
-    asyncio.run(main())
+def test_what_came_of_an_engine_that_dies_is_kept(tokenizer: Tokenizer) -> None:
+    seen: list[str] = []
+    completion = ResumableCompletion((1, 2), SAMPLING, tokenizer, observe=lambda part: seen.append(part.finish))
+    shown = []
+    for token in (4, 5):
+        shown.append(tuple(completion.shown.tolist()))
+        completion.add(chunk((token,)))
+        completion.fail_over(DIED)
+    shown.append(tuple(completion.shown.tolist()))
+    completion.add(chunk((6,)))
+    assert not completion.finish
+    completion.add(chunk((7,), finish="length"))
+    assert completion.turn().context.tolist() == [1, 2, 4, 5, 6, 7]
+    assert shown == [(1, 2), (1, 2, 4), (1, 2, 4, 5)]
+    assert seen == ["", "", "", "length"]
 
 
 def test_whoever_is_given_the_chunks_may_end_the_completion(tokenizer: Tokenizer) -> None:
-    completion, seen, told = ResumableCompletion((1, 2), SAMPLING, tokenizer), list[Chunk](), list[bool]()
+    seen: list[Chunk] = []
 
     def observe(part: Chunk) -> bool:
         seen.append(part)
         return len(seen) == 2
 
-    async def decode(given: ResumableCompletion) -> None:
-        assert not told, "it goes on"
-        told.extend(given.on_chunk(part) for part in (chunk((5,), "a"), chunk((6, 7), "b")))
-
-    turn = asyncio.run(completion.run(decode, observe=observe))
+    completion = ResumableCompletion((1, 2), SAMPLING, tokenizer, observe=observe)
+    told = [completion.add(part) for part in (chunk((5,), "a"), chunk((6, 7), "b"))]
     assert told == [False, True], "whether the engine must stop"
+    turn = completion.turn()
     assert (turn.text, turn.truncated, completion.finish) == ("ab", False, "stop")
 
 

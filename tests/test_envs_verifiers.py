@@ -154,7 +154,12 @@ def test_its_score_is_the_episodes_and_a_dead_worker_is_an_infrastructure_error(
                 await run(Task(id=name, source="s", messages=({"role": "user", "content": "?"},)), client)
                 for name in ("good", "dead")
             ]
-        assert (good.outcome, good.reward, good.parts, good.answer) == (Outcome.COMPLETED, 0.25, {"a": 1.0}, "4")
+        assert (good.outcome, good.reward, good.score.parts, good.score.answer) == (
+            Outcome.COMPLETED,
+            0.25,
+            {"a": 1.0},
+            "4",
+        )
         assert (good.text, good.score.turns) == ("Hello there.", (0.5,))
         assert (bad.outcome, bad.problem) == (Outcome.INFRASTRUCTURE_ERROR, "verifiers:sums: its process was killed")
 
@@ -173,7 +178,7 @@ def verifiers_python() -> str:
 def test_the_real_package_plays_episodes_at_the_gateway(verifiers_python: str, tmp_path: Path, nothing_left: None):
     environment = VerifiersEnv("forge_rl_letters", python=verifiers_python, words=30)
     played = asyncio.run(episodes(environment, tmp_path, ["aaxx"], 12))
-    assert [(each.outcome, each.reward, dict(each.parts)) for each in played] == [
+    assert [(each.outcome, each.reward, dict(each.score.parts)) for each in played] == [
         (Outcome.COMPLETED, 1.0, {"vowels": 1.0, "letters": 4.0})
     ] * 12
     assert all(each.turns[0].text == "aaxx" for each in played)

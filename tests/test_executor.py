@@ -25,14 +25,14 @@ from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.token_arrays import Chunk
-from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Score, Task
+from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task
 from tests.staged_rollouts import (
-    CountingSource,
     StagedEnvironment,
     StagedGenerator,
     StagedReward,
     TwoTurns,
     fail_once,
+    play,
     rollouts,
     run_until_idle,
 )
@@ -107,8 +107,7 @@ def test_engines_are_listed_when_they_change_and_not_for_every_episode() -> None
 def test_a_later_turn_is_shown_the_exact_tokens_of_the_earlier_ones() -> None:
     generator = StagedGenerator()
     executor = rollouts(generator=generator, environment=StagedEnvironment(TwoTurns))
-    task = CountingSource().draw()
-    episode = asyncio.run(executor.episode(task, Sampling(max_tokens=4, seed=8)))
+    episode = asyncio.run(play(executor, max_tokens=4))
     first, second = episode.turns
     assert second.prompt_ids.tolist() == [*first.context, *map(ord, "again")]
     assert episode.reward == 0.75
@@ -130,7 +129,7 @@ def test_an_answer_that_is_cut_is_the_environments_to_judge() -> None:
         environment=StagedEnvironment(Stern),
         reward=StagedReward(lambda task, text: 1 / 0),  # the environment's own reward counts
     )
-    episode = asyncio.run(executor.episode(CountingSource().draw(), Sampling(max_tokens=4, seed=8)))
+    episode = asyncio.run(play(executor, max_tokens=4))
     assert (episode.outcome, episode.reward) == (Outcome.TRUNCATED, 0.75)
     assert told == [(turn.text, True) for turn in episode.turns]
     assert len(told) == 2
@@ -143,10 +142,10 @@ def test_an_episode_that_outgrows_the_context_is_truncated_and_its_environment_m
                 return Step(done=True, reward=-1.0)
             return Step(messages=({"role": "user", "content": "go on"},), done=False)
 
-    generator = StagedGenerator()
+    generator = StagedGenerator(says="8888")
     generator.max_model_len = 12
     executor = rollouts(generator=generator, environment=StagedEnvironment(Endless))
-    episode = asyncio.run(executor.episode(CountingSource().draw(), Sampling(max_tokens=10, seed=8888)))
+    episode = asyncio.run(play(executor, max_tokens=10))
     assert (episode.outcome, episode.reward, len(episode.turns)) == (Outcome.TRUNCATED, -1.0, 2)
     assert [len(turn.prompt_ids) for turn in episode.turns] == [1, 10]
     # What fits is decoded.
@@ -158,7 +157,7 @@ def test_an_episode_that_outgrows_the_context_is_truncated_and_its_environment_m
 
     environment = StagedEnvironment(Deaf)
     executor = rollouts(generator=generator, environment=environment, reward=StagedReward(lambda task, text: 0.5))
-    episode = asyncio.run(executor.episode(CountingSource().draw(), Sampling(max_tokens=10, seed=8888)))
+    episode = asyncio.run(play(executor, max_tokens=10))
     assert (episode.outcome, episode.reward) == (Outcome.TRUNCATED, 0.5)
     assert environment.closed == 1
 
@@ -224,14 +223,15 @@ def test_the_user_is_told_once_when_nearly_all_answers_are_cut() -> None:
 @pytest.mark.parametrize(("rises", "told"), [(True, []), (False, ["batch 4"])])
 def test_the_user_is_told_when_most_answers_stay_cut_and_rewards_do_not_rise(rises: bool, told: list[str]) -> None:
     warnings: list[str] = []
-    advice = Advice(warnings.append, lambda: 4)
+    advice = Advice()
     for number in range(7):
         task = Task(id="1", source="tasks", messages=())
         episodes = [
             Episode(task=task, turns=(), score=Score(total=0.1 * number * rises + 0.01 * index), outcome=outcome)
             for index, outcome in enumerate([Outcome.TRUNCATED] * 3 + [Outcome.COMPLETED] * 2)
         ]
-        advice.look_at(Batch(groups=(Group(task=task, episodes=tuple(episodes)),), version=number), number)
+        batch = Batch(groups=(Group(task=task, episodes=tuple(episodes)),), version=number)
+        warnings += [f"batch {number}: {text}" for text in advice.look_at(batch, max_tokens=4)]
     assert [warning.split(":")[0] for warning in warnings] == told
 
 
@@ -550,7 +550,7 @@ def test_a_cancellation_inside_an_episodes_own_code_is_its_failure() -> None:
     asyncio.run(main())
 
 
-def test_completions_of_an_episode_that_share_a_lock_decode_one_after_the_other() -> None:
+def test_concurrent_completions_of_an_episode_decode_one_after_the_other() -> None:
     class Slow(StagedGenerator):
         async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
             await asyncio.sleep(0)  # an episode that decodes and asks for an engine is an error
@@ -558,12 +558,11 @@ def test_completions_of_an_episode_that_share_a_lock_decode_one_after_the_other(
 
     async def main() -> None:
         async def twice(task: Task, client: PolicyClient) -> Episode:
-            lock = asyncio.Lock()
             prompt_ids = tuple(map(ord, f"{task.id}/{client.episode.index}"))
 
             async def one() -> list[Chunk]:
                 parts: list[Chunk] = []
-                await client.decode(prompt_ids, client.sampling, parts.append, gather_s=0.0, lock=lock)
+                await client(prompt_ids, observe=parts.append, gather_s=0.0)
                 return parts
 
             pieces = await asyncio.gather(one(), one())

@@ -84,17 +84,19 @@ def test_a_stop_text_ends_a_completion_also_where_another_engine_went_on_with_it
         generator = MortalGenerator()
         generator.sampling = Sampling(max_tokens=12, stop=tuple(5 * str(digit) for digit in range(10)))
         executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(len(text))))
-        task = asyncio.create_task(executor.episode(CountingSource().draw(), replace(generator.sampling, seed=17)))
+        sampling = replace(generator.sampling, temperature=0)
+        evaluation = Evaluation({"one": [CountingSource().draw()]}, episodes=1, sampling=sampling, version=0)
+        executor.start_evaluation(evaluation)
+        waiting = asyncio.create_task(executor.finish_evaluation())
         await run_until_idle()
         generator.kill(0)
         generator.gates[1].set_result(None)
-        (turn,) = (await task).turns
-        (_, sampling) = generator.seen[1]
-        assert sampling.seed is not None
-        again = str(sampling.seed % 10)
-        assert again != "7"
-        assert "".join(map(chr, turn.token_ids)) == "777" + 5 * again
-        assert turn.text == "777"
+        await waiting
+        (((turn,),),) = [[episode.turns for episode in each] for each in evaluation.results("one")]
+        first, again = [str((sampling.seed or 0) % 10) for _, sampling in generator.seen]
+        assert first != again
+        assert "".join(map(chr, turn.token_ids)) == 3 * first + 5 * again
+        assert turn.text == 3 * first
         assert not turn.truncated
 
     asyncio.run(main())

@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from forge_rl.errors import ConfigError, PoisonError, ReplicaError, ServiceError
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
-from forge_rl.services import progress
+from forge_rl.services import engine_pool
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.engine_pool import Lend
 from forge_rl.services.generator import Generator
@@ -103,6 +103,24 @@ def right(turn: Turn, count: int = 20, prompt: tuple[int, ...] = PROMPT) -> bool
     return tuple(turn.context) == prompt + draw(prompt, count) and len(turn.versions) == count
 
 
+async def stream(
+    generator: Generator, prompt_ids: Sequence[int], sampling: Sampling | None = None, *, engine: int | None = None
+) -> AsyncGenerator[Chunk, None]:
+    """A completion's chunks as they come; closing this cancels it."""
+    came: asyncio.Queue[Chunk | None] = asyncio.Queue()
+    decoding = asyncio.ensure_future(
+        generator.generate(prompt_ids, sampling, engine=engine, observe=came.put_nowait, gather_s=0.0)
+    )
+    decoding.add_done_callback(lambda _: came.put_nowait(None))
+    try:
+        while (chunk := await came.get()) is not None:
+            yield chunk
+        await decoding
+    finally:
+        decoding.cancel()
+        await asyncio.gather(decoding, return_exceptions=True)
+
+
 async def read(chunks: AsyncIterator[Chunk], count: int) -> list[int]:
     """Read the next tokens of a completion."""
     ids: list[int] = []
@@ -119,7 +137,7 @@ def test_a_completion_is_resumed_elsewhere_from_the_tokens_that_there_are(tmp_pa
             for ending, said in ((signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "was stopped")):
                 before = len(on.orders.notes("stream"))
                 sampling = Sampling(max_tokens=20, seed=7)
-                async with contextlib.aclosing(on.generator.stream(PROMPT, sampling, engine=0)) as chunks:
+                async with contextlib.aclosing(stream(on.generator, PROMPT, sampling, engine=0)) as chunks:
                     ids = await read(chunks, 3)
                     os.kill(await on.pid(0), ending)
                     rest = [chunk async for chunk in chunks]
@@ -208,10 +226,10 @@ def test_engines_answer_while_one_has_no_work_or_goes_on_with_it(
         async with stage(tmp_path, 1) as on:
             await on.load(1)
             on.orders.tell(0, stream="hold", after=3)
-            chunks = on.generator.stream(PROMPT, Sampling(max_tokens=20))
+            chunks = stream(on.generator, PROMPT, Sampling(max_tokens=20))
             await read(chunks, 3)
             assert on.generator.answers, "it gave tokens just now"
-            monkeypatch.setattr(progress, "_SILENT_S", 0.0)
+            monkeypatch.setattr(engine_pool, "_SILENT_S", 0.0)
             assert not on.generator.answers
             await on.generator.pause()
             assert on.generator.answers
@@ -274,7 +292,7 @@ def test_when_all_engines_die_their_completions_wait_for_new_ones(tmp_path: Path
             async with contextlib.AsyncExitStack() as stack:
                 answers = [
                     await stack.enter_async_context(
-                        contextlib.aclosing(on.generator.stream(prompt, Sampling(max_tokens=20)))
+                        contextlib.aclosing(stream(on.generator, prompt, Sampling(max_tokens=20)))
                     )
                     for prompt in prompts
                 ]
@@ -457,7 +475,7 @@ def test_engines_that_come_back_are_paused_and_asleep_like_the_others(tmp_path: 
             await on.generator.serve_model()
             assert on.generator.version == 0
             on.orders.tell(0, stream="hold", after=3)
-            async with contextlib.aclosing(on.generator.stream(PROMPT, Sampling(max_tokens=20), engine=0)) as chunks:
+            async with contextlib.aclosing(stream(on.generator, PROMPT, Sampling(max_tokens=20), engine=0)) as chunks:
                 await read(chunks, 3)
                 await on.generator.pause()
                 await on.generator.pause()
@@ -487,7 +505,7 @@ def test_a_completion_that_is_left_ends_in_the_engine(tmp_path: Path, nothing_le
             await on.load(1)
             assert on.generator.engines() == {0: 64, 1: 64}
             on.orders.tell(1, stream="hold", after=3)
-            async with contextlib.aclosing(on.generator.stream(PROMPT, engine=1)) as chunks:
+            async with contextlib.aclosing(stream(on.generator, PROMPT, engine=1)) as chunks:
                 await read(chunks, 3)
             await on.until(lambda: len(on.orders.notes("closed")) == 1)
             whole = asyncio.create_task(on.generator.generate(PROMPT, engine=1))

@@ -152,7 +152,7 @@ def test_an_evaluation_pauses_with_training_goes_on_after_it_and_tells_of_other_
                     await self.go_on.wait()
                 finish = "stop" if count == 3 else ""
                 digit = str((completion.sampling.seed or 0) // 10**count % 10)
-                completion.on_chunk(
+                completion.add(
                     Chunk(
                         token_ids=(ord(digit),), logprobs=(-1.0,), versions=(self.version,), text=digit, finish=finish
                     )

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from benchmarks.schedules import Config, simulate
 from benchmarks.virtual_time import run
-from forge_rl.errors import ConfigError, TaskError
+from forge_rl.errors import ConfigError, ContextError, TaskError
 from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.scheduler import Scheduler
-from forge_rl.rollout.state import OVERLAPPED, GroupState, InflightEpisode, ScheduleConfig
+from forge_rl.rollout.state import EVALUATION, GroupState, InflightEpisode, ScheduleConfig
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task, Turn
 
 
@@ -77,7 +77,7 @@ def evaluate(scheduler: Scheduler, tasks: int, *, episodes: int = 1) -> Evaluati
 
 def kinds(episodes: list[InflightEpisode]) -> list[object]:
     """Batch of each episode, or "eval"."""
-    return ["eval" if episode.group.batch == OVERLAPPED else episode.group.batch for episode in episodes]
+    return ["eval" if episode.group.batch == EVALUATION else episode.group.batch for episode in episodes]
 
 
 def names(groups: list[GroupState] | None) -> list[str]:
@@ -315,7 +315,7 @@ def test_a_task_that_is_too_long_is_replaced_at_once_and_counted():
     scheduler = schedule(max_lag=0)
     first, *others = begin(scheduler)
     scheduler.finish_turn(first)
-    scheduler.skip(first, "too_long", "task a1 is too long", "")
+    scheduler.skip(first, ContextError("task a1 is too long"))
     for episode in others[1:] + begin(scheduler):
         end(scheduler, episode)
     assert names(scheduler.planner.pop_batch()) == ["a3", "a2", "b1"]
@@ -358,7 +358,9 @@ def test_a_pause_holds_back_all_but_evaluations():
     assert scheduler.pop_starts() == []
     scheduler.request_decode(episodes[0])
     assert scheduler.pop_grants() == []
-    tested = scheduler.start_evaluation(Task(id="1", source="held out", messages=()))
+    evaluate(scheduler, 1)
+    scheduler.await_evaluation(True)
+    (tested,) = scheduler.pop_starts()
     scheduler.request_decode(tested)
     assert scheduler.pop_grants() == [tested]
     scheduler.capacity.set_paused(False)
@@ -431,7 +433,7 @@ def test_an_evaluation_pauses_with_batches_and_goes_first_once_it_is_awaited():
         assert scheduler.pop_grants() == [episode]
         scheduler.finish_turn(episode)
     for episode in (riding, *rest):
-        scheduler.end_evaluation(episode)
+        scheduler.record_result(episode, result(episode, 1.0))
     scheduler.await_evaluation(False)
     assert (scheduler.pop_starts(), scheduler.pop_grants()) == ([], [])
     scheduler.capacity.set_paused(False)
@@ -524,11 +526,11 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
         scheduler.finish_turn(episode, interrupted=(again := rng.random() < 0.3) and rng.random() < 0.1)
         if again:
             scheduler.request_decode(episode)
-        elif episode.group.batch != OVERLAPPED:
+        elif episode.group.batch != EVALUATION:
             scheduler.record_result(episode, result(episode, float(rng.random() < 0.5), outcome))
         elif outcome is Outcome.COMPLETED:
             assert evaluation is not None
-            scheduler.end_evaluation(episode)
+            scheduler.record_result(episode, result(episode, 1.0))
             evaluation.record(episode, result(episode, 1.0))
         else:
             scheduler.restart(episode)
@@ -539,7 +541,7 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
         if evaluation is not None and not scheduler.capacity.evaluating and rng.random() < 0.01:
             scheduler.await_evaluation(True)
         for episode in scheduler.pop_starts():
-            assert episode.group.batch == OVERLAPPED or not scheduler.capacity.evaluating
+            assert episode.group.batch == EVALUATION or not scheduler.capacity.evaluating
             begun[episode] = served if episode.tries == 0 else min(begun[episode], served)
             scheduler.request_decode(episode)
         in_flight += scheduler.pop_grants()

@@ -23,12 +23,22 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch, Patch
 
-from benchmarks.staged_services import HEAVY_TAILED, StagedEnvironment, StagedGenerator, StagedSource, StagedTokenizer
+from benchmarks.staged_services import (
+    HEAVY_TAILED,
+    Printed,
+    StagedEnvironment,
+    StagedGenerator,
+    StagedSource,
+    StagedTokenizer,
+)
 from benchmarks.virtual_time import run
 from forge_rl.data.mixture import Mixture
+from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
 
@@ -116,19 +126,21 @@ async def _simulate(kind: Literal["synchronous", "pipelined"]) -> tuple[_Watched
     generator, trained = _Watched(), 0
     tokenizer: Any = StagedTokenizer()
     environment = StagedEnvironment(kinds=HEAVY_TAILED, turn_s=1e9, tool_s=1.0, seed=3)
-    rollouts = RolloutExecutor(
-        mixture=Mixture({k.name: StagedSource(k) for k in HEAVY_TAILED}, {k.name: k.share for k in HEAVY_TAILED}),
+    mixture = Mixture({k.name: StagedSource(k) for k in HEAVY_TAILED}, {k.name: k.share for k in HEAVY_TAILED})
+    scheduler = Scheduler(
+        ScheduleConfig(kind=kind, max_lag=2, max_episodes=1 << 30),
         groups=_GROUPS,
         episodes=_EPISODES,
-        schedule=ScheduleConfig(kind=kind, max_lag=2, max_episodes=1 << 30),
-        tokenizer=tokenizer,
-        generator=generator,
-        devices=DeviceHandover(generator, clock=loop.time),
-        run_episode=EpisodeRunner(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the environments score
-        seed=0,
-        version=lambda: trained,
-        warn=print,
+        tasks=ResumableTaskStream(mixture),
         clock=loop.time,
+    )
+    rollouts = RolloutExecutor(
+        Dispatcher(scheduler, generator, tokenizer),
+        EpisodeRunner(tokenizer, environment, None, clock=loop.time),  # type: ignore[arg-type]  # the environments score
+        devices=DeviceHandover(generator, clock=loop.time),
+        version=lambda: trained,
+        seed=0,
+        listener=Printed(),
     )
     batch_of: dict[int, int] = {}
     began: list[float] = []

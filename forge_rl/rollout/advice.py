@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from forge_rl.types import Batch, Outcome
 
 _NEARLY_ALL = 0.9
@@ -13,23 +11,19 @@ _CUT_BATCHES = 5
 
 
 class Advice:
-    """Warns about batches with little learning signal, once per streak.
+    """Finds batches with little learning signal, once per streak."""
 
-    Args:
-        warn: called with a line for the user.
-        longest: returns the maximum number of new tokens per completion.
-    """
-
-    def __init__(self, warn: Callable[[str], None], longest: Callable[[], int]) -> None:
-        self._warn = warn
-        self._longest = longest
+    def __init__(self) -> None:
         self._cut_rewards: list[float] = []
         """Mean rewards of the current streak of batches with mostly truncated episodes."""
         self._in_streak: set[str] = set()
         """Kinds of warnings that apply to the last batch; not repeated while they keep applying."""
 
-    def look_at(self, batch: Batch, number: int) -> None:
-        """Check a delivered batch, and warn if it has little learning signal."""
+    def look_at(self, batch: Batch, *, max_tokens: int) -> list[str]:
+        """Return warnings about a delivered batch with little learning signal.
+
+        `max_tokens` is the maximum of a completion.
+        """
         episodes = batch.episodes
         cut = sum(episode.outcome is Outcome.TRUNCATED for episode in episodes)
         found = {}
@@ -39,7 +33,7 @@ class Advice:
         lasting = len(self._cut_rewards) >= _CUT_BATCHES and mean_reward <= self._cut_rewards[0]
         if cut > _NEARLY_ALL * len(episodes) or lasting:
             found["cut"] = (
-                f"{cut} of {len(episodes)} episodes were truncated, by --generator.max-tokens {self._longest()} or "
+                f"{cut} of {len(episodes)} episodes were truncated, by --generator.max-tokens {max_tokens} or "
                 "by the context: raise it if answers need more"
             )
         if all(max(group.rewards) == min(group.rewards) for group in batch.groups):
@@ -48,6 +42,6 @@ class Advice:
                 "group-relative advantages are 0: tasks may be too easy or too hard for this model, or its answers not "
                 "recognised; see episodes.jsonl"
             )
-        for kind in found.keys() - self._in_streak:
-            self._warn(f"batch {number}: {found[kind]}")
+        new = [text for kind, text in found.items() if kind not in self._in_streak]
         self._in_streak = set(found)
+        return new

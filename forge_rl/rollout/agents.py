@@ -9,7 +9,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from forge_rl.errors import ContextError, PoisonError, ReplicaError, SpendingError
 from forge_rl.gateway.backend import Backend
@@ -19,6 +19,7 @@ from forge_rl.gateway.server import Gateway
 from forge_rl.gateway.sessions import SESSION_FULL, Session
 from forge_rl.rewards.scorer import score_again, with_score
 from forge_rl.rollout.agent_command import AgentCommand, AgentError, AgentFunction, AgentStartError
+from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.services.completion import Observer
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -36,23 +37,6 @@ for the policy's last answer, or a Score that replaces the reward's. Blocking wo
 ReplicaError means that such a process died, and the episode is retried."""
 
 
-class PolicyClient(Protocol):
-    """An episode's client for the policy."""
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling settings of the episode's turns."""
-
-    @property
-    def used_s(self) -> Callable[[], float]:
-        """Function that returns the episode's own seconds so far, without waits for an engine and pauses."""
-
-    async def decode(
-        self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, gather_s: float, lock: asyncio.Lock
-    ) -> None:
-        """Decode a completion while holding the lock. Tokens may be gathered for `gather_s` seconds."""
-
-
 class SessionBackend:
     """Decodes sessions' requests through their episodes' clients, and all others on another backend.
 
@@ -64,12 +48,12 @@ class SessionBackend:
         self.model = outside.model
         self.max_model_len = outside.max_model_len
         self._outside = outside
-        self._clients: dict[str, tuple[PolicyClient, asyncio.Lock]] = {}
+        self._clients: dict[str, PolicyClient] = {}
 
     @contextlib.contextmanager
     def connected(self, session: Session, client: PolicyClient) -> Iterator[None]:
         """Decode a session's requests through `client` inside the context."""
-        self._clients[session.key] = (client, asyncio.Lock())
+        self._clients[session.key] = client
         try:
             yield
         finally:
@@ -82,8 +66,7 @@ class SessionBackend:
         if session is None:
             await self._outside.decode(prompt_ids, sampling, observe, session=None, gather_s=gather_s)
         else:
-            client, lock = self._clients[session]
-            await client.decode(prompt_ids, sampling, observe, gather_s=gather_s, lock=lock)
+            await self._clients[session](prompt_ids, sampling, observe=observe, gather_s=gather_s)
 
 
 @dataclass(frozen=True)

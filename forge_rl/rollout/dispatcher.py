@@ -1,16 +1,16 @@
-"""Decodes turns on the engines that the scheduler grants, and retries on others if an engine dies."""
+"""Decodes episodes' turns on the engines that the scheduler grants, and resumes them on others if an engine dies."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from forge_rl.errors import ContextError, ReplicaError
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode
-from forge_rl.services.completion import Observer, ResumableCompletion
+from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling, Turn
@@ -37,7 +37,7 @@ class Decoder(Protocol):
 
 
 class Dispatcher:
-    """Decodes on the engines that the scheduler grants."""
+    """Waits for the engines that the scheduler grants; an episode has one engine at a time."""
 
     def __init__(self, scheduler: Scheduler, generator: Decoder, tokenizer: Tokenizer) -> None:
         self.scheduler = scheduler
@@ -53,27 +53,26 @@ class Dispatcher:
     def grant(self) -> None:
         """Wake the episodes that were just granted an engine."""
         for episode in self.scheduler.pop_grants():
-            granted = self._grants.pop(episode, None)  # none yet if `decode` has just requested it
+            granted = self._grants.get(episode)  # none yet if `acquire` has just requested it
             if granted is not None and not granted.done():
                 granted.set_result(None)
 
-    async def decode(self, episode: InflightEpisode, completion: ResumableCompletion) -> None:
-        """Wait for an engine and decode on it; an episode has one engine at a time."""
+    async def acquire(self, episode: InflightEpisode) -> int | None:
+        """Wait for an engine and return it. The caller must then `release` it, also if this is cancelled."""
         self.scheduler.request_decode(episode)
         self.grant()
-        interrupted = False
-        try:
-            if episode.state != "decoding":
-                granted = self._grants[episode] = asyncio.get_running_loop().create_future()
-                await granted
-            await self.generator.decode(completion, engine=episode.engine)
-        except ReplicaError:
-            interrupted = True
-            raise
-        finally:
-            self._grants.pop(episode, None)
-            self.scheduler.finish_turn(episode, interrupted=interrupted)
-            self.grant()
+        if episode.state != "decoding":
+            self._grants[episode] = asyncio.get_running_loop().create_future()
+            try:
+                await self._grants[episode]
+            finally:
+                del self._grants[episode]
+        return episode.engine
+
+    def release(self, episode: InflightEpisode, *, interrupted: bool) -> None:
+        """Give an episode's engine to others; an interrupted one is the next to get another."""
+        self.scheduler.finish_turn(episode, interrupted=interrupted)
+        self.grant()
 
     def client(self, episode: InflightEpisode, sampling: Sampling) -> PolicyClient:
         """Return an episode's policy client."""
@@ -82,7 +81,7 @@ class Dispatcher:
 
 @dataclass(frozen=True)
 class PolicyClient:
-    """An episode's policy client, for one completion at a time.
+    """An episode's policy client.
 
     turn = await client(prompt_ids)
     """
@@ -93,38 +92,47 @@ class PolicyClient:
     """Sampling settings of the episode's turns."""
     since_s: float
     """The episode's own time when this client was made."""
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 
     def used_s(self) -> float:
         """Return the episode's seconds so far, without waiting for an engine or pauses."""
         return self.dispatcher.scheduler.own_s(self.episode) - self.since_s
 
-    def __call__(self, prompt_ids: TokenIds) -> Coroutine[Any, Any, Turn]:
-        """Decode one whole completion, limited by the room in the context; raises like ResumableCompletion.run.
+    async def __call__(
+        self,
+        prompt_ids: TokenIds,
+        sampling: Sampling | None = None,
+        *,
+        observe: Observer | None = None,
+        gather_s: float = GATHER_S,
+    ) -> Turn:
+        """Decode one completion, limited by the room in the context, on as many engines as needed.
+
+        Concurrent calls decode one after the other. See `Generator.generate` for the arguments and further errors.
 
         Raises:
             ContextError: the context has no room for a single token.
         """
-        longest = self.dispatcher.generator.max_model_len
+        dispatcher, sampling = self.dispatcher, sampling or self.sampling
+        longest = dispatcher.generator.max_model_len
         room = longest - len(prompt_ids)
         if room < 1:
             raise ContextError(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer in {longest}",
                 hint="raise --generator.max-model-len, or choose tasks with shorter prompts",
             )
-        sampling = self.sampling if room >= self.sampling.max_tokens else replace(self.sampling, max_tokens=room)
-        return ResumableCompletion(prompt_ids, sampling, self.dispatcher.tokenizer).run(self._decode)
-
-    async def decode(
-        self, prompt_ids: TokenIds, sampling: Sampling, observe: Observer, *, gather_s: float, lock: asyncio.Lock
-    ) -> None:
-        """Decode one completion while holding the lock; see ResumableCompletion.run."""
-
-        async def decode(completion: ResumableCompletion) -> None:
-            async with lock:
-                await self._decode(completion)
-
-        completion = ResumableCompletion(prompt_ids, sampling, self.dispatcher.tokenizer)
-        await completion.run(decode, observe=observe, gather_s=gather_s)
-
-    def _decode(self, completion: ResumableCompletion) -> Coroutine[Any, Any, None]:
-        return self.dispatcher.decode(self.episode, completion)
+        if room < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=room)
+        completion = ResumableCompletion(prompt_ids, sampling, dispatcher.tokenizer, observe=observe, gather_s=gather_s)
+        async with self._one_at_a_time:
+            while not completion.finish:
+                interrupted = False
+                try:
+                    engine = await dispatcher.acquire(self.episode)
+                    await dispatcher.generator.decode(completion, engine=engine)
+                except ReplicaError as error:
+                    interrupted = True
+                    completion.fail_over(error)
+                finally:
+                    dispatcher.release(self.episode, interrupted=interrupted)
+        return completion.turn()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from forge_rl.algorithms.evaluation import avg_at_k, maj_at_k, pass_at_k
 from forge_rl.errors import ConfigError, ForgeError, check_flags
-from forge_rl.rollout.state import OVERLAPPED, GroupState, InflightEpisode
+from forge_rl.rollout.state import EVALUATION, GroupState, InflightEpisode
 from forge_rl.types import Episode, Outcome, Sampling, Task
 
 
@@ -80,7 +80,7 @@ class Evaluation:
         """Number of unfinished episodes, and of all episodes."""
         for number, (name, tasks) in enumerate(sets.items()):
             groups = [
-                GroupState(task, OVERLAPPED, (OVERLAPPED, number, place), order=place)
+                GroupState(task, EVALUATION, (EVALUATION, number, place), order=place)
                 for place, task in enumerate(tasks)
             ]
             for group in groups:

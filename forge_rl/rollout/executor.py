@@ -7,40 +7,44 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Protocol, TypeAlias
 
-from forge_rl.data.mixture import Mixture
-from forge_rl.data.task_stream import ResumableTaskStream
-from forge_rl.errors import (
-    ContextError,
-    ForgeError,
-    PoisonError,
-    ReplicaError,
-    SpendingError,
-    TaskError,
-    UnscoredError,
-)
+from forge_rl.errors import ContextError, ForgeError, PoisonError, ReplicaError, SpendingError, TaskError, UnscoredError
 from forge_rl.metrics import RolloutStatus
 from forge_rl.rewards.scorer import Scorer, score_again
 from forge_rl.rollout.advice import Advice
-from forge_rl.rollout.dispatcher import Decoder, Dispatcher, PolicyClient
+from forge_rl.rollout.dispatcher import Dispatcher, PolicyClient
 from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.placement import DeviceHandover
-from forge_rl.rollout.scheduler import Scheduler
-from forge_rl.rollout.state import OVERLAPPED, InflightEpisode, ScheduleConfig
-from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Task
+from forge_rl.rollout.state import EVALUATION, InflightEpisode
+from forge_rl.types import Batch, Episode, Group, Outcome, Task
 
-_LONGER = "raise --generator.max-model-len, or choose tasks with shorter prompts"
 _WAVE = 64
 """Maximum episodes started per event loop iteration, so that others get their turn."""
 
 RunEpisode: TypeAlias = Callable[[Task, PolicyClient], Awaitable[Episode]]
 """Runs one episode of a task with its policy client, such as an EpisodeRunner."""
+
+
+class RolloutListener(Protocol):
+    """Hears of rollouts, such as the log of a run."""
+
+    def warn(self, text: str) -> None:
+        """Take note of a warning for the user."""
+
+    def episode(self, episode: Episode) -> None:
+        """Take note of a finished episode; of an evaluation's, only if it failed."""
+
+
+class NoListener:
+    """Ignores everything."""
+
+    def warn(self, text: str) -> None: ...
+
+    def episode(self, episode: Episode) -> None: ...
 
 
 class RolloutExecutor:
@@ -49,70 +53,54 @@ class RolloutExecutor:
         batch = await run.rollouts.next_batch()
 
     Args:
-        groups: P.
-        episodes: G.
+        dispatcher: decodes on the engines that its scheduler grants; the scheduler's config sets P and G.
         devices: hands devices to the engines and back.
-        seed: sampling seed. The same seed yields the same batches if the schedule has no lag.
         reward: scores the episodes of a group together if they have no score yet.
+        seed: sampling seed. The same seed yields the same batches if the schedule has no lag.
         version: returns the latest published version.
-        warn: called with a line for the user.
-        on_episode: called with each finished episode, except successful evaluation episodes.
+        listener: hears of warnings and finished episodes.
         reward_wait_s: seconds to wait for a replacement reward when all scores fail, before raising an error.
-        clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        *,
-        mixture: Mixture,
-        groups: int,
-        episodes: int,
-        schedule: ScheduleConfig,
-        tokenizer: Tokenizer,
-        generator: Decoder,
+        dispatcher: Dispatcher,
         run_episode: RunEpisode,
-        reward: Scorer | None = None,
+        *,
         devices: DeviceHandover,
-        seed: int,
         version: Callable[[], int],
-        warn: Callable[[str], None],
-        on_episode: Callable[[Episode], None] = lambda _: None,
+        seed: int,
+        reward: Scorer | None = None,
+        listener: RolloutListener | None = None,
         reward_wait_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = schedule
+        self.config = dispatcher.scheduler.config
         """Settings of the schedule. Assign new ones of the same kind to apply them from the next batch on."""
         self.last: Batch | None = None
         """The last delivered batch."""
         self.evaluation: Evaluation | None = None
         """The last started evaluation."""
-        self._tasks = ResumableTaskStream(mixture)
-        self._generator = generator
-        self._tokenizer = tokenizer
+        self._dispatcher = dispatcher
+        self._scheduler = dispatcher.scheduler
+        self._generator = dispatcher.generator
         self._run_episode = run_episode
         self._reward = reward
         self._devices = devices
         self._seed = seed
         self._version = version
-        self._warn = warn
-        self._on_episode = on_episode
+        self._listener = listener or NoListener()
         self._reward_wait_s = reward_wait_s
         self._giving_up: asyncio.TimerHandle | None = None
         """Timer that ends the wait for a replacement reward; no episodes start meanwhile."""
         self._unscored: tuple[Episode, ...] = ()
         """The last episode whose score failed since the reward was replaced, with the results of its group."""
-        self._new_scheduler = functools.partial(
-            Scheduler, groups=groups, episodes=episodes, tasks=self._tasks, clock=clock
-        )
-        self._scheduler = self._new_scheduler(schedule)
-        self._dispatcher = Dispatcher(self._scheduler, generator, tokenizer)
-        generator.listeners.append(self._on_engines_changed)
+        self._generator.listeners.append(self._on_engines_changed)
         self._running: dict[InflightEpisode, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
         """Error that the next batch will raise; no episodes start meanwhile."""
         self._raised = False
         """True once that error was raised to a caller."""
-        self._advice = Advice(warn, lambda: generator.sampling.max_tokens)
+        self._advice = Advice()
         self._more: asyncio.Handle | None = None
         """Callback that starts the remaining episodes in the next event loop iteration."""
         self._changed = asyncio.Event()
@@ -147,14 +135,15 @@ class RolloutExecutor:
         for group in groups:
             group.episodes.clear()  # the reference cycle would hold tokens until garbage collection
         pending = None if self.config.exact else [group.task for group in self._scheduler.planner.groups()]
-        self._tasks.batch_delivered(made, pending=pending)
+        self._scheduler.tasks.batch_delivered(made, pending=pending)
         if not self.config.decodes_while_training:
             self._scheduler.capacity.set_paused(True)
             states = self._scheduler.states + self._scheduler.evaluation_states
             await self._devices.hand_to_trainer(idle=not states["decoding"])
         self._advance()
         self.last = Batch(groups=made, version=version)
-        self._advice.look_at(self.last, number)
+        for text in self._advice.look_at(self.last, max_tokens=self._generator.sampling.max_tokens):
+            self._warn(f"batch {number}: {text}")
         return self.last
 
     def start_evaluation(self, evaluation: Evaluation) -> None:
@@ -185,28 +174,6 @@ class RolloutExecutor:
                 await self._changed.wait()
         finally:
             self._scheduler.await_evaluation(False)
-
-    async def episode(self, task: Task, sampling: Sampling) -> Episode:
-        """Run one episode that belongs to no batch, before all others; retry infrastructure errors only.
-
-        Other failures would recur if decoding is greedy.
-        """
-        for tries in range(1 + self.config.retries):
-            episode = self._scheduler.start_evaluation(task)
-            try:
-                result = await self._attempt(task, self._dispatcher.client(episode, sampling))
-            except (ContextError, PoisonError) as error:
-                return _unusable(task, error)
-            finally:
-                self._scheduler.end_evaluation(episode)
-                self._dispatcher.grant()
-            if result.outcome.scored:
-                result = await self._score_group(episode, result)
-            if not result.outcome.scored:
-                self._on_episode(result)
-            if result.outcome is not Outcome.INFRASTRUCTURE_ERROR or tries == self.config.retries:
-                break
-        return result
 
     def reward_replaced(self) -> None:
         """Resume if the run was waiting for a new reward, and warn about scores of the old one that stay."""
@@ -279,8 +246,8 @@ class RolloutExecutor:
         """Return the state of the mixture and the batches as JSON; undelivered tasks will be drawn again."""
         planner = self._scheduler.planner
         return {
-            "mixture": self._tasks.state(),
-            "used": self._tasks.consumed([group.task for group in planner.groups()]),
+            "mixture": self._scheduler.tasks.state(),
+            "used": self._scheduler.tasks.consumed([group.task for group in planner.groups()]),
             "batches": planner.next_batch,
         }
 
@@ -296,9 +263,9 @@ class RolloutExecutor:
         await self._cancel_all()
         self._failure = self.evaluation = None
         self._raised = False
-        self._tasks.restore(mixture, used)
-        self._scheduler = self._new_scheduler(self.config, first=batches)
-        self._dispatcher = Dispatcher(self._scheduler, self._generator, self._tokenizer)
+        self._scheduler.tasks.restore(mixture, used)
+        self._scheduler.reconfigure(self.config)
+        self._scheduler.reset(batches)
 
     def __repr__(self) -> str:
         done, groups = self._scheduler.planner.progress()
@@ -350,8 +317,7 @@ class RolloutExecutor:
             idle = self._failure is not None or self._giving_up is not None or self._more is not None
             starts = [] if idle else scheduler.pop_starts(most=_WAVE)
             for episode in starts:
-                running = self._evaluate(episode) if episode.group.batch == OVERLAPPED else self._run(episode)
-                task = self._running[episode] = loop.create_task(running)
+                task = self._running[episode] = loop.create_task(self._run(episode))
                 task.add_done_callback(functools.partial(self._forget, episode))
             if len(starts) == _WAVE:
                 self._more = loop.call_soon(self._start_more)
@@ -372,80 +338,65 @@ class RolloutExecutor:
         self._changed.set()
 
     async def _run(self, episode: InflightEpisode) -> None:
-        """Run an episode of a batch; an error that is not an outcome fails the next batch."""
+        """Run an episode and record its end.
+
+        An error that is not an outcome fails the next batch, or the awaited evaluation.
+        """
         task, scheduler = episode.group.task, self._scheduler
-        seed = zlib.crc32("/".join(map(str, (self._seed, *episode.place))).encode())
-        client = self._dispatcher.client(episode, replace(self._generator.sampling, seed=seed))
+        evaluation = self.evaluation if episode.group.batch == EVALUATION else None
+        record: Callable[[], None]
         try:
-            result = await self._attempt(task, client)
+            result = await self._attempt(task, self._client(episode, evaluation))
             if result.outcome.scored:
                 result = await self._score_group(episode, result)
-        except ContextError as error:
-            self._conclude(scheduler.skip, episode, "too_long", f"the last one: {error.message}", _LONGER)
-            self._tell(self._warn, f"{task.source} {task.id}: skipped: {error.message}")
-        except PoisonError as error:
-            scheduler.outcomes[Outcome.INFRASTRUCTURE_ERROR] += 1
-            self._conclude(scheduler.skip, episode, "failed", f"the last one: {error.message}", error.hint)
-            self._tell(self._warn, f"{task.source} {task.id}: skipped: {error.message}")
+            record = functools.partial(scheduler.record_result, episode, result)
+            warning = f"{result.outcome}: {result.problem}" if result.problem else ""
+            told = not result.unscored  # else told once it is scored
+        except (ContextError, PoisonError) as error:
+            problem = f"{error.message}; {error.hint}"
+            result = Episode(task=task, turns=(), outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)
+            record = functools.partial(scheduler.skip, episode, error)
+            warning, told = f"skipped: {error.message}", False
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             scheduler.restart(episode)
             self._fail(error)
             return
-        else:
-            if result.outcome is Outcome.JUDGE_ERROR:
-                self._unscored = (*episode.group.results, result)
-            self._conclude(scheduler.record_result, episode, result)
-            if not result.unscored:  # else reported once it is scored
-                self._tell(self._on_episode, result)
-            if result.problem:
-                self._tell(self._warn, f"{task.source} {task.id}: {result.outcome}: {result.problem}")
+        if evaluation is None and result.outcome is Outcome.JUDGE_ERROR:
+            self._unscored = (*episode.group.results, result)
+        try:
+            record()
+            if evaluation is not None and episode.state == "done":
+                evaluation.record(episode, result)
+        except UnscoredError as error:
+            self._wait_for_reward(error)
+        except Exception as error:  # such as a source without usable groups
+            self._fail(error)
+        if evaluation is not None:
+            warning, told = "", not result.outcome.scored
+        if told:
+            self._tell(self._listener.episode, result)
+        if warning:
+            self._warn(f"{task.source} {task.id}: {warning}")
         self._advance()
         self._changed.set()
 
-    async def _evaluate(self, episode: InflightEpisode) -> None:
-        """Run an episode of the evaluation; an error that is not an outcome fails the awaited result, as in `_run`."""
-        evaluation, task = self.evaluation, episode.group.task
-        assert evaluation is not None, "episodes of an evaluation end with it"
-        seed = zlib.crc32(f"evaluation/{self._seed}/{task.source}/{task.id}/{episode.index}".encode())
-        client = self._dispatcher.client(episode, replace(evaluation.sampling, seed=seed))
-        try:
-            result = await self._attempt(task, client)
-            if result.outcome.scored:
-                result = await self._score_group(episode, result)
-        except (ContextError, PoisonError) as error:
-            result = _unusable(task, error)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self._scheduler.restart(episode)
-            self._fail(error)
-            return
-        if result.outcome is Outcome.INFRASTRUCTURE_ERROR and episode.tries < self.config.retries:
-            episode.tries += 1
-            self._scheduler.restart(episode)
+    def _client(self, episode: InflightEpisode, evaluation: Evaluation | None) -> PolicyClient:
+        """Return an episode's policy client, with a seed that is the same in every run."""
+        task = episode.group.task
+        if evaluation is not None:
+            sampling = evaluation.sampling
+            place = f"evaluation/{self._seed}/{task.source}/{task.id}/{episode.index}"
         else:
-            self._scheduler.end_evaluation(episode)
-            self._conclude(evaluation.record, episode, result)
-        if not result.outcome.scored:
-            self._tell(self._on_episode, result)
-        self._advance()
-        self._changed.set()
+            sampling = self._generator.sampling
+            place = "/".join(map(str, (self._seed, *episode.place)))
+        return self._dispatcher.client(episode, replace(sampling, seed=zlib.crc32(place.encode())))
 
     def _forget(self, episode: InflightEpisode, task: asyncio.Task[None]) -> None:
         """Forget a finished asyncio task of an episode, unless another one runs the episode by now."""
         if self._running.get(episode) is task:
             del self._running[episode]
-
-    def _conclude(self, step: Callable[..., object], *given: object) -> None:
-        """Record the end of an episode; an error, such as a source without usable groups, fails the next batch."""
-        try:
-            step(*given)
-        except UnscoredError as error:
-            self._wait_for_reward(error)
-        except Exception as error:
-            self._fail(error)
 
     def _wait_for_reward(self, error: UnscoredError) -> None:
         """Start nothing until the reward is replaced; fail after `reward_wait_s`."""
@@ -454,48 +405,50 @@ class RolloutExecutor:
         elif self._giving_up is None:
             loop = asyncio.get_running_loop()
             self._giving_up = loop.call_later(self._reward_wait_s, self._give_up, error)
-            self._tell(
-                self._warn,
+            self._warn(
                 f"all scores fail, so the run waits {self._reward_wait_s / 60:g} minutes for another reward, such as "
-                f"`forge_rl.attach(FOLDER).reward = 'mine.py:score'`: {error.message}",
+                f"`forge_rl.attach(FOLDER).reward = 'mine.py:score'`: {error.message}"
             )
 
     def _give_up(self, error: UnscoredError) -> None:
         self._giving_up = None
         self._fail(error)
 
-    def _tell(self, listener: Callable[[Any], None], news: object) -> None:
-        """Call a listener about an episode already recorded; if the listener raises, only the next batch fails."""
+    def _warn(self, text: str) -> None:
+        self._tell(self._listener.warn, text)
+
+    def _tell(self, hear: Callable[..., None], *news: object) -> None:
+        """Call the listener, about an episode once it is recorded; if it raises, only the next batch fails."""
         try:
-            listener(news)
+            hear(*news)
         except Exception as error:
             self._fail(error)
 
     async def _score_group(self, episode: InflightEpisode, result: Episode) -> Episode:
-        """Score a group's episodes together, if needed, once its last episode has ended with this result."""
+        """Score a group's episodes together, if needed, once its last one has ended with this result; return it."""
         mates = [each for each in episode.group.episodes if each is not episode]
         if any(each.result is None for each in mates):
             return result
         waiting = [each for each in mates if each.result is not None and each.result.unscored]
-        unscored = [each.result for each in waiting if each.result is not None]
-        own = [result] if result.unscored else []
-        if not unscored and not own:
+        given = [each.result for each in waiting if each.result is not None]
+        if result.unscored:
+            given.append(result)
+        if not given:
             return result
         assert self._reward is not None, "episodes that come without a score need a reward"
         try:
-            scored = await score_again(self._reward, [*unscored, *own])
+            scored = await score_again(self._reward, given)
         except SpendingError:
             raise
         except Exception as error:
             died = isinstance(error, ReplicaError)
             outcome = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR
             return result.updated(outcome=outcome, problem=str(error))
-        told = scored[: len(waiting)]
-        for mate, mates_result in zip(waiting, told, strict=True):
+        for mate, mates_result in zip(waiting, scored, strict=False):
             mate.result = mates_result
-        for mates_result in told if episode.group.batch >= 0 else ():
-            self._tell(self._on_episode, mates_result)
-        return scored[-1] if own else result
+            if episode.group.batch != EVALUATION:
+                self._tell(self._listener.episode, mates_result)
+        return scored[-1] if result.unscored else result
 
     async def _attempt(self, task: Task, client: PolicyClient) -> Episode:
         """Run an episode; a CancelledError from its own code is an environment error and does not end the run."""
@@ -507,9 +460,3 @@ class RolloutExecutor:
                 raise
             problem = "its code raised a CancelledError although it was not cancelled"
             return Episode(task=task, turns=(), outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)
-
-
-def _unusable(task: Task, error: ContextError | PoisonError) -> Episode:
-    """Make the failed episode of a task whose prompt leaves no room for an answer, or which kills engines."""
-    problem = f"{error.message}; {error.hint}"
-    return Episode(task=task, turns=(), outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)

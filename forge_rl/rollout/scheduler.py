@@ -7,27 +7,30 @@ from __future__ import annotations
 
 import heapq
 import sys
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import get_args
 
 from forge_rl.data.task_stream import ResumableTaskStream
-from forge_rl.errors import TaskError, UnscoredError
+from forge_rl.errors import ContextError, PoisonError, TaskError, UnscoredError
 from forge_rl.rollout.batch_planner import BatchPlanner, Reason
 from forge_rl.rollout.capacity import EngineCapacity
-from forge_rl.rollout.state import EVALUATION, OVERLAPPED, GroupState, InflightEpisode, ScheduleConfig, State
-from forge_rl.types import Episode, Outcome, Task
+from forge_rl.rollout.state import EVALUATION, EpisodeState, GroupState, InflightEpisode, ScheduleConfig
+from forge_rl.types import Episode, Outcome
 
 _MEMORY = 0.95
 """Weight of the past in the moving average of a source's episode length."""
-_NO_EPISODES: dict[State, int] = dict.fromkeys(get_args(State), 0)
+_NO_EPISODES: dict[EpisodeState, int] = dict.fromkeys(get_args(EpisodeState), 0)
 """Initial number of episodes by state; looking up missing keys in a Counter is slower."""
+_FIRST, _INTERRUPTED = -2, -1
+"""Ranks, before any batch's, of evaluations that are awaited and of episodes whose engine died."""
 
 
 class Scheduler:
     """Decides which episodes start and decode, for the planner's batches and for evaluations.
 
-    Episodes of an overlapped evaluation use the capacity that the awaited batch leaves free, take precedence over
+    Episodes of an evaluation use the capacity that the awaited batch leaves free, take precedence over
     later batches, and pause with them. While the evaluation itself is awaited, they go first, and no episode of a batch
     starts.
 
@@ -48,36 +51,42 @@ class Scheduler:
         groups: int,
         episodes: int,
         tasks: ResumableTaskStream,
-        clock: Callable[[], float],
-        first: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.tasks = tasks
+        self.config = config
+        """The current config; `reconfigure` changes it."""
+        self.capacity = EngineCapacity(clock)
+        self._groups, self._episodes = groups, episodes
+        self._clock = clock
+        self.reset(0)
+
+    def reset(self, batch: int) -> None:
+        """Plan from a batch on; everything before has ended or was cancelled."""
         self.planner = BatchPlanner(
-            config,
-            groups=groups,
-            episodes=episodes,
-            tasks=tasks,
+            self.config,
+            groups=self._groups,
+            episodes=self._episodes,
+            tasks=self.tasks,
             on_planned=self._add_group,
             on_dropped=self._end_group,
-            first=first,
+            first=batch,
         )
-        self.capacity = EngineCapacity(clock)
         self.outcomes: Counter[str] = Counter()
         """Outcomes of all attempts, including unused ones."""
-        self.states: Counter[State] = Counter(_NO_EPISODES)
+        self.states: Counter[EpisodeState] = Counter(_NO_EPISODES)
         """Number of batch episodes by state."""
-        self.evaluation_states: Counter[State] = Counter(_NO_EPISODES)
+        self.evaluation_states: Counter[EpisodeState] = Counter(_NO_EPISODES)
         """Number of evaluation episodes by state."""
-        self._config = config
-        self._clock = clock
         self._expected_tokens: dict[str, float] = {}
         """Expected episode length by source, once known."""
         self._new: list[tuple[int, float, int, int, InflightEpisode]] = []
         """Heap of episodes to start."""
-        self._waiting: list[tuple[float, int, InflightEpisode]] = []
+        self._waiting: list[tuple[int, int, InflightEpisode]] = []
         """Heap of episodes waiting for an engine."""
         self._to_evaluate: deque[InflightEpisode] = deque()
         """Evaluation episodes to start."""
-        self._riding: list[tuple[float, int, InflightEpisode]] = []
+        self._riding: list[tuple[int, int, InflightEpisode]] = []
         """Heap of evaluation episodes waiting for an engine."""
         self._cancelled: list[InflightEpisode] = []
         self._tickets = 0
@@ -86,21 +95,12 @@ class Scheduler:
 
     def reconfigure(self, config: ScheduleConfig) -> None:
         """Apply a new config from now on; groups that it rules out are dropped and replaced."""
-        if config != self._config:
-            self._config = config
+        if config != self.config:
+            self.config = config
             self.planner.reconfigure(config)
 
-    def start_evaluation(self, task: Task) -> InflightEpisode:
-        """Start an episode that belongs to no batch and goes before all others."""
-        self.evaluation_states["in_env"] += 1
-        return InflightEpisode(GroupState(task, EVALUATION, (EVALUATION, 0, 0), order=0), 0, state="in_env")
-
-    def end_evaluation(self, episode: InflightEpisode) -> None:
-        """End an episode that belongs to no batch, with or without a result."""
-        self._set_state(episode, "done")
-
     def add_evaluation(self, groups: Iterable[GroupState]) -> None:
-        """Add an evaluation's episodes, in this order; the groups' batch is OVERLAPPED."""
+        """Add an evaluation's episodes, in this order; the groups' batch is EVALUATION."""
         for group in groups:
             self.evaluation_states["new"] += len(group.episodes)
             self._to_evaluate += group.episodes
@@ -109,7 +109,7 @@ class Scheduler:
         """Record whether evaluations are awaited."""
         self.capacity.set_evaluating(awaited)
         for _, ticket, episode in self._riding if awaited else ():
-            heapq.heappush(self._waiting, (EVALUATION, ticket, episode))
+            heapq.heappush(self._waiting, (_FIRST, ticket, episode))
         if awaited:
             self._riding = []
 
@@ -122,13 +122,12 @@ class Scheduler:
         if not episode.ticket:  # later turns keep their place before episodes that started later
             self._tickets += 1
             episode.ticket = self._tickets
-        rank: float = episode.group.batch
-        heap = self._waiting
-        if rank == OVERLAPPED and self.capacity.evaluating:
-            rank = EVALUATION
+        rank, heap = episode.group.batch, self._waiting
+        if rank == EVALUATION and self.capacity.evaluating:
+            rank = _FIRST
         elif episode.interrupted:
-            rank = EVALUATION if rank == EVALUATION else EVALUATION + 0.5
-        elif rank == OVERLAPPED:
+            rank = _INTERRUPTED
+        elif rank == EVALUATION:
             heap = self._riding
         heapq.heappush(heap, (rank, episode.ticket, episode))
 
@@ -145,48 +144,59 @@ class Scheduler:
             return
         self._set_state(episode, "new")
         episode.engine = None
-        if episode.group.batch == OVERLAPPED:
+        if episode.group.batch == EVALUATION:
             self._to_evaluate.appendleft(episode)
         else:
             self._queue(episode)
 
-    def skip(self, episode: InflightEpisode, reason: Reason, problem: str, hint: str) -> None:
-        """Replace the group of an episode whose task is unusable, for example too long for the context.
+    def skip(self, episode: InflightEpisode, error: ContextError | PoisonError) -> None:
+        """End an episode whose task is too long for the context, or kills engines. In a batch, its group is replaced.
 
         Raises TaskError like BatchPlanner.
         """
+        if episode.group.batch == EVALUATION:
+            self._set_state(episode, "done")
+            return
+        if isinstance(error, PoisonError):
+            self.outcomes[Outcome.INFRASTRUCTURE_ERROR] += 1
         if not episode.group.dropped:
             self._set_state(episode, "new")
-            self.planner.replace(episode.group, reason, problem, hint)
+            reason: Reason = "too_long" if isinstance(error, ContextError) else "failed"
+            self.planner.replace(episode.group, reason, f"the last one: {error.message}", error.hint)
 
     def record_result(self, episode: InflightEpisode, result: Episode) -> None:
-        """End an episode of a batch. One that failed through no fault of the policy restarts, or its group is replaced.
+        """End an episode, unless it failed through no fault of the policy and restarts.
 
-        An episode that could not be scored does not restart, as its score was already retried.
+        In a batch, one that still fails after its retries, or could not be scored, has its group replaced. In an
+        evaluation, only infrastructure errors are retried, as others would recur if decoding is greedy.
 
         Raises TaskError like BatchPlanner.
         """
-        group = episode.group
-        self.outcomes[result.outcome] += 1
+        group, failed = episode.group, not result.outcome.scored
+        if group.batch == EVALUATION:
+            failed = result.outcome is Outcome.INFRASTRUCTURE_ERROR
+        else:
+            self.outcomes[result.outcome] += 1
         if group.dropped:
             return
-        if not result.outcome.scored:
+        if failed and episode.tries < self.config.retries and result.outcome is not Outcome.JUDGE_ERROR:
             episode.tries += 1
-            if episode.tries <= self._config.retries and result.outcome is not Outcome.JUDGE_ERROR:
-                self.restart(episode)
-            else:
-                self._set_state(episode, "new")
-                problem = f"the last one ended with {result.outcome}: {result.problem}"
-                kind = UnscoredError if result.outcome is Outcome.JUDGE_ERROR else TaskError
-                self.planner.replace(group, "failed", problem, result.outcome.hint, kind)
-            return
-        episode.result = result
-        self._set_state(episode, "done")
-        tokens = float(result.response_tokens)
-        before = self._expected_tokens.get(group.task.source, tokens)
-        self._expected_tokens[group.task.source] = before * _MEMORY + tokens * (1 - _MEMORY)
-        if all(each.result is not None for each in group.episodes):
-            self.planner.complete(group)
+            self.restart(episode)
+        elif group.batch == EVALUATION:
+            self._set_state(episode, "done")
+        elif failed:
+            self._set_state(episode, "new")
+            problem = f"the last one ended with {result.outcome}: {result.problem}"
+            kind = UnscoredError if result.outcome is Outcome.JUDGE_ERROR else TaskError
+            self.planner.replace(group, "failed", problem, result.outcome.hint, kind)
+        else:
+            episode.result = result
+            self._set_state(episode, "done")
+            tokens = float(result.response_tokens)
+            before = self._expected_tokens.get(group.task.source, tokens)
+            self._expected_tokens[group.task.source] = before * _MEMORY + tokens * (1 - _MEMORY)
+            if all(each.result is not None for each in group.episodes):
+                self.planner.complete(group)
 
     def own_s(self, episode: InflightEpisode) -> float:
         """Return a time in seconds that advances while an episode is neither waiting for an engine nor paused.
@@ -213,7 +223,7 @@ class Scheduler:
             slots
             and len(found) < most
             and sum(states["waiting"] + states["decoding"] for states in counted) + len(found) < wanted
-            and sum(map(_in_flight, counted)) < self._config.max_episodes
+            and sum(map(_in_flight, counted)) < self.config.max_episodes
         ):
             try:
                 episode = self._next_episode()
@@ -223,7 +233,7 @@ class Scheduler:
                 break
             if episode is None:
                 break
-            if episode.group.batch != OVERLAPPED:
+            if episode.group.batch != EVALUATION:
                 self.planner.start(episode.group)
             self._set_state(episode, "in_env")
             found.append(episode)
@@ -234,7 +244,7 @@ class Scheduler:
         found: list[InflightEpisode] = []
         while heap := self._first_waiting():
             rank, _, episode = heap[0]
-            if self.capacity.paused and rank != EVALUATION:
+            if self.capacity.paused and rank != _FIRST:
                 break
             if episode.state != "waiting":
                 heapq.heappop(heap)
@@ -272,7 +282,7 @@ class Scheduler:
         shown = ", ".join(f"{states[state]} {words.get(state, state)}" for state in sorted(states))
         planner = self.planner
         missing = f"batch {planner.next_batch} lacks {sum(states.values())} episodes" + (f": {shown}" if shown else "")
-        if planner.published - planner.served > self._config.lag:
+        if planner.published - planner.served > self.config.lag:
             missing += (
                 f"; none can start, as the engines serve version {planner.served} but the latest is "
                 f"{planner.published}: load it"
@@ -302,7 +312,7 @@ class Scheduler:
     def _pop_evaluation(self) -> InflightEpisode | None:
         return self._to_evaluate.popleft() if self._to_evaluate else None
 
-    def _first_waiting(self) -> list[tuple[float, int, InflightEpisode]]:
+    def _first_waiting(self) -> list[tuple[int, int, InflightEpisode]]:
         """Return the heap with the next episode."""
         awaited = bool(self._waiting) and self._waiting[0][0] <= self.planner.next_batch
         return self._waiting if awaited or not self._riding else self._riding
@@ -333,9 +343,9 @@ class Scheduler:
     def _clock_of(self, episode: InflightEpisode) -> Callable[[], float]:
         if episode.group.batch >= 0:
             return self.capacity.running_s
-        return self._clock if episode.group.batch == EVALUATION else self.capacity.evaluation_s
+        return self.capacity.evaluation_s
 
-    def _set_state(self, episode: InflightEpisode, state: State) -> None:
+    def _set_state(self, episode: InflightEpisode, state: EpisodeState) -> None:
         before, episode.state = episode.state, state
         if state == "waiting":
             episode.waiting_since = self._clock_of(episode)()
@@ -349,5 +359,5 @@ class Scheduler:
         states[state] += 1
 
 
-def _in_flight(states: Counter[State]) -> int:
+def _in_flight(states: Counter[EpisodeState]) -> int:
     return states["in_env"] + states["waiting"] + states["decoding"]

@@ -72,13 +72,11 @@ class ScheduleConfig:
         return self.exact and self.lag == 0
 
 
-State = Literal["new", "in_env", "waiting", "decoding", "done"]
+EpisodeState = Literal["new", "in_env", "waiting", "decoding", "done"]
 """new: not started. in_env: in its environment, or being scored. waiting: for an engine. decoding: on an engine.
 done: has a result, or is no longer needed."""
 
 EVALUATION = -1
-"""Batch number of episodes that belong to no batch and go first."""
-OVERLAPPED = -2
 """Batch number of an evaluation's episodes: they go after the awaited batch and before later ones, or first while the
 evaluation is awaited."""
 
@@ -92,7 +90,7 @@ class GroupState:
     """Number of the batch that the group is planned for; a surplus group moves on to the next."""
     place: tuple[int, int, int]
     """Original batch number, place in the batch, and number of groups replaced at that place; the same in every run
-    with the same seed. For evaluations: OVERLAPPED, number of the set, and place in it."""
+    with the same seed. For evaluations: EVALUATION, number of the set, and place in it."""
     order: int
     """Number of groups planned before this one."""
     episodes: list[InflightEpisode] = field(default_factory=list)
@@ -130,7 +128,7 @@ class InflightEpisode:
 
     group: GroupState
     index: int
-    state: State = "new"
+    state: EpisodeState = "new"
     tries: int = 0
     """Number of failed attempts before this one."""
     engine: int | None = None

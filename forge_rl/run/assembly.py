@@ -8,11 +8,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from forge_rl.data.mixture import Mixture
+from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.gateway import GatewayConfig, GeneratorBackend
 from forge_rl.gateway.tools import ToolParser, parser_for
 from forge_rl.rollout.agents import Agent, serving_agents
+from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
+from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.control import Control, serving_control
 from forge_rl.run.evaluator import Evaluator
@@ -57,7 +60,22 @@ async def assemble(
             assert services.environment is not None
             parser = ToolParser(config.tool_parser or parser_for(tokenizer), tokenizer)
             run_episode = EpisodeRunner(tokenizer, services.environment, services.reward, parser.parse)
-        rollouts = _rollouts(prepared, config, services, mixture, tokenizer, run_episode)
+        scheduler = Scheduler(
+            config.schedule,
+            groups=config.groups_per_batch,
+            episodes=config.group_size,
+            tasks=ResumableTaskStream(mixture),
+        )
+        rollouts = RolloutExecutor(
+            Dispatcher(scheduler, services.generator, tokenizer),
+            run_episode,
+            devices=services.devices,
+            version=lambda: services.trainer.version,
+            seed=config.seed,
+            reward=services.reward,
+            listener=log,
+            reward_wait_s=config.reward.wait_for_another_s,
+        )
         stack.push_async_callback(rollouts.close)
         services.reward.replaced.append(rollouts.reward_replaced)
         services.reward.samples = rollouts.samples
@@ -93,30 +111,3 @@ async def assemble(
         await stack.enter_async_context(serving_control(prepared.folder, Control(run, live, policy), log.warn))
         gc.freeze()  # also modules imported meanwhile: see responsive_loop
         yield run
-
-
-def _rollouts(
-    prepared: Prepared,
-    config: RunConfig,
-    services: Services,
-    mixture: Mixture,
-    tokenizer: Tokenizer,
-    run_episode: RunEpisode,
-) -> RolloutExecutor:
-    log = prepared.monitor.log
-    return RolloutExecutor(
-        mixture=mixture,
-        groups=config.groups_per_batch,
-        episodes=config.group_size,
-        schedule=config.schedule,
-        tokenizer=tokenizer,
-        generator=services.generator,
-        run_episode=run_episode,
-        reward=services.reward,
-        devices=services.devices,
-        seed=config.seed,
-        version=lambda: services.trainer.version,
-        warn=log.warn,
-        on_episode=log.episode,
-        reward_wait_s=config.reward.wait_for_another_s,
-    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.errors import PoisonError, ReplicaError
-from forge_rl.token_arrays import Chunk, TokenIds
+from forge_rl.token_arrays import Chunk, TokenIds, read_only
 from forge_rl.tokens.tokenizer import TextStream, Tokenizer
 from forge_rl.types import Sampling, Turn
 
@@ -24,26 +23,46 @@ _MOST_DEATHS = 12
 _ROUNDING = 1e-4
 """Tolerance by which a logprob may exceed 0."""
 
+Observer: TypeAlias = Callable[[Chunk], bool | None]
+"""Called with each chunk of a completion, the last of which has a `finish`; returning True ends the completion."""
+
 
 class ResumableCompletion:
-    """Decodes one completion. If an engine dies, another one is prompted with all tokens so far and decodes the rest.
+    """One completion. If its engine dies, another one is prompted with all tokens so far and decodes the rest.
 
-    completion = ResumableCompletion(prompt_ids, Sampling(max_tokens=64), tokenizer)
-    turn = await completion.run(generator.decode)
+        completion = ResumableCompletion(prompt_ids, Sampling(max_tokens=64), tokenizer)
+        while not completion.finish:
+            try:
+                await generator.decode(completion)  # calls completion.add with each chunk
+            except ReplicaError as error:
+                completion.fail_over(error)
+        turn = completion.turn()
+
+    Args:
+        observe: called with each chunk; may end the completion.
+        gather_s: seconds for which engines gather tokens into a chunk; 0 sends each at once.
     """
 
-    def __init__(self, prompt_ids: TokenIds, sampling: Sampling, tokenizer: Tokenizer) -> None:
-        self.prompt_ids: npt.NDArray[np.int32] = np.asarray(prompt_ids, np.int32)
+    def __init__(
+        self,
+        prompt_ids: TokenIds,
+        sampling: Sampling,
+        tokenizer: Tokenizer,
+        *,
+        observe: Observer | None = None,
+        gather_s: float = GATHER_S,
+    ) -> None:
+        self.prompt_ids = read_only(np.asarray(prompt_ids, np.int32))
         self.tokens = 0
         """Number of tokens so far."""
         self.text = ""
         """Text emitted so far."""
         self.finish = ""
-        self.gather_s = GATHER_S
-        """Seconds for which engines gather tokens before they send them."""
+        """Finish reason: "stop" or "length"; "" before the end."""
+        self.gather_s = gather_s
         self.sampling = sampling
         self._tokenizer = tokenizer
-        self._observe: Observer | None = None
+        self._observe = observe
         self._chunks: list[Chunk] = []
         """Chunks of the completion so far."""
         self._decoder: TextStream | None = None
@@ -79,51 +98,8 @@ class ResumableCompletion:
             stop=(),
         )
 
-    async def run(self, decode: Decode, *, observe: Observer | None = None, gather_s: float = GATHER_S) -> Turn:
-        """Decode to the end, on as many engines as needed.
-
-        Args:
-            decode: decodes on one engine.
-            observe: called with each chunk, the last of which has a `finish`; may end the completion.
-            gather_s: seconds for which an engine gathers tokens into a chunk.
-
-        Raises:
-            PoisonError: several engines in a row died without a token.
-            ReplicaError: as `fail_over`.
-        """
-        self._observe, self.gather_s = observe, gather_s
-        while not self.finish:
-            try:
-                await decode(self)
-            except ReplicaError as error:
-                self.fail_over(error)
-        return self.turn()
-
-    async def stream(self, decode: Decode, *, gather_s: float = 0.0) -> AsyncGenerator[Chunk, None]:
-        """Decode as `run` does, and yield chunks as they come; only the last one has a `finish`.
-
-        A chunk is one token, or all tokens that an engine decodes in `gather_s` seconds.
-        """
-        came: asyncio.Queue[Chunk | None] = asyncio.Queue()
-        decoding = asyncio.ensure_future(self.run(decode, observe=came.put_nowait, gather_s=gather_s))
-        decoding.add_done_callback(lambda _: came.put_nowait(None))
-        try:
-            while (chunk := await came.get()) is not None:
-                yield chunk
-            await decoding
-        finally:
-            decoding.cancel()
-            await asyncio.gather(decoding, return_exceptions=True)
-
-    def on_chunk(self, chunk: Chunk) -> bool:
-        """Process an engine's next, validated chunk; returns True if the engine must stop."""
-        stops = self.add(chunk)
-        if self._observe is not None and self._observe(self._chunks[-1]) and not self.finish:
-            self.finish, stops = "stop", True
-        return stops
-
     def add(self, chunk: Chunk) -> bool:
-        """Append an engine's next chunk; returns True if it ended the completion without the engine noticing.
+        """Append an engine's next, validated chunk; returns True if the completion ended without the engine noticing.
 
         An engine that resumes another's completion misses characters and stop strings that began earlier, so text and
         end are determined here, and tokens after the end are cut off.
@@ -135,6 +111,8 @@ class ResumableCompletion:
         self.tokens += len(chunk.token_ids)
         self.text += chunk.text
         self.finish = chunk.finish
+        if self._observe is not None and self._observe(chunk) and not self.finish:
+            self.finish = "stop"
         return self.finish != ended
 
     def fail_over(self, error: ReplicaError) -> None:
@@ -170,9 +148,9 @@ class ResumableCompletion:
         if len(chunks) == 1:
             ids, logprobs, versions = chunks[0].token_ids, chunks[0].logprobs, chunks[0].versions
         else:
-            ids = np.concatenate([chunk.token_ids for chunk in chunks])
-            logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
-            versions = np.concatenate([chunk.versions for chunk in chunks])
+            ids = read_only(np.concatenate([chunk.token_ids for chunk in chunks]))
+            logprobs = read_only(np.concatenate([chunk.logprobs for chunk in chunks]))
+            versions = read_only(np.concatenate([chunk.versions for chunk in chunks]))
         return Turn.of_arrays(
             prompt_ids=self.prompt_ids,
             token_ids=ids,
@@ -233,9 +211,3 @@ def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size:
     if not isinstance(chunk.text, str) or chunk.finish not in ("", "stop", "length"):
         return f"a chunk has the finish {chunk.finish!r} and the text {chunk.text!r}"
     return ""
-
-
-Observer: TypeAlias = Callable[[Chunk], bool | None]
-"""Called with each chunk of a completion; returning True ends it."""
-Decode: TypeAlias = Callable[[ResumableCompletion], Awaitable[None]]
-"""Decodes the rest of a completion on one engine, passing each chunk to its `on_chunk`."""

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from forge_rl.errors import ForgeError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
-from forge_rl.services.progress import Progress
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import LoadReport
 
@@ -23,6 +23,8 @@ LOAD_DEADLINE_S = 600.0
 """Timeout of loading a version."""
 CONTROL_DEADLINE_S = 60.0
 """Timeout of pausing, resuming and the like."""
+_SILENT_S = 30.0
+"""Time without a chunk after which a busy engine counts as unresponsive."""
 _HELD_BYTES_PER_S = 5e8
 """Minimum speed at which an engine going to sleep moves its weights to host memory, including pinning."""
 
@@ -79,12 +81,18 @@ class EnginePool:
         self._ready: dict[int, Replica] = {}
         """Engines in the desired state, by index, which serve or are about to."""
         self._holding = asyncio.Lock()
-        self.progress = Progress()
+        self._chunk_at: WeakKeyDictionary[Replica, float] = WeakKeyDictionary()
+        """Time of each engine's last chunk, on its clock."""
 
     def answers(self, *, loading: bool) -> bool:
         """Return whether a serving engine is idle, makes progress, or is paused or loading on purpose."""
-        held = loading or self._desired.paused or self._desired.asleep
-        return any(each.serving and (held or self.progress.goes_on(each)) for each in self._service.replicas)
+        if loading or self._desired.paused or self._desired.asleep:
+            return any(each.serving for each in self._service.replicas)
+        return any(each.serving and self._goes_on(each) for each in self._service.replicas)
+
+    def note_progress(self, replica: Replica) -> None:
+        """Record that an engine sent a chunk."""
+        self._chunk_at[replica] = replica.clock()
 
     async def start_one(self, index: int) -> None:
         """Start the engine with an index, possibly replacing a dead one, and bring it to the desired state."""
@@ -200,6 +208,11 @@ class EnginePool:
             self._waiting -= 1
             if not self._waiting:
                 self._waits.clear()
+
+    def _goes_on(self, replica: Replica) -> bool:
+        """Return whether an engine is idle or sent a chunk recently."""
+        last_s = max(self._chunk_at.get(replica, 0.0), replica.busy_since)
+        return not replica.in_flight or replica.clock() - last_s < _SILENT_S
 
     def _hold_deadlines(self, held: bool) -> None:
         """Suspend request deadlines while the engines are paused."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
-from forge_rl.services.completion import GATHER_S, Decode, Observer, ResumableCompletion, validate_chunk
+from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion, validate_chunk
 from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool, Lend
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.non_finite import NonFiniteTokens
@@ -191,6 +191,7 @@ class Generator:
     async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
         """Decode the rest of a completion on one engine, passing it each chunk.
 
+        Completions that may have killed several engines are tried one at a time, until the next token of each.
         Cancelling this cancels the request.
 
         Args:
@@ -205,89 +206,46 @@ class Generator:
         """
         prompt_ids, sampling = completion.shown, completion.rest
         self._check(prompt_ids, sampling)
-        trial = contextlib.ExitStack()
-        if completion.suspect:
+        suspect = completion.suspect
+        if suspect:
             await self._trial.acquire()
-            trial.callback(self._trial.release)
-        with trial:
-            await self._decode(completion, prompt_ids, sampling, engine, on_token=trial.close)
-
-    async def _decode(
-        self,
-        completion: ResumableCompletion,
-        prompt_ids: TokenIds,
-        sampling: Sampling,
-        engine: int | None,
-        *,
-        on_token: Callable[[], None],
-    ) -> None:
-        """Decode as `decode` does; calls `on_token` at each chunk."""
-        replica = await self._choose(engine)
-        first = self._pool.current
-        drawn, ended = completion.tokens, False
-
-        def take(chunk: Chunk) -> bool:
-            nonlocal drawn, ended
-            self._pool.progress.note(replica)
-            on_token()
-            problem = validate_chunk(
-                chunk,
-                completion.sampling,
-                drawn=drawn,
-                vocab_size=self._tokenizer.vocab_size,
-                versions=self._pool.versions[first:],
-            )
-            if not problem:
-                chunk, problem = self.non_finite.mask(chunk, completion.sampling, replica)
-            if problem:
-                raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
-            drawn += len(chunk.token_ids)
-            stops = completion.on_chunk(chunk)
-            ended = stops or bool(chunk.finish)
-            return stops
-
         try:
-            await replica.ask(
-                "stream",
-                prompt_ids,
-                sampling,
-                completion.gather_s,
-                deadline_s=self.config.request_deadline_s,
-                on_item=take,
-            )
-        except (ReplicaError, DeadlineError):
-            raise
-        except ServiceError as error:  # an internal error of the engine
-            if self._stopping:
+            replica = await self._choose(engine)
+            first = self._pool.current
+
+            def take(chunk: Chunk) -> bool:
+                nonlocal suspect
+                self._pool.note_progress(replica)
+                if suspect:
+                    self._trial.release()
+                    suspect = False
+                problem = validate_chunk(
+                    chunk,
+                    completion.sampling,
+                    drawn=completion.tokens,
+                    vocab_size=self._tokenizer.vocab_size,
+                    versions=self._pool.versions[first:],
+                )
+                if not problem:
+                    chunk, problem = self.non_finite.mask(chunk, completion.sampling, replica)
+                if problem:
+                    raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
+                return completion.add(chunk)
+
+            deadline_s, gather_s = self.config.request_deadline_s, completion.gather_s
+            try:
+                await replica.ask("stream", prompt_ids, sampling, gather_s, deadline_s=deadline_s, on_item=take)
+            except (ReplicaError, DeadlineError):
                 raise
-            raise self._pool.mark_failed(replica, f"it failed: {error.message}") from error
-        if not ended:
-            raise self._pool.mark_failed(replica, "it sent garbage: its stream ended without a finish")
-
-    def stream(
-        self,
-        prompt_ids: TokenIds,
-        sampling: Sampling | None = None,
-        *,
-        engine: int | None = None,
-        gather_s: float = 0.0,
-    ) -> AsyncGenerator[Chunk, None]:
-        """Decode one completion, token by token; only the last chunk has a `finish`.
-
-        If an engine dies, another one resumes from the tokens so far. Call `aclose` to leave early, which cancels the
-        request.
-
-        Args:
-            prompt_ids: the whole prompt.
-            sampling: by default the settings of training episodes.
-            engine: index of the first engine; by default the one with the fewest requests in flight.
-            gather_s: seconds for which an engine gathers tokens into one chunk; by default it sends each immediately.
-
-        Raises:
-            PoisonError: several engines in a row failed without a token.
-            WeightsError, ConfigError, DeadlineError, ServiceError: as `decode`.
-        """
-        return self._completion(prompt_ids, sampling).stream(self._decoder(engine), gather_s=gather_s)
+            except ServiceError as error:  # an internal error of the engine
+                if self._stopping:
+                    raise
+                raise self._pool.mark_failed(replica, f"it failed: {error.message}") from error
+            if not completion.finish:
+                raise self._pool.mark_failed(replica, "it sent garbage: its stream ended without a finish")
+        finally:
+            if suspect:
+                self._trial.release()
 
     async def generate(
         self,
@@ -298,13 +256,29 @@ class Generator:
         observe: Observer | None = None,
         gather_s: float = GATHER_S,
     ) -> Turn:
-        """Decode a whole completion; `observe` is called with each chunk and may end it by returning True.
+        """Decode one completion. If an engine dies, another one resumes from the tokens so far.
 
-        Other arguments and errors as for `stream`.
+        Args:
+            prompt_ids: the whole prompt.
+            sampling: by default the settings of training episodes.
+            engine: index of the first engine; by default the one with the fewest requests in flight.
+            observe: called with each chunk as it comes; returning True ends the completion.
+            gather_s: seconds for which an engine gathers tokens into one chunk; 0 sends each at once.
+
+        Raises:
+            PoisonError: several engines in a row failed without a token.
+            WeightsError, ConfigError, DeadlineError, ServiceError: as `decode`.
         """
-        return await self._completion(prompt_ids, sampling).run(
-            self._decoder(engine), observe=observe, gather_s=gather_s
+        completion = ResumableCompletion(
+            prompt_ids, sampling or self.sampling, self._tokenizer, observe=observe, gather_s=gather_s
         )
+        while not completion.finish:
+            try:
+                await self.decode(completion, engine=engine)
+            except ReplicaError as error:
+                completion.fail_over(error)
+            engine = None
+        return completion.turn()
 
     async def chat(
         self, message: str | Sequence[Message], *, max_tokens: int | None = None, temperature: float = 0.0
@@ -393,14 +367,6 @@ class Generator:
         closing = [replica.call("close", deadline_s=5.0) for replica in living]
         await asyncio.gather(*closing, return_exceptions=True)  # Service.stop kills those that do not close in time
         await self._service.stop()
-
-    def _completion(self, prompt_ids: TokenIds, sampling: Sampling | None) -> ResumableCompletion:
-        return ResumableCompletion(prompt_ids, sampling or self.sampling, self._tokenizer)
-
-    def _decoder(self, engine: int | None) -> Decode:
-        """Return a decoder that uses the given engine first, then the least loaded one."""
-        engines = iter((engine,))
-        return lambda completion: self.decode(completion, engine=next(engines, None))
 
     async def _choose(self, engine: int | None) -> Replica:
         if engine is None:
