@@ -1,4 +1,4 @@
-"""Scores episodes with retries, as a score costs less than another rollout; validates and applies the scores."""
+"""Scores episodes, with retries, as a score costs less than another rollout; validates and applies the scores."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Protocol
 
 import numpy as np
 
-from forge_rl.errors import ForgeError, HangError, JudgeError, PoisonError
-from forge_rl.types import Episode, Score
+from forge_rl.errors import ForgeError, HangError, JudgeError, PoisonError, ReplicaError, SpendingError
+from forge_rl.rewards.protocol import Form
+from forge_rl.types import Episode, Outcome, Score
 
 _TRIES = 3
 
@@ -17,8 +18,36 @@ _TRIES = 3
 class Scorer(Protocol):
     """Interface of the Reward service for scoring episodes."""
 
+    @property
+    def form(self) -> Form: ...
+
     async def score(self, episodes: Sequence[Episode]) -> Sequence[Score]:
         """Return one score per episode; all episodes are of one task."""
+
+
+async def scored(episode: Episode, scorer: Scorer, own: Score | None) -> Episode:
+    """Score an episode: with its own score, from its environment or agent, else by the scorer, unless that needs its
+    group. A failure becomes the episode's outcome.
+
+    Raises:
+        SpendingError: a judge's spending limit is reached.
+    """
+    try:
+        if own is not None:
+            return with_score(episode, own)
+        if scorer.form == "group":
+            return episode
+        return (await score_again(scorer, [episode]))[0]
+    except Exception as error:
+        return not_scored(episode, error)
+
+
+def not_scored(episode: Episode, error: Exception) -> Episode:
+    """Return an episode whose outcome is an error of its reward. Raises a SpendingError."""
+    if isinstance(error, SpendingError):
+        raise error
+    outcome = Outcome.INFRASTRUCTURE_ERROR if isinstance(error, ReplicaError) else Outcome.JUDGE_ERROR
+    return episode.updated(outcome=outcome, problem=str(error))
 
 
 async def score_again(scorer: Scorer, episodes: Sequence[Episode]) -> list[Episode]:

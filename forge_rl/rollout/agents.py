@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from forge_rl.errors import ContextError, PoisonError, ReplicaError, SpendingError
+from forge_rl.errors import ContextError, PoisonError, ReplicaError
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.errors import ENDS_ENGINES
 from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.gateway.server import Gateway
 from forge_rl.gateway.sessions import SESSION_FULL, Session
-from forge_rl.rewards.scorer import score_again, with_score
+from forge_rl.rewards.scorer import scored
 from forge_rl.rollout.agent_command import AgentCommand, AgentError, AgentFunction, AgentStartError
 from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.services.completion import Observer
@@ -97,15 +97,8 @@ class AgentEpisodeRunner:
             outcome, result, problem = await self._work(task, session, client)
         own, text = (result, None) if isinstance(result, Score) else (None, result)
         episode = Episode(task=task, turns=session.turns, outcome=outcome, problem=problem, output=text)
-        if outcome.scored and (own is not None or self.reward.form != "group"):
-            try:
-                [episode] = [with_score(episode, own)] if own is not None else await score_again(self.reward, [episode])
-            except SpendingError:
-                raise
-            except Exception as error:
-                died = isinstance(error, ReplicaError)
-                outcome = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR
-                episode = episode.updated(outcome=outcome, problem=str(error))
+        if outcome.scored:
+            episode = await scored(episode, self.reward, own)
         return episode.updated(seconds=time.monotonic() - began)
 
     async def _work(self, task: Task, session: Session, client: PolicyClient) -> tuple[Outcome, str | Score, str]:

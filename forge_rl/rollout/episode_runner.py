@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ContextError, DeadlineError, ReplicaError, SpendingError
-from forge_rl.rewards.scorer import score_again, with_score
+from forge_rl.rewards.scorer import scored
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Message, Outcome, Score, Task, ToolCall, Turn
@@ -52,7 +52,6 @@ class EpisodeRunner:
         began = self.clock()
         turns: list[Turn] = []
         given: list[tuple[float | None, Mapping[str, float]]] = []  # per step: reward and its parts
-        episode: Episode | None = None
         session: EnvSession | LocalSession | None = None
         # Outcome if the current operation fails; None if an error would be a bug, to be raised.
         on_error: Outcome | None = Outcome.ENVIRONMENT_ERROR
@@ -82,28 +81,22 @@ class EpisodeRunner:
                     break
                 prompt_ids = self._next_prompt(turns[-1], step, tools, parsed[1] if parsed else ())
                 del step
-            on_error = Outcome.JUDGE_ERROR
-            outcome = Outcome.TRUNCATED if truncated else Outcome.COMPLETED
-            if step.model_error:
-                outcome = Outcome.MODEL_ERROR
-            episode = Episode(task=task, turns=tuple(turns), output=step.output, outcome=outcome)
-            if (score := _own_score(given, len(turns))) is not None:
-                episode = with_score(episode, score)
-            elif self.reward.form != "group":
-                [episode] = await score_again(self.reward, [episode])
         except BaseException as error:
             if session is not None:
                 session.abandon()
             if not isinstance(error, Exception):
                 raise
-            late = isinstance(error, DeadlineError) and on_error is not Outcome.JUDGE_ERROR
-            if late or isinstance(error, ReplicaError):
+            if isinstance(error, DeadlineError | ReplicaError):
                 on_error = Outcome.INFRASTRUCTURE_ERROR
             if on_error is None or isinstance(error, SpendingError):
                 raise
-            if episode is None:
-                episode = Episode(task=task, turns=tuple(turns))
-            episode = episode.updated(outcome=on_error, problem=str(error))
+            episode = Episode(task=task, turns=tuple(turns), outcome=on_error, problem=str(error))
+        else:
+            outcome = Outcome.TRUNCATED if truncated else Outcome.COMPLETED
+            if step.model_error:
+                outcome = Outcome.MODEL_ERROR
+            episode = Episode(task=task, turns=tuple(turns), output=step.output, outcome=outcome)
+            episode = await scored(episode, self.reward, _own_score(given, len(turns)))
         return episode.updated(seconds=self.clock() - began)
 
     def _next_prompt(self, turn: Turn, step: Step, tools: Tools, calls: Sequence[ToolCall]) -> TokenIds:

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
-from forge_rl.errors import ContextError, ForgeError, PoisonError, ReplicaError, SpendingError, TaskError, UnscoredError
+from forge_rl.errors import ContextError, ForgeError, PoisonError, TaskError, UnscoredError
 from forge_rl.metrics import RolloutStatus
-from forge_rl.rewards.scorer import Scorer, score_again
+from forge_rl.rewards.scorer import Scorer, not_scored, score_again
 from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import Dispatcher, PolicyClient
 from forge_rl.rollout.evaluation import Evaluation
@@ -290,9 +290,9 @@ class RolloutExecutor:
         """Raise an error that has occurred since the last batch; resume after one that was already raised."""
         if not self._raised:
             self._raise_failure()
-        if self._failure is not None:
-            self._warn(f"rollouts continue after an error: {str(self._failure).splitlines()[0]}")
-        self._failure, self._raised = None, False
+        failure, self._failure, self._raised = self._failure, None, False
+        if failure is not None:
+            self._warn(f"rollouts continue after an error: {str(failure).splitlines()[0]}")
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -438,12 +438,8 @@ class RolloutExecutor:
         assert self._reward is not None, "episodes that come without a score need a reward"
         try:
             scored = await score_again(self._reward, given)
-        except SpendingError:
-            raise
         except Exception as error:
-            died = isinstance(error, ReplicaError)
-            outcome = Outcome.INFRASTRUCTURE_ERROR if died else Outcome.JUDGE_ERROR
-            return result.updated(outcome=outcome, problem=str(error))
+            return not_scored(result, error)
         for mate, mates_result in zip(waiting, scored, strict=False):
             mate.result = mates_result
             if episode.group.batch != EVALUATION:

@@ -60,22 +60,7 @@ async def assemble(
             assert services.environment is not None
             parser = ToolParser(config.tool_parser or parser_for(tokenizer), tokenizer)
             run_episode = EpisodeRunner(tokenizer, services.environment, services.reward, parser.parse)
-        scheduler = Scheduler(
-            config.schedule,
-            groups=config.groups_per_batch,
-            episodes=config.group_size,
-            tasks=ResumableTaskStream(mixture),
-        )
-        rollouts = RolloutExecutor(
-            Dispatcher(scheduler, services.generator, tokenizer),
-            run_episode,
-            devices=services.devices,
-            version=lambda: services.trainer.version,
-            seed=config.seed,
-            reward=services.reward,
-            listener=log,
-            reward_wait_s=config.reward.wait_for_another_s,
-        )
+        rollouts = _rollouts(prepared, config, services, mixture, tokenizer, run_episode)
         stack.push_async_callback(rollouts.close)
         services.reward.replaced.append(rollouts.reward_replaced)
         services.reward.samples = rollouts.samples
@@ -111,3 +96,29 @@ async def assemble(
         await stack.enter_async_context(serving_control(prepared.folder, Control(run, live, policy), log.warn))
         gc.freeze()  # also modules imported meanwhile: see responsive_loop
         yield run
+
+
+def _rollouts(
+    prepared: Prepared,
+    config: RunConfig,
+    services: Services,
+    mixture: Mixture,
+    tokenizer: Tokenizer,
+    run_episode: RunEpisode,
+) -> RolloutExecutor:
+    scheduler = Scheduler(
+        config.schedule,
+        groups=config.groups_per_batch,
+        episodes=config.group_size,
+        tasks=ResumableTaskStream(mixture),
+    )
+    return RolloutExecutor(
+        Dispatcher(scheduler, services.generator, tokenizer),
+        run_episode,
+        devices=services.devices,
+        version=lambda: services.trainer.version,
+        seed=config.seed,
+        reward=services.reward,
+        listener=prepared.monitor.log,
+        reward_wait_s=config.reward.wait_for_another_s,
+    )
