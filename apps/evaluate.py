@@ -20,10 +20,11 @@ import hashlib
 import itertools
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -58,7 +59,6 @@ from forge_rl.run.lm_eval import (
     with_longest_context,
 )
 from forge_rl.run.run_dir import as_json, code_digests, versions, write_json
-from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
@@ -73,9 +73,6 @@ from forge_rl.types import Episode, Outcome, Sampling, Score, Task
 
 from . import gateway
 
-S = TypeVar("S", Generator, Reward, Environment)
-
-_START_DEADLINE_S = 900.0
 _WEIGHTS = ("config.json", "*.safetensors", "tokenizer*", "chat_template*")
 """Files of a model that its results depend on."""
 
@@ -216,43 +213,51 @@ class Results:
 
 
 async def main(config: Config) -> None:
-    """Evaluate each model on its unfinished tasks, and print scores and comparisons."""
+    """Evaluate each model on its unfinished tasks, or with lm-eval, and print scores and comparisons."""
     console = Console(highlight=False, markup=False)
-    if config.lm_eval.lm_eval:
-        await _run_lm_eval(config, console)
-        return
-    if open_to := check_isolation(config.isolation):
+    is_lm_eval = bool(config.lm_eval.lm_eval)
+    if not is_lm_eval and (open_to := check_isolation(config.isolation)):
         console.print(f"warning: {open_to}", style="yellow")
-    sets = build_sets(config)
-    folders = {name: find_model(name, config.cache) for name in config.models}
+    sets = {} if is_lm_eval else build_sets(config)
+    folders = {name: Path(name) if config.lm_eval.live else find_model(name, config.cache) for name in config.models}
     out = config.out or Path("runs") / f"evaluate-{config.digest}"
     make_private(out, CheckpointError)
     _check_settings(out, config)
-    results: dict[str, Results] = {}
+    used, caption = versions(), "± standard error, clustered by task"
+    compared: list[tuple[str, str, str, Comparison]] = []
     with responsive_loop():
-        for name, folder in folders.items():
-            results[name] = Results(out / f"{_file_name(name, folder)}.jsonl", sets)
-            missing = results[name].missing(sets)
-            if any(missing.values()):
-                await _evaluate(config, name, folder, missing, results[name], out, console)
-            else:
-                console.print(f"{name}: finished before, in {out}", soft_wrap=True)
-    scores = {name: score(config, sets, found) for name, found in results.items()}
-    compared = [
-        (first, second, name, found)
-        for first, second in itertools.combinations(config.models, 2)
-        for name, found in compare(sets, results[first], results[second], seed=config.seed).items()
-    ]
+        if is_lm_eval:
+            python, used["lm_eval"] = await asyncio.to_thread(find_python, config.lm_eval.lm_eval_python)
+            console.print(f"lm-eval {used['lm_eval']}")
+            models = {
+                name: await _run_lm_eval(config, name, folder, out, python, console) for name, folder in folders.items()
+            }
+            caption = "± lm-eval's standard error"
+        else:
+            results = {
+                name: await _evaluate(config, name, folder, sets, out, console) for name, folder in folders.items()
+            }
+            models = {
+                name: {"folder": str(folders[name]), "sets": score(config, sets, found)}
+                for name, found in results.items()
+            }
+            compared = [
+                (first, second, name, found)
+                for first, second in itertools.combinations(config.models, 2)
+                for name, found in compare(sets, results[first], results[second], seed=config.seed).items()
+            ]
     short = short_names(config.models)
-    print_scores(console, {short[name]: found for name, found in scores.items()})
+    print_scores(console, {short[name]: model["sets"] for name, model in models.items()}, caption)
     print_comparisons(console, [(short[first], short[second], name, found) for first, second, name, found in compared])
     if config.json is not None:
         differences = [
             {"first": first, "second": second, "set": name, **vars(found)} for first, second, name, found in compared
         ]
-        models = {name: {"folder": str(folders[name]), "sets": found} for name, found in scores.items()}
-        _write_report(config, models, versions(), comparisons=differences)
-    console.print(f"episodes are in {out}", soft_wrap=True)
+        _write_report(
+            config.json,
+            {"models": models, "comparisons": differences, "settings": as_json(config), "versions": used},
+        )
+    console.print(f"prompts and answers are in {out}", soft_wrap=True)
 
 
 def build_sets(config: Config) -> dict[str, tuple[Task, ...]]:
@@ -321,7 +326,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 def print_scores(
     console: Console,
     scores: Mapping[str, Mapping[str, Mapping[str, float]]],
-    caption: str = "± standard error, clustered by task",
+    caption: str = "",
 ) -> None:
     """Print the table of scores, with their standard errors."""
     table = _table("scores", caption)
@@ -356,44 +361,27 @@ def print_comparisons(console: Console, compared: Sequence[tuple[str, str, str, 
     console.print(table)
 
 
-async def _run_lm_eval(config: Config, console: Console) -> None:
-    """Run lm-eval's tasks on each model, and print and write the scores."""
-    folders = {name: Path(name) if config.lm_eval.live else find_model(name, config.cache) for name in config.models}
-    out = config.out or Path("runs") / f"evaluate-{config.digest}"
-    make_private(out, CheckpointError)
-    _check_settings(out, config)
-    python, version = await asyncio.to_thread(find_python, config.lm_eval.lm_eval_python)
-    models: dict[str, dict[str, Any]] = {}
-    with responsive_loop():
-        for name, folder in folders.items():
-            console.print(f"{name}: starting", soft_wrap=True)
-            async with _endpoint(config, folder, out) as endpoint:
-                results = out / f"{_file_name(name, endpoint.folder)}-lm-eval"
-                settings = await asyncio.to_thread(lm_eval_settings, config.lm_eval, endpoint, results)
-                longest = settings["model_args"]["max_length"]
-                console.print(f"{name}: lm-eval {version}, with prompts of up to {longest} tokens", soft_wrap=True)
-                found = await _show_lm_eval(python, settings, endpoint.key, console)
-            models[name] = {"folder": str(endpoint.folder), "sets": scores_of(found), "lm_eval": found}
-    scores = {name: each["sets"] for name, each in models.items()}
-    short = short_names(config.models)
-    print_scores(console, {short[name]: found for name, found in scores.items()}, "± lm-eval's standard error")
-    if config.json is not None:
-        _write_report(config, models, versions() | {"lm_eval": version})
-    console.print(f"prompts and answers are in {out}", soft_wrap=True)
+async def _run_lm_eval(
+    config: Config, name: str, folder: Path, out: Path, python: Path, console: Console
+) -> dict[str, Any]:
+    """Run lm-eval's tasks on a model, with a progress bar; return its folder, scores and lm-eval's own results."""
+    console.print(f"{name}: starting", soft_wrap=True)
+    async with _endpoint(config, folder, out) as endpoint:
+        results = out / f"{_file_name(name, endpoint.folder)}-lm-eval"
+        settings = await asyncio.to_thread(lm_eval_settings, config.lm_eval, endpoint, results)
+        longest = settings["model_args"]["max_length"]
+        console.print(f"{name}: lm-eval, with prompts of up to {longest} tokens", soft_wrap=True)
+        with _progress(console) as bar:
+            task = bar.add_task("lm-eval", total=None)
 
+            def show(what: str, done: int, of: int) -> None:
+                bar.update(task, description=what, completed=done, total=of)
 
-async def _show_lm_eval(python: Path, settings: Mapping[str, Any], key: str, console: Console) -> dict[str, Any]:
-    """Run lm-eval with a progress bar; return its results."""
-    with _progress(console) as bar:
-        task = bar.add_task("lm-eval", total=None)
+            def tell(line: str) -> None:
+                console.print(line, style="yellow", soft_wrap=True)
 
-        def show(what: str, done: int, of: int) -> None:
-            bar.update(task, description=what, completed=done, total=of)
-
-        def tell(line: str) -> None:
-            console.print(line, style="yellow", soft_wrap=True)
-
-        return await run_lm_eval(python, settings, key, progress=show, tell=tell)
+            found = await run_lm_eval(python, settings, endpoint.key, progress=show, tell=tell)
+    return {"folder": str(endpoint.folder), "sets": scores_of(found), "lm_eval": found}
 
 
 @contextlib.asynccontextmanager
@@ -415,11 +403,7 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
         isolation=config.isolation,
     )
     async with gateway.serving(served, key) as (server, generator, faults):
-
-        async def raise_fault() -> None:
-            raise await faults.wait()
-
-        with interrupted_by(raise_fault):
+        with _interrupted_by(faults):
             yield Endpoint(
                 url=server.base_url,
                 key=key,
@@ -430,10 +414,13 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
             )
 
 
-async def _evaluate(
-    config: Config, name: str, folder: Path, sets: Sets, results: Results, out: Path, console: Console
-) -> None:
-    """Run a model's episodes, and store the results of each finished task."""
+async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Path, console: Console) -> Results:
+    """Run a model's episodes of unfinished tasks, and store the results of each finished task."""
+    results = Results(out / f"{_file_name(name, folder)}.jsonl", sets)
+    missing = results.missing(sets)
+    if not any(missing.values()):
+        console.print(f"{name}: finished before, in {out}", soft_wrap=True)
+        return results
     bar = _progress(console)
     failed: list[Episode] = []
 
@@ -443,7 +430,7 @@ async def _evaluate(
         bar.advance(task)
 
     evaluation = Evaluation(
-        sets,
+        missing,
         episodes=config.episodes,
         sampling=Sampling(max_tokens=config.generator.max_tokens, temperature=config.temperature),
         version=0,
@@ -452,69 +439,52 @@ async def _evaluate(
     console.print(f"{name}: starting", soft_wrap=True)
     async with _rollouts(config, folder, out) as rollouts:
         with bar:
-            task = bar.add_task(name, total=sum(map(len, sets.values())))
+            task = bar.add_task(name, total=sum(map(len, missing.values())))
             rollouts.start_evaluation(evaluation)
             await rollouts.finish_evaluation()
     if failed:
         many = f"{len(failed)} of {evaluation.total} episodes failed; run the same command again to retry them"
         text = f"warning: {name}: {many}; {describe_failure(failed[-1])}"
         console.print(visible(text), style="yellow", soft_wrap=True)
+    return results
 
 
 @contextlib.asynccontextmanager
 async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[RolloutExecutor]:
     """Run the services for a model inside the context, which their faults interrupt."""
-    faults = Faults()
-    faults.install()
-    logs = out / "logs"
-    make_private(logs, CheckpointError)
-    cluster = Cluster(logs.resolve(), may_be_public=config.isolation.public_ports)
-    deadline_s = _START_DEADLINE_S
+    async with gateway.running_services(out, config.isolation) as services:
+        given: Any = (services.cluster, services.faults)
+        scorer = Reward.start(
+            config.reward, *given, function=build_reward(config.rewards), deadline_s=gateway.START_DEADLINE_S
+        )
+        worlds = Environment.start(config.environment, *given, factory=SingleTurn, deadline_s=gateway.START_DEADLINE_S)
+        async with task_group() as group:
+            starting = group.create_task(services.engines(config.generator, folder, config.seed))
+            starting_reward = group.create_task(services.started(scorer))
+            starting_worlds = group.create_task(services.started(worlds))
+        generator, reward, tokenizer = starting.result(), starting_reward.result(), Tokenizer(folder)
+        tasks = ResumableTaskStream(config.data.build(config.tasks, seed=config.seed))  # nothing is drawn from it
+        scheduler = Scheduler(ScheduleConfig(), groups=1, episodes=1, tasks=tasks)
+        rollouts = RolloutExecutor(
+            Dispatcher(scheduler, generator, tokenizer),
+            EpisodeRunner(tokenizer, starting_worlds.result(), reward),
+            devices=DeviceHandover(generator),
+            version=lambda: 0,
+            seed=config.seed,
+            reward=reward,
+        )
+        services.stack.push_async_callback(rollouts.close)
+        with _interrupted_by(services.faults):
+            yield rollouts
 
+
+def _interrupted_by(faults: Faults) -> AbstractContextManager[None]:
     async def raise_fault() -> None:
         error = await faults.wait()
         await asyncio.sleep(0.5)  # a call in flight fails too, with a better error
         raise error
 
-    async with contextlib.AsyncExitStack() as stack:
-        stack.push_async_callback(cluster.close)
-
-        async def begin(starting: Awaitable[S]) -> S:
-            service = await starting
-            stack.push_async_callback(service.stop)
-            return service
-
-        engines = Generator.start(
-            config.generator, cluster, faults, model=folder, seed=config.seed, deadline_s=deadline_s
-        )
-        scorer = Reward.start(
-            config.reward, cluster, faults, function=build_reward(config.rewards), deadline_s=deadline_s
-        )
-        worlds = Environment.start(config.environment, cluster, faults, factory=SingleTurn, deadline_s=deadline_s)
-        try:
-            async with task_group() as group:
-                generator, reward, environment = (
-                    group.create_task(begin(engines)),
-                    group.create_task(begin(scorer)),
-                    group.create_task(begin(worlds)),
-                )
-            await generator.result().serve_model()
-            tokenizer = Tokenizer(folder)
-            tasks = ResumableTaskStream(config.data.build(config.tasks, seed=config.seed))  # nothing is drawn from it
-            scheduler = Scheduler(ScheduleConfig(), groups=1, episodes=1, tasks=tasks)
-            rollouts = RolloutExecutor(
-                Dispatcher(scheduler, generator.result(), tokenizer),
-                EpisodeRunner(tokenizer, environment.result(), reward.result()),
-                devices=DeviceHandover(generator.result()),
-                version=lambda: 0,
-                seed=config.seed,
-                reward=reward.result(),
-            )
-            stack.push_async_callback(rollouts.close)
-            with interrupted_by(raise_fault):
-                yield rollouts
-        finally:
-            faults.closing = True
+    return interrupted_by(raise_fault)
 
 
 def _progress(console: Console) -> Progress:
@@ -525,20 +495,16 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _write_report(
-    config: Config, models: Mapping[str, object], used: Mapping[str, object], *, comparisons: Sequence[object] = ()
-) -> None:
+def _write_report(path: Path, report: Mapping[str, object]) -> None:
     """Write scores to the file that --json names.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    assert config.json is not None
-    report = {"models": models, "comparisons": comparisons, "settings": as_json(config), "versions": used}
     try:
-        write_json(config.json, report)
+        write_json(path, report)
     except OSError as error:
-        raise ConfigError(f"--json {config.json} cannot be written: {error.strerror}", hint="set another") from error
+        raise ConfigError(f"--json {path} cannot be written: {error.strerror}", hint="set another") from error
 
 
 def _check_settings(out: Path, config: Config) -> None:

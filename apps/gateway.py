@@ -13,10 +13,10 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol, TypeVar
 
 import tyro
 
@@ -36,7 +36,14 @@ from forge_rl.system.terminal import visible
 from forge_rl.tokens.tokenizer import Tokenizer
 
 KEY_VARIABLE = "FORGE_RL_API_KEY"
-_START_DEADLINE_S = 900.0
+START_DEADLINE_S = 900.0
+
+
+class _Service(Protocol):
+    async def stop(self) -> None: ...
+
+
+S = TypeVar("S", bound=_Service)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +87,45 @@ class Config(GatewayConfig):
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """Services that run while a model is served or evaluated."""
+
+    cluster: Cluster
+    faults: Faults
+    stack: contextlib.AsyncExitStack
+
+    async def started(self, starting: Awaitable[S]) -> S:
+        """Return a service once it has started; it is stopped at the end."""
+        service = await starting
+        self.stack.push_async_callback(service.stop)
+        return service
+
+    async def engines(self, config: Generator.Config, folder: Path, seed: int) -> Generator:
+        """Start engines that serve the model in a folder."""
+        generator = await self.started(
+            Generator.start(config, self.cluster, self.faults, model=folder, seed=seed, deadline_s=START_DEADLINE_S)
+        )
+        await generator.serve_model()
+        return generator
+
+
+@contextlib.asynccontextmanager
+async def running_services(out: Path, isolation: Isolation) -> AsyncIterator[Services]:
+    """Let services run inside the context, with their logs in the folder `out`/logs."""
+    faults = Faults()
+    faults.install()
+    logs = out / "logs"
+    make_private(logs, CheckpointError)
+    cluster = Cluster(logs.resolve(), may_be_public=isolation.public_ports)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(cluster.close)
+        try:
+            yield Services(cluster=cluster, faults=faults, stack=stack)
+        finally:
+            faults.closing = True
+
+
 @contextlib.asynccontextmanager
 async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway, Generator, Faults]]:
     """Run engines and the gateway in front of them inside the context.
@@ -93,23 +139,13 @@ async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway,
     check_address(config)
     if open_to := check_isolation(config.isolation):
         _warn(open_to)
-    faults = Faults()
-    faults.install()
-    logs = config.out / "logs"
-    make_private(logs, CheckpointError)
-    cluster = Cluster(logs.resolve(), may_be_public=config.isolation.public_ports)
-    generator: Generator | None = None
-    try:
+    async with running_services(config.out, config.isolation) as services:
         folder, name = await asyncio.to_thread(_model, config)
         tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens)
-        generator = await Generator.start(
-            config.generator, cluster, faults, model=folder, seed=config.seed, deadline_s=_START_DEADLINE_S
-        )
-        await generator.serve_model()
-        engines = generator
+        engines = await services.engines(config.generator, folder, config.seed)
         gateway = Gateway(
             config,
-            GeneratorBackend(generator, name),
+            GeneratorBackend(engines, name),
             tokenizer,
             api_key=key,
             open_to_all=config.without_key != "nobody",
@@ -117,12 +153,7 @@ async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway,
             warn=_warn,
         )
         async with gateway:
-            yield gateway, generator, faults
-    finally:
-        faults.closing = True
-        if generator is not None:
-            await generator.stop()
-        await cluster.close()
+            yield gateway, engines, services.faults
 
 
 async def main(config: Config) -> None:
