@@ -73,7 +73,7 @@ async def fetch(manifest: Manifest, folder: Path, fail_at: int) -> AsyncGenerato
         memory = segment.writable(ref)
         memory.copy_(segment.readable(bucket.segment))
         try:
-            yield segment.SegmentBucket(segment=ref, entries=manifest.entries(bucket.key))
+            yield segment.SegmentBucket(segment=ref, entries=manifest.entries[bucket.key])
         finally:
             memory.fill_(0x7F)
             os.unlink(ref.path)

@@ -63,19 +63,16 @@ def shards_of(version: int, rank: int) -> list[LocalShard]:
     ]
 
 
-async def read(
-    transport: Transport, manifest: Manifest, names: Collection[str] | None, pause: asyncio.Event | None = None
-) -> dict[str, torch.Tensor]:
-    """The named tensors, copied; their fingerprints must be those of the manifest.
+async def read(transport: Transport, manifest: Manifest, pause: asyncio.Event | None = None) -> dict[str, torch.Tensor]:
+    """All tensors, copied; their fingerprints must be those of the manifest.
 
     Args:
         transport: of this host.
         manifest: of the version.
-        names: of tensors; None for all.
         pause: waited for within the first bucket.
     """
     found = {}
-    async with contextlib.aclosing(transport.fetch(manifest, names)) as buckets:
+    async with contextlib.aclosing(transport.fetch(manifest)) as buckets:
         async for bucket in buckets:
             if pause is not None:
                 await pause.wait()
@@ -135,10 +132,8 @@ class FakeRank(ServiceActor):
         return await transport.write(drafted, shards, rank=0)
 
     @concurrent_endpoint
-    async def read(
-        self, transport: Transport, manifest: Manifest, names: Collection[str] | None = None
-    ) -> dict[str, torch.Tensor]:
-        return await read(transport, manifest, names)
+    async def read(self, transport: Transport, manifest: Manifest) -> dict[str, torch.Tensor]:
+        return await read(transport, manifest)
 
     @concurrent_endpoint
     async def read_one_bucket(self, transport: Transport, manifest: Manifest) -> int:
@@ -153,7 +148,7 @@ class FakeRank(ServiceActor):
     @concurrent_endpoint
     async def read_slowly(self, transport: Transport, manifest: Manifest) -> dict[str, torch.Tensor]:
         """Stop within the first bucket until `go_on`."""
-        found = await read(transport, manifest, None, self._going_on)
+        found = await read(transport, manifest, self._going_on)
         self._going_on.clear()
         return found
 

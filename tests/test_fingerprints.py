@@ -259,6 +259,12 @@ def test_a_block_that_begins_or_ends_within_a_word_is_refused(tensor_slice: Tens
         move([Move(values.clone(), torch.zeros(tensor_slice.size), (2, 32), tensor_slice)])
 
 
+def test_a_target_on_another_device_is_written_by_torch():
+    values, whole = torch.randn(64, 32).bfloat16(), TensorSlice.whole((64, 32))
+    target = torch.empty(64, 32, dtype=torch.bfloat16, device="meta")  # has no address: the kernels would crash
+    assert move([Move(target, values, (64, 32), whole)]) == [fingerprint(values, (64, 32))]
+
+
 def test_nothing_adds_nothing():
     assert fingerprint(torch.empty(0, 3), (5, 3), TensorSlice((5, 0), (0, 3))) == 0
     assert fingerprint(torch.empty(0, 32), (5, 32), TensorSlice((5, 0), (0, 32))) == 0

@@ -13,6 +13,7 @@ from forge_rl.weights.manifest import (
     ShardReport,
     TensorEntry,
     TensorSpec,
+    combine_shards,
     complete,
     draft,
     is_of,
@@ -80,7 +81,7 @@ def test_tensors_lie_whole_and_apart_in_buckets_of_the_given_size(sizes, dtype, 
     )
     assert [entry.numel for entry in drafted.tensors] == sizes
     for bucket in drafted.buckets:
-        entries = drafted.entries(bucket.key)
+        entries = drafted.entries[bucket.key]
         assert entries, "a bucket holds something"
         end = 0
         for entry in entries:
@@ -89,7 +90,7 @@ def test_tensors_lie_whole_and_apart_in_buckets_of_the_given_size(sizes, dtype, 
             end = entry.offset + entry.bytes
         assert end <= bucket.bytes < end + 64
         assert len(entries) == 1 or end <= bucket_bytes
-    assert sorted(e.name for b in drafted.buckets for e in drafted.entries(b.key)) == sorted(
+    assert sorted(e.name for b in drafted.buckets for e in drafted.entries[b.key]) == sorted(
         entry.name for entry in drafted.tensors
     )
 
@@ -117,7 +118,7 @@ def test_what_has_not_changed_stays_where_it_was():
     assert drafted.written == (Bucket(key="2/0", bytes=192),)
     manifest = complete(drafted, [reports(drafted, fingerprint=7)])
     assert [entry.fingerprint for entry in manifest.tensors] == [1, 7, 1, 7]
-    assert [entry.name for entry in manifest.entries("1/0")] == ["a"]
+    assert [entry.name for entry in manifest.entries["1/0"]] == ["a"]
 
     # A third shares with both.
     third = draft(specs(changed=("a",)), version=3, dtype=torch.float32, base=manifest, bucket_bytes=1 << 20)
@@ -226,3 +227,29 @@ def test_attestation_names_the_tensors_that_differ():
         manifest.attest({"a": 0, "b": 7, "c": 2}, "an engine")
     with pytest.raises(AttestationError, match="2 of 3 tensors differ: b, c"):
         manifest.attest({"a": 0}, "an engine")
+
+
+UPPER, LOWER, WHOLE = TensorSlice((0, 0), (16, 32)), TensorSlice((16, 0), (16, 32)), TensorSlice.whole((32, 32))
+
+
+def held(tensor_slice: TensorSlice, fingerprint: int) -> ShardReport:
+    return ShardReport(name="k", tensor_slice=tensor_slice, fingerprint=fingerprint)
+
+
+def test_slices_of_readers_add_up_and_copies_count_once():
+    norm = ShardReport(name="norm", tensor_slice=TensorSlice.whole((7,)), fingerprint=5)
+    upper, lower = held(UPPER, (1 << 64) - 1), held(LOWER, 3)
+    assert combine_shards([upper, norm, lower, norm], version=3) == {"k": 2, "norm": 5}
+    assert combine_shards([], version=3) == {}
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([held(UPPER, 1), held(WHOLE, 2)], "'k' that overlap"),
+        ([held(WHOLE, 1), held(WHOLE, 2)], "version 3 hold 'k' with different values"),
+    ],
+)
+def test_reports_that_do_not_go_together_are_refused(shards: list[ShardReport], message: str):
+    with pytest.raises(WeightsError, match=message):
+        combine_shards(shards, version=3)

@@ -19,7 +19,17 @@ import torch
 from forge_rl.errors import WeightsError
 from forge_rl.weights import segment as module
 from forge_rl.weights.manifest import SegmentRef
-from forge_rl.weights.segment import PAGE, check, create, create_anonymous, readable, release, renew, writable
+from forge_rl.weights.segment import (
+    PAGE,
+    SegmentBucket,
+    check,
+    create,
+    create_anonymous,
+    readable,
+    release,
+    renew,
+    writable,
+)
 
 SIZE = 5000
 
@@ -174,6 +184,15 @@ def test_a_segment_that_was_freed_is_refused(tmp_path: Path, other_process: Proc
     with pytest.raises(WeightsError, match="was freed and holds another version by now"):
         other_process.submit(sum_of, ref).result()
     assert other_process.submit(sum_of, again).result()[1] == int(pattern().sum())
+
+
+def test_a_bucket_that_is_freed_while_it_is_read_is_refused(tmp_path: Path):
+    ref = filled(tmp_path / "s")
+    with (
+        pytest.raises(WeightsError, match="was freed and holds another version"),
+        SegmentBucket(segment=ref, entries=()).open(),
+    ):
+        renew(ref)
 
 
 def test_a_segment_of_another_size_is_refused(tmp_path: Path):

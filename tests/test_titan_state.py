@@ -29,10 +29,10 @@ from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, complete, draft
-from forge_rl.weights.reading import read_slices
 from forge_rl.weights.slices import TensorSlice
 from tests.fake_host import forget, reserve, transport
 from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
+from tests.read_slices import read_version
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -184,10 +184,7 @@ def test_an_export_of_a_spread_source_leaves_no_stale_index(tmp_path: Path):
 
 
 def read_whole(manifest: Manifest) -> dict[str, torch.Tensor]:
-    found = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
-    slices = {entry.name: TensorSlice.whole(entry.shape) for entry in manifest.tensors}
-    asyncio.run(read_slices(transport(), manifest, slices, found.__getitem__))
-    return found
+    return asyncio.run(read_version(transport(), manifest))
 
 
 def publish(engine: TitanEngine, folder: Path, base: Manifest | None = None) -> Manifest:
@@ -534,7 +531,7 @@ def test_a_publish_with_frozen_weights_writes_the_others_only(tmp_path: Path):
     first = publish(engine, tmp_path)
     train(engine, range(1))
     second = publish(engine, tmp_path, base=first)
-    rewritten = {entry.name for key in (bucket.key for bucket in second.written) for entry in second.entries(key)}
+    rewritten = {entry.name for key in (bucket.key for bucket in second.written) for entry in second.entries[key]}
     assert rewritten == {name for name in hf_weights(engine.model) if not is_frozen(name)}
     found = read_whole(second)
     assert same(found, {name: tensor.bfloat16() for name, tensor in hf_weights(engine.model).items()})

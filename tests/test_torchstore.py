@@ -197,7 +197,7 @@ def test_without_room_nothing_is_taken(shared, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module, "available_bytes", lambda: size - 1)
         said = f"no room for bucket 1/0 in shared memory: {size} bytes are needed, {size - 1} are free"
         with pytest.raises(WeightsError, match=said):
-            await read(transport, manifest, None)
+            await read(transport, manifest)
         assert await held_now() == held
 
     run(main())
@@ -216,10 +216,10 @@ def test_a_store_that_hangs_or_dies_is_told_and_another_one_goes_on(
         async with open_store(tmp_path) as (transport, service, *_):
             manifest, kept = await publish(transport, 1), await publish(healthy, 1)
             with pytest.raises(WeightsError, match="torchstore holds no 1/0/"):
-                await read(transport, kept, None)
+                await read(transport, kept)
             pid = await pid_of(service)
             calls = {
-                "get": lambda: read(transport, manifest, None),
+                "get": lambda: read(transport, manifest),
                 "put": lambda: transport.write(drafted_of(2), shards_of(2, 0), rank=0),
                 "delete": lambda: transport.free(manifest.keys),
             }
@@ -391,7 +391,7 @@ def test_a_failure_at_any_call_is_told_and_leaves_nothing_under_way():
 
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-        await read(good := MemoryTransport(), await publish_small(good), None)  # warm
+        await read(good := MemoryTransport(), await publish_small(good))  # warm
         before = held_by_this_process()
         for method, calls in (("put", 12), ("exists", 4), ("get", 4)):
             for at in range(1, calls + 1):
@@ -404,7 +404,7 @@ def test_a_failure_at_any_call_is_told_and_leaves_nothing_under_way():
 
                 transport = MemoryTransport(fail)
                 with pytest.raises(WeightsError, match=f"{method} of .* failed"):
-                    await read(transport, await publish_small(transport), None)
+                    await read(transport, await publish_small(transport))
                 assert asyncio.all_tasks() == {asyncio.current_task()}
                 assert await held_now() == before
         gc.collect()
@@ -473,7 +473,7 @@ def test_a_fetch_that_is_cancelled_waits_for_the_thread_that_fills_a_bucket(monk
         manifest = await publish_small(transport)
         before = held_by_this_process()
         monkeypatch.setattr(module, "writable", slowly_writable)
-        reading = asyncio.create_task(read(transport, manifest, None))
+        reading = asyncio.create_task(read(transport, manifest))
         await asyncio.to_thread(begun.wait)
         try:
             for _ in range(2):  # the second time while it waits
@@ -499,7 +499,7 @@ def test_a_part_that_is_cut_short_is_told():
         transport.stored[part] = transport.stored[part][:1000]
         before = held_by_this_process()
         with pytest.raises(WeightsError, match=f"{part} is cut short at 1000 bytes, within 'w2'"):
-            await read(transport, manifest, None)
+            await read(transport, manifest)
         assert await held_now() == before
 
     asyncio.run(main())
@@ -512,7 +512,7 @@ def test_shards_in_another_order_are_written_too():
         shards = [replace(shard, values=shard.values * n) for n, shard in enumerate(small_shards())]
         order = [shards[2], shards[0], shards[3], shards[1]]
         manifest = complete(drafted, [await transport.write(drafted, order, rank=0)])
-        found = await read(transport, manifest, None)
+        found = await read(transport, manifest)
         assert all((found[f"w{n}"] == n).all() for n in range(4))
 
     asyncio.run(main())

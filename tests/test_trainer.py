@@ -21,11 +21,10 @@ from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest
-from forge_rl.weights.reading import combine_reports, read_slices
-from forge_rl.weights.slices import TensorSlice
 from tests.fake_actors import cluster
 from tests.fakes import make_model, packed, random_batch, unpack
 from tests.plain_trainer import logits_of
+from tests.read_slices import read_version
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -64,11 +63,7 @@ async def open_trainer(
 async def read(store: WeightStore) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """The latest version; its fingerprints must be those of the manifest."""
     async with store.lease() as manifest:
-        found = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
-        slices = {entry.name: TensorSlice.whole(entry.shape) for entry in manifest.tensors}
-        report = await read_slices(store.transport(), manifest, slices, found.__getitem__)
-    assert combine_reports([report]) == {entry.name: entry.fingerprint for entry in manifest.tensors}
-    return manifest, found
+        return manifest, await read_version(store.transport(), manifest)
 
 
 def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path):

@@ -25,13 +25,12 @@ from forge_rl.services import trainer as trainer_module
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest, ShardReport
-from forge_rl.weights.reading import read_slices
-from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_actors import cluster
 from tests.fake_store import segments
 from tests.fakes import make_model, packed, random_batch
+from tests.read_slices import read_version
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -137,10 +136,7 @@ def ended(replica: Replica) -> bool:
 
 async def read(store: WeightStore, version: int) -> dict[str, torch.Tensor]:
     async with store.lease(version) as manifest:
-        found = {entry.name: torch.empty(entry.shape, dtype=entry.torch_dtype) for entry in manifest.tensors}
-        slices = {entry.name: TensorSlice.whole(entry.shape) for entry in manifest.tensors}
-        await read_slices(store.transport(), manifest, slices, found.__getitem__)
-    return found
+        return await read_version(store.transport(), manifest)
 
 
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -7,7 +7,7 @@ writers' and readers' layouts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -153,9 +153,13 @@ class Manifest:
         """Buckets written by this version itself."""
         return tuple(bucket for bucket in self.buckets if is_of(bucket.key, self.version))
 
-    def entries(self, bucket: str) -> tuple[TensorEntry, ...]:
-        """This version's tensors in a bucket."""
-        return tuple(entry for entry in self.tensors if entry.bucket == bucket)
+    @property
+    def entries(self) -> dict[str, tuple[TensorEntry, ...]]:
+        """This version's tensors by bucket."""
+        found: dict[str, list[TensorEntry]] = {key: [] for key in self.keys}
+        for entry in self.tensors:
+            found[entry.bucket].append(entry)
+        return {key: tuple(entries) for key, entries in found.items()}
 
     def attest(self, fingerprints: Mapping[str, int], reader: str) -> None:
         """Compare a reader's tensors with the published ones.
@@ -287,3 +291,25 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]]) -> Manif
     if by_name:
         raise WeightsError(f"version {drafted.version} was not to hold {sorted(by_name)[:3]}, which a rank wrote")
     return replace(drafted, tensors=tuple(entries))
+
+
+def combine_shards(shards: Iterable[ShardReport], *, version: int) -> dict[str, int]:
+    """Combine fingerprints of the slices that readers hold into whole tensors'; a slice of several readers counts once.
+
+    Raises:
+        WeightsError: readers hold different values of one slice, or two slices overlap.
+    """
+    from forge_rl.weights.fingerprints import combine
+
+    taken: dict[str, dict[TensorSlice, int]] = {}
+    for shard in shards:
+        others = taken.setdefault(shard.name, {})
+        if (found := others.get(shard.tensor_slice)) is None:
+            if overlapping := [other for other in others if other.intersect(shard.tensor_slice).numel]:
+                raise WeightsError(
+                    f"two readers hold parts of {shard.name!r} that overlap: {shard.tensor_slice} and {overlapping[0]}"
+                )
+            others[shard.tensor_slice] = shard.fingerprint
+        elif found != shard.fingerprint:
+            raise WeightsError(f"two readers of version {version} hold {shard.name!r} with different values")
+    return {name: combine(found.values()) for name, found in taken.items()}

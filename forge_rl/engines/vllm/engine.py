@@ -46,8 +46,7 @@ from forge_rl.runtime.processes import clean_up_after, when_process_ends
 from forge_rl.runtime.signals import children_outlive_stop_signals
 from forge_rl.token_arrays import Chunk, TokenIds
 from forge_rl.types import Sampling
-from forge_rl.weights.manifest import LoadReport, Manifest
-from forge_rl.weights.reading import combine_shards
+from forge_rl.weights.manifest import LoadReport, Manifest, combine_shards
 from forge_rl.weights.transports.protocol import TensorBucket
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from forge_rl.errors import WeightsError
-from forge_rl.weights.manifest import Bucket, Manifest, ShardReport, TensorEntry, is_of
+from forge_rl.weights.manifest import Manifest, ShardReport, TensorEntry, is_of
 from forge_rl.weights.slices import TensorSlice
 
 if TYPE_CHECKING:
@@ -64,15 +64,6 @@ def to_write(drafted: Manifest, shards: Iterable[LocalShard]) -> Iterator[tuple[
             yield entry, shard
 
 
-def to_read(manifest: Manifest, names: Collection[str] | None) -> list[tuple[Bucket, tuple[TensorEntry, ...]]]:
-    """Return the buckets that hold the named tensors (all by default), with these tensors, in the manifest's order."""
-    held: dict[str, list[TensorEntry]] = {}
-    for entry in manifest.tensors:
-        if names is None or entry.name in names:
-            held.setdefault(entry.bucket, []).append(entry)
-    return [(bucket, tuple(held[bucket.key])) for bucket in manifest.buckets if bucket.key in held]
-
-
 class Transport(Protocol):
     """Moves versions between processes. An instance is bound to one host; pickled, it works in any process there."""
 
@@ -93,8 +84,8 @@ class Transport(Protocol):
             WeightsError: a shard's tensor is not in the draft, or the version was abandoned meanwhile.
         """
 
-    def fetch(self, manifest: Manifest, names: Collection[str] | None = None) -> AsyncGenerator[TensorBucket, None]:
-        """Yield the buckets that hold the named tensors (all by default) as they arrive.
+    def fetch(self, manifest: Manifest) -> AsyncGenerator[TensorBucket, None]:
+        """Yield a version's buckets as they arrive.
 
         A bucket may be gone once the next one is requested. The caller holds a lease on the version and closes the
         generator (contextlib.aclosing).

@@ -190,7 +190,7 @@ async def _read(source: RDMABuffer, ref: SegmentRef, memory: torch.Tensor) -> No
 def _check(manifest: Manifest, bucket: Bucket, memory: torch.Tensor, origin: str) -> None:
     from forge_rl.weights.fingerprints import Move, move  # with torch, which a volume that pulls nothing does not need
 
-    entries = manifest.entries(bucket.key)
+    entries = manifest.entries[bucket.key]
     found = move([Move(None, entry.of(memory), entry.shape, TensorSlice.whole(entry.shape)) for entry in entries])
     fingerprints = {entry.name: value for entry, value in zip(entries, found, strict=True)}
     replace(manifest, tensors=entries).attest(fingerprints, f"bucket {bucket.key} from host {origin!r}")

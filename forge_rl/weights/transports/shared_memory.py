@@ -17,7 +17,7 @@ from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef, ShardReport, TensorEntry
 from forge_rl.weights.segment import SegmentBucket, check, writable
 from forge_rl.weights.transports.ask import ask
-from forge_rl.weights.transports.protocol import LocalShard, to_read, to_write
+from forge_rl.weights.transports.protocol import LocalShard, to_write
 from forge_rl.weights.volume import writing
 
 
@@ -47,18 +47,16 @@ class SharedMemoryTransport:
     async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
         return await asyncio.to_thread(self._write, drafted, list(to_write(drafted, shards)))
 
-    async def fetch(
-        self, manifest: Manifest, names: Collection[str] | None = None
-    ) -> AsyncGenerator[SegmentBucket, None]:
-        wanted = to_read(manifest, names)
-        if any(bucket.host != self._host for bucket, _ in wanted):
+    async def fetch(self, manifest: Manifest) -> AsyncGenerator[SegmentBucket, None]:
+        if any(bucket.host != self._host for bucket in manifest.buckets):
             await self._ask(self._host, "pull", manifest)
-        for bucket, entries in wanted:
+        entries = manifest.entries
+        for bucket in manifest.buckets:
             segment = bucket.segment
             if bucket.host != self._host:
                 segment = await self._ask(self._host, "local", bucket.key)
             assert segment is not None, "reserve gave every bucket its place"
-            yield SegmentBucket(segment=segment, entries=entries)
+            yield SegmentBucket(segment=segment, entries=entries[bucket.key])
 
     async def free(self, keys: Collection[str]) -> None:
         if keys:

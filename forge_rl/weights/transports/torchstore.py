@@ -24,7 +24,7 @@ from forge_rl.errors import WeightsError
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Bucket, Manifest, Piece, SegmentRef, ShardReport, TensorEntry
 from forge_rl.weights.segment import SegmentBucket, available_bytes, create_anonymous, release, writable
-from forge_rl.weights.transports.protocol import LocalShard, to_read, to_write
+from forge_rl.weights.transports.protocol import LocalShard, to_write
 
 if TYPE_CHECKING:
     from monarch.actor import ProcMesh
@@ -100,11 +100,9 @@ class TorchStoreTransport:
                 await asyncio.gather(putting, return_exceptions=True)
         return reports
 
-    async def fetch(
-        self, manifest: Manifest, names: Collection[str] | None = None
-    ) -> AsyncGenerator[SegmentBucket, None]:
+    async def fetch(self, manifest: Manifest) -> AsyncGenerator[SegmentBucket, None]:
         """Get buckets one by one. At most two are in memory: one being read, the next in flight."""
-        wanted = to_read(manifest, names)
+        wanted = list(zip(manifest.buckets, manifest.entries.values(), strict=True))
         coming: asyncio.Task[dict[str, torch.Tensor]] | None = None
         try:
             for (bucket, entries), following in zip_longest(wanted, wanted[1:]):
