@@ -168,9 +168,9 @@ def new_service_name() -> str:
 
 
 @contextlib.asynccontextmanager
-async def cluster(logs: Path) -> AsyncIterator[tuple[Cluster, Faults]]:
+async def cluster(logs: Path, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[tuple[Cluster, Faults]]:
     """A cluster and its faults, as a controller has them."""
-    made, faults = Cluster(logs), Faults()
+    made, faults = Cluster(logs), Faults(clock)
     faults.install()  # stays: Monarch's own hook would interrupt the tests that follow
     try:
         yield made, faults
@@ -200,10 +200,10 @@ async def cluster_of(logs: Path, *names: str) -> AsyncIterator[tuple[Cluster, Fa
 
 @contextlib.asynccontextmanager
 async def fake_service(
-    logs: Path, *, replicas: int = 1, ranks: int = 1, **settings: Any
+    logs: Path, *, replicas: int = 1, ranks: int = 1, clock: Callable[[], float] = time.monotonic, **settings: Any
 ) -> AsyncIterator[tuple[Service, Faults]]:
     """A service of FakeActors, watched."""
-    async with cluster(logs) as (made, faults):
+    async with cluster(logs, clock) as (made, faults):
         service = Service(new_service_name(), made, faults, **settings)
         try:
             for index in range(replicas):

@@ -97,9 +97,6 @@ class SharedProcess:
     def spawn(self, name: str, **_: object) -> Any:
         return self._mesh
 
-    def log_file(self, name: str) -> Path:
-        return self._cluster.log_file("shared")
-
     async def stop(self, name: str) -> None:
         """Do nothing: the process goes on."""
 

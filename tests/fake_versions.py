@@ -1,7 +1,5 @@
 """Helpers that the tests of the version index share."""
 
-import asyncio
-from collections.abc import Awaitable
 from dataclasses import replace
 
 from forge_rl.weights.manifest import Manifest
@@ -19,28 +17,15 @@ def bytes_of(versions: VersionIndex) -> int:
     return sum({bucket.key: bucket.bytes for manifest in held for bucket in manifest.buckets}.values())
 
 
-async def publish(
+def publish(
     versions: VersionIndex, version: int, size: int = 10, shared: dict[str, int] | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Keys that are given up before it is written, and when it is committed."""
     _, before = versions.begin(version)
-    after = await versions.commit(manifest_of(version, {f"{version}/0": size, **(shared or {})}))
+    after = versions.commit(manifest_of(version, {f"{version}/0": size, **(shared or {})}))
     return before, after
 
 
 def of_epoch(epoch: int, version: int, size: int = 10) -> Manifest:
     """A manifest of one tensor in a bucket of its own, after the run went back so often."""
     return replace(manifest_of(version, {f"{version}/{epoch}.0": size}), epoch=epoch)
-
-
-async def run_tasks() -> None:
-    """Let every task go on as far as it can."""
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-def run(main: Awaitable[None]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(main, 20)
-
-    asyncio.run(bounded())

@@ -395,10 +395,10 @@ def test_replies_wait_in_the_replica_until_the_controller_collects_some():
 
 def test_a_large_value_travels_in_slices():
     rows = [np.full(1 << 20, number, np.int32) for number in range(5)]
-    parts = replica_module._Parts()
-    pickle.Pickler(parts, pickle.HIGHEST_PROTOCOL).dump(rows)
+    slices = replica_module._Slices()
+    pickle.Pickler(slices, pickle.HIGHEST_PROTOCOL).dump(rows)
     actor = ServiceActor()
-    actor._parcel.extend(parts.slices())
+    actor._parcel.extend(map(bytes, slices.taken))
     assert len(actor._parcel) == 6, "a row each, and the end"
     assert max(map(len, actor._parcel)) < replica_module._SLICE_BYTES + (1 << 20)
     assert all(np.array_equal(a, b) for a, b in zip(actor.take_parcel(), rows, strict=True))

@@ -18,12 +18,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forge_rl.runtime.causes import cause_of, last_error
 from forge_rl.runtime.processes import (
     ProcessTree,
+    cause_of,
     describe_exit,
     exit_status,
     is_traced,
+    last_error,
     responsive_loop,
     when_process_ends,
 )
@@ -165,7 +166,7 @@ def test_a_tree_tells_at_once_how_a_root_ended():
         with family() as (tree, root, _):
             status = asyncio.get_running_loop().create_future()
             tree.watch(root.pid, status.set_result)
-            tree.kill_roots()
+            tree.signal_roots(signal.SIGKILL)
             assert await status == -signal.SIGKILL
             assert root.wait(timeout=60) == -signal.SIGKILL  # not reaped
             with pytest.raises((psutil.NoSuchProcess, ProcessLookupError)):
@@ -179,7 +180,7 @@ def test_a_tree_that_is_not_watched_any_more_tells_nothing():
         with family() as (tree, root, _):
             tree.watch(root.pid, lambda status: pytest.fail(f"told of {status}"))
             tree.unwatch()
-            tree.kill_roots()
+            tree.signal_roots(signal.SIGKILL)
             await asyncio.to_thread(root.wait)
 
     asyncio.run(main())

@@ -293,8 +293,8 @@ def test_each_mesh_has_its_own_environment(tmp_path: Path, monkeypatch: pytest.M
 def test_busy_time_is_that_with_a_call_in_flight(tmp_path: Path):
     async def main() -> None:
         now = 0.0
-        async with cluster(tmp_path) as (made, faults):
-            service = Service(new_service_name(), made, faults, clock=lambda: now)
+        async with cluster(tmp_path, lambda: now) as (made, faults):
+            service = Service(new_service_name(), made, faults)
             replica = service.spawn(FakeActor)
             await service.watch(replica, deadline_s=LONG_S)
             assert service.drain_busy_s() == [0]
@@ -328,7 +328,7 @@ def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
                 replica = service.spawn(FakeActor, f"on {host}", ranks=2, env=env, host=host)
                 await service.watch(replica, deadline_s=LONG_S)
                 assert replica.host == host
-                assert dict(replica.mesh.extent) == {"ranks": 2}
+                assert dict(replica.mesh.procs.extent) == {"ranks": 2}
                 assert await replica.call("environment", "FORGE_RL_FAKE", deadline_s=LONG_S, rank=1) == host
                 assert await replica.call_ranks("rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
                 await replica.call("say", f"hello from {host}", deadline_s=LONG_S, rank=1)

@@ -43,10 +43,9 @@ def test_what_is_published_is_read_by_the_controller_and_by_other_processes(tmp_
             with pytest.raises(WeightsError, match="held: none"):
                 async with store.lease():
                     pass
-            waiter = asyncio.create_task(store.wait_for(3))
             manifest = await publish(store, 3)
             assert len(manifest.buckets) == 2
-            assert await waiter == await store.latest() == 3
+            assert await store.latest() == 3
             for version in (None, 3):
                 async with store.lease(version) as leased:
                     assert leased == manifest
@@ -83,20 +82,14 @@ def test_a_writer_that_is_killed_midway_leaves_its_version_unseen_and_no_segment
             async def die() -> None:
                 async with store.publishing(2, specs(), torch.float32) as publication:
                     drafts.append(publication.draft)
-                    waiters.append(asyncio.create_task(store.wait_for(2)))
                     writing = asyncio.create_task(use(users, "write_half", store.transport(), publication.draft, 0))
                     await use(users, "halfway")
                     os.kill(await pid_of(users), signal.SIGKILL)
                     await writing
 
-            waiters: list[asyncio.Task[int]] = []
             with pytest.raises(ServiceError, match="SIGKILL"):
                 await die()
             (draft,) = drafts
-            with pytest.raises(WeightsError, match=r"version 2 will not come: version 2 was aborted: .*SIGKILL"):
-                await asyncio.wait_for(waiters[0], 5)
-            with pytest.raises(WeightsError, match="version 2 will not come"):
-                await asyncio.wait_for(store.wait_for(2), 5)
             assert await store.latest() == 1
             with pytest.raises(WeightsError, match="there is no version 2 of the weights; held: 1"):
                 async with store.lease(2):
@@ -145,7 +138,6 @@ def test_a_store_that_dies_is_named_at_once_and_leaves_nothing(tmp_path: Path, s
         async with real(tmp_path, shm) as (store, users, faults):
             manifest = await publish(store, 1)
             mapped = [readable(bucket.segment) for bucket in manifest.buckets if bucket.segment]
-            waiter = asyncio.create_task(store.wait_for(2))
             holding = asyncio.create_task(hold(store, users, 1))
             await use(users, "halfway")
             reserve = store.transport().reserve
@@ -159,7 +151,6 @@ def test_a_store_that_dies_is_named_at_once_and_leaves_nothing(tmp_path: Path, s
             async with asyncio.timeout(5):
                 for call, work in (
                     ("reserve", publish(store, 2)),
-                    ("wait_for", waiter),
                     ("latest", store.latest()),
                     ("begin", publish(store, 2)),
                     ("lease", store.lease().__aenter__()),

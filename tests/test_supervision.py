@@ -16,7 +16,7 @@ from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import describe_exit
-from forge_rl.runtime.replica import Replica, State
+from forge_rl.runtime.replica import Replica, ReplicaState
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
 from tests.fake_actors import FakeActor, fake_service, pid_of
@@ -107,7 +107,7 @@ def test_a_dead_replica_is_replaced_and_its_work_goes_on_elsewhere(tmp_path: Pat
             os.kill(await pid_of(service, 0), signal.SIGKILL)
             with pytest.raises(ReplicaError, match="SIGKILL"):
                 await held
-            assert dead.state is State.QUARANTINED
+            assert dead.state is ReplicaState.QUARANTINED
             await asyncio.sleep(0)
             assert other.in_flight == 1  # at once
             await other.ask("answer", 0, deadline_s=LONG_S)  # comes after what waits
@@ -197,7 +197,7 @@ def test_a_new_replica_serves_only_when_it_is_ready(tmp_path: Path):
             waiting = [asyncio.create_task(service.route("answer", i, deadline_s=LONG_S)) for i in range(3)]
             await started.wait()
             fresh = service.replicas[0]
-            assert fresh.state is State.STARTING
+            assert fresh.state is ReplicaState.STARTING
             assert await fresh.call("echo", 1, deadline_s=LONG_S) == ("actor 0", 1)
             assert not any(task.done() for task in waiting)
             gate.set()
@@ -244,7 +244,7 @@ def test_a_replica_that_keeps_dying_rests_and_is_tried_again_while_the_others_go
             naps.hold_at = 300.0
             os.kill(await pid_of(service, 0), signal.SIGKILL)
             async with asyncio.timeout(LONG_S):
-                while service.replicas[0].state is not State.ABANDONED:  # noqa: ASYNC110
+                while service.replicas[0].state is not ReplicaState.ABANDONED:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             for i in range(3):
                 assert await service.route("answer", i, deadline_s=LONG_S) == ("actor 1", i)
@@ -514,7 +514,7 @@ def test_without_supervision_a_death_is_fatal(tmp_path: Path):
             os.kill(await pid_of(service), signal.SIGSTOP)
             error = await asyncio.wait_for(faults.wait(), LONG_S)
             assert (error.service, error.replica, error.message) == (service.name, 0, "hung: its process was stopped")
-            assert service.replicas[0].state is State.ABANDONED
+            assert service.replicas[0].state is ReplicaState.ABANDONED
             with pytest.raises(ServiceError, match="no replica is left"):
                 await service.available()
             # By hand, too, it can be replaced.

@@ -62,7 +62,7 @@ async def open_store(logs: Path) -> AsyncIterator[Store]:
         try:
             home = service.spawn(FakeActor, imports=TorchStoreTransport.imports)
             await service.watch(home, deadline_s=60)
-            yield Store(await TorchStoreTransport.open(home.mesh), service, made, faults)
+            yield Store(await TorchStoreTransport.open(home.mesh.procs), service, made, faults)
         finally:
             faults.closing = True
             await service.stop()
@@ -235,7 +235,7 @@ def test_a_store_that_hangs_or_dies_is_told_and_another_one_goes_on(
             for method, call in calls.items():
                 with pytest.raises(WeightsError, match=rf"torchstore does not answer to {method}: .*Killed\(sig=9\)"):
                     await call()
-            assert (await read(healthy, kept, None)).keys() == LAYOUT.keys()
+            assert (await read(healthy, kept)).keys() == LAYOUT.keys()
             await healthy.free(kept.keys)
 
     run(main())

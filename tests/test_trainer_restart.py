@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from forge_rl.algorithms import Aggregation, ClippedSurrogate, Loss, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError, WeightsError
+from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError
 from forge_rl.run.checkpoints import Checkpoints
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
@@ -194,16 +194,14 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             assert furthest(published[0], published[1]) > 1e-3
             held = sum(path.stat().st_size for path in segments(shm))
 
-            # In the middle of a publish, which others wait for; a restart that fails is told, and can be tried again.
+            # In the middle of a publish; a restart that fails is told, and can be tried again.
             await step(trainer, 3)
             good = store._transports
             store._transports = {"local": DeadlyTransport("local", good["local"]._volumes)}  # type: ignore[attr-defined]
-            waiting = asyncio.create_task(store.wait_for(2))
             with pytest.raises(ReplicaError, match=r"call publish: rank 1: .*SIGKILL"):
                 await asyncio.wait_for(trainer.publish(store, dtype="float32"), 30)
             store._transports = good
-            with pytest.raises(WeightsError, match=r"version 2 will not come: .*SIGKILL"):
-                await waiting
+            assert await store.latest() == 1
             dead = trainer._service.replicas[0]
             (tmp_path / "empty").mkdir()
             with pytest.raises(CheckpointError, match="empty cannot be read"):
@@ -215,12 +213,10 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             await asyncio.gather(store.rollback(-1), trainer.restart(None))
             assert ended(dead)
             assert (trainer.version, trainer.updates) == (0, 0)
-            waiting = asyncio.create_task(store.wait_for(1))
             assert await trainer.publish(store, dtype="float32") == 0
             assert await step(trainer, 0) == pytest.approx(losses[0], abs=1e-6)
-            assert not waiting.done()
             assert await trainer.publish(store, dtype="float32") == 1
-            assert await waiting == 1
+            assert await store.latest() == 1
             assert furthest(await read(store, 1), await read(store, 0)) > 1e-3
             await step(trainer, 1)
             await trainer.publish(store, dtype="float32")

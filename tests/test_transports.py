@@ -212,7 +212,6 @@ def test_a_delta_shares_what_has_not_changed_with_the_version_before(setup: Tran
         await setup.transport.free([key for key in two.keys if key not in three.keys])
         of_three = {**of_two, "bias": third}
         assert same(await setup.call(READERS[1], "read", three), of_three)
-        assert same(await setup.call(READERS[1], "read", three, ("bias", "embed")), {"bias": third, "embed": first})
         await setup.transport.free(three.keys)
 
     setup.run(main())

@@ -1,9 +1,6 @@
 """The version index against a simple model, under random schedules."""
 
-import asyncio
-from collections.abc import Awaitable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from forge_rl.errors import WeightsError
 from forge_rl.weights.versions import VersionIndex
-from tests.fake_versions import bytes_of, run_tasks
+from tests.fake_versions import bytes_of
 from tests.fakes import manifest_of, manifest_of_bytes
 
 
@@ -22,7 +19,6 @@ class Scheduler(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.keep, self.keep_bytes = 2, 25
-        self.loop = asyncio.new_event_loop()
         self.index = VersionIndex(keep_versions=self.keep, keep_bytes=self.keep_bytes)
         self.held: dict[int, dict[str, int]] = {}  # bytes by bucket, by version
         self.epoch = 0
@@ -32,19 +28,10 @@ class Scheduler(RuleBasedStateMachine):
         self.writing: dict[int, int | None] = {}  # the version before
         self.base_buckets: dict[int, dict[str, int]] = {}
         self.leases: list[tuple[int, int]] = []
-        self.waiters: dict[asyncio.Future[int], int] = {}
 
     @property
     def newest(self) -> int | None:
         return max(self.held, default=None)
-
-    def do(self, awaitable: Awaitable[Any]) -> Any:
-        async def bounded() -> Any:
-            result = await awaitable
-            await run_tasks()
-            return result
-
-        return self.loop.run_until_complete(bounded())
 
     def buckets(self) -> dict[str, int]:
         """Keys of all buckets that must be kept."""
@@ -90,18 +77,14 @@ class Scheduler(RuleBasedStateMachine):
         manifest = replace(manifest_of(version, {own: size, **shared}), epoch=self.epoch)
         if (self.newest is not None and version < self.newest) or (shared and base != self.newest):
             with pytest.raises(WeightsError, match=r"comes too late|shares tensors"):
-                self.do(self.index.commit(manifest))
+                self.index.commit(manifest)
             return
         before = self.buckets()
         del self.writing[version], self.base_buckets[version]
-        freed = self.do(self.index.commit(manifest))
+        freed = self.index.commit(manifest)
         self.held[version], self.epochs[version] = {own: size, **shared}, self.epoch
         self.retire()
         assert set(freed) == before.keys() - self.buckets().keys()
-        for waiter, wanted in list(self.waiters.items()):
-            if wanted <= version:
-                assert waiter.result() == version
-                del self.waiters[waiter]
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
@@ -109,26 +92,9 @@ class Scheduler(RuleBasedStateMachine):
         version = data.draw(st.sampled_from(sorted(self.writing)))
         before = self.buckets()
         del self.writing[version], self.base_buckets[version]
-        freed = self.do(self.index.abort(version, "died", epoch=self.epoch))
+        freed = self.index.abort(version, epoch=self.epoch)
         self.retire()
         assert set(freed) == before.keys() - self.buckets().keys()
-        for waiter in self.waiters:
-            with pytest.raises(WeightsError, match="died"):
-                waiter.result()
-        self.waiters.clear()
-
-    @precondition(lambda self: self.writing)
-    @rule(ahead=st.integers(0, 3))
-    def wait(self, ahead: int) -> None:
-        wanted = (self.newest or 0) + ahead
-        waiter = self.loop.create_task(self.index.wait_for(wanted))
-        self.do(run_tasks())
-        if self.newest is not None and wanted <= self.newest:
-            assert waiter.result() == self.newest
-        elif waiter.done():  # an earlier abort still stands
-            assert isinstance(waiter.exception(), WeightsError)
-        else:
-            self.waiters[waiter] = wanted
 
     @rule(version=st.none() | st.integers(0, 12))
     def lease(self, version: int | None) -> None:
@@ -165,8 +131,6 @@ class Scheduler(RuleBasedStateMachine):
         self.epoch += 1
         self.retire()
         assert set(freed) == before.keys() - self.buckets().keys()
-        assert not self.index._failure, "who waits from now on waits for what comes"
-        self.do(run_tasks())
 
     @precondition(lambda self: self.stale)
     @rule(commits=st.booleans())
@@ -174,23 +138,16 @@ class Scheduler(RuleBasedStateMachine):
         version, epoch = self.stale.pop()
         if commits:
             with pytest.raises(WeightsError, match="was not begun, or was aborted"):
-                self.do(self.index.commit(replace(manifest_of_bytes(version, 10), epoch=epoch)))
+                self.index.commit(replace(manifest_of_bytes(version, 10), epoch=epoch))
         else:
-            assert self.do(self.index.abort(version, "late", epoch=epoch)) == ()
+            assert self.index.abort(version, epoch=epoch) == ()
 
     @invariant()
     def what_is_held_agrees(self) -> None:
         assert self.index.latest == self.newest
         every = (*self.held.values(), *self.forgotten.values())
         assert bytes_of(self.index) == sum({key: size for buckets in every for key, size in buckets.items()}.values())
-        assert all(not waiter.done() for waiter in self.waiters)
         assert set(self.leases) <= {(version, self.epochs[version]) for version in self.held} | self.forgotten.keys()
-
-    def teardown(self) -> None:
-        for waiter in self.waiters:
-            waiter.cancel()
-        self.do(run_tasks())
-        self.loop.close()
 
 
 TestSchedule = Scheduler.TestCase

@@ -110,8 +110,6 @@ def test_a_version_that_was_forgotten_or_cancelled_is_never_seen(shm: Path):
             with pytest.raises(asyncio.CancelledError):
                 await publishing
             assert (await watched.state()).used == {}
-            with pytest.raises(WeightsError, match="version 1 will not come: version 1 was aborted: CancelledError"):
-                await store.wait_for(1)
             await publish(store, 1)
 
     run(main())
@@ -323,8 +321,6 @@ def test_a_version_that_finds_no_room_changes_nothing_and_is_written_once_there_
                 await publish(store, 2)
             assert "--shm-size" in caught.value.hint
             assert segments(small_shm) == before
-            with pytest.raises(WeightsError, match=r"version 2 will not come: .* 12288 are free"):
-                await store.wait_for(2)
             async with store.lease() as manifest:
                 assert await read(store.transport(), manifest) == all_of(1)
             ballast.unlink()
@@ -369,7 +365,7 @@ def test_a_holder_on_another_machine_is_not_taken_for_a_process_of_this_one(shm:
             ended = await asyncio.create_subprocess_exec("true")
             await ended.wait()
             await store._call("lease", 1, "elsewhere", Holder(ended.pid, "another machine's"))
-            await store._call("lease", 1, "here", Holder(ended.pid, Holder.this_process().namespace))
+            await store._call("lease", 1, "here", Holder(ended.pid, Holder.this_process().space))
             await until_state(watched, lambda state: "here" not in state.leases)
             assert (await watched.state()).leases == {"elsewhere"}
 

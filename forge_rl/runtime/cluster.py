@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,6 +57,19 @@ _CHILDREN_DEFAULTS = {
 """Defaults of environment variables in spawned processes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SpawnedMesh:
+    """Processes that a cluster started together."""
+
+    name: str
+    procs: ProcMesh
+    host: str
+    ranks: int
+    """Number of processes."""
+    log: Path
+    """Log file of the processes."""
+
+
 class Cluster:
     """Hosts of a run, on which process meshes are spawned.
 
@@ -82,7 +96,7 @@ class Cluster:
         self._logs = logs
         self._may_be_public = may_be_public
         self._hosts = dict(hosts or {})
-        self._meshes: dict[str, ProcMesh] = {}
+        self._meshes: dict[str, SpawnedMesh] = {}
         if THIS_HOST in self._hosts:
             raise ConfigError(f"{THIS_HOST!r} is the name of the controller's host", hint="rename the other host")
         for name, mesh in self._hosts.items():
@@ -104,10 +118,6 @@ class Cluster:
         """Names of all hosts, this one first."""
         return (THIS_HOST, *self._hosts)
 
-    def log_file(self, name: str) -> Path:
-        """Return the log file of a mesh's processes."""
-        return self._logs / f"{name}.log"
-
     def spawn(
         self,
         name: str,
@@ -117,7 +127,7 @@ class Cluster:
         imports: Sequence[str] = (),
         host: str = THIS_HOST,
         secrets: bool = False,
-    ) -> ProcMesh:
+    ) -> SpawnedMesh:
         """Start a mesh of processes with one axis, `ranks`.
 
         Args:
@@ -141,6 +151,7 @@ class Cluster:
             for each, value in _CHILDREN_DEFAULTS.items():
                 if additions.get(each, os.environ.get(each)) is None:
                     additions[each] = os.path.expanduser(value)
+        log = self._logs / f"{name}.log"
         # Monarch announces its log file on stderr, in the middle of the display.
         with quiet_stderr(), _scratch_as_temporary() as scratch:
             from monarch.actor import default_bootstrap_cmd, this_host
@@ -157,11 +168,11 @@ class Cluster:
                     hint="keep it on this machine, or set --public-ports if nobody else is on the network",
                 )
             self._may_be_public = True
-            mesh = place.spawn_procs(
+            procs = place.spawn_procs(
                 per_host={"ranks": ranks},
                 bootstrap=functools.partial(
                     _start_child,
-                    str(self.log_file(name)),
+                    str(log),
                     tuple(imports),
                     tuple(sys.path),
                     kept_back() if secrets else {},
@@ -169,7 +180,7 @@ class Cluster:
                 bootstrap_command=lambda _: command,
                 name=name.replace("/", "_"),
             )
-        self._meshes[name] = mesh
+        mesh = self._meshes[name] = SpawnedMesh(name=name, procs=procs, host=host, ranks=ranks, log=log)
         return mesh
 
     async def stop(self, name: str, *, deadline_s: float = 10.0) -> None:
@@ -177,7 +188,7 @@ class Cluster:
         mesh = self._meshes.pop(name, None)
         if mesh is not None:
             with contextlib.suppress(Exception):  # a failed mesh cannot be stopped again
-                await asyncio.wait_for(mesh.stop(), deadline_s)
+                await asyncio.wait_for(mesh.procs.stop(), deadline_s)
 
     async def close(self) -> None:
         """Stop all meshes."""

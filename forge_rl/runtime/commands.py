@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import check_flags
 from forge_rl.system.supervised import supervised
 from forge_rl.system.variables import handed_on
 
@@ -34,10 +34,7 @@ class CommandLimits:
     """Maximum concurrent commands; others wait."""
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not value > 0:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"the command's {flag} is {value}", hint=f"set {flag} to a value above 0")
+        check_flags(self, "the command's ", above=dict.fromkeys(vars(self), 0))
 
     def as_rlimits(self) -> dict[str, int]:
         """Return the limits by their names in Python's `resource` module."""

@@ -15,7 +15,7 @@ from forge_rl.errors import DeadlineError, ServiceError
 from forge_rl.runtime.tasks import interrupted_by
 
 
-class Call(NamedTuple):
+class CallInFlight(NamedTuple):
     """A remote call in flight."""
 
     service: str
@@ -56,7 +56,7 @@ class Faults:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, phase: Callable[[], str] = lambda: "") -> None:
-        self._clock = clock
+        self.clock = clock
         self._phase = phase
         self._calls: dict[int, tuple[str, int | None, str, float]] = {}
         """Fields of each call in flight."""
@@ -101,18 +101,18 @@ class Faults:
     def begin(self, service: str, replica: int | None, method: str) -> int:
         """Track a call as in flight; returns the key for `end`."""
         key, self._next = self._next, self._next + 1
-        self._calls[key] = (service, replica, method, self._clock())
+        self._calls[key] = (service, replica, method, self.clock())
         return key
 
     def end(self, key: int) -> None:
         """Stop tracking a call."""
         del self._calls[key]
 
-    def waiting_for(self) -> tuple[Call, int] | None:
+    def waiting_for(self) -> tuple[CallInFlight, int] | None:
         """Return the oldest call in flight and the number of calls in flight; None if there is none."""
         if not self._calls:
             return None
-        return Call(*next(iter(self._calls.values()))), len(self._calls)
+        return CallInFlight(*next(iter(self._calls.values()))), len(self._calls)
 
     @contextlib.contextmanager
     def deadline(self, phase: str, seconds: float) -> Iterator[None]:
@@ -139,7 +139,7 @@ class Faults:
         call, count = waiting
         others = f", and {count - 1} more calls are in flight" if count > 1 else ""
         return DeadlineError(
-            f"{message}; this call has run for {self._clock() - call.since:.0f} s{others}",
+            f"{message}; this call has run for {self.clock() - call.since:.0f} s{others}",
             service=call.service,
             replica=call.replica,
             call=call.method,
@@ -165,7 +165,7 @@ class Faults:
         if self.closing:
             return
         fault = Fault(
-            service=service, replica=replica, cause=cause, phase=self._phase(), at_s=self._clock(), fatal=fatal
+            service=service, replica=replica, cause=cause, phase=self._phase(), at_s=self.clock(), fatal=fatal
         )
         self.seen.append(fault)
         if fatal:
@@ -176,7 +176,7 @@ class Faults:
         """Record that a replica has recovered from its faults so far."""
         for fault in self.seen:
             if (fault.service, fault.replica, fault.recovered_s) == (service, replica, None):
-                fault.recovered_s = self._clock() - fault.at_s
+                fault.recovered_s = self.clock() - fault.at_s
                 self._tell(fault)
 
     def _tell(self, fault: Fault) -> None:
@@ -191,16 +191,7 @@ class Faults:
             traceback.print_exception(error)
             cause = f"a listener failed: {type(error).__name__}: {error}".splitlines()[0]
             if not any(fault.cause == cause for fault in self.seen):
-                self.seen.append(
-                    Fault(
-                        service="controller",
-                        replica=None,
-                        cause=cause,
-                        phase=self._phase(),
-                        at_s=self._clock(),
-                        fatal=False,
-                    )
-                )
+                self.record("controller", None, cause, fatal=False)
 
     def _on_mesh_failure(self, failure: object) -> None:
         """Handle Monarch's failure report, in one of Monarch's threads."""

@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import struct
+import types
 from collections.abc import Awaitable, Generator, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -36,31 +37,13 @@ class InHand:
         finally:
             os.close(fd)
 
-    async def noting(self, number: int, work: Awaitable[Any]) -> Any:
+    @types.coroutine
+    def noting(self, number: int, work: Awaitable[Any]) -> Generator[Any, Any, Any]:
         """Await a call's work, recording its number while the loop runs its code but not while it waits."""
-        return await _Noted(self._memory, number, work)
-
-    @contextlib.contextmanager
-    def in_thread(self, number: int) -> Iterator[None]:
-        """Record a call's number while the body runs, in a thread that runs one call at a time."""
-        struct.pack_into("q", self._memory, 8, number + 1)
-        try:
-            yield
-        finally:
-            struct.pack_into("q", self._memory, 8, 0)
-
-
-class _Noted:
-    """Awaits something like `yield from`, recording each step."""
-
-    def __init__(self, memory: mmap.mmap, number: int, work: Awaitable[Any]) -> None:
-        self._memory, self._number, self._work = memory, number, work
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        steps: Any = self._work.__await__()
+        steps: Any = work.__await__()
         value, error = None, None
         while True:
-            struct.pack_into("q", self._memory, 0, self._number + 1)
+            struct.pack_into("q", self._memory, 0, number + 1)
             try:
                 waits_for = steps.send(value) if error is None else steps.throw(error)
             except StopIteration as end:
@@ -71,6 +54,15 @@ class _Noted:
                 value, error = (yield waits_for), None
             except BaseException as raised:  # including a cancellation, which is meant for the work
                 value, error = None, raised
+
+    @contextlib.contextmanager
+    def in_thread(self, number: int) -> Iterator[None]:
+        """Record a call's number while the body runs, in a thread that runs one call at a time."""
+        struct.pack_into("q", self._memory, 8, number + 1)
+        try:
+            yield
+        finally:
+            struct.pack_into("q", self._memory, 8, 0)
 
 
 def create(path: Path) -> None:

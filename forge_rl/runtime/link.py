@@ -36,13 +36,13 @@ _MOST_BYTES = 4 << 20
 _MOST_WAITING_BYTES = 16 << 20
 """Beyond this many bytes of uncollected replies, the replica's methods wait until the controller collects some."""
 
-Message: TypeAlias = tuple[int, str, bytes, bool]
-"""Message to a replica: call number, method, pickled arguments, whether it streams. Method "" cancels the call."""
+Request: TypeAlias = tuple[int, str, bytes, bool]
+"""Request to a replica: call number, method, pickled arguments, whether it streams. Method "" cancels the call."""
 
 Reply: TypeAlias = tuple[int, int, bytes]
 """Reply of a replica: call number, one of the kinds below, and the pickled value or error."""
 
-T = TypeVar("T", Message, Reply)
+T = TypeVar("T", Request, Reply)
 
 _NOT_USERS = {Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")} | {Path(__file__).parents[1]}
 """Folders with code that is not the user's."""
@@ -79,9 +79,9 @@ class Link:
         self._begin = begin
         self._end = end
         self._numbers = itertools.count()
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _Pending] = {}
         self.deadlines = Deadlines(self._calls)
-        self._outbox: deque[Message] = deque()
+        self._outbox: deque[Request] = deque()
         self._waiting = asyncio.Event()
         self._broken: tuple[int, bytes] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -104,7 +104,7 @@ class Link:
         key = self._begin(method)  # a `with` would cost as much as everything else here
         kind = _STOPPED
         try:
-            call = _Call(next(self._numbers), method, deadline_s, on_item)
+            call = _Pending(next(self._numbers), method, deadline_s, on_item)
             self._send(call, args)
             try:
                 kind, payload = await call
@@ -137,7 +137,7 @@ class Link:
         if self._task is not None:
             await asyncio.wait([self._task])
 
-    def _send(self, call: _Call, args: tuple[object, ...]) -> None:
+    def _send(self, call: _Pending, args: tuple[object, ...]) -> None:
         method = call.method
         if self._broken is not None:
             self._value(method, *self._broken)  # raises
@@ -149,7 +149,7 @@ class Link:
         self.deadlines.start(call)
         self._put((call.number, method, payload, call.on_item is not None))
 
-    def _put(self, message: Message) -> None:
+    def _put(self, message: Request) -> None:
         self._outbox.append(message)
         self._waiting.set()
         if self._task is None:
@@ -208,7 +208,7 @@ class Link:
                         call.set_exception(error)
 
 
-class _Call(asyncio.Future[tuple[int, bytes]]):
+class _Pending(asyncio.Future[tuple[int, bytes]]):
     """Reply to a call in flight."""
 
     __slots__ = ("deadline_s", "due", "method", "number", "on_item")
@@ -239,12 +239,12 @@ class Deadlines:
         calls: calls in flight.
     """
 
-    def __init__(self, calls: Mapping[int, _Call]) -> None:
+    def __init__(self, calls: Mapping[int, _Pending]) -> None:
         self._calls = calls
         self._held = False
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, call: _Call) -> None:
+    def start(self, call: _Pending) -> None:
         """Start a call's deadline now; a stream gets none while streams are held."""
         loop = asyncio.get_running_loop()
         call.due = math.inf if self._held and call.on_item is not None else loop.time() + call.deadline_s

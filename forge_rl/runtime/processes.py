@@ -1,4 +1,4 @@
-"""Processes of this machine: watching and killing process trees, and exit statuses."""
+"""Processes of this machine: watching and killing process trees, exit statuses, and causes of death."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import gc
 import os
+import re
 import select
 import shlex
 import signal
@@ -30,6 +31,11 @@ _SWITCH_S = 0.0005
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes), linux/pidfd.h
 _PIDFD_INFO_EXIT = 1 << 3
 _EXIT_CODE_OFFSET = 60
+_LOG_TAIL_BYTES = 1 << 16
+_EXCEPTION = re.compile(r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt): \S.*)")
+"""Last line of a traceback, possibly after a logger's prefix."""
+_POINTER = re.compile(r"root cause|EngineDead|Engine core init")
+"""vLLM exceptions that only point to another one."""
 
 
 class ProcessTree:
@@ -82,12 +88,8 @@ class ProcessTree:
         self.members = found
         return stopped
 
-    def kill_roots(self) -> None:
-        """Send SIGKILL to the roots; `on_end` is still called."""
-        self.signal_roots(signal.SIGKILL)
-
     def signal_roots(self, number: signal.Signals) -> None:
-        """Send a signal to the living roots."""
+        """Send a signal to the living roots; if it kills them, `on_end` is still called."""
         for process in self.roots.values():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
@@ -243,6 +245,28 @@ def describe_exit(status: int | None, meanings: Mapping[int, str] | None = None)
     if status < 0:
         return f"its process was ended by {signal.Signals(-status).name}"
     return (meanings or {}).get(status, f"its process exited with status {status}")
+
+
+def last_error(log: Path) -> str:
+    """Return the last exception in a log, ignoring those that only point to another one; "" if none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    found = (match[1] for line in reversed(lines) if (match := _EXCEPTION.search(line)))
+    return next((error[:300] for error in found if not _POINTER.search(error)), "")
+
+
+def cause_of(text: str, exit_meanings: Mapping[int, str] | None = None) -> str:
+    """Extract a one-line cause from Monarch's message about a failure."""
+    if found := re.search(r"Killed\(sig=(\d+)\)", text):
+        return describe_exit(-int(found[1]))
+    if found := re.search(r"exited with non-zero code (\d+)", text):
+        return describe_exit(int(found[1]), exit_meanings)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "unknown"
 
 
 @contextlib.contextmanager

@@ -6,23 +6,19 @@ import asyncio
 import enum
 import pickle
 import signal
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError
 from forge_rl.runtime import in_hand
+from forge_rl.runtime.cluster import SpawnedMesh
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.link import Link
 from forge_rl.runtime.processes import ProcessTree, is_traced
 from forge_rl.runtime.tasks import task_group
-
-if TYPE_CHECKING:
-    from monarch.actor import ProcMesh
-
 
 _STOPPED_POLLS = 3
 """Consecutive checks, over a second, that must find a process stopped."""
@@ -36,7 +32,7 @@ _MOST_PROCESSES = 64
 """Maximum number of a replica's processes to check."""
 
 
-class State(enum.Enum):
+class ReplicaState(enum.Enum):
     """Lifecycle of a replica; only serving ones receive calls."""
 
     STARTING = "starting"
@@ -47,7 +43,6 @@ class State(enum.Enum):
     """Dead; not to be replaced, or only after a pause that nobody waits for."""
 
 
-@dataclass(kw_only=True, eq=False)
 class Replica:
     """Processes with one actor each, which are routed to, restarted and replaced as one.
 
@@ -55,55 +50,66 @@ class Replica:
         score = await replica.ask("score", task, text, deadline_s=60)
 
     After its death it is replaced by another Replica with the same index.
+
+    Args:
+        service: name of the service, for errors.
+        index: its place in the service.
+        incarnation: number of previous replicas with this index.
+        mesh: its processes.
+        actor_name: name under which Monarch reports its failure.
+        actor: Monarch's actor mesh, which has no useful type; typed handles wrap it.
+        tree: its processes, if they are on this machine.
+        faults: records its calls.
+        on_lost: called with the replica and Monarch's message when a call finds it dead.
     """
 
-    service: str
-    """Name of the service, for errors."""
-    index: int
-    incarnation: int
-    """Number of previous replicas with this index."""
-    ranks: int
-    """Number of processes."""
-    mesh: ProcMesh
-    mesh_name: str
-    actor_name: str
-    """Name under which Monarch reports its failure."""
-    actor: Any  # Monarch's actor mesh has no useful type; typed handles wrap it
-    host: str
-    log: Path
-    """Log file of its processes."""
-    tree: ProcessTree
-    """Its processes, if they are on this machine."""
-    faults: Faults
-    clock: Callable[[], float]
-    """Monotonic seconds."""
-    on_lost: Callable[[Replica, str], None]
-    """Called with the replica and Monarch's message when a call finds it dead."""
-    busy_s: float = 0.0
-    """Busy seconds not drained yet, including its predecessor's."""
-    state: State = State.STARTING
-    serving_since: float = 0.0
-    in_flight: int = 0
-    held: int = 0
-    """Load other than calls, such as environments between two steps; routing counts each as one call."""
-    answered: bool = False
-    """True once it has answered a call through `ask`."""
-    blamed: bool = False
-    """True if it died while running the code of a call, which is blamed for it."""
-    may_block_s: float = 0.0
-    """Seconds for which its work may block the event loop, if longer than the default."""
-    stopped_polls: int = 0
-    """Number of consecutive watchdog checks that found one of its processes stopped."""
-    death: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Done, with the cause, as soon as one of its processes exits or hangs."""
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        service: str,
+        index: int,
+        incarnation: int,
+        mesh: SpawnedMesh,
+        actor_name: str,
+        actor: Any,
+        tree: ProcessTree,
+        faults: Faults,
+        on_lost: Callable[[Replica, str], None],
+    ) -> None:
+        self.service = service
+        self.index = index
+        self.incarnation = incarnation
+        self.mesh = mesh
+        self.host, self.ranks, self.log = mesh.host, mesh.ranks, mesh.log
+        self.actor_name = actor_name
+        self.actor = actor
+        self.tree = tree
+        self.clock = faults.clock
+        """Monotonic seconds."""
+        self.state = ReplicaState.STARTING
+        self.serving_since = 0.0
+        self.in_flight = 0
+        self.held = 0
+        """Load other than calls, such as environments between two steps; routing counts each as one call."""
+        self.answered = False
+        """True once it has answered a call through `ask`."""
+        self.blamed = False
+        """True if it died while running the code of a call, which is blamed for it."""
+        self.may_block_s = 0.0
+        """Seconds for which its work may block the event loop, if longer than the default."""
+        self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Done, with the cause, as soon as one of its processes exits or hangs."""
+        self.busy_s = 0.0
+        """Busy seconds not drained yet, including its predecessor's."""
         self.busy_since = self._span_began = 0.0
-        first = self.actor.slice(ranks=0) if self.ranks > 1 else self.actor
+        self._stopped_polls = 0
+        """Number of consecutive watchdog checks that found one of its processes stopped."""
+        self._faults = faults
+        self._on_lost = on_lost
         self.link = Link(
-            first,
+            actor.slice(ranks=0) if mesh.ranks > 1 else actor,
             error=self._error,
-            lost=lambda error: self.on_lost(self, str(error)),
+            lost=lambda error: on_lost(self, str(error)),
             begin=self._begin,
             end=self._end_work,
         )
@@ -121,7 +127,7 @@ class Replica:
     @property
     def serving(self) -> bool:
         """True while it receives calls."""
-        return self.state is State.SERVING
+        return self.state is ReplicaState.SERVING
 
     @property
     def load(self) -> int:
@@ -147,39 +153,35 @@ class Replica:
             ServiceError: the actor raised something else; see the replica's log.
         """
         name = name or method
-        actor = self.actor if rank is None else self.actor.slice(ranks=rank)
         if not self.alive:
             raise self._error(ReplicaError, name, self.death.result())
+        actor = self.actor if rank is None else self.actor.slice(ranks=rank)
+        key, began = self._begin(name), self.clock()
+        answer = asyncio.ensure_future(_call_one(actor, method, args))
         try:
-            key, began = self._begin(name), self.clock()
-            answer = asyncio.ensure_future(_call_one(actor, method, args))
-            try:
-                done, _ = await asyncio.wait(
-                    (answer, self.death), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
-                )
-            finally:
-                answer.cancel()
-                self._end(key)
-                if not rank:  # of concurrent calls to all ranks, only the first is traced
-                    self._trace(name, began, self.clock(), True)
-            if answer in done and not answer.cancelled():
+            await asyncio.wait((answer, self.death), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            if answer.cancelled():  # Monarch cancels calls when the mesh stops; a bare CancelledError would be useless
+                self._on_lost(self, "its mesh has stopped")
+            elif answer.done():
                 return answer.result()
-            if answer in done:  # Monarch cancels calls when the mesh stops; a bare CancelledError would be useless
-                self.on_lost(self, "its mesh has stopped")
-                raise self._error(ReplicaError, name, self.death.result())
-            if self.death in done:
-                raise self._error(ReplicaError, name, self.death.result())
-            raise self._error(DeadlineError, name, f"no answer within {deadline_s:g} s")
+            elif not self.death.done():
+                raise self._error(DeadlineError, name, f"no answer within {deadline_s:g} s")
+            raise self._error(ReplicaError, name, self.death.result())
         except ForgeError:
             raise
         except SupervisionError as error:
-            self.on_lost(self, str(error))
+            self._on_lost(self, str(error))
             raise self._error(ReplicaError, name, self.death.result()) from error
         except Exception as error:
             raised = getattr(error, "exception", error)  # Monarch wraps an endpoint's exceptions
             if isinstance(raised, ForgeError):
                 raise raised from error
             raise self._error(ServiceError, name, f"{type(raised).__name__}: {raised}") from error
+        finally:
+            answer.cancel()
+            self._end(key)
+            if not rank:  # of concurrent calls to all ranks, only the first is traced
+                self._trace(name, began, self.clock(), True)
 
     async def call_ranks(
         self, method: str, args_of_rank: Callable[[int], Sequence[object]], *, deadline_s: float
@@ -207,11 +209,10 @@ class Replica:
             ForgeError, DeadlineError, ReplicaError, ServiceError: see `call`; they name `for_call`, and the deadline
                 applies to each slice.
         """
-        parts = _Parts()
-        await asyncio.to_thread(pickle.Pickler(parts, pickle.HIGHEST_PROTOCOL).dump, value)
-        for number, data in enumerate(parts.slices()):
-            first = number == 0
-            await self.call("receive_parcel", data, first, deadline_s=deadline_s, rank=rank, name=for_call)
+        slices = _Slices()
+        await asyncio.to_thread(pickle.Pickler(slices, pickle.HIGHEST_PROTOCOL).dump, value)
+        for number, data in enumerate(slices.taken):
+            await self.call("receive_parcel", bytes(data), number == 0, deadline_s=deadline_s, rank=rank, name=for_call)
 
     def ask(
         self, method: str, *args: object, deadline_s: float, on_item: Callable[[Any], object] | None = None
@@ -233,8 +234,8 @@ class Replica:
     def look_for_hang(self, *, descendants: bool) -> str:
         """Check its processes, and with `descendants` their children, for a hang; return a description, or ""."""
         most = _MOST_PROCESSES if descendants else len(self.tree.roots)
-        self.stopped_polls = self.stopped_polls + 1 if self.tree.has_stopped(most=most) else 0
-        if self.stopped_polls >= _STOPPED_POLLS:
+        self._stopped_polls = self._stopped_polls + 1 if self.tree.has_stopped(most=most) else 0
+        if self._stopped_polls >= _STOPPED_POLLS:
             return "hung: its process was stopped"
         if not any(map(is_traced, self.tree.roots)):  # a process stopped by a debugger cannot answer
             self.link.silent_polls += self.link.open
@@ -257,10 +258,10 @@ class Replica:
         if self.in_flight == 0:
             self.busy_since = self._span_began = self.clock()
         self.in_flight += 1
-        return self.faults.begin(self.service, self.index, method)
+        return self._faults.begin(self.service, self.index, method)
 
     def _end(self, key: int) -> None:
-        self.faults.end(key)
+        self._faults.end(key)
         self.in_flight -= 1
         if self.in_flight == 0:
             now = self.clock()
@@ -272,33 +273,25 @@ class Replica:
         self._end(key)
 
     def _trace(self, name: str, began: float, ended: float, overlapping: bool) -> None:
-        if self.faults.on_span is not None:
-            self.faults.on_span(f"{self.service}/{self.index}", name, began, ended, overlapping)
+        if self._faults.on_span is not None:
+            self._faults.on_span(f"{self.service}/{self.index}", name, began, ended, overlapping)
 
     def _error(self, kind: type[ServiceError], method: str, message: str) -> ServiceError:
         return kind(message, service=self.service, replica=self.index, call=method, hint=f"see {self.log}")
 
 
-class _Parts:
-    """File-like list of parts: one large buffer would be copied repeatedly as it grows."""
+class _Slices:
+    """File-like list of slices: one large buffer would be copied repeatedly as it grows."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self.taken = [bytearray()]
 
     def write(self, data: bytes) -> int:
-        self._parts.append(bytes(data))
-        return len(self._parts[-1])
-
-    def slices(self) -> Iterator[bytes]:
-        """Yield the written data, about _SLICE_BYTES at a time."""
-        held, size = list[bytes](), 0
-        for part in self._parts:
-            held.append(part)
-            size += len(part)
-            if size >= _SLICE_BYTES:
-                yield b"".join(held)
-                held, size = [], 0
-        yield b"".join(held)
+        """Append data to the last slice, or to a new one once that has _SLICE_BYTES."""
+        if len(self.taken[-1]) >= _SLICE_BYTES:
+            self.taken.append(bytearray())
+        self.taken[-1] += data
+        return memoryview(data).nbytes
 
 
 async def _call_one(actor: Any, method: str, args: Sequence[object]) -> Any:

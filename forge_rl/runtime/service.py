@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
-import time
+import signal
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -16,11 +16,10 @@ import psutil  # type: ignore[import-untyped]
 from forge_rl.errors import PoisonError, ReplicaError, ServiceError
 from forge_rl.runtime import in_hand
 from forge_rl.runtime.actor import ServiceActor
-from forge_rl.runtime.causes import cause_of, last_error
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.processes import ProcessTree, describe_exit, process_space
-from forge_rl.runtime.replica import Replica, State
+from forge_rl.runtime.processes import ProcessTree, cause_of, describe_exit, last_error, process_space
+from forge_rl.runtime.replica import Replica, ReplicaState
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
 
@@ -56,7 +55,6 @@ class Service:
         name: name of the service, for errors and logs.
         cluster: cluster in which its processes run.
         faults: records its calls and failures.
-        clock: monotonic seconds.
         descendants: a replica also counts as hung if a process that it started is stopped. Disable it if such processes
             run code written by a model, which may stop itself.
         blames: each process records the call that it is executing, so that a death counts against that call, not
@@ -71,7 +69,6 @@ class Service:
         cluster: Cluster,
         faults: Faults,
         *,
-        clock: Callable[[], float] = time.monotonic,
         descendants: bool = True,
         blames: bool = False,
         uniform: bool = False,
@@ -86,7 +83,6 @@ class Service:
         """True if the owner replaces dead replicas itself: a death is then not fatal even without `supervise`."""
         self._cluster = cluster
         self._faults = faults
-        self._clock = clock
         self._descendants = descendants
         self._blames = blames
         self._uniform = uniform
@@ -135,29 +131,25 @@ class Service:
         dead = self.replicas[number] if number < len(self.replicas) else None
         assert dead is None or not dead.alive, f"replica {index} of {self.name} is alive"
         incarnation = 0 if dead is None else dead.incarnation + 1
-        mesh_name = f"{self.name}-{number}" + f".{incarnation}" * bool(incarnation)
-        mark = f"{self._id}/{mesh_name}"
+        name = f"{self.name}-{number}" + f".{incarnation}" * bool(incarnation)
+        mark = f"{self._id}/{name}"
         marked = {**(env or {}), _MARK: mark}
-        mesh = self._cluster.spawn(mesh_name, ranks=ranks, env=marked, imports=imports, host=host, secrets=secrets)
+        mesh = self._cluster.spawn(name, ranks=ranks, env=marked, imports=imports, host=host, secrets=secrets)
         # Monarch may report a failure late, under this name, so it must be unique.
         actor_name = f"{self.name}_{number}_{incarnation}_{self._id}"
         replica = Replica(
             service=self.name,
             index=number,
             incarnation=incarnation,
-            ranks=ranks,
             mesh=mesh,
-            mesh_name=mesh_name,
             actor_name=actor_name,
-            actor=mesh.spawn(actor_name, actor, *args),
-            host=host,
-            log=self._cluster.log_file(mesh_name),
+            actor=mesh.procs.spawn(actor_name, actor, *args),
             tree=ProcessTree(_MARK, mark),
             faults=self._faults,
-            clock=self._clock,
-            busy_s=0.0 if dead is None else dead.drain_busy_s(),
             on_lost=self._on_lost,
         )
+        if dead is not None:
+            replica.busy_s = dead.drain_busy_s()
         self._faults.on_failure(actor_name, lambda text: self._on_lost(replica, text))
         self.replicas[number : number + 1] = [replica]
         return replica
@@ -293,21 +285,21 @@ class Service:
 
     def mark_failed(self, replica: Replica, cause: str) -> None:
         """Mark a replica as dead and kill it, because it hangs or returns garbage."""
-        replica.tree.kill_roots()
+        replica.tree.signal_roots(signal.SIGKILL)
         self._on_death(replica, cause)
 
     def abandon(self, replica: Replica) -> None:
         """Give up on a dead replica."""
-        self._set_state(replica, State.ABANDONED)
+        self._set_state(replica, ReplicaState.ABANDONED)
 
     async def clean_up(self, replica: Replica) -> None:
         """Stop what is left of a replica: its tasks here, its processes and all their descendants."""
         replica.tree.unwatch()
         await replica.link.close()
         if replica.alive:  # Monarch stops it gracefully; a dead one may hang, and is killed first
-            await self._cluster.stop(replica.mesh_name)
+            await self._cluster.stop(replica.mesh.name)
         await asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S)  # including processes unknown to Monarch
-        await self._cluster.stop(replica.mesh_name)
+        await self._cluster.stop(replica.mesh.name)
         self._faults.off_failure(replica.actor_name)
         replica.notes.unlink(missing_ok=True)
 
@@ -322,6 +314,32 @@ class Service:
             await asyncio.wait(background)
         await asyncio.gather(*map(self.clean_up, self.replicas))
         self.replicas.clear()
+
+    def _on_process_end(self, replica: Replica, rank: int, status: int | None) -> None:
+        cause = describe_exit(status, self._exit_meanings)
+        if status is not None and status > 0 and (error := last_error(replica.log)):
+            cause += f": {error}"
+        self._on_death(replica, f"rank {rank}: {cause}" if replica.ranks > 1 else cause)
+
+    def _on_lost(self, replica: Replica, text: str) -> None:
+        self._on_death(replica, cause_of(text, self._exit_meanings))
+
+    def _on_death(self, replica: Replica, cause: str) -> None:
+        if not replica.alive:
+            return
+        replica.fail(cause)
+        if self._stopping:
+            return
+        respawn = None if self._faults.closing else self._respawn
+        fatal = respawn is None and not self.recoverable
+        self._set_state(replica, ReplicaState.ABANDONED if fatal else ReplicaState.QUARANTINED)
+        self._faults.record(self.name, replica.index, cause, fatal=fatal)
+        if respawn is not None and replica.index not in self._recovering:  # else it died while starting
+            if replica.answered or self._faults.clock() - replica.serving_since >= self._restart.healthy_s:
+                self._deaths[replica.index] = 0
+            self._recovering[replica.index] = self._in_background(
+                self._recover(replica.index, respawn), replica.index, "it cannot be restarted"
+            )
 
     async def _recover(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> None:
         """Replace the dead replica of an index until the new one serves or is abandoned."""
@@ -383,7 +401,7 @@ class Service:
 
     @property
     def _all_abandoned(self) -> bool:
-        return all(replica.state is State.ABANDONED for replica in self.replicas)
+        return all(replica.state is ReplicaState.ABANDONED for replica in self.replicas)
 
     def _causes_of_end(self) -> str:
         """Describe why no replica is left."""
@@ -391,32 +409,6 @@ class Service:
             return "the service has been stopped" if self._stopping else "no replica is alive"
         died = [f"replica {r.index}: {r.death.result()}" for r in self.replicas if r.death.done()]
         return f"no replica is left; {'; '.join(died)}"
-
-    def _on_process_end(self, replica: Replica, rank: int, status: int | None) -> None:
-        cause = describe_exit(status, self._exit_meanings)
-        if status is not None and status > 0 and (error := last_error(replica.log)):
-            cause += f": {error}"
-        self._on_death(replica, f"rank {rank}: {cause}" if replica.ranks > 1 else cause)
-
-    def _on_lost(self, replica: Replica, text: str) -> None:
-        self._on_death(replica, cause_of(text, self._exit_meanings))
-
-    def _on_death(self, replica: Replica, cause: str) -> None:
-        if not replica.alive:
-            return
-        replica.fail(cause)
-        if self._stopping:
-            return
-        respawn = None if self._faults.closing else self._respawn
-        fatal = respawn is None and not self.recoverable
-        self._set_state(replica, State.ABANDONED if fatal else State.QUARANTINED)
-        self._faults.record(self.name, replica.index, cause, fatal=fatal)
-        if respawn is not None and replica.index not in self._recovering:  # else it died while starting
-            if replica.answered or self._clock() - replica.serving_since >= self._restart.healthy_s:
-                self._deaths[replica.index] = 0
-            self._recovering[replica.index] = self._in_background(
-                self._recover(replica.index, respawn), replica.index, "it cannot be restarted"
-            )
 
     async def _watch_for_hangs(self) -> None:
         while True:
@@ -437,10 +429,10 @@ class Service:
         return task
 
     def _start_serving(self, replica: Replica) -> None:
-        replica.serving_since = self._clock()
-        self._set_state(replica, State.SERVING)
+        replica.serving_since = self._faults.clock()
+        self._set_state(replica, ReplicaState.SERVING)
 
-    def _set_state(self, replica: Replica, state: State) -> None:
+    def _set_state(self, replica: Replica, state: ReplicaState) -> None:
         served, replica.state = replica.serving, state
         self._notify()
         if served != replica.serving:

@@ -107,7 +107,7 @@ class WeightStore:
                 replica = service.spawn(WeightStoreActor, host, config.shm, *kept, host=host, imports=imports)
                 group.create_task(service.watch(replica, deadline_s=deadline_s))
         if name == "torchstore":
-            shared = await TorchStoreTransport.open(service.replicas[0].mesh)
+            shared = await TorchStoreTransport.open(service.replicas[0].mesh.procs)
             return cls(service, dict.fromkeys(hosts, shared), bucket_bytes=bucket_bytes, choice=choice)
         volumes = {host: replica.actor for host, replica in zip(hosts, service.replicas, strict=True)}
         folders = []
@@ -151,21 +151,19 @@ class WeightStore:
             yield publication
             if not publication.committed:
                 raise WeightsError(f"version {version} was not committed")
-        except BaseException as error:
+        except BaseException:
             if publication is not None and publication.committed:
                 raise
             with contextlib.suppress(Exception):  # the first error is the one to report
                 keys = (*freed, *(bucket.key for bucket in (drafted.written if drafted else ())))
-                await transport.free(
-                    await self._call("abort", version, epoch, str(error) or type(error).__name__, keys)
-                )
+                await transport.free(await self._call("abort", version, epoch, keys))
             raise
 
     async def rollback(self, version: int) -> None:
         """Forget all versions above this one: the trainer resumes from it and publishes the same numbers again.
 
-        `latest` is then the newest kept version up to this one, or None. Readers of a forgotten version continue;
-        readers waiting for one get the new version of that number. A publish in progress can no longer be committed.
+        `latest` is then the newest kept version up to this one, or None. Readers of a forgotten version continue. A
+        publish in progress can no longer be committed.
         """
         await self._call("rollback", version)
 
@@ -181,17 +179,6 @@ class WeightStore:
         finally:  # even if cancelled before the reply
             with contextlib.suppress(ForgeError):  # a dead store holds no leases, and the next call reports its death
                 await self._call("release", lease)
-
-    async def wait_for(self, version: int) -> int:
-        """Wait until this version or a newer one can be read.
-
-        Returns:
-            The latest version at that time.
-
-        Raises:
-            WeightsError: its publisher gave up.
-        """
-        return cast(int, await self._call("wait_for", version))
 
     async def latest(self) -> int | None:
         """Return the newest readable version, or None before the first."""

@@ -14,7 +14,7 @@ from monarch.actor import concurrent_endpoint
 from monarch.rdma import RDMABuffer
 
 from forge_rl.errors import WeightsError
-from forge_rl.runtime.processes import when_process_ends
+from forge_rl.runtime.processes import process_space, when_process_ends
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.weights.manifest import Manifest, SegmentRef
 from forge_rl.weights.transports.ask import ask
@@ -28,13 +28,12 @@ class Holder:
     """A process that leases versions, which are kept at most until it ends."""
 
     pid: int
-    namespace: str
-    """PID namespace and boot id: in another one, the same pid is another process."""
+    space: str
+    """Its `process_space`: in another one, the same pid is another process."""
 
     @staticmethod
     def this_process() -> Holder:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return Holder(os.getpid(), f"{boot} {os.readlink('/proc/self/ns/pid')}")
+        return Holder(os.getpid(), process_space())
 
 
 class WeightStoreActor(ServiceActor):
@@ -144,22 +143,21 @@ class WeightStoreActor(ServiceActor):
 
     @concurrent_endpoint
     async def commit(self, manifest: Manifest) -> None:
-        self._unneeded.extend(await self._index.commit(manifest))
+        self._unneeded.extend(self._index.commit(manifest))
 
     @concurrent_endpoint
-    async def abort(self, version: int, epoch: int, reason: str, keys: tuple[str, ...]) -> tuple[str, ...]:
+    async def abort(self, version: int, epoch: int, keys: tuple[str, ...]) -> tuple[str, ...]:
         """Abandon a version, unless it was committed after all.
 
         Args:
             version: the version that was begun.
             epoch: the epoch in which it was begun.
-            reason: cause, for readers that wait for it.
             keys: buckets that its publisher had to free, and its own.
 
         Returns:
             Keys of unneeded buckets. If the publisher does not free them, the next one does.
         """
-        gone = await self._index.abort(version, reason, epoch=epoch)
+        gone = self._index.abort(version, epoch=epoch)
         unneeded = tuple(key for key in keys if not self._index.needs(key))
         self._unneeded.extend((*gone, *unneeded))
         return unneeded
@@ -171,7 +169,7 @@ class WeightStoreActor(ServiceActor):
     @concurrent_endpoint
     async def lease(self, version: int | None, lease: str, holder: Holder) -> Manifest:
         manifest = self._index.lease(version)
-        if holder.namespace == Holder.this_process().namespace and holder not in self._watched:
+        if holder.space == process_space() and holder not in self._watched:
             self._watched.add(holder)
             loop = asyncio.get_running_loop()
             when_process_ends(holder.pid, lambda: loop.call_soon_threadsafe(self._end_leases, holder))
@@ -181,10 +179,6 @@ class WeightStoreActor(ServiceActor):
     @concurrent_endpoint
     async def release(self, lease: str) -> None:
         self._release(lease)
-
-    @concurrent_endpoint
-    async def wait_for(self, version: int) -> int:
-        return await self._index.wait_for(version)
 
     @concurrent_endpoint
     async def latest(self) -> int | None:

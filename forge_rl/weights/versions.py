@@ -6,7 +6,6 @@ reuses their numbers. Versions of older epochs stay until their readers release 
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterable
 
@@ -37,8 +36,6 @@ class VersionIndex:
         """Number of leases by version and epoch."""
         self._forgotten: dict[tuple[int, int], Manifest] = {}
         """Versions of earlier epochs that are still leased."""
-        self._changed = asyncio.Condition()
-        self._failure = ""
         self.epoch = 0
         """Number of rollbacks so far."""
 
@@ -62,10 +59,9 @@ class VersionIndex:
             raise WeightsError(f"version {version} is not newer than the latest, {self.latest}: versions are immutable")
         base = None if self.latest is None else self._versions[self.latest]
         self._writing[version] = base
-        self._failure = ""
         return base, self._retire(coming=base.bytes if base else 0)
 
-    async def commit(self, manifest: Manifest) -> tuple[str, ...]:
+    def commit(self, manifest: Manifest) -> tuple[str, ...]:
         """Make a written version visible and move `latest`.
 
         Raises:
@@ -86,27 +82,22 @@ class VersionIndex:
             )
         del self._writing[version]
         self._versions[version] = manifest
-        return await self._tell_waiters()
+        return self._retire()
 
-    async def abort(self, version: int, reason: str, *, epoch: int = 0) -> tuple[str, ...]:
-        """Abandon a version being written; it stays invisible, and its waiters fail at once.
-
-        A no-op for a version that is not being written, or no longer after a rollback.
-        """
+    def abort(self, version: int, *, epoch: int = 0) -> tuple[str, ...]:
+        """Abandon a version that is being written; does nothing if it is not, or no longer after a rollback."""
         if epoch != self.epoch or version not in self._writing:
             return ()
         del self._writing[version]
-        self._failure = f"version {version} was aborted: {reason}"
-        return await self._tell_waiters()
+        return self._retire()
 
     def rollback(self, version: int) -> tuple[str, ...]:
         """Forget all later versions, which will be rewritten; abandons any version being written.
 
-        Waiters for a forgotten version wait for the new one. Readers of one continue.
+        Readers of a forgotten version continue.
         """
         self.epoch += 1
         self._writing.clear()
-        self._failure = ""
         for newer in [held for held in self._versions if held > version]:
             manifest = self._versions.pop(newer)
             if self._leases[newer, manifest.epoch]:
@@ -116,15 +107,6 @@ class VersionIndex:
     def needs(self, key: str) -> bool:
         """True if a version that is kept, leased or the base of a write has this bucket."""
         return key in self._needed
-
-    async def wait_for(self, version: int) -> int:
-        """Wait as `WeightStore.wait_for` does."""
-        async with self._changed:
-            while self.latest is None or self.latest < version:
-                if self._failure:
-                    raise WeightsError(f"version {version} will not come: {self._failure}")
-                await self._changed.wait()
-            return self.latest
 
     def lease(self, version: int | None = None) -> Manifest:
         """Return a version's manifest (the latest by default), and keep it until it is released.
@@ -149,13 +131,6 @@ class VersionIndex:
             del self._leases[leased]
             self._forgotten.pop(leased, None)
         return self._retire()
-
-    async def _tell_waiters(self) -> tuple[str, ...]:
-        """Retire versions, then wake all waiters; returns the result of `_retire`."""
-        unneeded = self._retire()
-        async with self._changed:
-            self._changed.notify_all()
-        return unneeded
 
     def _retire(self, coming: int = 0) -> tuple[str, ...]:
         """Drop versions beyond the limits; if not 0, `coming` bytes of another one are about to be written."""
