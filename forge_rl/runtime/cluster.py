@@ -142,23 +142,13 @@ class Cluster:
         """
         if host not in self.hosts:
             raise ConfigError(f"there is no host {host!r}", hint=f"choose one of {', '.join(self.hosts)}")
-        additions: dict[str, str | None] = {each: os.environ[each] for each in _DEFAULTS}
-        additions |= dict.fromkeys(os.environ.keys() - handed_on().keys())
-        if os.path.dirname(os.environ.get(_COMPILED, "")) == tempfile.gettempdir():
-            additions[_COMPILED] = None  # torch's own choice, set once it has compiled something
-        if host == THIS_HOST:
-            # Not set in the process itself, where Monarch's threads already read the environment: libc could crash.
-            for each, value in _CHILDREN_DEFAULTS.items():
-                if additions.get(each, os.environ.get(each)) is None:
-                    additions[each] = os.path.expanduser(value)
         log = self._logs / f"{name}.log"
         # Monarch announces its log file on stderr, in the middle of the display.
         with quiet_stderr(), _scratch_as_temporary() as scratch:
             from monarch.actor import default_bootstrap_cmd, this_host
 
-            # Children inherit the rest. Monarch logs these values if its log level is info.
             temporary = {"TMPDIR": scratch} if host == THIS_HOST else {}
-            command = default_bootstrap_cmd().with_env({**additions, **temporary, **(env or {})})
+            command = default_bootstrap_cmd().with_env({**_changes(host), **temporary, **(env or {})})
             place = this_host() if host == THIS_HOST else self._hosts[host].slice(hosts=0)
             # Checked only before the first spawn: later this process may itself listen publicly, as a gateway.
             if not self._may_be_public and (ports := public_ports(psutil.Process())):
@@ -193,6 +183,23 @@ class Cluster:
     async def close(self) -> None:
         """Stop all meshes."""
         await asyncio.gather(*map(self.stop, list(self._meshes)))
+
+
+def _changes(host: str) -> dict[str, str | None]:
+    """Return what differs from this process's environment in a child's; None removes a variable.
+
+    Monarch logs these values if its log level is info.
+    """
+    changes: dict[str, str | None] = {each: os.environ[each] for each in _DEFAULTS}
+    changes |= dict.fromkeys(os.environ.keys() - handed_on().keys())
+    if os.path.dirname(os.environ.get(_COMPILED, "")) == tempfile.gettempdir():
+        changes[_COMPILED] = None  # torch's own choice, set once it has compiled something
+    if host == THIS_HOST:
+        # Not set in the process itself, where Monarch's threads already read the environment: libc could crash.
+        for each, value in _CHILDREN_DEFAULTS.items():
+            if changes.get(each, os.environ.get(each)) is None:
+                changes[each] = os.path.expanduser(value)
+    return changes
 
 
 def visible_gpu(index: int) -> str:
@@ -282,9 +289,8 @@ def _silence() -> None:
 def quiet_stderr() -> Iterator[None]:
     """Discard everything written to stderr, also by native code, while the body runs."""
     sys.stderr.flush()
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    os.close(null)
+    saved = os.dup(2)
+    _silence()
     try:
         yield
     finally:

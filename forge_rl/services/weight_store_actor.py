@@ -17,8 +17,7 @@ from forge_rl.errors import WeightsError
 from forge_rl.runtime.processes import process_space, when_process_ends
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.weights.manifest import Manifest, SegmentRef
-from forge_rl.weights.transports.ask import ask
-from forge_rl.weights.transports.remote import Puller, Shared
+from forge_rl.weights.transports.remote import Puller, Shared, ask
 from forge_rl.weights.versions import VersionIndex
 from forge_rl.weights.volume import Volume
 

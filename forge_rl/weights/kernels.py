@@ -74,7 +74,7 @@ def _store_line(typing: Any, target: Any, source: Any) -> Any:
 
 @intrinsic
 def _fence(typing: Any) -> Any:
-    """Order all stores by `_store_line` before whatever follows."""
+    """Complete all stores by `_store_line`, which are weakly ordered."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")

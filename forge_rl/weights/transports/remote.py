@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 
-from forge_rl.errors import WeightsError
+from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef
 from forge_rl.weights.segment import writable
 from forge_rl.weights.slices import TensorSlice
@@ -27,11 +27,30 @@ if TYPE_CHECKING:
 READS_IN_FLIGHT = 2
 """Concurrent reads from one host, so that one bucket transfers while another is checked."""
 
+_DEADLINE_S = 600.0
 _LEAST_RATE = 4 << 20  # bytes/s
 _LEAST_TIMEOUT_S = 60
 
 _Arrival = asyncio.Future[SegmentRef]
 """Segment of a bucket on this host, once it is whole and checked."""
+
+
+async def ask(actor: Any, method: str, *args: object, what: str) -> Any:
+    """Call an actor of the store from any process.
+
+    Raises:
+        ForgeError: raised by the actor.
+        WeightsError: the actor raised another error, died or timed out; calls it `what`.
+    """
+    try:
+        async with asyncio.timeout(_DEADLINE_S):
+            return await getattr(actor, method).call_one(*args)
+    except Exception as error:
+        remote = getattr(error, "exception", None)
+        if isinstance(remote, ForgeError):
+            raise remote from error
+        cause = next(iter(str(remote or error).strip().splitlines()), type(error).__name__)
+        raise WeightsError(f"{what} does not answer to {method}: {cause}", hint="see logs/weights-*.log") from error
 
 
 class Shared:

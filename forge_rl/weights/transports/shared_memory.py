@@ -16,8 +16,8 @@ from forge_rl.errors import WeightsError
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef, ShardReport, TensorEntry
 from forge_rl.weights.segment import SegmentBucket, check, writable
-from forge_rl.weights.transports.ask import ask
 from forge_rl.weights.transports.protocol import LocalShard, to_write
+from forge_rl.weights.transports.remote import ask
 from forge_rl.weights.volume import writing
 
 
