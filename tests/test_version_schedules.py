@@ -28,6 +28,8 @@ class Scheduler(RuleBasedStateMachine):
         self.writing: dict[int, int | None] = {}  # the version before
         self.base_buckets: dict[int, dict[str, int]] = {}
         self.leases: list[tuple[int, int]] = []
+        self.names: list[str] = []  # of the leases
+        self.named = 0
 
     @property
     def newest(self) -> int | None:
@@ -100,18 +102,22 @@ class Scheduler(RuleBasedStateMachine):
     def lease(self, version: int | None) -> None:
         wanted = self.newest if version is None else version
         if wanted in self.held:
-            assert self.index.lease(version).bytes == sum(self.held[wanted].values())
+            name = f"{self.named}"
+            self.named += 1
+            assert self.index.lease(name, version).bytes == sum(self.held[wanted].values())
             self.leases.append((wanted, self.epochs[wanted]))
+            self.names.append(name)
         else:
             with pytest.raises(WeightsError, match="there is no version"):
-                self.index.lease(version)
+                self.index.lease("none", version)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        version, epoch = leased = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
+        place = data.draw(st.integers(0, len(self.leases) - 1))
+        leased, name = self.leases.pop(place), self.names.pop(place)
         before = self.buckets()
-        freed = self.index.release(version, epoch=epoch)
+        freed = self.index.release(name)
         if leased not in self.leases:
             self.forgotten.pop(leased, None)
         self.retire()

@@ -12,10 +12,10 @@ def test_a_version_is_invisible_until_it_is_committed():
     versions.begin(3)
     assert versions.latest is None
     with pytest.raises(WeightsError, match="there is no version 3 of the weights; held: none"):
-        versions.lease(3)
+        versions.lease("", 3)
     versions.commit(manifest_of_bytes(3, 10))
     assert versions.latest == 3
-    assert versions.lease().version == 3
+    assert versions.lease("a").version == 3
 
 
 @pytest.mark.parametrize("version", [3, 2, 0])
@@ -102,8 +102,8 @@ def test_the_latest_stays_while_the_next_one_is_written():
     base, freed = versions.begin(2)
     assert base == manifest_of_bytes(1, 10)
     assert freed == ()
-    assert versions.lease().version == 1
-    assert versions.release(1) == ()
+    assert versions.lease("a").version == 1
+    assert versions.release("a") == ()
     assert versions.commit(manifest_of_bytes(2, 10)) == ("1/0",)
 
 
@@ -114,7 +114,7 @@ def test_what_was_given_up_for_an_aborted_version_does_not_come_back():
     assert versions.begin(3)[1] == ("1/0",)
     assert versions.abort(3) == ()
     with pytest.raises(WeightsError, match="there is no version 1 of the weights; held: 2"):
-        versions.lease(1)
+        versions.lease("", 1)
     assert versions.begin(3)[1] == ()
 
 
@@ -124,30 +124,31 @@ def test_retention_keeps_within_its_bytes_but_always_the_newest():
     assert publish(versions, 2) == ((), ())
     assert publish(versions, 3) == (("1/0",), ())  # 2 and 3 are 20 bytes
     assert publish(versions, 4, size=26) == (("2/0",), ("3/0",))  # it was not expected to be this large
-    assert versions.lease().version == 4
+    assert versions.lease("a").version == 4
 
 
 def test_a_lease_keeps_a_version_until_its_last_reader_ends():
     versions = index(keep_versions=1)
     publish(versions, 1)
-    versions.lease(1)
-    versions.lease(1)
+    versions.lease("a", 1)
+    versions.lease("b", 1)
     assert publish(versions, 2) == ((), ())
-    assert versions.release(1) == ()
-    assert versions.lease(1).version == 1
-    assert versions.release(1) == ()
-    assert versions.release(1) == ("1/0",)
+    assert versions.release("a") == ()
+    assert versions.lease("c", 1).version == 1
+    assert versions.release("b") == ()
+    assert versions.release("b") == (), "it has ended"
+    assert versions.release("c") == ("1/0",)
     with pytest.raises(WeightsError, match="there is no version 1 of the weights; held: 2"):
-        versions.lease(1)
+        versions.lease("", 1)
 
 
 def test_a_leased_version_does_not_take_the_place_of_a_kept_one():
     versions = index(keep_versions=2)
     publish(versions, 1)
     publish(versions, 2)
-    versions.lease(2)
+    versions.lease("a", 2)
     assert publish(versions, 3) == ((), ())  # 1 and 3 are kept, 2 is being read
-    assert versions.release(2) == ("1/0",)
+    assert versions.release("a") == ("1/0",)
 
 
 def test_buckets_are_kept_while_any_version_holds_a_tensor_in_them():
@@ -158,7 +159,7 @@ def test_buckets_are_kept_while_any_version_holds_a_tensor_in_them():
     assert publish(versions, 3, size=10, shared={"1/0": 100}) == ((), ())  # 1 is gone, its bucket is not
     assert bytes_of(versions) == 120
     with pytest.raises(WeightsError, match="held: 2, 3"):
-        versions.lease(1)
+        versions.lease("", 1)
     assert publish(versions, 4, size=10, shared={"1/0": 100}) == (("2/0",), ())
     assert bytes_of(versions) == 120
     assert publish(versions, 5, size=100) == (("3/0",), ())
@@ -174,5 +175,5 @@ def test_a_version_s_buckets_stay_while_the_next_one_that_may_share_them_is_writ
     versions.begin(3)
     assert versions.commit(manifest_of_bytes(3, 10)) == ()  # 1 goes, its bucket does not
     with pytest.raises(WeightsError, match="held: 3"):
-        versions.lease(1)
+        versions.lease("", 1)
     assert versions.abort(2) == ("1/0",)

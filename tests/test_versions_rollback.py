@@ -15,11 +15,11 @@ def test_going_back_forgets_what_came_after_and_its_numbers_come_again():
     assert versions.latest == 1
     assert (bytes_of(versions), versions.epoch) == (10, 1)
     with pytest.raises(WeightsError, match="there is no version 2 of the weights; held: 1"):
-        versions.lease(2)
+        versions.lease("", 2)
     base, freed = versions.begin(2)
     assert (base, freed) == (manifest_of_bytes(1, 10), ())
     assert versions.commit(of_epoch(1, 2)) == ()
-    assert versions.lease() == of_epoch(1, 2)
+    assert versions.lease("a") == of_epoch(1, 2)
     assert versions.rollback(0) == ("1/0",)  # 2 is being read
     assert versions.latest is None
     assert versions.begin(1) == (None, ())
@@ -35,22 +35,22 @@ def test_going_back_to_the_latest_forgets_nothing():
 def test_a_forgotten_version_stays_while_it_is_read_and_its_namesake_beside_it():
     versions = index(keep_versions=1)
     publish(versions, 1)
-    versions.lease(1)
-    versions.lease(1)
+    versions.lease("a", 1)
+    versions.lease("b", 1)
     assert versions.rollback(0) == ()
     assert versions.needs("1/0")
     with pytest.raises(WeightsError, match="held: none"):
-        versions.lease(1)
+        versions.lease("", 1)
     versions.begin(1)
     versions.commit(of_epoch(1, 1))
-    assert versions.lease(1).epoch == 1
+    assert versions.lease("new", 1).epoch == 1
     assert bytes_of(versions) == 20
-    assert versions.release(1, epoch=0) == ()
-    assert versions.release(1, epoch=0) == ("1/0",)
+    assert versions.release("a") == ()
+    assert versions.release("b") == ("1/0",)
     assert not versions.needs("1/0")
     versions.begin(2)
     assert versions.commit(of_epoch(1, 2)) == ()
-    assert versions.release(1, epoch=1) == ("1/1.0",)
+    assert versions.release("new") == ("1/1.0",)
 
 
 def test_a_publish_that_was_begun_before_going_back_can_neither_be_committed_nor_harm_its_namesake():
@@ -65,4 +65,4 @@ def test_a_publish_that_was_begun_before_going_back_can_neither_be_committed_nor
         versions.commit(manifest_of_bytes(2, 10))
     assert versions.abort(2, epoch=0) == ()
     versions.commit(of_epoch(1, 2))
-    assert versions.lease() == of_epoch(1, 2)
+    assert versions.lease("a") == of_epoch(1, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pwd
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,26 +64,13 @@ def other_people(definitions: Path = Path("/etc/login.defs")) -> list[str]:
     if definitions.is_file():
         found = re.findall(r"^(UID_M\w\w)\s+(\d+)", definitions.read_text(errors="replace"), re.MULTILINE)
         bounds |= {name: int(value) for name, value in found}
-    uids = {uid for process in psutil.process_iter() if (uid := _uid_of(process)) is not None} - {os.getuid()}
-    return sorted(map(_name_of, (uid for uid in uids if bounds["UID_MIN"] <= uid <= bounds["UID_MAX"])))
+    running = [process.info for process in psutil.process_iter(["uids", "username"])]
+    names = {info["uids"].real: info["username"] for info in running if info["uids"]}
+    people = names.keys() & range(bounds["UID_MIN"], bounds["UID_MAX"] + 1)
+    return sorted(names[uid] for uid in people - {os.getuid()})
 
 
 def public_ports(process: psutil.Process) -> list[str]:
     """Return the non-loopback addresses and ports on which a process listens for TCP connections."""
     found = [each.laddr for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
     return [f"{address.ip}:{address.port}" for address in found if not _LOOPBACK.match(address.ip)]
-
-
-def _uid_of(process: psutil.Process) -> int | None:
-    try:
-        uid: int = process.uids().real
-    except psutil.NoSuchProcess:
-        return None
-    return uid
-
-
-def _name_of(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)

@@ -49,8 +49,8 @@ class WeightStoreActor(ServiceActor):
         self._host = host
         self._shm = shm
         self._index = VersionIndex(keep_versions=keep_versions, keep_bytes=keep_bytes)
-        self._leases: dict[str, tuple[Holder, int, int]] = {}
-        """Holder, version and epoch of each lease, by name."""
+        self._leases: dict[str, Holder] = {}
+        """Holder of each lease, by name."""
         self._unneeded: list[str] = []
         """Keys of buckets that the next publisher frees before it begins, as the holder of an ended lease may be
         dead."""
@@ -167,12 +167,12 @@ class WeightStoreActor(ServiceActor):
 
     @concurrent_endpoint
     async def lease(self, version: int | None, lease: str, holder: Holder) -> Manifest:
-        manifest = self._index.lease(version)
+        manifest = self._index.lease(lease, version)
         if holder.space == process_space() and holder not in self._watched:
             self._watched.add(holder)
             loop = asyncio.get_running_loop()
             when_process_ends(holder.pid, lambda: loop.call_soon_threadsafe(self._end_leases, holder))
-        self._leases[lease] = holder, manifest.version, manifest.epoch
+        self._leases[lease] = holder
         return manifest
 
     @concurrent_endpoint
@@ -185,14 +185,12 @@ class WeightStoreActor(ServiceActor):
 
     def _end_leases(self, holder: Holder) -> None:
         self._watched.discard(holder)
-        for lease in [lease for lease, (of, *_) in self._leases.items() if of == holder]:
+        for lease in [lease for lease, of in self._leases.items() if of == holder]:
             self._release(lease)
 
     def _release(self, lease: str) -> None:
-        """End a lease; does nothing if it has already ended or never began."""
-        if lease in self._leases:
-            _, version, epoch = self._leases.pop(lease)
-            self._unneeded.extend(self._index.release(version, epoch=epoch))
+        self._leases.pop(lease, None)
+        self._unneeded.extend(self._index.release(lease))
 
     @property
     def puller(self) -> Puller:

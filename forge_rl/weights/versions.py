@@ -6,7 +6,6 @@ reuses their numbers. Versions of older epochs stay until their readers release 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from forge_rl.errors import WeightsError
@@ -32,10 +31,8 @@ class VersionIndex:
         """Versions being written, each with its predecessor, whose buckets it may share."""
         self._needed: dict[str, int] = {}
         """Size by key of the buckets that versions keep, or those that are being written."""
-        self._leases: Counter[tuple[int, int]] = Counter()
-        """Number of leases by version and epoch."""
-        self._forgotten: dict[tuple[int, int], Manifest] = {}
-        """Versions of earlier epochs that are still leased."""
+        self._leases: dict[str, Manifest] = {}
+        """Leased versions, also of earlier epochs, by the leases' names."""
         self.epoch = 0
         """Number of rollbacks so far."""
 
@@ -99,17 +96,15 @@ class VersionIndex:
         self.epoch += 1
         self._writing.clear()
         for newer in [held for held in self._versions if held > version]:
-            manifest = self._versions.pop(newer)
-            if self._leases[newer, manifest.epoch]:
-                self._forgotten[newer, manifest.epoch] = manifest
+            del self._versions[newer]
         return self._retire()
 
     def needs(self, key: str) -> bool:
         """True if a version that is kept, leased or the base of a write has this bucket."""
         return key in self._needed
 
-    def lease(self, version: int | None = None) -> Manifest:
-        """Return a version's manifest (the latest by default), and keep it until it is released.
+    def lease(self, lease: str, version: int | None = None) -> Manifest:
+        """Return a version's manifest (the latest by default), and keep it until the lease of this name is released.
 
         Raises:
             WeightsError: the version does not exist.
@@ -118,25 +113,19 @@ class VersionIndex:
         if wanted is None or wanted not in self._versions:
             held = ", ".join(map(str, sorted(self._versions))) or "none"
             raise WeightsError(f"there is no version {wanted} of the weights; held: {held}")
-        manifest = self._versions[wanted]
-        self._leases[wanted, manifest.epoch] += 1
-        return manifest
+        self._leases[lease] = self._versions[wanted]
+        return self._versions[wanted]
 
-    def release(self, version: int, *, epoch: int = 0) -> tuple[str, ...]:
-        """End a lease on a version of an epoch."""
-        leased = version, epoch
-        assert self._leases[leased], f"version {version} is not leased"
-        self._leases[leased] -= 1
-        if not self._leases[leased]:
-            del self._leases[leased]
-            self._forgotten.pop(leased, None)
-        return self._retire()
+    def release(self, lease: str) -> tuple[str, ...]:
+        """End a lease; does nothing if it has already ended or never began."""
+        return self._retire() if self._leases.pop(lease, None) else ()
 
     def _retire(self, coming: int = 0) -> tuple[str, ...]:
         """Drop versions beyond the limits; if not 0, `coming` bytes of another one are about to be written."""
         kept, seen = (1, {"": coming}) if coming else (0, {})
+        leased = {(manifest.version, manifest.epoch) for manifest in self._leases.values()}
         for version in sorted(self._versions, reverse=True):
-            if self._leases[version, self._versions[version].epoch]:
+            if (version, self._versions[version].epoch) in leased:
                 continue
             kept += 1
             seen |= _buckets([self._versions[version]])
@@ -144,7 +133,7 @@ class VersionIndex:
                 del self._versions[version]
         bases = (base for base in self._writing.values() if base is not None)
         before = self._needed
-        self._needed = _buckets([*self._versions.values(), *self._forgotten.values(), *bases])
+        self._needed = _buckets([*self._versions.values(), *self._leases.values(), *bases])
         return tuple(key for key in before if key not in self._needed)
 
 
