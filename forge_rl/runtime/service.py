@@ -236,7 +236,7 @@ class Service:
         # Without blame, all replicas may have died at once, unnoticed until tried.
         deaths, blamed, most = 0, 0, max(_MOST_KILLED, len(self.replicas) + 1)
         while True:
-            replica = least_loaded(self.replicas) or await self.available()
+            replica = await self.available()
             if refuses and self._killed[about] >= _MOST_KILLED:
                 raise self._poison(about, self._killed[about])
             try:

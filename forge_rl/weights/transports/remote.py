@@ -106,7 +106,7 @@ class Puller:
         self._share = share
         self._watch = watch
         self._buckets: dict[str, _Arrival] = {}
-        self._tasks: set[asyncio.Future[None]] = set()
+        self._tasks: set[asyncio.Future[Any]] = set()
 
     def pull(self, manifest: Manifest) -> None:
         """Start pulling a version's buckets, in the manifest's order, unless present or in flight.
@@ -181,10 +181,9 @@ class Puller:
         for bucket, arrival, ref, source in queue:
             try:
                 if not arrival.done():
-                    memory = await asyncio.to_thread(writable, ref)
-                    read = asyncio.ensure_future(_read(source, ref, memory))
+                    read = asyncio.ensure_future(_read(source, ref))
                     self._keep(read)
-                    await asyncio.shield(read)
+                    memory = await asyncio.shield(read)
                 if not arrival.done():
                     await asyncio.to_thread(_check, manifest, bucket, memory, origin)
                     writable(ref)
@@ -194,16 +193,17 @@ class Puller:
             if not arrival.done():
                 arrival.set_result(ref)
 
-    def _keep(self, task: asyncio.Future[None]) -> None:
+    def _keep(self, task: asyncio.Future[Any]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(_retrieve)
 
 
-async def _read(source: RDMABuffer, ref: SegmentRef, memory: torch.Tensor) -> None:
+async def _read(source: RDMABuffer, ref: SegmentRef) -> torch.Tensor:
     with writing(Path(ref.path).parent):
-        writable(ref)  # checks that it was not reused
+        memory = await asyncio.to_thread(writable, ref)  # checks that it was not reused
         await source.read_into(memory, timeout=_LEAST_TIMEOUT_S + ref.bytes // _LEAST_RATE)
+    return memory
 
 
 def _check(manifest: Manifest, bucket: Bucket, memory: torch.Tensor, origin: str) -> None:
