@@ -164,10 +164,7 @@ class Faults:
         """Record a fault, unless services are stopping on purpose."""
         if self.closing:
             return
-        fault = Fault(
-            service=service, replica=replica, cause=cause, phase=self._phase(), at_s=self.clock(), fatal=fatal
-        )
-        self.seen.append(fault)
+        fault = self._add(service, replica, cause, fatal=fatal)
         if fatal:
             self._failed.set()
         self._tell(fault)
@@ -178,6 +175,13 @@ class Faults:
             if (fault.service, fault.replica, fault.recovered_s) == (service, replica, None):
                 fault.recovered_s = self.clock() - fault.at_s
                 self._tell(fault)
+
+    def _add(self, service: str, replica: int | None, cause: str, *, fatal: bool) -> Fault:
+        fault = Fault(
+            service=service, replica=replica, cause=cause, phase=self._phase(), at_s=self.clock(), fatal=fatal
+        )
+        self.seen.append(fault)
+        return fault
 
     def _tell(self, fault: Fault) -> None:
         for listener in list(self.listeners):
@@ -191,7 +195,7 @@ class Faults:
             traceback.print_exception(error)
             cause = f"a listener failed: {type(error).__name__}: {error}".splitlines()[0]
             if not any(fault.cause == cause for fault in self.seen):
-                self.record("controller", None, cause, fatal=False)
+                self._add("controller", None, cause, fatal=False)
 
     def _on_mesh_failure(self, failure: object) -> None:
         """Handle Monarch's failure report, in one of Monarch's threads."""
