@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from forge_rl.data.data_config import DataConfig
+from forge_rl.data.data_config import DataConfig, TaskTexts
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.scan import PromptLengths, Scan, check_tasks
 from forge_rl.errors import ConfigError, check_flags
@@ -50,9 +50,7 @@ class Config:
 
     named: tyro.conf.Positional[tuple[str, ...]] = ()
     """The mixture, as in --tasks."""
-    tasks: tuple[str, ...] = ()
-    """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
-    Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7"""
+    tasks: TaskTexts = ()
     eval_tasks: tuple[str, ...] = ()
     """Tasks for evaluation only, as [NAME=]TASKS; by default a share of the tasks is held out."""
     data: DataConfig = field(default_factory=DataConfig)

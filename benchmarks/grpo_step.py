@@ -24,8 +24,9 @@ from typing import IO, Any, Literal
 
 from benchmarks.memory import sampled_peak, tree_bytes
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
-from forge_rl.data.sources import ReasoningGymSource, parse_source
+from forge_rl.data.sources import ReasoningGymSource
 from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.flags.texts import parse
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.types import Task
@@ -205,7 +206,7 @@ def recipe_command(size: Size, out: Path, dtype: str) -> list[str]:
 
 def draw_tasks(size: Size) -> list[Task]:
     """Draw the tasks that both sides train on: the source's first, one per group."""
-    spec = parse_source(TASKS)
+    spec = parse(TASKS, "--tasks")
     source = ReasoningGymSource(spec.name, spec.params, SEED, HELD_OUT_SHARE)
     return [source.draw() for _ in range(size.steps * size.groups)]
 

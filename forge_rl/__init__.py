@@ -8,65 +8,85 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
-    from forge_rl.algorithms import ClippedSurrogate, batch_advantages, group_advantages
-    from forge_rl.envs.protocol import Observation, Step
-    from forge_rl.envs.tools import ToolEnv
-    from forge_rl.errors import ForgeError
-    from forge_rl.packing.rows import pack
-    from forge_rl.run.attach import attach
-    from forge_rl.run.launch import launch
-    from forge_rl.run.run import Run
-    from forge_rl.run.run_config import RunConfig
-    from forge_rl.run.start import Starting, start
-    from forge_rl.types import Batch, Episode, Group, Sampling, Score, Task, Turn
-
-__all__ = [
-    "Batch",
-    "ClippedSurrogate",
-    "Episode",
-    "ForgeError",
-    "Group",
-    "Observation",
-    "Run",
-    "RunConfig",
-    "Sampling",
-    "Score",
-    "Starting",
-    "Step",
-    "Task",
-    "ToolEnv",
-    "Turn",
-    "attach",
-    "batch_advantages",
-    "group_advantages",
-    "launch",
-    "pack",
-    "start",
-]
+    from forge_rl.algorithms.advantages import batch_advantages as batch_advantages
+    from forge_rl.algorithms.advantages import check_group_size as check_group_size
+    from forge_rl.algorithms.advantages import group_advantages as group_advantages
+    from forge_rl.algorithms.losses import ClippedSurrogate as ClippedSurrogate
+    from forge_rl.data.adaptive import Adapting as Adapting
+    from forge_rl.data.data_config import ONE_DIGIT_ADDITION as ONE_DIGIT_ADDITION
+    from forge_rl.data.data_config import DataConfig as DataConfig
+    from forge_rl.data.data_config import TaskTexts as TaskTexts
+    from forge_rl.data.mixture import Mixture as Mixture
+    from forge_rl.envs.by_source import BySource as BySource
+    from forge_rl.envs.calculator import calculator as calculator
+    from forge_rl.envs.env_flag import build_environment as build_environment
+    from forge_rl.envs.env_flag import sources_of as sources_of
+    from forge_rl.envs.game import GuessNumber as GuessNumber
+    from forge_rl.envs.protocol import Observation as Observation
+    from forge_rl.envs.protocol import Step as Step
+    from forge_rl.envs.single_turn import SingleTurn as SingleTurn
+    from forge_rl.envs.tools import ToolEnv as ToolEnv
+    from forge_rl.errors import ForgeError as ForgeError
+    from forge_rl.gateway.gateway_config import GatewayConfig as GatewayConfig
+    from forge_rl.gateway.sessions import Session as Session
+    from forge_rl.packing.rows import pack as pack
+    from forge_rl.rewards.reward_flag import RewardTexts as RewardTexts
+    from forge_rl.rewards.reward_flag import build_reward as build_reward
+    from forge_rl.rewards.verifiers import ReasoningGymReward as ReasoningGymReward
+    from forge_rl.rollout.agent_command import AgentCommand as AgentCommand
+    from forge_rl.rollout.evaluation import EvalConfig as EvalConfig
+    from forge_rl.run.attach import attach as attach
+    from forge_rl.run.launch import launch as launch
+    from forge_rl.run.run import Run as Run
+    from forge_rl.run.run_config import RunConfig as RunConfig
+    from forge_rl.run.start import Starting as Starting
+    from forge_rl.run.start import start as start
+    from forge_rl.services.generator import Generator as Generator
+    from forge_rl.services.trainer import Trainer as Trainer
+    from forge_rl.types import Batch as Batch
+    from forge_rl.types import Episode as Episode
+    from forge_rl.types import Group as Group
+    from forge_rl.types import Message as Message
+    from forge_rl.types import Sampling as Sampling
+    from forge_rl.types import Score as Score
+    from forge_rl.types import Task as Task
+    from forge_rl.types import Turn as Turn
 
 _HOMES = {
-    "Batch": "types",
-    "ClippedSurrogate": "algorithms",
-    "Episode": "types",
-    "ForgeError": "errors",
-    "Group": "types",
-    "Observation": "envs.protocol",
-    "Run": "run.run",
-    "RunConfig": "run.run_config",
-    "Sampling": "types",
-    "Score": "types",
-    "Starting": "run.start",
-    "Step": "envs.protocol",
-    "Task": "types",
-    "ToolEnv": "envs.tools",
-    "Turn": "types",
-    "attach": "run.attach",
-    "batch_advantages": "algorithms",
-    "group_advantages": "algorithms",
-    "launch": "run.launch",
-    "pack": "packing.rows",
-    "start": "run.start",
+    name: module
+    for module, names in {
+        "algorithms.advantages": ("batch_advantages", "check_group_size", "group_advantages"),
+        "algorithms.losses": ("ClippedSurrogate",),
+        "data.adaptive": ("Adapting",),
+        "data.data_config": ("ONE_DIGIT_ADDITION", "DataConfig", "TaskTexts"),
+        "data.mixture": ("Mixture",),
+        "envs.by_source": ("BySource",),
+        "envs.calculator": ("calculator",),
+        "envs.env_flag": ("build_environment", "sources_of"),
+        "envs.game": ("GuessNumber",),
+        "envs.protocol": ("Observation", "Step"),
+        "envs.single_turn": ("SingleTurn",),
+        "envs.tools": ("ToolEnv",),
+        "errors": ("ForgeError",),
+        "gateway.gateway_config": ("GatewayConfig",),
+        "gateway.sessions": ("Session",),
+        "packing.rows": ("pack",),
+        "rewards.reward_flag": ("RewardTexts", "build_reward"),
+        "rewards.verifiers": ("ReasoningGymReward",),
+        "rollout.agent_command": ("AgentCommand",),
+        "rollout.evaluation": ("EvalConfig",),
+        "run.attach": ("attach",),
+        "run.launch": ("launch",),
+        "run.run": ("Run",),
+        "run.run_config": ("RunConfig",),
+        "run.start": ("Starting", "start"),
+        "services.generator": ("Generator",),
+        "services.trainer": ("Trainer",),
+        "types": ("Batch", "Episode", "Group", "Message", "Sampling", "Score", "Task", "Turn"),
+    }.items()
+    for name in names
 }
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:
@@ -85,11 +105,13 @@ def __getattr__(name: str) -> object:
             from forge_rl.run.first_line import announce
 
             announce()
-        return getattr(importlib.import_module(f"forge_rl.{_HOMES[name]}"), name)
+        found = getattr(importlib.import_module(f"forge_rl.{_HOMES[name]}"), name)
     except ForgeError as error:
         if is_program:
             sys.exit(f"error: {error}")
         raise
+    globals()[name] = found
+    return found
 
 
 def _asked_by_program() -> bool:

@@ -17,11 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.flags.texts import suggest
 
 PLACES = ("recipes", "apps")
 """Packages whose modules are commands; each module has a `Config` and a `main`."""
 _QUICK = ("data",)
 """Commands that start no service."""
+_COMPANIONS = {"agent-command": "agents/ask_twice.py"}
+"""Files that recipes expect next to them."""
 
 
 def commands() -> dict[str, str]:
@@ -50,6 +53,8 @@ def main(args: Sequence[str] | None = None) -> None:
         except ForgeError as error:
             sys.exit(f"error: {error}")
         launch(module.Config, module.main, prog=f"forge-rl {name}", args=given[1:])
+    if given and not given[0].startswith("-") and given[0] != "new":
+        sys.exit(f"error: there is no command {given[0]!r}\n  hint: {suggest(given[0], [*known, 'new'], 'commands')}")
     chosen = _parser(known).parse_args(given)
     try:
         print(write_recipe(chosen.path, chosen.template, force=chosen.force))
@@ -58,7 +63,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def write_recipe(path: Path, template: str, *, force: bool = False) -> str:
-    """Copy a recipe to a user's file that runs as is; return a line that says how to run it.
+    """Copy a recipe to a user's file that runs as is, with the program that it trains, if any.
+
+    Returns:
+        A line that says how to run it.
 
     Raises:
         ConfigError: the recipe does not exist, or the file cannot be written.
@@ -66,13 +74,19 @@ def write_recipe(path: Path, template: str, *, force: bool = False) -> str:
     recipes = {name: module for name, module in commands().items() if ".recipes." in module}
     name = template.replace("_", "-")
     if name not in recipes:
-        raise ConfigError(f"there is no recipe {template!r}", hint=f"choose one of {', '.join(sorted(recipes))}")
+        raise ConfigError(f"there is no recipe {template!r}", hint=suggest(name, recipes, "recipes"))
     if path.suffix != ".py":
         raise ConfigError(f"{path} is not a Python file", hint="choose a name that ends in .py")
-    source = _source_of(recipes[name]).replace(f"python -m recipes.{name.replace('-', '_')}", f"python {path.name}")
+    folder = importlib.resources.files(recipes[name].rpartition(".")[0])
+    module = name.replace("-", "_")
+    source = folder.joinpath(f"{module}.py").read_text()
     try:
         with path.open("w" if force else "x") as file:
-            file.write(source)
+            file.write(source.replace(f"python -m recipes.{module}", f"python {path.name}"))
+        if name in _COMPANIONS and (force or not (path.parent / _COMPANIONS[name]).exists()):
+            companion = path.parent / _COMPANIONS[name]
+            companion.parent.mkdir(exist_ok=True)
+            companion.write_text(folder.joinpath(_COMPANIONS[name]).read_text())
     except FileExistsError:
         raise ConfigError(f"{path} exists", hint="choose another name, or add --force to overwrite it") from None
     except OSError as error:

@@ -15,11 +15,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from forge_rl import ClippedSurrogate, Run, RunConfig, Task, batch_advantages, launch, pack, start
-from forge_rl.algorithms.advantages import check_group_size
-from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
-from forge_rl.gateway import GatewayConfig, Session
-from forge_rl.rewards.reward_flag import RewardTexts, build_reward
+import forge_rl as rl
 
 
 async def solve(client: AsyncOpenAI, question: str, model: str = "gpt-4o-mini") -> str:
@@ -39,36 +35,31 @@ async def solve(client: AsyncOpenAI, question: str, model: str = "gpt-4o-mini") 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
+class Config(rl.RunConfig):
     """Train an agent with group-relative advantages."""
 
-    tasks: tuple[str, ...] = (ONE_DIGIT_ADDITION,)
-    """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
-    Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7"""
+    tasks: rl.TaskTexts = (rl.ONE_DIGIT_ADDITION,)
     eval_tasks: tuple[str, ...] = ()
     """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
-    data: DataConfig = field(default_factory=DataConfig)
-    rewards: RewardTexts = ("auto",)
-    """Rewards, as NAME[:KEY=VALUE,...][*WEIGHT], or your own as MODULE:FUNCTION[=WEIGHT] or FILE.py:FUNCTION[=WEIGHT];
-    several are summed. auto compares with the task's answer; other names: diversity, exact, format, json_schema, judge,
-    length, match, math, model, number, overlong, reasoning_gym, regex."""
-    loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
-    gateway: GatewayConfig = field(default_factory=lambda: GatewayConfig(aliases=("gpt-4o-mini",)))
+    data: rl.DataConfig = field(default_factory=rl.DataConfig)
+    rewards: rl.RewardTexts = ("auto",)
+    loss: rl.ClippedSurrogate = field(default_factory=rl.ClippedSurrogate)
+    gateway: rl.GatewayConfig = field(default_factory=lambda: rl.GatewayConfig(aliases=("gpt-4o-mini",)))
     """Address at which the agent finds the policy, and model names that it may request."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_group_size(self.group_size)
+        rl.check_group_size(self.group_size)
 
 
-async def step(run: Run[Config]) -> None:
+async def step(run: rl.Run[Config]) -> None:
     """Run one step: let the agent work, train, publish."""
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
-        advantages = batch_advantages(batch)
+        advantages = rl.batch_advantages(batch)
         keep_uniform = run.config.loss.needs_reference
-        packed = await asyncio.to_thread(pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
+        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
         stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
@@ -81,29 +72,21 @@ async def main(config: Config) -> None:
     # A request waits while engines pause for a training step.
     async with AsyncOpenAI(api_key="each episode has its own", timeout=config.phase_deadline_s) as client:
 
-        async def agent(task: Task, session: Session) -> str:
+        async def agent(task: rl.Task, session: rl.Session) -> str:
             own = client.with_options(base_url=session.base_url, api_key=session.key)
             return await solve(own, task.prompt)
 
-        async with start(
+        async with rl.start(
             config,
             loss=config.loss,
             sources=config.data.build(config.tasks, seed=config.seed, eval_tasks=config.eval_tasks),
-            reward=build_reward(config.rewards),
+            reward=rl.build_reward(config.rewards),
             agent=agent,
             gateway=config.gateway,
             recipe="agent_openai",
         ) as run:
-            if not run.scores:
-                await run.evaluate()
-            while run.step < config.steps:
-                async with run.recovering():
-                    await step(run)
-                    if run.due(config.evaluation.every):
-                        await run.evaluate()
-                    if run.due(config.checkpoint_every):
-                        await run.checkpoint()
+            await run.train(step)
 
 
 if __name__ == "__main__":
-    launch(Config, main)
+    rl.launch(Config, main)

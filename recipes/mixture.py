@@ -10,21 +10,40 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-import forge_rl
-from forge_rl import ClippedSurrogate, Run, RunConfig, Starting, batch_advantages, launch, pack
-from forge_rl.algorithms.advantages import check_group_size
-from forge_rl.data.adaptive import Adapting
-from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
-from forge_rl.data.mixture import Mixture
-from forge_rl.envs.by_source import BySource
-from forge_rl.envs.game import GuessNumber
-from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.rewards.reward_flag import RewardTexts, build_reward
-from recipes.tools import PRODUCTS, WORLD
+import forge_rl as rl
+
+PRODUCTS = (
+    "basic_arithmetic:min_terms=2,max_terms=2,min_digits=2,max_digits=2,operators=[*],allow_parentheses=false,"
+    "format_style=natural"
+)
+"""Products such as "Calculate 47 * 12.", none of which the untrained model can solve by itself."""
+
+
+def example(question: str, expression: str, result: str) -> tuple[rl.Message, ...]:
+    """Return a correct episode, shown before each question."""
+    function = {"name": "calculator", "arguments": {"expression": expression}}
+    return (
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "1", "content": result},
+        {"role": "assistant", "content": result},
+    )
+
+
+WORLD = rl.ToolEnv(
+    [rl.calculator],
+    max_turns=3,
+    instruction="Use the calculator to answer.",
+    examples=(
+        *example("Calculate 31 * 24.", "31 * 24", "744"),
+        *example("What is 58 * 67?", "58 * 67", "3886"),
+        *example("Evaluate: 45 * 19.", "45 * 19", "855"),
+    ),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
+class Config(rl.RunConfig):
     """Train on several kinds of tasks with group-relative advantages."""
 
     maths: float = 1.0
@@ -33,40 +52,40 @@ class Config(RunConfig):
     """Weight of products, with a calculator."""
     game: float = 1.0
     """Weight of a number-guessing game."""
-    mixture: Adapting = field(default_factory=lambda: Adapting(adapt="success", least=0.1))
-    data: DataConfig = field(default_factory=lambda: DataConfig(instruction=""))
-    guess: GuessNumber = field(default_factory=lambda: GuessNumber(highest=10, max_turns=4))
-    rewards: RewardTexts = ("auto",)
+    mixture: rl.Adapting = field(default_factory=lambda: rl.Adapting(adapt="success", least=0.1))
+    data: rl.DataConfig = field(default_factory=lambda: rl.DataConfig(instruction=""))
+    guess: rl.GuessNumber = field(default_factory=lambda: rl.GuessNumber(highest=10, max_turns=4))
+    rewards: rl.RewardTexts = ("auto",)
     """Rewards of answers, as in recipes.grpo; the game scores itself."""
-    loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
+    loss: rl.ClippedSurrogate = field(default_factory=rl.ClippedSurrogate)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_group_size(self.group_size)
+        rl.check_group_size(self.group_size)
 
 
-def start(config: Config) -> Starting[Config]:
+def start(config: Config) -> rl.Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
-    texts = (f"maths={ONE_DIGIT_ADDITION}", f"tools={PRODUCTS}")
+    texts = (f"maths={rl.ONE_DIGIT_ADDITION}", f"tools={PRODUCTS}")
     sources = {**config.data.build(texts, seed=config.seed).sources, **config.guess.sources(config.seed)}
-    return forge_rl.start(
+    return rl.start(
         config,
         loss=config.loss,
-        sources=Mixture(sources, {"maths": config.maths, "tools": config.tools, "game": config.game}),
-        reward=build_reward(config.rewards),
-        environment=BySource({"maths": SingleTurn, "tools": WORLD, "game": config.guess}),
+        sources=rl.Mixture(sources, {"maths": config.maths, "tools": config.tools, "game": config.game}),
+        reward=rl.build_reward(config.rewards),
+        environment=rl.BySource({"maths": rl.SingleTurn, "tools": WORLD, "game": config.guess}),
         recipe="mixture",
     )
 
 
-async def step(run: Run[Config]) -> None:
+async def step(run: rl.Run[Config]) -> None:
     """Run one step: roll out, train, publish."""
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
-        advantages = batch_advantages(batch)
+        advantages = rl.batch_advantages(batch)
         keep_uniform = run.config.loss.needs_reference
-        packed = await asyncio.to_thread(pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
+        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
         stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
@@ -77,16 +96,8 @@ async def step(run: Run[Config]) -> None:
 async def main(config: Config) -> None:
     """Run all remaining steps."""
     async with start(config) as run:
-        if not run.scores:
-            await run.evaluate()
-        while run.step < config.steps:
-            async with run.recovering():
-                await step(run)
-                if run.due(config.evaluation.every):
-                    await run.evaluate()
-                if run.due(config.checkpoint_every):
-                    await run.checkpoint()
+        await run.train(step)
 
 
 if __name__ == "__main__":
-    launch(Config, main)
+    rl.launch(Config, main)

@@ -8,18 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field, replace
 
-import forge_rl
-from forge_rl import ClippedSurrogate, Episode, Run, RunConfig, Score, Starting, Task, batch_advantages, launch, pack
-from forge_rl.algorithms.advantages import check_group_size
-from forge_rl.data.data_config import DataConfig
-from forge_rl.envs.calculator import calculator
-from forge_rl.envs.env_flag import build_environment
-from forge_rl.envs.tools import ToolEnv
-from forge_rl.rewards.verifiers import ReasoningGymReward
-from forge_rl.rollout.evaluation import EvalConfig
-from forge_rl.services.generator import Generator
-from forge_rl.services.trainer import Trainer
-from forge_rl.types import Message
+import forge_rl as rl
 
 PRODUCTS = (
     "basic_arithmetic:min_terms=2,max_terms=2,min_digits=2,max_digits=2,operators=[*],allow_parentheses=false,"
@@ -28,7 +17,7 @@ PRODUCTS = (
 """Products such as "Calculate 47 * 12.", none of which the untrained model can solve by itself."""
 
 
-def example(question: str, expression: str, result: str) -> tuple[Message, ...]:
+def example(question: str, expression: str, result: str) -> tuple[rl.Message, ...]:
     """Return a correct episode, shown before each question."""
     function = {"name": "calculator", "arguments": {"expression": expression}}
     return (
@@ -39,8 +28,8 @@ def example(question: str, expression: str, result: str) -> tuple[Message, ...]:
     )
 
 
-WORLD = ToolEnv(
-    [calculator],
+WORLD = rl.ToolEnv(
+    [rl.calculator],
     max_turns=3,
     instruction="Use the calculator to answer.",
     examples=(
@@ -51,54 +40,54 @@ WORLD = ToolEnv(
 )
 
 
-async def score(task: Task, episode: Episode) -> Score:
+async def score(task: rl.Task, episode: rl.Episode) -> rl.Score:
     """Score 1 for a correct answer; the share of episodes that called a tool is reported next to it."""
-    correct = await ReasoningGymReward()(task, episode.text)
+    correct = await rl.ReasoningGymReward()(task, episode.text)
     return replace(correct, parts={"called": float(len(episode.turns) > 1)})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunConfig):
+class Config(rl.RunConfig):
     """Train a policy that calls tools with group-relative advantages."""
 
     tasks: tuple[str, ...] = (PRODUCTS,)
     """The mixture: reasoning-gym data sets or files, as NAME[:KEY=VALUE,...][*WEIGHT]."""
-    data: DataConfig = field(default_factory=lambda: DataConfig(instruction=""))
+    data: rl.DataConfig = field(default_factory=lambda: rl.DataConfig(instruction=""))
     env: str = ""
     """Environment as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default this recipe's calculator."""
-    loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
+    loss: rl.ClippedSurrogate = field(default_factory=rl.ClippedSurrogate)
     groups_per_batch: int = 4
     group_size: int = 16
     steps: int = 4
-    evaluation: EvalConfig = field(default_factory=lambda: EvalConfig(every=4, tasks=64))
-    trainer: Trainer.Config = field(default_factory=lambda: Trainer.Config(minibatches=2))
-    generator: Generator.Config = field(default_factory=lambda: Generator.Config(max_tokens=40))
+    evaluation: rl.EvalConfig = field(default_factory=lambda: rl.EvalConfig(every=4, tasks=64))
+    trainer: rl.Trainer.Config = field(default_factory=lambda: rl.Trainer.Config(minibatches=2))
+    generator: rl.Generator.Config = field(default_factory=lambda: rl.Generator.Config(max_tokens=40))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_group_size(self.group_size)
+        rl.check_group_size(self.group_size)
 
 
-def start(config: Config) -> Starting[Config]:
+def start(config: Config) -> rl.Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
-    return forge_rl.start(
+    return rl.start(
         config,
         loss=config.loss,
         sources=config.data.build(config.tasks, seed=config.seed),
         reward=score,
-        environment=build_environment(config.env) if config.env else WORLD,
+        environment=rl.build_environment(config.env) if config.env else WORLD,
         recipe="tools",
     )
 
 
-async def step(run: Run[Config]) -> None:
+async def step(run: rl.Run[Config]) -> None:
     """Run one step: roll out, train, publish."""
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
-        advantages = batch_advantages(batch)
+        advantages = rl.batch_advantages(batch)
         keep_uniform = run.config.loss.needs_reference
-        packed = await asyncio.to_thread(pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
+        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
         stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
@@ -109,16 +98,8 @@ async def step(run: Run[Config]) -> None:
 async def main(config: Config) -> None:
     """Run all remaining steps."""
     async with start(config) as run:
-        if not run.scores:
-            await run.evaluate()
-        while run.step < config.steps:
-            async with run.recovering():
-                await step(run)
-                if run.due(config.evaluation.every):
-                    await run.evaluate()
-                if run.due(config.checkpoint_every):
-                    await run.checkpoint()
+        await run.train(step)
 
 
 if __name__ == "__main__":
-    launch(Config, main)
+    rl.launch(Config, main)

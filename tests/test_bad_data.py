@@ -179,9 +179,12 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
         "have unknown keys: 'qestion'.*use any of: question, answer",
     ),
     "a question and messages": (named("a.jsonl:question=a,messages=b", "a.jsonl"), "set both question and messages"),
-    "a key without a value": (named("a.jsonl:question=", "a.jsonl"), "cannot read 'question=' in the tasks"),
+    "a key without a value": (
+        named("a.jsonl:question=", "a.jsonl"),
+        "question has no value\n  .*a.jsonl:question=\n +\\^+\n",
+    ),
     "a key that is given twice": (named("a.jsonl:question=a,question=b", "a.jsonl"), "'question' is given twice"),
-    "a weight below 0": (named("a.jsonl*-1", "a.jsonl"), "the weight '-1' of the tasks 'a.jsonl[*]-1' is not a number"),
+    "a weight below 0": (named("a.jsonl*-1", "a.jsonl"), "the weight -1 is below 0"),
     "no name": (named(":question=a"), "the tasks ':question=a' have no name"),
 }
 

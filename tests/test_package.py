@@ -2,9 +2,11 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from tests.commands import metrics
 
 ROOT = Path(__file__).parent.parent
+RECIPES = [path.stem.replace("_", "-") for path in sorted((ROOT / "recipes").glob("[a-z]*.py"))]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,10 @@ def test_the_command_lists_recipes_and_apps_and_says_its_version(unpacked: Path,
     assert forge_rl(unpacked, tmp_path, "--version").stdout.startswith("forge_rl 0.")
     shown_of_grpo = forge_rl(unpacked, tmp_path, "grpo", "--help")
     assert "usage: forge-rl grpo" in shown_of_grpo.stdout
-    assert shown_of_grpo.stderr.startswith("loading torch and Monarch takes"), "its first line comes before they load"
+    assert not shown_of_grpo.stderr, "help starts nothing, and says nothing of what takes long"
+    wrong = forge_rl(unpacked, tmp_path, "mixture", "--stps", "3")
+    assert wrong.stderr.startswith("loading torch and Monarch takes"), "its first line comes before they load"
+    assert wrong.returncode == 2
 
 
 def test_a_new_recipe_is_the_template_and_runs_as_it_is(unpacked: Path, tmp_path: Path):
@@ -74,16 +80,23 @@ def test_a_new_recipe_is_the_template_and_runs_as_it_is(unpacked: Path, tmp_path
     assert [(a, b) for a, b in zip(lines, template, strict=True) if a != b] == [
         ("python my_recipe.py --help", "python -m recipes.grpo --help")
     ]
-    (tmp_path / "my_recipe.py").write_text(
-        "\n".join(lines).replace("import forge_rl\n", "from forge_rl import Task\nimport forge_rl\n")
-    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_copied_to_an_empty_folder_works_by_itself(recipe: str, unpacked: Path, tmp_path: Path):
+    done = forge_rl(unpacked, tmp_path, "new", "mine.py", "--from", recipe)
+    assert done.returncode == 0, done.stderr
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
-    shown = subprocess.run(
-        [sys.executable, "my_recipe.py", "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert "usage: python my_recipe.py" in shown.stdout
-    assert shown.stderr.startswith("loading torch and Monarch takes"), "its first line comes before they load"
-    assert shown.stderr.count("loading torch") == 1
+    dumping = [sys.executable, "mine.py", "--dump-config"]
+    shown = subprocess.run(dumping, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert not shown.stderr
+    assert shown.stdout.startswith("# python mine.py --config FILE reads this")
+    config = tomllib.loads(shown.stdout)
+    assert config["steps"]
+    if "command" in config:
+        agent = Path(shlex.split(config["command"])[1])
+        assert agent == tmp_path / "agents" / "ask_twice.py"
+        assert agent.read_text() == (ROOT / "recipes" / "agents" / "ask_twice.py").read_text()
 
 
 @pytest.mark.parametrize(
@@ -93,10 +106,10 @@ def test_a_new_recipe_is_the_template_and_runs_as_it_is(unpacked: Path, tmp_path
         (("new", "recipe.txt"), "recipe.txt is not a Python file"),
         (
             ("new", "mine.py", "--from", "nonsense"),
-            "there is no recipe 'nonsense'\n  hint: choose one of agent-command",
+            "there is no recipe 'nonsense'\n  hint: recipes: agent-command",
         ),
         (("new", "missing/mine.py"), "missing/mine.py cannot be written: No such file or directory"),
-        (("nonsense",), "invalid choice: 'nonsense'"),
+        (("grop",), "there is no command 'grop'\n  hint: did you mean grpo? commands: agent-command"),
         ((), "required: COMMAND"),
     ],
 )

@@ -12,9 +12,10 @@ import pytest
 
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.mixture import Mixture
-from forge_rl.data.sources import ReasoningGymSource, Source, SourceSpec, parse_source
+from forge_rl.data.sources import ReasoningGymSource, Source
 from forge_rl.data.sources.reasoning_gym import problem_of
 from forge_rl.errors import TaskError
+from forge_rl.flags.texts import parse
 from forge_rl.types import Task
 
 EASY = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 200 distinct questions
@@ -60,7 +61,7 @@ def test_no_problem_of_the_demo_is_both_held_out_and_drawn_in_whatever_words() -
     def problems(tasks: Iterable[Task]) -> set[tuple[int, ...]]:
         return {tuple(sorted(map(int, re.findall(r"\d+", text)))) for text in _questions(tuple(tasks))}
 
-    demo = parse_source(ONE_DIGIT_ADDITION)
+    demo = parse(ONE_DIGIT_ADDITION, "--tasks")
     source = ReasoningGymSource(demo.name, demo.params, 0, 0.25)
     held_out = source.held_out(100)
     assert len(set(_questions(held_out))) == 100
@@ -164,27 +165,6 @@ def test_a_share_that_cannot_be_is_refused(share: float) -> None:
         _source(share=share)
 
 
-def test_a_spec_reads_name_parameters_and_weight() -> None:
-    assert parse_source("chain_sum:min_terms=2,max_terms=3,min_digits=1,max_digits=1*0.5") == SourceSpec(
-        name="chain_sum", params={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1}, weight=0.5
-    )
-
-
-def test_a_bare_name_is_a_spec_of_weight_one() -> None:
-    assert parse_source("leg_counting") == SourceSpec(name="leg_counting")
-
-
-def test_lists_flags_and_words_are_read() -> None:
-    for listed in ('["+","*"]', "['+', '*']", "[+,*]"):
-        spec = parse_source(f"basic_arithmetic:operators={listed},allow_negation=false,format_style=natural*2")
-        assert spec.params == {"operators": ["+", "*"], "allow_negation": False, "format_style": "natural"}
-        assert spec.weight == 2
-
-
-def test_a_star_in_a_list_is_not_a_weight() -> None:
-    assert parse_source('basic_arithmetic:operators=["*"]').weight == 1
-
-
 def _make(*texts: str) -> Mixture:
     return DataConfig(held_out_share=0.1).build(texts, seed=0)
 
@@ -204,17 +184,6 @@ def test_a_source_that_cannot_be_made_is_refused(text: str, message: str) -> Non
     with pytest.raises(TaskError, match=f"(?s){message}") as caught:
         _make(text)
     assert "seed" not in caught.value.hint
-
-
-@pytest.mark.parametrize("weight", ["x", "-1", "nan", "inf", ""])
-def test_a_weight_that_is_no_number_is_refused(weight: str) -> None:
-    with pytest.raises(TaskError, match=f"the weight '{weight}' of .* is not a number of at least 0"):
-        parse_source(f"chain_sum*{weight}")
-
-
-def test_a_parameter_without_a_value_is_refused() -> None:
-    with pytest.raises(TaskError, match="cannot read 'min_terms'"):
-        parse_source("chain_sum:min_terms")
 
 
 def test_specs_of_one_data_set_get_names_of_their_own() -> None:
@@ -243,34 +212,3 @@ def test_importing_the_data_modules_loads_no_heavy_library() -> None:
         "print(sorted({'torch', 'transformers', 'reasoning_gym', 'gguf'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(
-    ("text", "title", "name", "written", "weight"),
-    [
-        ("data/*.jsonl*0.5", "", "data/*.jsonl", {}, 0.5),
-        ("data/*.jsonl", "", "data/*.jsonl", {}, 1),
-        ("data/*", "", "data/*", {}, 1),
-        ("data/**/*.parquet:question=a b*2", "", "data/**/*.parquet", {"question": "a b"}, 2),
-        ("data/part*1*1", "", "data/part*1", {}, 1),
-        (
-            "a.jsonl:question=problem,answer=meta.truth*.25",
-            "",
-            "a.jsonl",
-            {"question": "problem", "answer": "meta.truth"},
-            0.25,
-        ),
-        ("/logs/12:30/a.jsonl:question=q", "", "/logs/12:30/a.jsonl", {"question": "q"}, 1),
-        ("/logs/12:30/a.jsonl", "", "/logs/12:30/a.jsonl", {}, 1),
-        ("maths=data/test.jsonl:question=q", "maths", "data/test.jsonl", {"question": "q"}, 1),
-        ("chain=chain_sum:max_terms=3*0.5", "chain", "chain_sum", {"max_terms": "3"}, 0.5),
-        ("./day=1/a.jsonl", "", "./day=1/a.jsonl", {}, 1),
-        ("openai/gsm8k:config=main,split=train", "", "openai/gsm8k", {"config": "main", "split": "train"}, 1),
-        ("a.csv:question=1,answer=true", "", "a.csv", {"question": "1", "answer": "true"}, 1),
-    ],
-)
-def test_titles_paths_patterns_and_weights_are_told_apart(
-    text: str, title: str, name: str, written: dict[str, str], weight: float
-) -> None:
-    spec = parse_source(text)
-    assert (spec.title, spec.name, dict(spec.written), spec.weight) == (title, name, written, weight)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.flags.user_code import load, names_code
+from forge_rl.flags.user_code import load
 
 
 def test_a_files_function_is_found_with_what_it_imports_and_found_anew_when_it_changes(tmp_path: Path):
@@ -53,8 +53,3 @@ def test_what_cannot_be_found_is_said_in_one_line(source: str, text: str, messag
     (users_folder / "mine.py").write_text(source)
     with pytest.raises(ConfigError, match=message):
         load(text, "--reward")
-
-
-def test_texts_that_name_code_are_told_from_other_names():
-    assert all(map(names_code, ("mine.py:score", "a.b:C", "/x/y.py:A.score")))
-    assert not any(map(names_code, ("math", "regex:pattern=a:b", "judge:", ":x")))

@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
+
+import tyro
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.sources import (
@@ -14,22 +16,30 @@ from forge_rl.data.sources import (
     IterableSource,
     ReasoningGymSource,
     Source,
-    SourceSpec,
     TableSource,
     hub,
-    parse_source,
 )
 from forge_rl.data.sources.files import find_files, is_path, open_tables
 from forge_rl.data.sources.reasoning_gym import has_dataset
 from forge_rl.data.sources.tables import Table
 from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.flags import user_code
+from forge_rl.flags.texts import FlagText, parse, suggest
 
 ONE_DIGIT_ADDITION = (
     "basic_arithmetic:min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=[+],allow_parentheses=false,"
     "format_style=natural"
 )
 """Additions such as "Calculate 4 + 7.", in many wordings."""
+
+TaskTexts: TypeAlias = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(
+        help="The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or "
+        "FILE.py:NAME. Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7"
+    ),
+]
+"""Type of a field of texts for `DataConfig.build`."""
 
 _NUMBERS = " Answer with a number."
 _GENERATED_SHARE = 0.25
@@ -69,7 +79,7 @@ class DataConfig:
             )
 
     def build(self, tasks: Sequence[str], *, seed: int, eval_tasks: Sequence[str] = ()) -> Mixture:
-        """Build the mixture of tasks given as `[title=]name[:key=value,...][*weight]`; the seed orders training tasks.
+        """Build the mixture of tasks given as texts, see `flags.texts.parse`; the seed orders training tasks.
 
         A name is a reasoning-gym data set, a file, a folder, a glob pattern, a hub id, or FILE.py:NAME, where NAME is a
         list of tasks or rows, or a function that returns an iterator of them. Sources of the same name are labelled
@@ -84,7 +94,7 @@ class DataConfig:
         """
         if not tasks:
             raise ConfigError("no tasks are given", hint="set --tasks to at least one data set or file of tasks")
-        specs = [parse_source(text) for text in tasks]
+        specs = _parsed(tasks, "--tasks")
         sources = self._sources(specs, seed, trained=True, evaluated=bool(eval_tasks))
         held_apart = self.eval_sources(eval_tasks, seed=seed)
         return Mixture(
@@ -101,13 +111,13 @@ class DataConfig:
         Raises:
             TaskError: as for `build`.
         """
-        return self._sources([parse_source(text) for text in tasks], seed, trained=False, evaluated=True)
+        return self._sources(_parsed(tasks, "--eval-tasks"), seed, trained=False, evaluated=True)
 
-    def _sources(self, specs: Sequence[SourceSpec], seed: int, *, trained: bool, evaluated: bool) -> dict[str, Source]:
+    def _sources(self, specs: Sequence[FlagText], seed: int, *, trained: bool, evaluated: bool) -> dict[str, Source]:
         names = [spec.title or _short_name(spec) for spec in specs]
         sources: dict[str, Source] = {}
         for spec, short in zip(specs, names, strict=True):
-            name = short if names.count(short) == 1 else spec.label
+            name = short if names.count(short) == 1 else _label(spec)
             if name in sources:
                 raise TaskError(
                     f"the tasks {name!r} are given twice", hint="give them once, with the sum of the weights"
@@ -115,7 +125,7 @@ class DataConfig:
             sources[name] = self._source(name, spec, seed, trained=trained, evaluated=evaluated)
         return sources
 
-    def _source(self, name: str, spec: SourceSpec, seed: int, *, trained: bool, evaluated: bool) -> Source:
+    def _source(self, name: str, spec: FlagText, seed: int, *, trained: bool, evaluated: bool) -> Source:
         if _is_generated(spec):
             share = _GENERATED_SHARE if self.held_out_share is None else self.held_out_share
             instruction = _NUMBERS if self.instruction is None else self.instruction
@@ -133,15 +143,12 @@ class DataConfig:
             max_bad_rows=self.max_bad_rows,
         )
 
-    def _columns(self, spec: SourceSpec) -> Columns:
+    def _columns(self, spec: FlagText) -> Columns:
         others = () if spec.is_code else ("split",) if is_path(spec.name) else _HUB_KEYS
         allowed = (*_COLUMNS, *others)
         if unknown := [key for key in spec.params if key not in allowed]:
-            raise TaskError(
-                f"the tasks {spec.name!r} have unknown keys: {', '.join(map(repr, unknown))}",
-                hint=f"use any of: {', '.join(allowed)}",
-            )
-        given = {key: _text(spec, key) for key in _COLUMNS if key in spec.params}
+            raise spec.wrong(f"the key {unknown[0]!r} is unknown", suggest(unknown[0], allowed, "keys"), at=unknown[0])
+        given = {key: spec.written[key] for key in _COLUMNS if key in spec.written}
         if "question" in given and "messages" in given:
             raise TaskError(
                 f"the tasks {spec.name!r} set both question and messages", hint="set one: either is the whole prompt"
@@ -151,26 +158,37 @@ class DataConfig:
         return Columns(**{**common, **given})
 
 
-def _is_generated(spec: SourceSpec) -> bool:
+def _parsed(texts: Sequence[str], flag: str) -> list[FlagText]:
+    found = [parse(text, flag, error=TaskError) for text in texts]
+    for each in found:
+        if each.weight < 0:
+            raise each.wrong(f"the weight {each.weight:g} is below 0", "write a weight such as *0.5", at="weight")
+        for key, value in each.written.items():
+            if not value:
+                raise each.wrong(f"{key} has no value", "write KEY=VALUE", at=key)
+    return found
+
+
+def _label(spec: FlagText) -> str:
+    """Return name and parameters, to distinguish specs of the same name."""
+    written = ",".join(f"{key}={value}" for key, value in spec.written.items())
+    return f"{spec.name}:{written}" if written else spec.name
+
+
+def _is_generated(spec: FlagText) -> bool:
     if spec.is_code or is_path(spec.name):
         return False
     # A data set takes precedence over a folder of the same name, which can be written ./name.
     return not hub.is_hub_id(spec.name) and (not Path(spec.name).exists() or has_dataset(spec.name))
 
 
-def _tables(spec: SourceSpec) -> list[Table]:
+def _tables(spec: FlagText) -> list[Table]:
     if is_path(spec.name) or not hub.is_hub_id(spec.name):
-        return open_tables(find_files(spec.name, split=_text(spec, "split")))
-    return [hub.fetch(spec.name, **{key: _text(spec, key) for key in _HUB_KEYS})]
+        return open_tables(find_files(spec.name, split=spec.written.get("split", "")))
+    return [hub.fetch(spec.name, **{key: spec.written.get(key, "") for key in _HUB_KEYS})]
 
 
-def _text(spec: SourceSpec, key: str) -> str:
-    """Return a string parameter, such as a column name, as written even if it was parsed as a number."""
-    value = spec.params.get(key, "")
-    return value if isinstance(value, str) else spec.written[key]
-
-
-def _short_name(spec: SourceSpec) -> str:
+def _short_name(spec: FlagText) -> str:
     """Return a short name for a source: the data set, the file without its suffix, or the folder."""
     if spec.is_code:
         return spec.name.rpartition(":")[2]

@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import json
-import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from forge_rl.envs.protocol import EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.flags.texts import split_commas
+from forge_rl.flags.texts import FlagText, parse, suggest
 from forge_rl.flags.user_code import load
 
 ENVIRONMENTS: Mapping[str, str] = {
@@ -31,8 +29,6 @@ ENVIRONMENTS: Mapping[str, str] = {
 """Environment factories by name, as MODULE:FUNCTION, imported on first use. `NAME:ARGUMENT,KEY=VALUE` calls
 `function("ARGUMENT", KEY=VALUE)`, which returns an EnvFactory; without an argument, `function(KEY=VALUE)`."""
 
-_FORM = "write --env MODULE:CLASS, --env FILE.py:CLASS, or --env NAME:key=value,... with one of "
-
 
 def build_environment(text: str) -> EnvFactory:
     """Return the environment factory that `--env` names.
@@ -43,27 +39,23 @@ def build_environment(text: str) -> EnvFactory:
 
     Names in ENVIRONMENTS take precedence; anything else is MODULE:NAME or FILE.py:NAME, which may be a class or a
     function that makes an Env from a task, a factory, a list of tool functions, or a class whose methods are tools: see
-    `ToolEnv`. Comma-separated `key=value` options become keyword arguments. Values are JSON, or else plain text.
+    `ToolEnv`. Options become keyword arguments; see `flags.texts.parse`.
 
     Raises:
         ConfigError: there is no such environment, or these options do not fit it.
     """
     if not text.strip():
         return SingleTurn
-    pieces = split_commas(text)
-    head = pieces[0].strip()
-    name, _, first = head.partition(":")
-    if name in ENVIRONMENTS:
-        words = [first, *pieces[1:]] if first.strip() else pieces[1:]
-        argument, options = _read(words, text)
-        make = _imported(ENVIRONMENTS[name])
-        return _made(f"--env {name}", make, [argument] if argument else [], options)
-    if ":" not in head:
-        raise ConfigError(f"there is no environment {head!r}", hint=_FORM + ", ".join(sorted(ENVIRONMENTS)))
-    argument, options = _read(pieces[1:], text)
-    if argument:
-        raise ConfigError(f"cannot read {argument!r} in --env {text}", hint="write options as key=value")
-    return _of_user(load(head, "--env"), head, options)
+    parsed = parse(text, "--env", bundled=ENVIRONMENTS, takes_argument=True, takes_weight=False)
+    if parsed.is_code:
+        return _of_user(load(parsed.name, "--env"), parsed)
+    if parsed.name not in ENVIRONMENTS:
+        hint = suggest(parsed.name, ENVIRONMENTS, "environments")
+        raise parsed.wrong(
+            f"there is no environment {parsed.name!r}", f"{hint}; or give your own as MODULE:CLASS or FILE.py:CLASS"
+        )
+    arguments = [parsed.argument] if parsed.argument else []
+    return _made(f"--env {parsed.name}", _imported(ENVIRONMENTS[parsed.name]), parsed, *arguments)
 
 
 def sources_of(environment: EnvFactory, seed: int) -> Mapping[str, Any]:
@@ -83,28 +75,6 @@ def sources_of(environment: EnvFactory, seed: int) -> Mapping[str, Any]:
     return found
 
 
-def _read(words: Sequence[str], text: str) -> tuple[str, dict[str, object]]:
-    """Return the positional argument, "" if there is none, and the options."""
-    argument, options = "", dict[str, object]()
-    for place, word in enumerate(words):
-        match = re.fullmatch(r"\s*([A-Za-z_]\w*)\s*=(.*)", word, flags=re.DOTALL)
-        if match is None and place == 0:
-            argument = word.strip()
-        elif match is None or match[1] in options:
-            said = "is given twice" if match else "is not an option"
-            raise ConfigError(f"{word.strip()!r} in --env {text} {said}", hint="write each option once, as key=value")
-        else:
-            options[match[1]] = _value(match[2].strip())
-    return argument, options
-
-
-def _value(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _imported(place: str) -> Callable[..., Any]:
     module, _, name = place.partition(":")
     made: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -112,12 +82,10 @@ def _imported(place: str) -> Callable[..., Any]:
     return made
 
 
-def _made(
-    flag: str, make: Callable[..., EnvFactory], arguments: Sequence[object], options: Mapping[str, object]
-) -> EnvFactory:
+def _made(flag: str, make: Callable[..., EnvFactory], parsed: FlagText, *arguments: str) -> EnvFactory:
     """Call `make` with options checked against its parameters and their simple type hints."""
     try:
-        inspect.signature(make).bind(*arguments, **options)
+        inspect.signature(make).bind(*arguments, **parsed.params)
     except TypeError as error:
         parameters = inspect.signature(make).parameters.values()
         names = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
@@ -125,7 +93,7 @@ def _made(
             f"{flag} cannot be made: {error}", hint=f"its options are: {', '.join(names) or 'none'}"
         ) from None
     hints = _hints(make)
-    fitting = {name: _fitting(f"{flag}: {name}", value, hints.get(name)) for name, value in options.items()}
+    fitting = {name: _fitting(parsed, name, hints.get(name)) for name in parsed.params}
     try:
         return make(*arguments, **fitting)
     except ForgeError:
@@ -146,34 +114,36 @@ def _hints(make: Callable[..., Any]) -> Mapping[str, object]:
         return {}
 
 
-def _fitting(said: str, value: object, hint: object) -> object:
+def _fitting(parsed: FlagText, name: str, hint: object) -> object:
     """Return an option's value converted to its type hint, if that is bool, int, float or str."""
-    if hint is str and not isinstance(value, str):
-        return json.dumps(value)  # text that parsed as JSON, such as a number
+    value = parsed.params[name]
+    if hint is str:
+        return parsed.written[name]
     if hint is float and type(value) is int:
         return float(value)
-    if hint in (int, float, bool, str) and type(value) is not hint:
-        raise ConfigError(f"{said} is {value!r:.80}", hint=f"pass a value of type {hint.__name__}")
+    if hint in (int, float, bool) and type(value) is not hint:
+        assert isinstance(hint, type)
+        raise parsed.wrong(f"{name} is {value!r:.80}", f"pass a value of type {hint.__name__}", at=name)
     return value
 
 
-def _of_user(found: object, text: str, options: Mapping[str, object]) -> EnvFactory:
+def _of_user(found: object, parsed: FlagText) -> EnvFactory:
     """Make a factory from the object that the flag names in the user's code."""
     from forge_rl.envs.tools import ToolEnv
 
-    flag = f"--env {text}"
+    flag = f"--env {parsed.name}"
     if isinstance(found, list | tuple):
-        return _made(flag, functools.partial(ToolEnv, tuple(found)), [], options)
+        return _made(flag, functools.partial(ToolEnv, tuple(found)), parsed)
     if isinstance(found, type):
         if any("__call__" in vars(base) for base in found.__mro__):  # its instances are factories
-            return _factory(_made(flag, found, [], options), flag, {})
+            return _factory(_made(flag, found, parsed), flag, {})
         if not hasattr(found, "step") and not hasattr(found, "reset"):
-            return _made(flag, functools.partial(ToolEnv, found), [], options)
+            return _made(flag, functools.partial(ToolEnv, found), parsed)
         for name in ("reset", "step"):
             if not inspect.iscoroutinefunction(getattr(found, name, None)):
                 lacks = f"whose {name} is not async" if hasattr(found, name) else f"without {name}"
                 raise ConfigError(f"{flag} is a class {lacks}", hint=f"define `{_METHODS[name]}`")
-    return _factory(found, flag, options)
+    return _factory(found, flag, parsed.params)
 
 
 _METHODS = {

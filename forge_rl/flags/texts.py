@@ -1,28 +1,145 @@
-"""Helpers to parse flag values that name sources, rewards and environments with options."""
+"""Parses the texts by which flags name tasks, rewards, environments and a user's code.
+
+[TITLE=]NAME[:KEY=VALUE,...][*WEIGHT], or NAME=WEIGHT without options. A NAME is bundled, a path, or a user's
+MODULE:NAME or FILE.py:NAME; options may follow that after a comma, too.
+"""
 
 from __future__ import annotations
 
+import ast
 import difflib
-from collections.abc import Collection
+import json
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from forge_rl.errors import ConfigError, ForgeError
+
+_TITLE = re.compile(r"\s*([A-Za-z_][\w-]*)=(?=.)", flags=re.DOTALL)
+_CODE = re.compile(r"\s*((?:.+\.py|[\w.]+):[A-Za-z_][\w.]*)(?=[:,]|\s*$)", flags=re.DOTALL)
+_OPTION = re.compile(r"\s*([A-Za-z_][\w.]*)\s*=(.*)", flags=re.DOTALL)
+_FIRST_KEY = re.compile(r":\s*[A-Za-z_][\w.]*\s*=")
+_IN_PATHS = re.compile(r"[/.]")
+_CONSTANTS = {"true": True, "false": False, "none": None, "null": None}
+_FORM = "write NAME:KEY=VALUE,KEY=VALUE*WEIGHT"
 
 
-def split_commas(text: str) -> list[str]:
-    """Split at commas outside brackets and quotes, dropping empty parts."""
-    parts, depth, quote = [""], 0, ""
-    for char in text:
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "\"'":
-            quote = char
-        elif char in "[({":
-            depth += 1
-        elif char in "])}":
-            depth -= 1
-        if char == "," and depth == 0 and not quote:
-            parts.append("")
+@dataclass(frozen=True, kw_only=True)
+class FlagText:
+    """What a text names, with its options and its weight."""
+
+    name: str
+    """Bundled name, path, pattern of paths, hub id, MODULE:NAME or FILE.py:NAME."""
+    params: Mapping[str, object] = field(default_factory=dict)
+    """Values of the options: numbers, true, false, none, lists such as [+,-] or ["+","-"], and otherwise strings."""
+    weight: float = 1.0
+    title: str = ""
+    """Name given by the user, or ""."""
+    argument: str = ""
+    """The first option if it has no key, or ""."""
+    is_code: bool = False
+    """True if the name refers to a Python object of the user's."""
+    written: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """The options' values as written, without the quotes around them."""
+    flag: str = field(default="", compare=False, repr=False)
+    text: str = field(default="", compare=False, repr=False)
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
+    """First column and length of the name, the weight and the options, by "name", "weight" and key."""
+    error: type[ForgeError] = field(default=ConfigError, compare=False, repr=False)
+
+    def wrong(self, problem: str, hint: str, at: str = "name") -> ForgeError:
+        """Return an error that marks a place in the text: the name, the weight, or the option of a key."""
+        column, length = self.places.get(at, (0, 1))
+        mark = f"{' ' * column}{'^' * max(1, length)}"
+        return self.error(f"{self.flag}: {problem}\n  {self.text}\n  {mark}", hint=hint)
+
+
+def parse(
+    text: str,
+    flag: str,
+    *,
+    bundled: Collection[str] | None = None,
+    takes_argument: bool = False,
+    takes_weight: bool = True,
+    error: type[ForgeError] = ConfigError,
+) -> FlagText:
+    """Parse a flag's text, without checking that what it names exists.
+
+        parse("maths=data/*.jsonl:question=problem*0.5", "--tasks")
+        parse("mine.py:score=2", "--reward", bundled=REWARDS)
+
+    A star in a value or a path is a part of it unless only a number follows: write the pattern data/part*1 as
+    data/part*1*1. A colon in a path is part of it unless a key and = follow. A path that begins like a title, such as
+    day=1/a.jsonl, must be written ./day=1/a.jsonl. Values that contain a comma must be quoted.
+
+    Args:
+        flag: the flag, for errors.
+        bundled: names that no module can have; None if names may be paths, and so MODULE:NAME is none.
+        takes_argument: whether the first option of a bundled name may lack a key.
+        takes_weight: whether a weight may follow.
+        error: class of the errors.
+
+    Raises:
+        ForgeError: the text does not have this form; marks the place.
+    """
+    places: dict[str, tuple[int, int]] = {}
+
+    def wrong(problem: str, column: int, length: int) -> ForgeError:
+        there = FlagText(name="", flag=flag, text=text, places={"name": (column, length)}, error=error)
+        return there.wrong(problem, _FORM)
+
+    found = _TITLE.match(text)
+    title = found if found and not _is_number(text[found.end() :]) else None
+    start, end = title.end() if title else 0, len(text)
+    weight = 1.0
+    if takes_weight and (at := _weight_at(text[start:], bundled)) is not None:
+        end = start + at
+        written_weight = text[end + 1 :]
+        places["weight"] = end + 1, len(written_weight)
+        weight = float(written_weight) if _is_number(written_weight) else math.nan
+        if not math.isfinite(weight):
+            raise wrong(f"the weight {written_weight!r} is not a finite number", *places["weight"])
+    length, options_at, is_code = _name(text[start:end], bundled)
+    name = text[start : start + length].strip()
+    places["name"] = start, length
+    if not name:
+        raise wrong("there is no name", start, 1)
+    argument, params, written = "", dict[str, object](), dict[str, str]()
+    for number, (column, part) in enumerate(_split_commas(text[start + options_at : end])):
+        column += start + options_at
+        option = _OPTION.fullmatch(part)
+        if option is None and number == 0 and takes_argument and not is_code:
+            argument = part.strip()
+        elif option is None:
+            raise wrong(f"{part.strip()!r} is not KEY=VALUE", column, len(part))
+        elif option[1] in params:
+            raise wrong(f"{option[1]!r} is given twice", column, len(part))
         else:
-            parts[-1] += char
-    return [part for part in parts if part.strip()]
+            key, value = option[1], option[2].strip()
+            places[key] = column, len(part)
+            params[key] = _value(value)
+            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+            written[key] = value[1:-1] if quoted else value
+    return FlagText(
+        name=name,
+        params=params,
+        weight=weight,
+        title=title[1] if title else "",
+        argument=argument,
+        is_code=is_code,
+        written=written,
+        flag=flag,
+        text=text,
+        places=places,
+        error=error,
+    )
+
+
+def names_code(text: str) -> bool:
+    """Return True if a text has the form MODULE:NAME or FILE.py:NAME, as opposed to the name of something bundled."""
+    found = _CODE.match(text)
+    return found is not None and found.end() == len(text)
 
 
 def suggest(wrong: str, names: Collection[str], what: str) -> str:
@@ -30,3 +147,72 @@ def suggest(wrong: str, names: Collection[str], what: str) -> str:
     close = difflib.get_close_matches(wrong, names, n=2)
     meant = f"did you mean {' or '.join(close)}? " if close else ""
     return f"{meant}{what}: {', '.join(sorted(names)) or 'none'}"
+
+
+def _weight_at(text: str, bundled: Collection[str] | None) -> int | None:
+    """Return the index of the sign before the weight; None if there is none."""
+    star, equals = text.rfind("*"), text.rfind("=")
+    if star >= 0 and (_is_number(text[star + 1 :]) or text[:star].isidentifier() or _is_code(text[:star], bundled)):
+        return star
+    if equals >= 0 and (
+        _is_code(text[:equals], bundled) or (text[:equals].isidentifier() and _is_number(text[equals + 1 :]))
+    ):
+        return equals
+    return None
+
+
+def _is_code(text: str, bundled: Collection[str] | None) -> bool:
+    place = text.partition(":")[0].strip()
+    return names_code(text) and (place.endswith(".py") if bundled is None else place not in bundled)
+
+
+def _name(text: str, bundled: Collection[str] | None) -> tuple[int, int, bool]:
+    """Return the length of the name at the beginning, where its options begin, and whether it is code."""
+    head, colon, rest = text.partition(":")
+    is_bundled = bundled is not None and head.strip() in bundled
+    if not is_bundled and (code := _CODE.match(text)) and _is_code(code[1], bundled):
+        return code.end(), code.end() + 1, True
+    if bundled is None and (key := _FIRST_KEY.search(text)):
+        return key.start(), key.start() + 1, False
+    if not colon or (bundled is None and _IN_PATHS.search(rest)):
+        return len(text), len(text), False
+    return len(head), len(head) + 1, False
+
+
+def _split_commas(text: str) -> Iterator[tuple[int, str]]:
+    """Split at commas outside brackets and quotes; yield index and text of each part that is not empty."""
+    start, depth, quote = 0, 0, ""
+    for index, char in enumerate(f"{text},"):
+        if quote and index < len(text):
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in "[({":
+            depth += 1
+        elif char in "])}":
+            depth -= 1
+        elif index == len(text) or (char == "," and depth == 0):
+            if text[start:index].strip():
+                yield start, text[start:index]
+            start = index + 1
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _value(text: str) -> object:
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError, TypeError):
+            continue
+    if text.startswith("[") and text.endswith("]"):
+        return [_value(part.strip()) for _, part in _split_commas(text[1:-1])]
+    return text

@@ -15,12 +15,6 @@ from types import ModuleType
 from forge_rl.errors import ConfigError
 
 
-def names_code(text: str) -> bool:
-    """Return True if a text has the form MODULE:NAME or FILE.py:NAME, as opposed to the name of something bundled."""
-    module, colon, name = text.rpartition(":")
-    return bool(module and colon) and name.replace(".", "_").isidentifier() and "=" not in module
-
-
 def load(text: str, flag: str) -> object:
     """Return the object that `MODULE:NAME` or `FILE.py:NAME` names.
 

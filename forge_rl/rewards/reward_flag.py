@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias, cast
@@ -11,8 +10,8 @@ from typing import Annotated, Any, TypeAlias, cast
 import tyro
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.flags.texts import split_commas, suggest
-from forge_rl.flags.user_code import load, names_code
+from forge_rl.flags.texts import FlagText, parse, suggest
+from forge_rl.flags.user_code import load
 from forge_rl.rewards.answers import Exact, Match, Number
 from forge_rl.rewards.auto import Auto
 from forge_rl.rewards.composition import WeightedSum
@@ -43,10 +42,16 @@ REWARDS: Mapping[str, Callable[..., RewardFunction]] = {
 }
 """Bundled rewards by name, each a frozen dataclass whose fields are its options."""
 
-RewardTexts: TypeAlias = Annotated[tuple[str, ...], tyro.conf.arg(name="reward")]
-"""Type of a field of specs for `build_reward`, with the flag --reward next to the service's --reward.replicas."""
-
-_FORM = "write --reward NAME:key=value,...*WEIGHT, MODULE:FUNCTION=WEIGHT or FILE.py:FUNCTION=WEIGHT"
+RewardTexts: TypeAlias = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(
+        name="reward",
+        help="Rewards, as NAME[:KEY=VALUE,...][*WEIGHT], or your own as MODULE:FUNCTION[*WEIGHT] or "
+        "FILE.py:FUNCTION[*WEIGHT]; several are summed. auto compares with the task's answer; other names: "
+        + ", ".join(name for name in REWARDS if name != "auto"),
+    ),
+]
+"""Type of a field of texts for `build_reward`, with the flag --reward next to the service's --reward.replicas."""
 
 
 def build_reward(texts: Sequence[str]) -> RewardFunction | WeightedSum:
@@ -56,10 +61,9 @@ def build_reward(texts: Sequence[str]) -> RewardFunction | WeightedSum:
         build_reward(["math=1", "format=0.2"])
         build_reward(["mine.py:score", "judge:model=gpt-4o-mini,rubric=rubric.md*0.5"])
 
-    Each text is `NAME[:key=value,...]` with a name in REWARDS, or `MODULE:NAME` or `FILE.py:NAME`, which refers to a
-    function, a callable object, or a class of callable objects. A weight follows a star or, without options, an equals
-    sign: any finite number, by default 1. A part of weight 0 is only a metric. Values that contain a comma, or end in a
-    star and a number, must be quoted.
+    Each text has the form of `flags.texts.parse`: a name in REWARDS, or `MODULE:NAME` or `FILE.py:NAME`, which refers
+    to a function, a callable object, or a class of callable objects; a title is its name in the metrics. A weight is
+    any finite number; a part of weight 0 is only a metric. Values that end in a star and a number must be quoted.
 
     Raises:
         ConfigError: a text does not have this form, names an unknown reward, option or object, or is not callable.
@@ -77,72 +81,43 @@ def build_reward(texts: Sequence[str]) -> RewardFunction | WeightedSum:
 
 def _read(text: str) -> tuple[str, RewardFunction, float]:
     """Return name, function and weight of one text."""
-    described, weight = _split_weight(text)
-    try:
-        number = float(weight)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(f"--reward {text}: the weight {weight!r} is not a finite number", hint=_FORM)
-    name, _, options = described.partition(":")
+    parsed = parse(text, "--reward", bundled=REWARDS)
+    name = parsed.name
+    if parsed.is_code:
+        for key in parsed.params:
+            raise parsed.wrong("your own reward takes no options", "leave them out", at=key)
+        name = name.rpartition(":")[2].replace(".", "_")
+        return parsed.title or name, _users(parsed.name), parsed.weight
     if name in REWARDS:
-        return name, _made(f"--reward {text}", REWARDS[name], _options(text, name, options)), number
-    if names_code(described):
-        return described.rpartition(":")[2].replace(".", "_"), _users(described), number
-    raise ConfigError(
-        f"--reward {text}: there is no reward {name!r}",
-        hint=f"{suggest(name, REWARDS, 'bundled rewards')}; or give your own as MODULE:FUNCTION or FILE.py:FUNCTION",
+        return parsed.title or name, _made(f"--reward {text}", REWARDS[name], _options(parsed)), parsed.weight
+    bundled = suggest(name, REWARDS, "bundled rewards")
+    raise parsed.wrong(
+        f"there is no reward {name!r}", f"{bundled}; or give your own as MODULE:FUNCTION or FILE.py:FUNCTION"
     )
 
 
-def _split_weight(text: str) -> tuple[str, str]:
-    """Split off the weight; within an option, the text after a star is a weight only if it is a number."""
-    plain, star, weight = text.rpartition("*")
-    if star and (_is_number(weight) or plain in REWARDS or names_code(plain)):
-        return plain, weight
-    plain, equals, weight = text.rpartition("=")
-    module, colon, _ = plain.rpartition(":")
-    names_users = names_code(plain) and module not in REWARDS and (_is_number(weight) or module.endswith(".py"))
-    if equals and (not colon or names_users):
-        return plain, weight
-    return text, "1"
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _options(text: str, name: str, listed: str) -> dict[str, object]:
-    """Parse the options of a bundled reward by the types of its fields."""
+def _options(parsed: FlagText) -> dict[str, object]:
+    """Convert the options of a bundled reward to the types of its fields."""
     import pydantic
 
-    fields = [field for field in dataclasses.fields(cast(Any, REWARDS[name])) if field.init]
+    name = parsed.name
+    fields = {field.name: field for field in dataclasses.fields(cast(Any, REWARDS[name])) if field.init}
     kinds = typing.get_type_hints(REWARDS[name])
     found: dict[str, object] = {}
-    for part in split_commas(listed):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or key in found:
-            said = "is given twice" if equals else "is not an option"
-            raise ConfigError(f"--reward {text}: {part.strip()!r} {said}", hint=_FORM)
-        names = [field.name for field in fields]
-        if key not in names:
-            raise ConfigError(f"--reward {text}: {name} has no option {key!r}", hint=suggest(key, names, "it has"))
-        if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
-            value = value[1:-1]
+    for key, value in parsed.written.items():
+        if key not in fields:
+            raise parsed.wrong(f"{name} has no option {key!r}", suggest(key, fields, "it has"), at=key)
         try:
             found[key] = pydantic.TypeAdapter(kinds[key]).validate_strings(value)
         except pydantic.ValidationError as error:
-            said = error.errors()[0]["msg"]
-            raise ConfigError(f"--reward {text}: {key} is {value!r}: {said}", hint="set a valid value") from None
+            raise parsed.wrong(f"{key} is {value!r}: {error.errors()[0]['msg']}", "set a valid value", at=key) from None
     unset = (dataclasses.MISSING, dataclasses.MISSING)
-    missing = [each.name for each in fields if (each.default, each.default_factory) == unset and each.name not in found]
+    missing = [
+        key for key, field in fields.items() if (field.default, field.default_factory) == unset and key not in found
+    ]
     if missing:
-        wanted = ",".join(f"{each}=..." for each in missing)
-        raise ConfigError(f"--reward {text}: {name} needs {' and '.join(missing)}", hint=f"write {name}:{wanted}")
+        wanted = ",".join(f"{key}=..." for key in missing)
+        raise parsed.wrong(f"{name} needs {' and '.join(missing)}", f"write {name}:{wanted}")
     return found
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.flags.user_code import names_code
+from forge_rl.flags.texts import names_code
 from forge_rl.gateway.sessions import Session
 from forge_rl.runtime.commands import CommandLimits, Finished, run_command
 from forge_rl.system.terminal import visible

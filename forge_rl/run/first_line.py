@@ -11,7 +11,8 @@ from forge_rl.runtime.private_network import has_way_out
 @functools.cache
 def announce() -> None:
     """Print once, immediately, how long it takes until the program's services run."""
-    if has_way_out():  # the process outside has printed it
+    shows_only = any(word.startswith(("-h", "--help", "--dump-config")) for word in sys.argv[1:])
+    if shows_only or has_way_out():  # the process outside has printed it
         return
     print(
         "loading torch and Monarch takes 5 to 15 s; then the services start, which takes half a minute, or a few "

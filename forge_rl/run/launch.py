@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-import tyro
 from rich.console import Console
 from rich.text import Text
 
 from forge_rl.errors import ForgeError
+from forge_rl.flags.command_line import parse
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.runtime.private_network import enter, has_way_out, is_private
 from forge_rl.system.variables import hide
@@ -39,7 +39,8 @@ def launch(
     after SIGHUP, unless it is ignored, as under nohup.
 
     Args:
-        config_class: frozen dataclass whose fields become flags and whose docstrings their help. A field `isolation`
+        config_class: frozen dataclass whose fields become flags and whose docstrings their help, see
+            `forge_rl.flags.command_line.parse`. A field `isolation`
             decides whether the run gets its own network namespace; a field `plan`, whether to show the memory plan
             instead of running.
         main: the recipe.
@@ -47,7 +48,7 @@ def launch(
         args: flags to parse; by default the command line's.
     """
     try:
-        config = tyro.cli(config_class, prog=prog or _command_of(main), args=args, description=config_class.__doc__)
+        config = parse(config_class, prog or _command_of(main), args)
         if vars(config).get("plan"):
             from forge_rl.run.plan import show_plan
 

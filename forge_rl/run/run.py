@@ -175,6 +175,22 @@ class Run(Generic[C]):
                 raise
             await self._recover()
 
+    async def train(self, step: Callable[[Run[C]], Awaitable[None]]) -> None:
+        """Run all remaining steps; evaluate and checkpoint when due: the loop of `recipes/grpo.py`.
+
+        async with start(config) as run:
+            await run.train(step)
+        """
+        if not self.scores:
+            await self.evaluate()
+        while self.step < self.config.steps:
+            async with self.recovering():
+                await step(self)
+                if self.due(self.config.evaluation.every):
+                    await self.evaluate()
+                if self.due(self.config.checkpoint_every):
+                    await self.checkpoint()
+
     def due(self, every: int) -> bool:
         """Return whether something done every `every` steps, and after the last step, is due now."""
         return every > 0 and (self.step % every == 0 or self.step >= self.config.steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -31,6 +31,13 @@ class RunConfig:
         loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
     """
 
+    USED: ClassVar[tuple[str, ...]] = (
+        *("model", "steps", "groups_per_batch", "group_size", "seed", "checkpoint_every", "out", "plan", "display"),
+        *("schedule.kind", "schedule.max_lag", "evaluation.every", "evaluation.tasks", "data.system"),
+        *("trainer.ranks", "trainer.minibatches", "trainer.seq_len", "trainer.optimizer.lr"),
+        *("generator.replicas", "generator.max_tokens", "generator.max_model_len", "generator.temperature"),
+    )
+    """Flags that `--help` lists, next to the recipe's own."""
     model: str = "smollm2-135m"
     """Hugging Face id, local folder, or the name of the bundled model."""
     steps: int = 10

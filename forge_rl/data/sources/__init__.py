@@ -8,7 +8,6 @@ from typing import Protocol, runtime_checkable
 from forge_rl.data.sources.iterable import IterableSource
 from forge_rl.data.sources.reasoning_gym import ReasoningGymSource
 from forge_rl.data.sources.rows import Columns
-from forge_rl.data.sources.spec import SourceSpec, parse_source
 from forge_rl.data.sources.table_source import TableSource
 from forge_rl.types import Task
 
@@ -17,9 +16,7 @@ __all__ = [
     "IterableSource",
     "ReasoningGymSource",
     "Source",
-    "SourceSpec",
     "TableSource",
-    "parse_source",
 ]
 
 

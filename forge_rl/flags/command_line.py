@@ -1,0 +1,154 @@
+"""Command lines: flags, a config file, and help."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import sys
+import types
+import typing
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeVar
+
+import tyro
+
+from forge_rl.errors import ConfigError
+from forge_rl.flags.config_file import dump, read
+from forge_rl.flags.fields import Flag, flags_of
+from forge_rl.flags.texts import suggest
+
+C = TypeVar("C")
+
+
+def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
+    """Parse a command line into a config.
+
+        config = parse(Config, "python -m recipes.grpo", ["--config", "run.toml", "--steps", "20"])
+
+    Beside the config's flags there are --config FILE, whose values the other flags override; --dump-config, which
+    prints the config as such a file and exits; --help, which lists the flags that are used most (those in the class's
+    USED and its own top-level ones), --help GROUP and --help-all.
+
+    Raises:
+        ConfigError: values contradict each other, or the file is wrong.
+        SystemExit: a flag is wrong, or help was printed.
+    """
+    words = itertools.chain(sys.argv[1:] if args is None else args)
+    rest: list[str] = []
+    default: C | None = None
+    dumps = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name in ("-h", "--help"):
+            print_help(kind, prog, value if equals else next(words, ""))
+        elif word == "--help-all":
+            print_help(kind, prog, "", shows_all=True)
+        elif name == "--config":
+            default = read(Path(value if equals else next(words, "")), kind)
+        elif word == "--dump-config":
+            dumps = True
+        else:
+            rest.append(word)
+    config = tyro.cli(kind, prog=prog, args=rest, default=default, description=kind.__doc__)
+    assert config is not None
+    if dumps:
+        print(f'# {prog} --config FILE reads this; "None" stands for no value.\n\n{dump(config)}', end="")
+        sys.exit(0)
+    return config
+
+
+def print_help(kind: type, prog: str, asked: str, *, shows_all: bool = False) -> NoReturn:
+    """Print the flags used most, those of a group such as trainer.optimizer, or all, and exit.
+
+    Raises:
+        ConfigError: there is no such group.
+    """
+    shared = next((base for base in kind.__mro__ if "USED" in vars(base)), None)
+    run = {field.name for field in dataclasses.fields(shared)} if shared is not None else set()
+    used: Collection[str] = getattr(kind, "USED", ())
+    flags = list(flags_of(kind))
+
+    def group_of(flag: Flag) -> str:
+        return flag.path[0] if len(flag.path) > 1 else "run" if flag.path[0] in run else "flags"
+
+    groups: dict[str, list[Flag]] = {"flags": [], "run": []}
+    for flag in flags:
+        groups.setdefault(group_of(flag), []).append(flag)
+    asked = "" if asked.startswith("-") else asked
+    if asked in groups:
+        groups = {asked: groups[asked]}
+    elif asked:
+        groups = {asked: [flag for flag in flags if f"{flag.dotted}.".startswith(f"{asked}.")]}
+        names = dict.fromkeys(name for flag in flags for name in (group_of(flag), ".".join(flag.path[:-1])) if name)
+        if not groups[asked]:
+            raise ConfigError(f"there is no group of flags {asked!r}", hint=suggest(asked, names, "groups"))
+    is_short = not asked and not shows_all
+    usage = " ".join([prog, *(_argument(flag) for flag in flags if not flag.name.startswith("-")), "[FLAGS]"])
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=usage,
+        description=None if asked else kind.__doc__,
+        epilog=_more(groups, used) if is_short else None,
+        add_help=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32),
+    )
+    for title, inside in groups.items():
+        shown = [flag for flag in inside if not is_short or flag.dotted in used or title == "flags"]
+        section = parser.add_argument_group(title if shown else None)
+        for flag in shown:
+            text = _described(flag, is_short).replace("%", "%%")
+            if flag.hint is bool:
+                section.add_argument(_switch(flag), action="store_true", help=text)
+            else:
+                section.add_argument(flag.name, metavar=_metavar(flag.hint), help=text)
+    parser.print_help()
+    sys.exit(0)
+
+
+def _more(groups: dict[str, list[Flag]], used: Collection[str]) -> str:
+    counts = {title: sum(flag.dotted not in used for flag in inside) for title, inside in groups.items()}
+    more = ", ".join(f"{title} ({count})" for title, count in counts.items() if count and title != "flags")
+    return (
+        f"--help GROUP shows all flags of a group: {more or 'flags'}; --help-all shows everything. "
+        "--config FILE.toml reads flags from a file, which --dump-config prints; the command line overrides it."
+    )
+
+
+def _described(flag: Flag, is_short: bool) -> str:
+    text = flag.text
+    if is_short and typing.get_origin(flag.hint) is not Literal:
+        text = text.partition(". ")[0].removesuffix(".") + "."
+    if flag.value is tyro.MISSING:
+        return f"{text} (required)"
+    shown = " ".join(map(str, flag.value)) if isinstance(flag.value, tuple) else str(flag.value)
+    if flag.hint is bool or shown in ("", "None"):
+        return text
+    return f"{text} (default: {shown if len(shown) <= 60 else f'{shown[:57]}...'})"
+
+
+def _switch(flag: Flag) -> str:
+    """Return the flag that changes a bool from its default."""
+    head, dot, last = flag.name.removeprefix("--").rpartition(".")
+    return f"--{head}{dot}no-{last}" if flag.value is True else flag.name
+
+
+def _argument(flag: Flag) -> str:
+    return f"{flag.name.upper()} ..." if typing.get_origin(flag.hint) is tuple else flag.name.upper()
+
+
+def _metavar(hint: Any) -> str:
+    return "|".join(_names(hint))
+
+
+def _names(hint: Any) -> Iterator[str]:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        yield from map(str, inner)
+    elif origin in (types.UnionType, typing.Union):
+        yield from (name for each in inner if each is not type(None) for name in _names(each))
+    elif origin is tuple:
+        yield f"[{_metavar(inner[0])} ...]"
+    else:
+        yield getattr(hint, "__name__", str(hint)).upper()

@@ -1,0 +1,121 @@
+"""A config as a TOML file: every flag, nested as its dataclasses are."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+import textwrap
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from forge_rl.errors import ConfigError
+from forge_rl.flags.fields import Flag, default_of, flags_of
+from forge_rl.flags.texts import suggest
+
+C = TypeVar("C")
+
+
+def dump(config: object) -> str:
+    """Return a config as TOML, with each field's docstring as a comment. `read` restores it."""
+    lines: list[str] = []
+    flags = sorted(flags_of(type(config), config), key=lambda flag: flag.path[:-1])
+    for table, inside in itertools.groupby(flags, key=lambda flag: flag.path[:-1]):
+        if table:
+            lines += ["", f"[{'.'.join(table)}]"]
+        for flag in inside:
+            lines += textwrap.wrap(flag.text, 118, initial_indent="# ", subsequent_indent="# ")
+            lines.append(f"{flag.path[-1]} = {_toml(flag.value)}")
+    return "\n".join(lines) + "\n"
+
+
+def read(path: Path, kind: type[C]) -> C:
+    """Read a config, of which a file may set any part; the rest has its default.
+
+    Returns:
+        A config on which `__post_init__` has not run: flags of the command line may still replace values.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key is unknown or has a value of another type.
+    """
+    try:
+        text = path.read_text()
+        table = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}", hint="name an existing file") from None
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise ConfigError(f"--config {path} is not TOML: {error}", hint="fix it; --dump-config shows one") from None
+    return _ConfigFile(path, text, tuple(flags_of(kind))).filled(kind, None, table, ())
+
+
+@dataclasses.dataclass(frozen=True)
+class _ConfigFile:
+    path: Path
+    text: str
+    flags: tuple[Flag, ...]
+
+    def filled(self, kind: type[C], default: object, table: Mapping[str, Any], place: tuple[str, ...]) -> C:
+        fields = {field.name: field for field in dataclasses.fields(cast(Any, kind)) if field.init}
+        for key in table:
+            if key not in fields:
+                homes = [flag.dotted for flag in self.flags if flag.path[-1] == key]
+                meant = f"did you mean {' or '.join(homes[:3])}?"
+                hint = meant if homes else suggest(key, fields, "keys here")
+                raise self.wrong((*place, key), "is unknown", hint)
+        filled = object.__new__(kind)
+        hints = {flag.path: flag.hint for flag in self.flags}
+        for name, field in fields.items():
+            here = (*place, name)
+            value = default_of(field) if default is None else getattr(default, name)
+            if name in table and here in hints:
+                value = self.value(here, hints[here], table[name])
+            elif name in table:
+                if not isinstance(table[name], dict):
+                    raise self.wrong(here, f"is {table[name]!r:.80}", f"write it as a table, [{'.'.join(here)}]")
+                value = self.filled(type(value), value, table[name], here)
+            object.__setattr__(filled, name, value)
+        return filled
+
+    def value(self, place: tuple[str, ...], hint: Any, given: object) -> object:
+        import pydantic
+
+        adapter = pydantic.TypeAdapter[object](hint, config=pydantic.ConfigDict(strict=True))
+        try:
+            if given == "None":
+                return adapter.validate_python(None)
+            return adapter.validate_json(json.dumps(given, default=str))
+        except pydantic.ValidationError as error:
+            raise self.wrong(place, f"is {given!r:.80}", error.errors()[0]["msg"].lower()) from None
+
+    def wrong(self, place: tuple[str, ...], problem: str, hint: str) -> ConfigError:
+        line = self.line(place)
+        where = f"{self.path}:{line}" if line else str(self.path)
+        return ConfigError(f"--config {where}: {'.'.join(place)} {problem}", hint=hint)
+
+    def line(self, place: tuple[str, ...]) -> int:
+        """Return the line that sets a key; 0 if it is not found."""
+        table: list[str] = []
+        for number, line in enumerate(self.text.splitlines(), 1):
+            if header := re.match(r"\s*\[([\w.\s-]+)\]", line):
+                table = re.split(r"\s*\.\s*", header[1].strip())
+                key = table
+            elif pair := re.match(r"\s*([\w.-]+)\s*=", line):
+                key = [*table, *pair[1].split(".")]
+            else:
+                continue
+            if tuple(key) == place:
+                return number
+        return 0
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # None as on the command line

@@ -1,0 +1,113 @@
+"""The flags of a config: one for each field of its nested dataclasses."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import textwrap
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tyro
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """One flag, such as --trainer.optimizer.lr."""
+
+    path: tuple[str, ...]
+    """Names of the fields that lead to it, such as ("trainer", "optimizer", "lr")."""
+    name: str
+    """Name on the command line; without dashes if it is a positional argument."""
+    hint: Any
+    """Type of its value."""
+    value: object
+    """Default or current value; tyro.MISSING if it must be given."""
+    owner: type
+    """Class that has the field."""
+
+    @property
+    def dotted(self) -> str:
+        """Path as one string, such as trainer.optimizer.lr."""
+        return ".".join(self.path)
+
+    @property
+    def text(self) -> str:
+        """Docstring of the field, or else the help that comes with its type."""
+        return docs_of(self.owner).get(self.path[-1], "") or _argument(self.owner, self.path[-1]).help or ""
+
+
+def flags_of(kind: type, config: object = None, path: tuple[str, ...] = (), prefix: str = "--") -> Iterator[Flag]:
+    """Yield the flags of a config class in the order of its fields.
+
+    Args:
+        config: instance that provides the values; by default they are the class's defaults.
+        path, prefix: place of a nested config in the whole.
+    """
+    for field in dataclasses.fields(kind):
+        if not field.init:
+            continue
+        hint, marks = _hint(kind, field.name)
+        value = default_of(field) if config is None else getattr(config, field.name)
+        inner = type(value) if dataclasses.is_dataclass(value) else hint
+        here = (*path, field.name)
+        name = (_argument(kind, field.name).name or field.name).replace("_", "-")
+        if dataclasses.is_dataclass(inner):
+            given = None if value is tyro.MISSING else value
+            inside = prefix if tyro.conf.OmitArgPrefixes in marks else f"{prefix}{name}."
+            yield from flags_of(typing.cast(type, inner), given, here, inside)
+        else:
+            shown = field.name if tyro.conf.Positional in marks else f"{prefix}{name}"
+            yield Flag(path=here, name=shown, hint=hint, value=value, owner=kind)
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return a field's default; tyro.MISSING if it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return tyro.MISSING if field.default is dataclasses.MISSING else field.default
+
+
+@functools.cache
+def docs_of(kind: type) -> dict[str, str]:
+    """Return the docstrings under a dataclass's fields, inherited ones included, each on one line."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        try:
+            [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        except (OSError, TypeError):  # typed at a prompt
+            continue
+        assert isinstance(tree, ast.ClassDef)
+        for field, text in itertools.pairwise(tree.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                    found[name] = " ".join(doc.split())
+    return found
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def _hint(kind: type, name: str) -> tuple[Any, tuple[Any, ...]]:
+    """Return a field's type and its annotations for tyro."""
+    hint = _hints(kind)[name]
+    if typing.get_origin(hint) is typing.Annotated:
+        return typing.get_args(hint)[0], hint.__metadata__
+    return hint, ()
+
+
+_PLAIN = tyro.conf.arg()
+
+
+def _argument(kind: type, name: str) -> Any:
+    """Return the `tyro.conf.arg` of a field's type."""
+    return next((mark for mark in _hint(kind, name)[1] if isinstance(mark, type(_PLAIN))), _PLAIN)

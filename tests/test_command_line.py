@@ -1,0 +1,177 @@
+"""Command lines: a config file that flags override, and help that shows what is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import tyro
+
+from forge_rl.errors import ConfigError
+from forge_rl.flags.command_line import parse
+from forge_rl.flags.config_file import dump, read
+
+ROOT = Path(__file__).parent.parent
+FILES = [*(ROOT / "recipes").glob("[a-z]*.py"), *(ROOT / "apps").glob("[a-z]*.py")]
+PROGRAMS = [f"{path.parent.name}.{path.stem}" for path in FILES]
+NEEDS = {"apps.evaluate": ["a-model"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """An engine."""
+
+    slots: int = 4
+    """Slots. There are as many as this says."""
+    length: int = 8
+    """Longest text."""
+    rate: float | None = None
+    """Rate."""
+    workers: int = 1
+    """Workers, raised to one for four slots."""
+
+    def __post_init__(self) -> None:
+        if self.slots > self.length:
+            raise ConfigError(f"--engine.slots is {self.slots}", hint="lower it")
+        object.__setattr__(self, "workers", max(self.workers, self.slots // 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Do something."""
+
+    steps: int = 10
+    """Number of steps."""
+    tasks: tuple[str, ...] = ("a",)
+    """Tasks."""
+    kind: Literal["fast", "slow"] = "fast"
+    """Kind."""
+    out: Path | None = None
+    """Folder."""
+    engine: Engine = field(default_factory=lambda: Engine(length=9))
+
+
+def parsed(*args: str) -> Config:
+    return parse(Config, "prog", args)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "run.toml"
+
+
+def test_a_file_sets_any_part_and_the_command_line_wins(file: Path) -> None:
+    file.write_text('steps = 3\ntasks = ["b", "c"]\nout = "here"\n[engine]\nslots = 5\n')
+    assert parsed("--config", str(file)) == Config(
+        steps=3, tasks=("b", "c"), out=Path("here"), engine=Engine(slots=5, length=9)
+    )
+    found = parsed("--steps", "4", f"--config={file}", "--tasks", "d", "--engine.length", "7")
+    assert found == Config(steps=4, tasks=("d",), out=Path("here"), engine=Engine(slots=5, length=7))
+
+
+def test_values_are_checked_once_file_and_command_line_are_joined(file: Path) -> None:
+    file.write_text("[engine]\nslots = 20\n")
+    with pytest.raises(ConfigError, match=r"--engine\.slots is 20"):
+        parsed("--config", str(file))
+    found = parsed("--config", str(file), "--engine.slots", "8")
+    assert found.engine.workers == 2, "derived from the value that counts, not from the file's"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stps = 3", r"run.toml:1: stps is unknown\n  hint: did you mean steps\? keys here: engine, kind"),
+        ("steps = 1\nslots = 3", r"run.toml:2: slots is unknown\n  hint: did you mean engine.slots\?"),
+        ('# x\n[engine]\n\nslots = "many"', r"run.toml:4: engine.slots is 'many'\n  hint: input should be a valid int"),
+        ("steps = 1.5", r"run.toml:1: steps is 1.5"),
+        ("steps = true", r"run.toml:1: steps is True"),
+        ('kind = "slower"', r"run.toml:1: kind is 'slower'\n  hint: input should be 'fast' or 'slow'"),
+        ('tasks = "a"', r"run.toml:1: tasks is 'a'\n  hint: input should be a valid array"),
+        ("engine = 3", r"run.toml:1: engine is 3\n  hint: write it as a table, \[engine\]"),
+        ("engine.slot = 3", r"run.toml:1: engine.slot is unknown\n  hint: did you mean slots"),
+        ("steps = \n", r"run.toml is not TOML: .*line 1"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_message(text: str, message: str, file: Path) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        parsed("--config", str(file))
+
+
+def test_a_file_that_is_not_there_is_one_clear_message() -> None:
+    with pytest.raises(ConfigError, match=r"--config gone\.toml: No such file"):
+        parsed("--config", "gone.toml")
+
+
+def test_odd_values_come_back(file: Path) -> None:
+    config = Config(tasks=('quote " back \\ \x7f é 😀\nline', ""), out=None, engine=Engine(rate=float("inf"), slots=1))
+    file.write_text(dump(config))
+    assert parsed("--config", str(file)) == config
+    file.write_text('out = "None"\n[engine]\nrate = "None"\n')
+    assert parsed("--config", str(file)) == Config()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_dump_config_prints_is_read_back_as_the_same_config(
+    program: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind: Any = importlib.import_module(program).Config
+    flags = [*NEEDS.get(program, []), "--seed", "7"] if program != "apps.openenv_serve" else ["game", "--port", "7"]
+    with pytest.raises(SystemExit) as ended:
+        parse(kind, program, [*flags, "--dump-config"])
+    assert ended.value.code == 0
+    file.write_text(capsys.readouterr().out)
+    assert parse(kind, program, ["--config", str(file)]) == parse(kind, program, flags)
+    assert file.read_text().count("\n# ") > 5
+
+
+def helped(kind: type, *args: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse(kind, "prog", args)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_is_short_and_a_group_is_whole(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    kind: Any = importlib.import_module(program).Config
+    short, everything = (helped(kind, asked, capsys=capsys) for asked in ("--help", "--help-all"))
+    flags = re.findall(r"^  (?:--)?([\w.-]+)", short, re.MULTILINE)
+    assert len(flags) <= 30
+    assert len(short.splitlines()) < 120
+    listed = re.findall(r"^  (?:--)?([\w.-]+)", everything, re.MULTILINE)
+    assert set(flags) < set(listed)
+    if hasattr(kind, "generator"):
+        shown = helped(kind, "--help", "generator", capsys=capsys)
+        assert helped(kind, "--help=generator", capsys=capsys) == shown
+        assert {name for name in listed if name.startswith("generator.")} == set(
+            re.findall(r"^  --([\w.-]+)", shown, re.MULTILINE)
+        )
+
+
+def test_a_group_that_is_not_there_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"no group of flags 'engin'\n  hint: did you mean engine\?"):
+        parsed("--help", "engin")
+    assert "--engine.rate FLOAT" in helped(Config, "--help", "engine", capsys=capsys)
+    assert "Slots." in helped(Config, "--help", "engine.slots", capsys=capsys)
+
+
+def test_positional_arguments_can_be_in_the_file(file: Path) -> None:
+    @dataclass(frozen=True)
+    class Named:
+        names: tyro.conf.Positional[tuple[str, ...]]
+        """Names."""
+
+    file.write_text('names = ["a", "b"]')
+    globals()["Named"] = Named
+    assert parse(Named, "prog", ["--config", str(file)]) == Named(("a", "b"))
+    assert parse(Named, "prog", ["--config", str(file), "c"]) == Named(("c",))
+
+
+def test_a_file_is_not_a_config_until_flags_are_joined(file: Path) -> None:
+    file.write_text("steps = 2\n")
+    assert read(file, Config).engine == Engine(length=9)
