@@ -322,7 +322,7 @@ def _take_turn(child: subprocess.Popen[str]) -> dict[str, Any] | None:
 
 
 def _check_cpu() -> None:
-    from forge_rl.engines.platform import device_type
+    from forge_rl.engines.devices import device_type
 
     if device_type() != "cpu":
         raise BenchmarkError(

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from benchmarks.ranks import run_ranks
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
-from forge_rl.algorithms import ClippedSurrogate, Loss
+from forge_rl.algorithms.losses import ClippedSurrogate, Loss
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.metrics import Value, merge_all, reduce

@@ -14,7 +14,7 @@ from typing import Literal, cast
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import init_distributed

@@ -23,7 +23,8 @@ import torch
 
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
 from benchmarks.weight_actors import ReaderActor, Shapes, WriterActor
-from forge_rl.algorithms import ClippedSurrogate, group_advantages
+from forge_rl.algorithms.advantages import group_advantages
+from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.packing.rows import pack
 from forge_rl.rewards.verifiers import ReasoningGymReward

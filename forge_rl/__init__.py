@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from forge_rl.run.run_config import RunConfig as RunConfig
     from forge_rl.run.start import Starting as Starting
     from forge_rl.run.start import start as start
-    from forge_rl.services.generator import Generator as Generator
-    from forge_rl.services.trainer import Trainer as Trainer
+    from forge_rl.services.generator_config import GeneratorConfig as GeneratorConfig
+    from forge_rl.services.trainer_config import TrainerConfig as TrainerConfig
     from forge_rl.types import Batch as Batch
     from forge_rl.types import Episode as Episode
     from forge_rl.types import Group as Group
@@ -80,8 +80,8 @@ _HOMES = {
         "run.run": ("Run",),
         "run.run_config": ("RunConfig",),
         "run.start": ("Starting", "start"),
-        "services.generator": ("Generator",),
-        "services.trainer": ("Trainer",),
+        "services.generator_config": ("GeneratorConfig",),
+        "services.trainer_config": ("TrainerConfig",),
         "types": ("Batch", "Episode", "Group", "Message", "Sampling", "Score", "Task", "Turn"),
     }.items()
     for name in names

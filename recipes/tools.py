@@ -60,8 +60,8 @@ class Config(rl.RunConfig):
     group_size: int = 16
     steps: int = 4
     evaluation: rl.EvalConfig = field(default_factory=lambda: rl.EvalConfig(every=4, tasks=64))
-    trainer: rl.Trainer.Config = field(default_factory=lambda: rl.Trainer.Config(minibatches=2))
-    generator: rl.Generator.Config = field(default_factory=lambda: rl.Generator.Config(max_tokens=40))
+    trainer: rl.TrainerConfig = field(default_factory=lambda: rl.TrainerConfig(minibatches=2))
+    generator: rl.GeneratorConfig = field(default_factory=lambda: rl.GeneratorConfig(max_tokens=40))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge_rl.algorithms import ClippedSurrogate, Loss
+from forge_rl.algorithms.losses import ClippedSurrogate, Loss
 from forge_rl.engines.protocol import TrainEngine
 from forge_rl.metrics import Value, merge_all
 from forge_rl.packing.rows import Layout, Packed, Row, pack

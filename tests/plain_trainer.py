@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
-from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.packing.rows import Minibatch
 from forge_rl.token_arrays import Segment

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from forge_rl.algorithms import group_advantages
+from forge_rl.algorithms.advantages import group_advantages
 from forge_rl.errors import ConfigError
 from forge_rl.rollout.state import GroupState, InflightEpisode
 from recipes import grpo

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -151,6 +153,14 @@ def test_help_is_short_and_a_group_is_whole(program: str, capsys: pytest.Capture
         assert {name for name in listed if name.startswith("generator.")} == set(
             re.findall(r"^  --([\w.-]+)", shown, re.MULTILINE)
         )
+
+
+def test_help_loads_no_torch() -> None:
+    script = "import sys, recipes.grpo as grpo, forge_rl.flags.command_line as c\n"
+    script += "try: c.parse(grpo.Config, 'grpo', ['--help'])\n"
+    script += "finally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
 
 
 def test_a_group_that_is_not_there_is_suggested(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from forge_rl.engines import decode_layout
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError
-from forge_rl.services import generator
+from forge_rl.services import generator_config
 
 SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "intermediate_size": 1536}
 SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 96}
@@ -80,5 +80,5 @@ def test_engines_have_no_more_gpus_than_there_are(tmp_path: Path, monkeypatch: p
 def test_an_engine_decodes_more_requests_at_a_time_on_a_gpu(
     device: str, requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generator, "device_type", lambda: device)
-    assert generator.Generator.Config().max_num_seqs == requests
+    monkeypatch.setattr(generator_config, "device_type", lambda: device)
+    assert generator_config.GeneratorConfig().max_num_seqs == requests

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from forge_rl import RunConfig
-from forge_rl.engines import platform
+from forge_rl.engines import devices
 from forge_rl.engines.context import _cache_bytes
 from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.protocol import DecodeSettings, TrainSettings
 from forge_rl.errors import ConfigError
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.defaults import choose, with_defaults
-from forge_rl.run.run_config import Trainer
-from forge_rl.services import generator as generator_service
-from forge_rl.services import trainer_config
+from forge_rl.run.run_config import RunConfig
+from forge_rl.services import generator_config, trainer_config
 from forge_rl.services.generator import Generator
+from forge_rl.services.trainer import Trainer
 
 GB, GIB = 10**9, 2**30
 GPUS = {"24 GB": 24 * GB, "80 GB": 80 * GB, "141 GB": 141 * GB}
@@ -33,7 +33,7 @@ ACTIVATIONS = {"135M": 0.99, "8B": 12.99, "30B-A3B": 12.30}
 @pytest.fixture(autouse=True)
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings have the defaults that they have on CUDA."""
-    for module in (trainer_config, generator_service):
+    for module in (trainer_config, generator_config):
         monkeypatch.setattr(module, "device_type", lambda: "cuda")
 
 
@@ -162,8 +162,8 @@ def test_without_a_run_an_engine_takes_most_of_a_gpu(monkeypatch: pytest.MonkeyP
 
 
 def test_on_a_cpu_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch):
-    for module in (trainer_config, generator_service):
-        monkeypatch.setattr(module, "device_type", platform.device_type)
+    for module in (trainer_config, generator_config):
+        monkeypatch.setattr(module, "device_type", devices.device_type)
     config = RunConfig()
     assert (config.trainer.seq_len, config.generator.gpu_memory_utilization) == (1024, 0.4)
     assert with_defaults(config, Path("nowhere"), reference=True) == (config, [])

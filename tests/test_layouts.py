@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks import layouts
 from benchmarks.ranks import run_ranks
 from benchmarks.report import BenchmarkError
-from forge_rl.algorithms import ClippedSurrogate, Loss, LossInputs, token_logprobs
+from forge_rl.algorithms.logprobs import token_logprobs
+from forge_rl.algorithms.losses import ClippedSurrogate, Loss, LossInputs
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.protocol import TrainSettings

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from forge_rl.algorithms import logprob_gap, token_logprobs
+from forge_rl.algorithms.logprobs import logprob_gap, token_logprobs
 from forge_rl.errors import ConfigError
 
 

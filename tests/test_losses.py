@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from forge_rl.algorithms import Aggregation, ClippedSurrogate, LossInputs, kl_estimate, kl_penalty
+from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.kl import kl_estimate, kl_penalty
+from forge_rl.algorithms.losses import ClippedSurrogate, LossInputs
 from forge_rl.errors import ConfigError
 
 

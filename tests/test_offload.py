@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.ranks import run_ranks
-from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import host_memory

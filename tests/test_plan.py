@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.long_row import row_of
-from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines import decode_layout, degrees, memory
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.factory import plan_training

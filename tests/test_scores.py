@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from forge_rl.algorithms import batch_advantages, group_advantages
+from forge_rl.algorithms.advantages import batch_advantages, group_advantages
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.packing.rows import Layout, pack
 from forge_rl.rewards.composition import WeightedSum

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forge_rl.algorithms import token_logprobs
+from forge_rl.algorithms.logprobs import token_logprobs
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.optimizer import OptimizerConfig

@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.ranks import run_ranks
-from forge_rl.algorithms import Aggregation, ClippedSurrogate, Loss, LossInputs
+from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.losses import ClippedSurrogate, Loss, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.blocks import training_state

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from forge_rl.algorithms import batch_advantages
+from forge_rl.algorithms.advantages import batch_advantages
 from forge_rl.envs.compaction import DropOldOutputs
 from forge_rl.envs.protocol import EnvFactory, Step
 from forge_rl.envs.tools import ToolEnv

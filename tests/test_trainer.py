@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_rl.algorithms import ClippedSurrogate, LossInputs
+from forge_rl.algorithms.losses import ClippedSurrogate, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, ForgeError, LossError

@@ -14,7 +14,9 @@ import torch
 
 from benchmarks import layouts
 from benchmarks.ranks import run_ranks
-from forge_rl.algorithms import Aggregation, ClippedSurrogate, batch_advantages
+from forge_rl.algorithms.advantages import batch_advantages
+from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.train import TitanEngine

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from forge_rl.algorithms import Aggregation, ClippedSurrogate, Loss, LossInputs
+from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.losses import ClippedSurrogate, Loss, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError
 from forge_rl.run.checkpoints import Checkpoints

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from forge_rl.algorithms import Aggregation, ClippedSurrogate, LossInputs
+from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.losses import ClippedSurrogate, LossInputs
 from forge_rl.algorithms.user_loss import call_loss, try_loss
 from forge_rl.errors import LossError
 from forge_rl.flags.user_code import load

@@ -17,7 +17,7 @@ import psutil  # type: ignore[import-untyped]
 
 from benchmarks.gpu.machine import ROOT
 from benchmarks.gpu.training import QWEN3_1_7B, random_model
-from forge_rl.engines.platform import gpus
+from forge_rl.engines.devices import gpus
 from forge_rl.errors import ForgeError
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.gpu.device import products
 from benchmarks.long_row import row_of
-from forge_rl.algorithms import ClippedSurrogate
+from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.factory import make_train_engine, plan_training
 from forge_rl.engines.platform import init_distributed
 from forge_rl.engines.protocol import TrainSettings

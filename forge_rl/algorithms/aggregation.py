@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from forge_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,8 @@ class Aggregation:
 
         Weights are float32, or float64 for float64 lengths.
         """
+        import torch
+
         lengths = lengths.to(torch.promote_types(lengths.dtype, torch.float32))
         return lengths.reciprocal() if self.kind == "sequence_mean" else torch.ones_like(lengths)
 

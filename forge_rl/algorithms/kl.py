@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from forge_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to +-20 before exp: exp(20) is already 5e8, and an overflow to inf makes gradients NaN."""
@@ -36,7 +37,7 @@ def kl_estimate(
             return 0.5 * difference.square()
         case "k3":
             difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            return torch.expm1(-difference) + difference
+            return (-difference).expm1() + difference
     raise ConfigError(f"unknown KL estimator {kind!r}", hint='use "k1", "k2" or "k3"')
 
 
@@ -69,7 +70,7 @@ def kl_penalty(
     if kind == "k3":
         difference = logprobs - reference
         bounded = difference.clamp(-MAX_PENALTY_LOG_RATIO, MAX_PENALTY_LOG_RATIO)
-        slope = 1 - torch.exp(-bounded)  # slope of the tangent, which still pulls distant tokens back
-        k3 = torch.expm1(-bounded) + bounded + slope * (difference - bounded)
+        slope = 1 - (-bounded).exp()  # slope of the tangent, which still pulls distant tokens back
+        k3 = (-bounded).expm1() + bounded + slope * (difference - bounded)
         return log_ratio.clamp(max=MAX_PENALTY_LOG_RATIO).exp() * k3
     raise ConfigError(f"unknown KL penalty {kind!r}", hint='use "k2" or "k3"')

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_estimate, kl_penalty
 from forge_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,7 +162,7 @@ class ClippedSurrogate:
 
         def masked(values: torch.Tensor) -> torch.Tensor:
             # Apply where before exp: a masked inf or NaN must reach neither the sum nor, as 0 * inf, the gradient.
-            return torch.where(mask, values, 0.0)
+            return values.where(mask, 0.0)
 
         logprobs, behaviour, advantages = map(masked, (inputs.logprobs, inputs.behaviour, inputs.advantages))
         weights, old = masked(inputs.weights), behaviour
@@ -171,7 +172,7 @@ class ClippedSurrogate:
             old = masked(inputs.proximal)
             behaviour_weight = _ratio(old, behaviour)
             capped = behaviour_weight > self.behaviour_cap
-            behaviour_weight = torch.where(capped, 0.0, behaviour_weight)
+            behaviour_weight = behaviour_weight.where(~capped, 0.0)
             weights = weights * behaviour_weight
             sums |= {
                 "behaviour_weight": masked(behaviour_weight).sum(),
@@ -179,9 +180,9 @@ class ClippedSurrogate:
             }
         ratio = _ratio(logprobs, old)
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        surrogate = -torch.minimum(ratio * advantages, clipped * advantages)
+        surrogate = -(ratio * advantages).minimum(clipped * advantages)
         dual = (advantages < 0) & (ratio > self.dual_clip)
-        surrogate = torch.where(dual, -self.dual_clip * advantages, surrogate)
+        surrogate = surrogate.where(~dual, -self.dual_clip * advantages)
         lost = ((advantages > 0) & (ratio > 1 + self.clip_high)) | ((advantages < 0) & (ratio < 1 - self.clip_low))
         loss = (weights * surrogate).sum()
         sums |= {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from forge_rl.engines.devices import device_type
 from forge_rl.engines.families.family import Architecture
-from forge_rl.engines.platform import device_type, gpu_bytes, resolve_dtype
+from forge_rl.engines.platform import gpu_bytes, resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from forge_rl.engines.platform import device_type, gpus
+from forge_rl.engines.devices import device_type, gpus
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError, ModelError
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from forge_rl.engines.families.family import Architecture
-from forge_rl.engines.platform import gpus
+from forge_rl.engines.devices import gpus
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from forge_rl.engines.families.family import Architecture
 
 
 def least_ranks(settings: TrainSettings) -> int:

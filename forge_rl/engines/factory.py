@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.devices import device_type
 from forge_rl.engines.memory import TrainMemory
-from forge_rl.engines.platform import cpu_cores, device_type
+from forge_rl.engines.platform import cpu_cores
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, TrainEngine, TrainSettings
 from forge_rl.runtime.cluster import visible_gpu
 

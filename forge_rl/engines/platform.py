@@ -9,28 +9,18 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from forge_rl.engines.devices import device_type
 from forge_rl.engines.protocol import Dtype, TrainDtype
 from forge_rl.errors import ConfigError
 
 _SHORT = 0.25
 """Memory is short while less than this share of it is available."""
-
-
-def device_type() -> Literal["cuda", "cpu"]:
-    """Return the kind of device that services run on."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def gpus() -> int:
-    """Count the GPUs of this machine."""
-    return torch.cuda.device_count() if device_type() == "cuda" else 0
 
 
 def local_device(rank: int) -> torch.device:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from forge_rl.engines.platform import gpus
+from forge_rl.engines.devices import gpus
 from forge_rl.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from forge_rl.engines.architecture import Architecture, read_architecture
+from forge_rl.engines.devices import gpus
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.memory import TrainMemory
-from forge_rl.engines.platform import gpu_bytes, gpus
+from forge_rl.engines.platform import gpu_bytes
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.packing.trees import round_up
 from forge_rl.rollout.placement import shares_devices

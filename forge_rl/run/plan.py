@@ -12,8 +12,9 @@ from rich.table import Table
 from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.engines.architecture import Architecture, read_architecture
 from forge_rl.engines.context import check_context
+from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import plan_training
-from forge_rl.engines.platform import device_type, gpu_bytes, host_bytes, resolve_dtype
+from forge_rl.engines.platform import gpu_bytes, host_bytes, resolve_dtype
 from forge_rl.errors import ConfigError
 from forge_rl.models.resolve import resolve_model
 from forge_rl.run.defaults import colocated, with_defaults

@@ -16,10 +16,10 @@ from forge_rl.rollout.placement import Placement
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.services.environment import Environment
-from forge_rl.services.generator import Generator
+from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.reward import Reward
-from forge_rl.services.trainer import Trainer
-from forge_rl.services.weight_store import WeightStore
+from forge_rl.services.trainer_config import TrainerConfig
+from forge_rl.services.weight_store_config import WeightStoreConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,9 @@ class RunConfig:
     """Name of vLLM's parser for the model's tool-call format; by default chosen by its chat template."""
     phase_deadline_s: float = 3600.0
     """Timeout of one phase; the run then stops and reports what it was waiting for."""
-    trainer: Trainer.Config = field(default_factory=Trainer.Config)
-    generator: Generator.Config = field(default_factory=Generator.Config)
-    weights: WeightStore.Config = field(default_factory=WeightStore.Config)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    weights: WeightStoreConfig = field(default_factory=WeightStoreConfig)
     reward: Reward.Config = field(default_factory=Reward.Config)
     environment: Environment.Config = field(default_factory=Environment.Config)
     isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from forge_rl.engines.architecture import stored_bytes
-from forge_rl.engines.platform import gpus, resolve_dtype
+from forge_rl.engines.devices import gpus
+from forge_rl.engines.platform import resolve_dtype
 from forge_rl.envs.protocol import EnvFactory
 from forge_rl.metrics import Display
 from forge_rl.rollout.placement import DeviceHandover

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
+from typing import TypeAlias
 
 from forge_rl.engines import EXIT_MEANINGS
 from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.factory import decode_environment
-from forge_rl.engines.platform import device_type, resolve_dtype
+from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import (
     ConfigError,
@@ -20,17 +21,16 @@ from forge_rl.errors import (
     ReplicaError,
     ServiceError,
     WeightsError,
-    check_flags,
 )
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service, ServiceActor
-from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion, validate_chunk
 from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool, Lend
 from forge_rl.services.generator_actor import GeneratorActor
+from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.token_arrays import Chunk, TokenIds
@@ -48,45 +48,7 @@ class Generator:
     print(await generator.chat("What is 2 + 3?"))
     """
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config(DecodeSettings):
-        """The generator: its engines, and how they sample."""
-
-        replicas: int = 1
-        """Number of vLLM engines, each on tensor_parallel_size times data_parallel_size GPUs, or all on one
-        CPU."""
-        max_num_seqs: int = field(default_factory=lambda: 256 if device_type() == "cuda" else 64)
-        """Maximum concurrent requests per engine, on each of its data_parallel_size copies; more are queued. By default
-        256 on CUDA, 64 on CPU."""
-        gpu_memory_utilization: float = field(default_factory=lambda: 0.0 if device_type() == "cuda" else 0.4)
-        """Share of a GPU's memory that an engine may use. 0, the default on CUDA, means the memory left by the run's
-        trainer, or 0.9 of a GPU that the engine does not share."""
-        max_tokens: int = 16
-        """Maximum tokens of a completion."""
-        temperature: float = 1.0
-        """Sampling temperature of training episodes; held-out tasks are decoded greedily."""
-        request_deadline_s: float = 3600.0
-        """Timeout between two chunks of a completion, excluding time while engines are paused."""
-        restart: Restart = field(default_factory=Restart)
-        """Policy for engines that die."""
-
-        def __post_init__(self) -> None:
-            check_flags(
-                self,
-                "--generator.",
-                least={"gpu_memory_utilization": 0}
-                | dict.fromkeys(
-                    ("replicas", "max_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size"), 1
-                ),
-                above={
-                    "temperature": 0,
-                    "kv_cache_gib": 0,
-                    "request_deadline_s": 0,
-                    "stall_s": 0,
-                    "max_model_len": self.max_tokens,
-                },
-                below={"temperature": 10, "gpu_memory_utilization": 1},
-            )
+    Config: TypeAlias = GeneratorConfig
 
     def __init__(self, config: Config, service: Service, pool: EnginePool, tokenizer: Tokenizer, lend: Lend) -> None:
         self.config = config

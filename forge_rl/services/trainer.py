@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from forge_rl.algorithms.losses import Loss
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
+from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import train_environment
-from forge_rl.engines.platform import device_type
 from forge_rl.errors import (
     CheckpointError,
     DeadlineError,

@@ -14,8 +14,9 @@ import torch
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.algorithms.losses import Loss
+from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import make_train_engine
-from forge_rl.engines.platform import device_threads, device_type, init_distributed
+from forge_rl.engines.platform import device_threads, init_distributed
 from forge_rl.engines.protocol import TrainEngine, TrainSettings
 from forge_rl.errors import ForgeError, LossError
 from forge_rl.metrics import Value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from forge_rl.engines.degrees import check_ranks, least_ranks
-from forge_rl.engines.platform import device_type
+from forge_rl.engines.devices import device_type
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, check_flags
 

@@ -6,18 +6,18 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
-from forge_rl.errors import ForgeError, ServiceError, WeightsError, check_flags
+from forge_rl.errors import ForgeError, ServiceError, WeightsError
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.weight_store_actor import Holder, WeightStoreActor
+from forge_rl.services.weight_store_config import WeightStoreConfig
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
 from forge_rl.weights.transports.protocol import Transport
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
@@ -37,23 +37,7 @@ class WeightStore:
         async for bucket in store.transport().fetch(manifest): ...
     """
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
-        """The weight store: how versions travel, and how many are kept."""
-
-        transport: Literal["auto", "shared_memory", "torchstore"] = "auto"
-        """How weights travel. auto uses shared memory if it has room, otherwise torchstore if it is installed."""
-        shm: Path = Path("/dev/shm")
-        """Shared-memory folder for the versions."""
-        bucket_mib: int = 64
-        """Size of a bucket, which is written and loaded as a unit; a larger tensor gets its own bucket."""
-        keep_versions: int = 2
-        """Number of newest versions to keep, including the one being written; versions being read are kept as well."""
-        keep_gib: float = 64.0
-        """Maximum memory of kept versions; the newest is always kept."""
-
-        def __post_init__(self) -> None:
-            check_flags(self, "--weights.", least={"keep_versions": 1, "bucket_mib": 1}, above={"keep_gib": 0})
+    Config: TypeAlias = WeightStoreConfig
 
     def __init__(
         self,

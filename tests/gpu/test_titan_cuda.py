@@ -27,7 +27,7 @@ def on_gpu(row: Row) -> Row:
 
 @pytest.mark.parametrize("tokens", [7, 3000])
 def test_a_bfloat16_head_keeps_float32_sums(tokens: int):
-    from forge_rl.algorithms import token_logprobs
+    from forge_rl.algorithms.logprobs import token_logprobs
 
     model = head(torch.bfloat16)
     hidden = torch.randn(tokens, 256, device="cuda", dtype=torch.bfloat16)

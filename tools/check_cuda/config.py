@@ -60,7 +60,7 @@ def mock_h200() -> None:
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
-    from forge_rl.engines import platform
+    from forge_rl.engines import devices, platform
     from forge_rl.engines.vllm import engine, register
 
     class H200(NonNvmlCudaPlatform):
@@ -90,7 +90,7 @@ def mock_h200() -> None:
         if getattr(module, "__name__", "").startswith("vllm") and "current_platform" in vars(module):
             module.current_platform = h200  # type: ignore[attr-defined]
     torch.cuda.device_count = torch.accelerator.device_count = lambda: 8
-    platform.device_type = engine.device_type = lambda: "cuda"  # type: ignore[attr-defined]
+    devices.device_type = platform.device_type = engine.device_type = lambda: "cuda"  # type: ignore[attr-defined]
     register()
 
 

@@ -6,7 +6,7 @@ All patches of torchtitan are here. Tested with torchtitan 0.3.0.
 import torch
 import torchtitan.tools.utils as titan_utils
 
-from forge_rl.engines.platform import device_type
+from forge_rl.engines.devices import device_type
 from forge_rl.errors import ForgeError
 
 if gone := {"device_type", "device_module", "get_local_device"} - vars(titan_utils).keys():

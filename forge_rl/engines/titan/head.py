@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
 
-from forge_rl.algorithms import token_logprobs, widened
+from forge_rl.algorithms.logprobs import token_logprobs, widened
 from forge_rl.engines.titan.vocabulary import split_token_logprobs
 
 HEAD_CHUNK_BYTES = 256 << 20

@@ -11,7 +11,7 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
 from torchtitan.models.gpt_oss.moe import ScaleBiasForward
 
-from forge_rl.algorithms import widened
+from forge_rl.algorithms.logprobs import widened
 
 
 class FloatGate(Linear):

@@ -15,8 +15,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
+from forge_rl.engines.devices import device_type
 from forge_rl.engines.families.family import Architecture
-from forge_rl.engines.platform import device_type
 from forge_rl.engines.titan.cpu_attention import TreeAttention
 from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
 from forge_rl.engines.titan.head import FloatHead

@@ -17,7 +17,7 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common.moe import RoutedExperts
 
-from forge_rl.engines.platform import device_type
+from forge_rl.engines.devices import device_type
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.model import PolicyModel, recompute_activations
 

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from forge_rl.engines.architecture import Architecture
+from forge_rl.engines.devices import device_type
 from forge_rl.engines.memory import TrainMemory, adds_up_once
-from forge_rl.engines.platform import device_type, resolve_dtype
+from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeAttention, TreeMask
 from forge_rl.engines.titan.head import HEAD_CHUNK_BYTES

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 
-from forge_rl.algorithms import widened
+from forge_rl.algorithms.logprobs import widened
 from forge_rl.engines.families.family import Architecture
 
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.tools.utils import set_default_dtype
 
-from forge_rl.algorithms import Loss, LossInputs, logprob_gap
+from forge_rl.algorithms.logprobs import logprob_gap
+from forge_rl.algorithms.losses import Loss, LossInputs
 from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.memory import adds_up_once

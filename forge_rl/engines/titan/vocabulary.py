@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from forge_rl.algorithms import widened
+from forge_rl.algorithms.logprobs import widened
 
 _CHUNK_TOKENS = 64
 """Positions processed at a time: temporaries are [_CHUNK_TOKENS, V / ranks]."""

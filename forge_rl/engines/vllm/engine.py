@@ -26,7 +26,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from forge_rl.engines import ENGINE_DIED, ENGINE_STALLED
-from forge_rl.engines.platform import device_type, resolve_dtype
+from forge_rl.engines.devices import device_type
+from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.vllm import BACKEND
 from forge_rl.engines.vllm.causes import own_log, start_cause

@@ -1,0 +1,51 @@
+"""Settings of the generator service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from forge_rl.engines.devices import device_type
+from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.errors import check_flags
+from forge_rl.runtime.supervision import Restart
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig(DecodeSettings):
+    """The generator: its engines, and how they sample."""
+
+    replicas: int = 1
+    """Number of vLLM engines, each on tensor_parallel_size times data_parallel_size GPUs, or all on one
+    CPU."""
+    max_num_seqs: int = field(default_factory=lambda: 256 if device_type() == "cuda" else 64)
+    """Maximum concurrent requests per engine, on each of its data_parallel_size copies; more are queued. By default
+    256 on CUDA, 64 on CPU."""
+    gpu_memory_utilization: float = field(default_factory=lambda: 0.0 if device_type() == "cuda" else 0.4)
+    """Share of a GPU's memory that an engine may use. 0, the default on CUDA, means the memory left by the run's
+    trainer, or 0.9 of a GPU that the engine does not share."""
+    max_tokens: int = 16
+    """Maximum tokens of a completion."""
+    temperature: float = 1.0
+    """Sampling temperature of training episodes; held-out tasks are decoded greedily."""
+    request_deadline_s: float = 3600.0
+    """Timeout between two chunks of a completion, excluding time while engines are paused."""
+    restart: Restart = field(default_factory=Restart)
+    """Policy for engines that die."""
+
+    def __post_init__(self) -> None:
+        check_flags(
+            self,
+            "--generator.",
+            least={"gpu_memory_utilization": 0}
+            | dict.fromkeys(
+                ("replicas", "max_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size"), 1
+            ),
+            above={
+                "temperature": 0,
+                "kv_cache_gib": 0,
+                "request_deadline_s": 0,
+                "stall_s": 0,
+                "max_model_len": self.max_tokens,
+            },
+            below={"temperature": 10, "gpu_memory_utilization": 1},
+        )

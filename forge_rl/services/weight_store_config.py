@@ -1,0 +1,28 @@
+"""Settings of the weight store service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from forge_rl.errors import check_flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightStoreConfig:
+    """The weight store: how versions travel, and how many are kept."""
+
+    transport: Literal["auto", "shared_memory", "torchstore"] = "auto"
+    """How weights travel. auto uses shared memory if it has room, otherwise torchstore if it is installed."""
+    shm: Path = Path("/dev/shm")
+    """Shared-memory folder for the versions."""
+    bucket_mib: int = 64
+    """Size of a bucket, which is written and loaded as a unit; a larger tensor gets its own bucket."""
+    keep_versions: int = 2
+    """Number of newest versions to keep, including the one being written; versions being read are kept as well."""
+    keep_gib: float = 64.0
+    """Maximum memory of kept versions; the newest is always kept."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--weights.", least={"keep_versions": 1, "bucket_mib": 1}, above={"keep_gib": 0})
