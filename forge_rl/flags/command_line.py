@@ -102,7 +102,10 @@ def print_help(kind: type, prog: str, asked: str, *, shows_all: bool = False) ->
             if flag.hint is bool:
                 section.add_argument(_switch(flag), action="store_true", help=text)
             else:
-                section.add_argument(flag.name, metavar=_metavar(flag.hint), help=text)
+                positional = not flag.name.startswith("-")
+                section.add_argument(
+                    flag.name, metavar=_argument(flag) if positional else _metavar(flag.hint), help=text
+                )
     parser.print_help()
     sys.exit(0)
 

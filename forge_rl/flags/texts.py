@@ -151,14 +151,13 @@ def suggest(wrong: str, names: Collection[str], what: str) -> str:
 
 def _weight_at(text: str, bundled: Collection[str] | None) -> int | None:
     """Return the index of the sign before the weight; None if there is none."""
-    star, equals = text.rfind("*"), text.rfind("=")
-    if star >= 0 and (_is_number(text[star + 1 :]) or text[:star].isidentifier() or _is_code(text[:star], bundled)):
-        return star
-    if equals >= 0 and (
-        _is_code(text[:equals], bundled) or (text[:equals].isidentifier() and _is_number(text[equals + 1 :]))
-    ):
-        return equals
-    return None
+    name, star, weight = text.rpartition("*")
+    if star and (_is_number(weight) or name.isidentifier() or _is_code(name, bundled)):
+        return len(name)
+    name, equals, weight = text.rpartition("=")
+    if equals and _is_code(name, bundled) and (_is_number(weight) or ".py:" in name):
+        return len(name)
+    return len(name) if equals and name.isidentifier() and _is_number(weight) else None
 
 
 def _is_code(text: str, bundled: Collection[str] | None) -> bool:
