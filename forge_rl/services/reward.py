@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -56,23 +56,23 @@ class Reward:
             least = {"replicas": 1, "wait_for_another_s": 0}
             check_flags(self, "--reward.", least=least, above={"deadline_s": 0})
 
-    def __init__(self, function: RewardFunction, shared: _Pool, own: Mapping[str, _Pool]) -> None:
-        self._function = function
-        self._shared = shared
-        self._own = own
-        """Pools of the parts that have their own replicas, by part name."""
+    def __init__(self, setting: _Setting, function: RewardFunction) -> None:
         self.form: Form = form_of(function)
         """Form of the function: whether it scores single episodes or whole groups."""
+        shared, own = _divided(function)
+        self._setting = setting
+        self.function = function
+        """The current function."""
+        self._made = itertools.count(1)
+        """Number of the next pool of a part."""
+        self._shared = _Pool(setting, "reward", shared, replicas=setting.config.replicas)
+        self._own = {name: self._own_pool(name, part) for name, part in own.items()}
+        """Pools of the parts that have their own replicas, by part name."""
         self.replaced: list[Callable[[], None]] = []
         """Callbacks that run after the function was replaced."""
         self.samples: Callable[[], Sequence[Sequence[Episode]]] = tuple
         """Returns groups of episodes on which a new function is tried before it is adopted."""
         self._replacing = asyncio.Lock()
-
-    @property
-    def function(self) -> RewardFunction:
-        """The current function."""
-        return self._function
 
     @classmethod
     async def start(
@@ -94,14 +94,11 @@ class Reward:
             ConfigError: the function cannot be called as a reward.
             ForgeError: raised by a function's `load`.
         """
-        form_of(function)
-        shared, own = _divided(function)
-        pool = _Pool("reward", shared, config, cluster, faults, folder, deadline_s)
-        reward = cls(function, pool, {name: pool.beside(name, part) for name, part in own.items()})
+        reward = cls(_Setting(config, cluster, faults, folder, deadline_s), function)
         try:
             async with task_group() as group:
-                for each in (pool, *reward._own.values()):
-                    group.create_task(each.start())
+                for pool in (reward._shared, *reward._own.values()):
+                    group.create_task(pool.start())
         except BaseException:
             await reward.stop()
             raise
@@ -116,23 +113,19 @@ class Reward:
             ForgeError: the function raised it, or did not return a score for each episode.
             ServiceError: the function raised another error, or no replica is left.
         """
-        own = self._own.values()
-        versions = {self._shared: self._shared.version, **_versions(own)}
-        return await self._score(episodes, self._function, self.form, versions)
+        return await self._score(episodes, self.function, self.form, self._shared.version, self._own)
 
     async def _score(
-        self, episodes: Sequence[Episode], function: RewardFunction, form: Form, versions: Mapping[_Pool, int]
+        self, episodes: Sequence[Episode], function: RewardFunction, form: Form, version: int, own: Mapping[str, _Pool]
     ) -> Sequence[Score]:
-        """Score episodes with a function whose parts have these versions in the pools."""
+        """Score episodes with a function that has this version in the shared replicas."""
         task = episodes[0].task
         given = [episode.text for episode in episodes] if form == "text" else list(episodes)
-        asking = [pool.score(version, task, given) for pool, version in versions.items() if pool.given[version]]
-        if len(asking) == 1:
-            scores = await asking[0]
-        else:
-            async with task_group() as group:
-                asked = [group.create_task(each) for each in asking]
-            scores = {name: scored for each in asked for name, scored in each.result().items()}
+        asking = [(self._shared, version)] if self._shared.given[version] else []
+        asking += [(pool, pool.version) for pool in own.values()]
+        async with task_group() as group:
+            asked = [group.create_task(pool.score(of, task, given)) for pool, of in asking]
+        scores = {name: scored for each in asked for name, scored in each.result().items()}
         if not isinstance(function, WeightedSum):
             [alone] = scores.values()
             return alone
@@ -150,30 +143,30 @@ class Reward:
         """
         form, (shared, own) = form_of(function), _divided(function)
         async with self._replacing:
-            kept = {name: pool for name, pool in self._own.items() if pool.functions == {name: own.get(name)}}
-            new = {name: self._shared.beside(name, part) for name, part in own.items() if name not in kept}
+            kept = {name: pool for name, pool in self._own.items() if pool.given[pool.version] == {name: own.get(name)}}
+            added = {name: self._own_pool(name, part) for name, part in own.items() if name not in kept}
             try:
                 async with task_group() as group:
-                    for pool in new.values():
+                    for pool in added.values():
                         group.create_task(pool.start())
                 version = await self._shared.give(shared)
-                await self._try(function, form, {self._shared: version, **_versions((*kept.values(), *new.values()))})
+                await self._try(function, form, version, kept | added)
             except BaseException:
                 self._shared.keep()
-                for pool in new.values():
-                    await pool.stop()
+                for pool in added.values():
+                    await pool.service.stop()
                 raise
             gone = [pool for name, pool in self._own.items() if name not in kept]
             # Switch atomically, so that each score comes from either the old function or the new one.
-            self._shared.version, self._function, self._own, self.form = version, function, {**kept, **new}, form
+            self._shared.version, self.function, self._own, self.form = version, function, kept | added, form
             try:
                 for listener in self.replaced:
                     listener()
             finally:
                 for pool in gone:
-                    await pool.stop()
+                    await pool.service.stop()
 
-    async def _try(self, function: RewardFunction, form: Form, versions: Mapping[_Pool, int]) -> None:
+    async def _try(self, function: RewardFunction, form: Form, version: int, own: Mapping[str, _Pool]) -> None:
         """Score samples with a function that is not in use yet.
 
         Raises:
@@ -182,7 +175,7 @@ class Reward:
         for episodes in self.samples():
             task = episodes[0].task
             try:
-                scores = await self._score(episodes, function, form, versions)
+                scores = await self._score(episodes, function, form, version, own)
                 for episode, score in zip(episodes, scores, strict=True):
                     with_score(episode, score)
             except Exception as error:
@@ -191,13 +184,24 @@ class Reward:
                     hint="fix it, and set it again",
                 ) from error
 
+    def _own_pool(self, name: str, part: protocol.RewardFunction) -> _Pool:
+        """Create the pool of a part with its own replicas."""
+        made = next(self._made)
+        return _Pool(
+            self._setting,
+            f"reward-{name}" + f"-{made}" * (made > 1),
+            {name: part},
+            replicas=part.replicas,  # type: ignore[union-attr]
+            threads=getattr(part, "threads", 1),
+        )
+
     async def stop(self) -> None:
         """Stop the service."""
-        await asyncio.gather(*(pool.stop() for pool in (self._shared, *self._own.values())))
+        await asyncio.gather(*(pool.service.stop() for pool in (self._shared, *self._own.values())))
 
     def __repr__(self) -> str:
         own = "".join(f", {len(pool.service.replicas)} of {pool.service.name}" for pool in self._own.values())
-        return f"Reward  {self._function!r}  {len(self._shared.service.replicas)} replica(s){own}"
+        return f"Reward  {self.function!r}  {len(self._shared.service.replicas)} replica(s){own}"
 
 
 def parts_of(function: RewardFunction) -> dict[str, protocol.RewardFunction]:
@@ -216,8 +220,15 @@ def _divided(
     return {name: part for name, part in parts.items() if name not in own}, own
 
 
-def _versions(pools: Iterable[_Pool]) -> dict[_Pool, int]:
-    return {pool: pool.version for pool in pools}
+@dataclass(frozen=True)
+class _Setting:
+    """What all pools share."""
+
+    config: Reward.Config
+    cluster: Cluster
+    faults: Faults
+    folder: Path | None
+    deadline_s: float
 
 
 class _Pool:
@@ -225,15 +236,11 @@ class _Pool:
 
     def __init__(
         self,
+        setting: _Setting,
         name: str,
         functions: Mapping[str, protocol.RewardFunction],
-        config: Reward.Config,
-        cluster: Cluster,
-        faults: Faults,
-        folder: Path | None,
-        deadline_s: float,
         *,
-        replicas: int | None = None,
+        replicas: int,
         threads: int = 1,
     ) -> None:
         self.version = 0
@@ -243,54 +250,31 @@ class _Pool:
         self._versions = itertools.count(1)
         self.service = Service(
             name,
-            cluster,
-            faults,
+            setting.cluster,
+            setting.faults,
             descendants=False,
             blames=True,
             exit_meanings={REWARD_STUCK: "its reward function did not come back within its deadline"},
         )
-        self._config = config
-        self._setting = (cluster, faults, folder, deadline_s)
-        self._replicas = config.replicas if replicas is None else replicas
+        self._setting = setting
+        self._replicas = replicas
         self._threads = threads
-        self._made = 0
-        """Number of additional pools created for parts."""
-
-    @property
-    def functions(self) -> Mapping[str, protocol.RewardFunction]:
-        """Current functions by part name."""
-        return self.given[self.version]
-
-    def beside(self, name: str, function: protocol.RewardFunction) -> _Pool:
-        """Create a pool for a part with its own replicas."""
-        self._made += 1
-        return _Pool(
-            f"reward-{name}" + f"-{self._made}" * (self._made > 1),
-            {name: function},
-            self._config,
-            *self._setting,
-            replicas=function.replicas,  # type: ignore[union-attr]
-            threads=getattr(function, "threads", 1),
-        )
 
     async def start(self) -> None:
         """Spawn the replicas, with the functions loaded."""
-        _, _, _, deadline_s = self._setting
-        threads = str(self._threads)
+        config = self._setting.config
 
         async def start_one(index: int) -> None:
             # The user's function may call a judge that needs an API key.
-            env = {"OMP_NUM_THREADS": threads}
-            replica = self.service.spawn(
-                RewardActor, self._config.deadline_s, index, env=env, secrets=True, index=index
-            )
-            await self.service.watch(replica, deadline_s=deadline_s)
+            env = {"OMP_NUM_THREADS": str(self._threads)}
+            replica = self.service.spawn(RewardActor, config.deadline_s, index, env=env, secrets=True, index=index)
+            await self.service.watch(replica, deadline_s=self._setting.deadline_s)
             given = None
             while given is not self.given:  # replaced meanwhile
                 given = self.given
                 await self._tell(replica)
 
-        await self.service.start(self._replicas, start_one, self._config.restart)
+        await self.service.start(self._replicas, start_one, config.restart)
 
     async def score(self, version: int, task: Task, given: Sequence[str | Episode]) -> dict[str, list[Score]]:
         """Score episodes with each function of a version."""
@@ -303,7 +287,7 @@ class _Pool:
         """Send new functions to the replicas; returns their version. The current functions score until `version` is
         set."""
         version = next(self._versions)
-        self.given = {self.version: self.functions, version: functions}
+        self.given = {self.version: self.given[self.version], version: functions}
         for replica in list(self.service.replicas):
             if replica.serving:  # a starting replica gets the functions before it serves
                 with contextlib.suppress(ReplicaError):
@@ -312,12 +296,8 @@ class _Pool:
 
     def keep(self) -> None:
         """Discard functions that were sent but are not in use yet."""
-        self.given = {self.version: self.functions}
-
-    async def stop(self) -> None:
-        """Stop the replicas."""
-        await self.service.stop()
+        self.given = {self.version: self.given[self.version]}
 
     async def _tell(self, replica: Replica) -> None:
-        _, _, folder, deadline_s = self._setting
-        await replica.call("replace", self.given, folder, deadline_s=max(deadline_s, self._config.deadline_s))
+        deadline_s = max(self._setting.deadline_s, self._setting.config.deadline_s)
+        await replica.call("replace", self.given, self._setting.folder, deadline_s=deadline_s)

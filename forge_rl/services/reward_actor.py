@@ -12,7 +12,6 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -26,21 +25,9 @@ from forge_rl.runtime.link import users_line
 from forge_rl.types import Episode, Score, Task
 
 _LAST_WORDS_S = 1.0
-"""Time for a process to report why it exits."""
+"""Time for a process to report why it exits, after a function's deadline."""
 REWARD_STUCK = 72
 """Exit status of a process whose reward function did not return."""
-
-
-@dataclass(eq=False, slots=True)
-class _Call:
-    """Call of a synchronous function in the thread."""
-
-    limit: asyncio.Timeout | None
-    """Ends the wait for the call; None once nobody waits."""
-    began: float = 0.0
-    thread: int = 0
-    line: str = ""
-    """The user's line that was executing at the timeout."""
 
 
 class RewardActor(ServiceActor):
@@ -57,10 +44,8 @@ class RewardActor(ServiceActor):
         self._given: dict[int, dict[str, tuple[RewardFunction, Form]]] = {}
         """Functions with their forms by part name, by version."""
         self._thread = ThreadPoolExecutor(1)
-        self._running: _Call | None = None
-        self._pending = 0
-        """Number of calls in the thread or waiting for it."""
-        self._watch: asyncio.TimerHandle | None = None
+        self._turn = asyncio.Lock()
+        """Held while the thread is busy, so that time in the queue does not count."""
 
     @concurrent_endpoint
     async def replace(self, given: Mapping[int, Mapping[str, RewardFunction]], folder: Path | None) -> None:
@@ -114,52 +99,33 @@ class RewardActor(ServiceActor):
 
     async def _in_thread(self, function: Callable[..., object], task: Task, given: object) -> object:
         loop, in_hand, number = asyncio.get_running_loop(), self._link_end.in_hand, number_of_call.get()
+        thread = 0
 
         def run() -> object:
-            call.began = loop.time()  # only its own time counts, not time in the queue
-            call.thread = threading.get_ident()
-            self._running = call
-            try:
-                with contextlib.nullcontext() if in_hand is None else in_hand.in_thread(number):
-                    return function(task, given)
-            finally:
-                self._running = None
+            nonlocal thread
+            thread = threading.get_ident()
+            with contextlib.nullcontext() if in_hand is None else in_hand.in_thread(number):
+                return function(task, given)
 
-        limit = asyncio.timeout(None)
-        call = _Call(limit)
-        self._pending += 1
-        if self._watch is None:
-            self._watch = loop.call_later(self._deadline_s, self._look)
-        try:
-            async with limit:
-                return await asyncio.wrap_future(self._thread.submit(run))
-        except TimeoutError:
-            if limit.expired():
-                raise self._late(HangError, task, self._deadline_s, call.line) from None
-            raise
-        finally:
-            call.limit = None
-            self._pending -= 1
+        def exit_if_stuck() -> None:
+            if not running.done():
+                os._exit(REWARD_STUCK)
 
-    def _look(self) -> None:
-        """Time out a function that takes too long, and exit the process if it still does not return."""
-        loop, call, self._watch = asyncio.get_running_loop(), self._running, None
-        due = loop.time() + self._deadline_s
-        if call is not None and (due := call.began + self._deadline_s) <= loop.time():
-            if call.limit is not None:
-                frame = sys._current_frames().get(call.thread)
-                call.line = users_line(reversed(list(traceback.walk_stack(frame)))) if frame else ""
-                faulthandler.dump_traceback()  # to the log
-                call.limit.reschedule(loop.time())
-            loop.call_later(_LAST_WORDS_S, self._exit_if_stuck, call)
-        elif call is not None or self._pending:
-            self._watch = loop.call_at(due, self._look)
+        def finished(_: object) -> None:
+            stuck.cancel()
+            self._turn.release()
 
-    def _exit_if_stuck(self, call: _Call) -> None:
-        if self._running is call:
-            os._exit(REWARD_STUCK)
-        if self._pending and self._watch is None:
-            self._watch = asyncio.get_running_loop().call_later(self._deadline_s, self._look)
+        await self._turn.acquire()
+        running = loop.run_in_executor(self._thread, run)
+        stuck = loop.call_later(self._deadline_s + _LAST_WORDS_S, exit_if_stuck)  # even if nobody waits any more
+        running.add_done_callback(finished)
+        await asyncio.wait([running], timeout=self._deadline_s)
+        if running.done():
+            return running.result()
+        frame = sys._current_frames().get(thread)
+        line = users_line(reversed(list(traceback.walk_stack(frame)))) if frame else ""
+        faulthandler.dump_traceback()  # to the log
+        raise self._late(HangError, task, self._deadline_s, line)
 
     def _late(self, kind: type[DeadlineError], task: Task, deadline_s: float, line: str = "") -> DeadlineError:
         return kind(
