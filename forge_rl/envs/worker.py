@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,8 +54,6 @@ class Worker:
         self._pipe = calls
         self._ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[object]] = {0: asyncio.get_running_loop().create_future()}
-        self._ended = asyncio.Event()
-        self._watch()
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     @classmethod
@@ -128,23 +125,6 @@ class Worker:
         if not self._pipe.is_closing():
             self._pipe.write(json.dumps(line).encode() + b"\n")
 
-    def _watch(self) -> None:
-        """Notice the process's exit, even if Monarch reaps it first."""
-        loop = asyncio.get_running_loop()
-
-        def end() -> None:
-            loop.remove_reader(fd)
-            os.close(fd)
-            self._process.poll()
-            self._ended.set()
-
-        try:
-            fd = os.pidfd_open(self._process.pid)
-        except ProcessLookupError:
-            self._ended.set()
-        else:
-            loop.add_reader(fd, end)
-
     async def _read(self) -> None:
         try:
             async for line in self._lines:
@@ -158,7 +138,7 @@ class Worker:
                     call.set_result(answer.get("result"))
         finally:
             self.kill()  # it may have closed its stdout, or written an invalid answer
-            await self._ended.wait()
+            await asyncio.to_thread(self._process.wait)
             self._pipe.close()
             for call in self._calls.values():
                 if not call.done():
