@@ -52,7 +52,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._overhead_bytes += len(data)
         super().data_received(data)
         if self._overhead_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
-            self._too_large(f"the headers are longer than {MOST_HEAD_BYTES} bytes")
+            is_body = self.cycle is not None and self.cycle.more_body and not self._reads_head
+            self._too_large(f"the {'trailers' if is_body else 'headers'} are longer than {MOST_HEAD_BYTES} bytes")
             self.send_400_response("")
 
     def on_message_begin(self) -> None:

@@ -11,17 +11,14 @@ from typing import Any
 
 from forge_rl.errors import ServiceError
 from forge_rl.gateway import vllm_internals as vllm
-from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.chat import ChatMessage, Prompt, extend_digest
-from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.gateway_config import AgentSampling
 from forge_rl.gateway.request_state import REQUEST, Added, Choice, RequestState
 from forge_rl.gateway.sessions import Session
+from forge_rl.gateway.shared import Shared
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S
 from forge_rl.token_arrays import Chunk
-from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
 
 _PLAIN = vllm.SamplingParams()
@@ -38,35 +35,20 @@ class EngineClient:
     It implements the part of vLLM's EngineClient that the server uses.
 
     Args:
-        backend: decodes completions.
-        tokenizer: the model's tokenizer.
+        shared: the gateway's parts.
         model_config: the attributes of vLLM's ModelConfig that the server reads.
         renderer: the attributes of vLLM's renderer that the server reads.
-        agent_sampling: treatment of agents' sampling settings in sessions, see `GatewayConfig`.
-        constraints: checks constraints on completions.
-        replaced: called with the name of each setting that the session's sampling replaces.
     """
 
     errored = False
     vllm_config = input_processor = None
 
-    def __init__(
-        self,
-        backend: Backend,
-        tokenizer: Tokenizer,
-        model_config: SimpleNamespace,
-        renderer: SimpleNamespace,
-        agent_sampling: AgentSampling,
-        constraints: ConstraintChecker,
-        replaced: Callable[[str], None],
-    ) -> None:
+    def __init__(self, shared: Shared, model_config: SimpleNamespace, renderer: SimpleNamespace) -> None:
         self.model_config = model_config
         self.renderer = renderer
-        self._backend = backend
-        self._tokenizer = tokenizer
-        self._agent_sampling = agent_sampling
-        self._constraints = constraints
-        self._replaced = replaced
+        self._shared = shared
+        self._tokenizer = shared.tokenizer
+        self._agent_sampling = shared.config.agent_sampling
 
     def check_admission(self, count: int) -> None:
         """Admit every request: the guard has already checked the limits."""
@@ -125,7 +107,7 @@ class EngineClient:
                 show(choice, added)
             return bool(choice.finish)
 
-        await self._backend.decode(
+        await self._shared.backend.decode(
             choice.prompt.token_ids,
             choice.sampling,
             observe,
@@ -145,30 +127,30 @@ class EngineClient:
         for name, given in constraint.items():
             match name, given:
                 case "regex", str():
-                    await self._constraints.check("regex", given, caller)
+                    await self._shared.constraints.check("regex", given, caller)
                 case "choice", list():
-                    self._constraints.check_size(sum(map(len, given)))  # writing them as a grammar is slow
-                    await self._constraints.check("ebnf", vllm.choice_as_grammar(given), caller)
+                    self._shared.constraints.check_size(sum(map(len, given)))  # writing them as a grammar is slow
+                    await self._shared.constraints.check("ebnf", vllm.choice_as_grammar(given), caller)
                 case "grammar", str():
-                    await self._constraints.check(
+                    await self._shared.constraints.check(
                         "lark" if vllm.grammar_is_likely_lark(given) else "ebnf", given, caller
                     )
                 case "json", _:
-                    await self._constraints.check(
+                    await self._shared.constraints.check(
                         "json", given if isinstance(given, str) else json.dumps(given), caller
                     )
                 case "structural_tag", str():
-                    await self._constraints.check("tag", given, caller)
+                    await self._shared.constraints.check("tag", given, caller)
 
     def _choice(self, prompt: Prompt, params: Any, place: int, session: Session | None) -> Choice:
         return Choice(
-            place,
-            prompt,
-            self._sampling(prompt, params, place, session),
-            self._tokenizer,
+            index=place,
+            prompt=prompt,
+            sampling=self._sampling(prompt, params, place, session),
+            tokenizer=self._tokenizer,
             skip_special=params.skip_special_tokens,
             keeps_stop=params.include_stop_str_in_output,
-            logprobs=params.logprobs,
+            top=params.logprobs,
         )
 
     def _sampling(self, prompt: Prompt, params: Any, place: int, session: Session | None) -> Sampling:
@@ -193,7 +175,7 @@ class EngineClient:
             if self._agent_sampling == "replaced" or own.temperature == 0:
                 asked = prompt.asked_temperature
                 for name in (*(("temperature",) if asked not in (None, own.temperature) else ()), *extra):
-                    self._replaced(name)
+                    self._shared.replaced(name)
                 temperature, extra = own.temperature, {}
             elif prompt.asked_temperature is None:
                 temperature = own.temperature

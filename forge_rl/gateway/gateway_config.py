@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, check_flags
 from forge_rl.runtime.commands import CommandLimits
 
 AgentSampling: TypeAlias = Literal["replaced", "untrained", "trained"]
@@ -61,8 +61,14 @@ class GatewayConfig:
     """Resource limits of each process, for agents that run in their own processes."""
 
     def __post_init__(self) -> None:
+        check_flags(
+            self,
+            "the gateway's ",
+            least={"port": 0, "max_body_bytes": 1024, "max_concurrent": 1, "session_turns": 1, "session_tokens": 1},
+            above={"client_deadline_s": 0, "agent_deadline_s": 0},
+            below={"port": 65536},
+        )
         for flag, value, good, hint in (
-            ("port", self.port, 0 <= self.port < 65536, "a port from 0 to 65535"),
             ("host", self.host, bool(self.host), "an address, usually 127.0.0.1"),
             (
                 "allowed-origins",
@@ -76,12 +82,6 @@ class GatewayConfig:
                 not any(set(host) & set("/:@ ") for host in self.allowed_hosts),
                 "names without scheme and port, such as gateway.example",
             ),
-            ("max-body-bytes", self.max_body_bytes, self.max_body_bytes >= 1024, "1024 or more"),
-            ("max-concurrent", self.max_concurrent, self.max_concurrent >= 1, "1 or more"),
-            ("session-turns", self.session_turns, self.session_turns >= 1, "1 or more"),
-            ("session-tokens", self.session_tokens, self.session_tokens >= 1, "1 or more"),
-            ("client-deadline-s", self.client_deadline_s, self.client_deadline_s > 0, "a value above 0"),
-            ("agent-deadline-s", self.agent_deadline_s, self.agent_deadline_s > 0, "a value above 0"),
         ):
             if not good:
                 raise ConfigError(f"the gateway's {flag} is {value!r}", hint=f"set its {flag} to {hint}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -11,12 +11,10 @@ from typing import Any, TypeVar
 from forge_rl.gateway import vllm_internals as vllm
 from forge_rl.gateway.chat import ChatMessage, Prompt, PromptBuilder, response_messages
 from forge_rl.gateway.errors import ApiError
-from forge_rl.gateway.gateway_config import GatewayConfig
-from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.requests import most_scored_tokens, scores_prompt, template_settings
-from forge_rl.gateway.tools import ToolParser, read_calls
-from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.gateway.shared import Shared
+from forge_rl.gateway.tools import read_calls
 
 T = TypeVar("T")
 
@@ -24,16 +22,7 @@ T = TypeVar("T")
 class PromptRenderer(vllm.OnlineRenderer):
     """Builds prompts in which recorded turns keep their tokens, and text is never parsed as control tokens."""
 
-    def __init__(
-        self,
-        model_config: Any,
-        renderer: Any,
-        tokenizer: Tokenizer,
-        config: GatewayConfig,
-        reader: Reader,
-        parser: ToolParser,
-        replaced: Callable[[str], None],
-    ) -> None:
+    def __init__(self, shared: Shared, model_config: Any, renderer: Any) -> None:
         super().__init__(
             model_config,
             renderer,
@@ -42,9 +31,10 @@ class PromptRenderer(vllm.OnlineRenderer):
             chat_template_content_format="string",
             enable_auto_tools=True,
         )
-        self.parser = parser.cls
-        self._tokenizer, self._config, self._reader, self._replaced = tokenizer, config, reader, replaced
-        self._builder = PromptBuilder(tokenizer, parser.name)
+        self.parser = shared.parser.cls
+        self._shared = shared
+        self._tokenizer, self._reader = shared.tokenizer, shared.reader
+        self._builder = PromptBuilder(shared.tokenizer, shared.parser.name)
 
     async def render_chat(self, request: Any, **_: object) -> Any:
         return await self._beside(super().render_chat(request))
@@ -80,7 +70,7 @@ class PromptRenderer(vllm.OnlineRenderer):
         **_: object,
     ) -> tuple[list[Any], list[Any]]:
         state = REQUEST.get()
-        session, param = state.session, "input" if isinstance(request, vllm.ResponsesRequest) else "messages"
+        session, param = state.session, state.param
         tools = [_pruned(tool) for tool in tool_dicts or ()]
         found = [ChatMessage.read(message, f"{param}.{place}") for place, message in enumerate(messages)]
         texts = [json.dumps(tools, ensure_ascii=False)] if tools else []
@@ -94,9 +84,9 @@ class PromptRenderer(vllm.OnlineRenderer):
         if not state.counted:
             self._check_completion(state, prompt, request)
         is_free = request.tool_choice in ("auto", "none", None)
-        if tools and session is not None and not is_free and self._config.agent_sampling == "replaced":
+        if tools and session is not None and not is_free and self._shared.config.agent_sampling == "replaced":
             request.tool_choice = "auto"
-            self._replaced("tool_choice")
+            self._shared.replaced("tool_choice")
         elif not is_free:
             _force_arguments(request.tools)
         reads = None
@@ -144,8 +134,7 @@ class PromptRenderer(vllm.OnlineRenderer):
     def _check_completion(self, state: RequestState, prompt: Prompt, request: Any) -> None:
         named = ("max_completion_tokens", "max_tokens", "max_output_tokens")
         asked = next((value for name in named if (value := getattr(request, name, None)) is not None), None)
-        param = {vllm.ResponsesRequest: "input", vllm.CompletionRequest: "prompt"}.get(type(request), "messages")
-        self._reader.check_completion(len(prompt.token_ids), asked, param, cut=state.session is not None)
+        self._reader.check_completion(len(prompt.token_ids), asked, state.param, cut=state.session is not None)
 
 
 def _engine_input(prompt: Prompt, request: Any, text: str | None = None) -> dict[str, Any]:

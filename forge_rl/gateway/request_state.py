@@ -46,51 +46,40 @@ class Added:
     logprobs: list[TokenLogprob] | None
 
 
+@dataclass(kw_only=True, eq=False)
 class Choice:
-    """One of a request's completions: the engine's tokens so far, and the text shown to the client.
+    """One of a request's completions: the engine's tokens so far, and the text shown to the client."""
 
-    Args:
-        index: index among the completions of the prompt.
-        prompt: the prompt.
-        sampling: sampling settings.
-        tokenizer: the model's tokenizer.
-        skip_special: omit special tokens from the text.
-        keeps_stop: include the stop string that ended it in the text.
-        logprobs: number of most likely tokens reported with each token's logprob; None reports no logprobs.
-    """
+    index: int
+    """Index among the completions of the prompt."""
+    prompt: Prompt
+    sampling: Sampling
+    tokenizer: Tokenizer
+    """The model's tokenizer."""
+    skip_special: bool = True
+    """Omit special tokens from the text."""
+    keeps_stop: bool = False
+    """Include the stop string that ended it in the text."""
+    top: int | None = None
+    """Number of most likely tokens reported with each token's logprob; None reports no logprobs."""
+    finish: str = ""
+    """Finish reason: "stop" or "length"; "" before the end."""
+    stop_text: str = ""
+    """String of sampling.stop that ended the completion; "" if none did."""
+    text: str = ""
+    """Text so far, without the stop string unless `keeps_stop`."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Empty unless they are reported."""
+    of_prompt: tuple[tuple[tuple[int, float, int], ...], ...] = ()
+    """(id, logprob, rank) of the prompt's tokens, see `Chunk.prompt`."""
+    _behaviour: list[float] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
+    _routed: npt.NDArray[Any] | None = None
+    _shown: int = 0
 
-    def __init__(
-        self,
-        index: int,
-        prompt: Prompt,
-        sampling: Sampling,
-        tokenizer: Tokenizer,
-        *,
-        skip_special: bool = True,
-        keeps_stop: bool = False,
-        logprobs: int | None = None,
-    ) -> None:
-        self.index = index
-        self.prompt = prompt
-        self.sampling = sampling
-        self.finish = ""
-        """Finish reason: "stop" or "length"; "" before the end."""
-        self.stop_text = ""
-        """String of sampling.stop that ended the completion; "" if none did."""
-        self.text = ""
-        """Text so far, without the stop string unless `keeps_stop`."""
-        self.ids: list[int] = []
-        self.logprobs: list[TokenLogprob] | None = None if logprobs is None else []
-        self.of_prompt: tuple[tuple[tuple[int, float, int], ...], ...] = ()
-        """(id, logprob, rank) of the prompt's tokens, see `Chunk.prompt`."""
-        self._tokenizer = tokenizer
-        self._keeps_stop = keeps_stop
-        self._top = logprobs
-        self._behaviour: list[float] = []
-        self._versions: list[int] = []
-        self._routed: npt.NDArray[Any] | None = None
-        self._stream = tokenizer.text_stream(prompt.token_ids, skip_special=skip_special)
-        self._shown = 0
+    def __post_init__(self) -> None:
+        self._stream = self.tokenizer.text_stream(self.prompt.token_ids, skip_special=self.skip_special)
 
     @property
     def version(self) -> int:
@@ -106,21 +95,20 @@ class Choice:
         self.finish, self._routed = chunk.finish, chunk.routed
         self.of_prompt = chunk.prompt or self.of_prompt
         logprobs = self._token_logprobs(chunk)
-        if self.logprobs is not None and logprobs is not None:
-            self.logprobs += logprobs
+        self.logprobs += logprobs or []
         for place, token in enumerate(ids, 1):
-            ends = chunk.finish == "stop" and place == len(ids) and token in self._tokenizer.stop_ids
+            ends = chunk.finish == "stop" and place == len(ids) and token in self.tokenizer.stop_ids
             if not ends:
                 self.text += self._stream.add(token)
         return Added(text=self._next_text(), token_ids=ids, logprobs=logprobs)
 
     def all(self) -> Added:
         """Return all text and tokens so far."""
-        return Added(text=self.text, token_ids=self.ids, logprobs=self.logprobs)
+        return Added(text=self.text, token_ids=self.ids, logprobs=None if self.top is None else self.logprobs)
 
     def turn(self, *, trained: bool) -> Turn:
         """Return the completion as a turn; if it is not trained on, its logprobs are NaN, which packing masks."""
-        text = self._tokenizer.decode(self.ids)
+        text = self.tokenizer.decode(self.ids)
         if self.stop_text:
             text = text.partition(self.stop_text)[0]
         return Turn(
@@ -136,7 +124,7 @@ class Choice:
     @property
     def full_text(self) -> str:
         """Text of all tokens, with the stop string and special tokens."""
-        return self._tokenizer.decode(self.ids, skip_special=False)
+        return self.tokenizer.decode(self.ids, skip_special=False)
 
     def _next_text(self) -> str:
         """Return the text that can be shown now and was not yet; set `finish` if a stop string is found."""
@@ -144,20 +132,20 @@ class Choice:
         ends = [(at, stop) for stop in self.sampling.stop if (at := self.text.find(stop, self._shown)) >= 0]
         if ends:
             at, self.stop_text = min(ends)
-            self.text, self.finish = self.text[: at + len(self.stop_text) * self._keeps_stop], "stop"
+            self.text, self.finish = self.text[: at + len(self.stop_text) * self.keeps_stop], "stop"
         held = 0 if self.finish else max((_overlap(self.text, stop) for stop in self.sampling.stop), default=0)
         begin, self._shown = self._shown, max(self._shown, len(self.text) - held)
         return self.text[begin : self._shown]
 
     def _token_logprobs(self, chunk: Chunk) -> list[TokenLogprob] | None:
-        if self._top is None:
+        if self.top is None:
             return None
         found = []
         tops = chunk.top or ((),) * len(chunk.token_ids)
         for token, logprob, top in zip(chunk.token_ids.tolist(), chunk.logprobs.tolist(), tops, strict=True):
             # A greedy completion has no behaviour logprob: report the most likely token's.
             known = logprob if math.isfinite(logprob) else dict(top).get(token, LEAST_LOGPROB)
-            top = top[: self._top]  # max, given NaN second, returns the first
+            top = top[: self.top]  # max, given NaN second, returns the first
             ids, logprobs = tuple(other for other, _ in top), tuple(max(LEAST_LOGPROB, value) for _, value in top)
             found.append(
                 TokenLogprob(token=token, logprob=max(LEAST_LOGPROB, known), top_ids=ids, top_logprobs=logprobs)
@@ -173,6 +161,8 @@ class RequestState:
     """The request's session; None outside of sessions."""
     model: str = ""
     """The model's name as the client wrote it."""
+    param: str = ""
+    """Parameter with the messages, prompts or input."""
     body_bytes: int = 0
     streamed: bool = False
     wanted: int = 1

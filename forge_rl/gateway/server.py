@@ -30,6 +30,7 @@ from forge_rl.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.sessions import Session
+from forge_rl.gateway.shared import Shared
 from forge_rl.gateway.tools import ToolParser, parser_for
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
@@ -115,11 +116,20 @@ class Gateway:
         parser = ToolParser(name, self._tokenizer, self.config.reasoning_parser, self._warn)
         await parser.load()
 
+        shared = Shared(
+            config=self.config,
+            backend=self._backend,
+            tokenizer=self._tokenizer,
+            reader=self._reader,
+            constraints=self._constraints,
+            parser=parser,
+            replaced=self._note_replaced,
+        )
+
         def load() -> VLLMServer:
             from forge_rl.gateway.vllm_server import VLLMServer
 
-            given = (self._backend, self._tokenizer, self.config, self._reader, parser, self._constraints)
-            return VLLMServer(*given, replaced=self._note_replaced)
+            return VLLMServer(shared)
 
         self._vllm = await asyncio.to_thread(load)
         gc.freeze()  # a collection over all of vLLM would block the event loop for half a second
@@ -145,16 +155,15 @@ class Gateway:
                 seeds are derived from its seed.
         """
         key = f"forge-{secrets.token_hex(8)}.{secrets.token_urlsafe(32)}"
-        on_close = partial(self._keys.remove, key)
         session = Session(
-            key,
-            self.base_url,
+            key=key,
+            base_url=self.base_url,
             task_id=task_id,
             model=self.model,
             sampling=sampling,
             most_turns=self.config.session_turns,
             most_tokens=self.config.session_tokens,
-            on_close=on_close,
+            on_close=partial(self._keys.remove, key),
         )
         self._keys.add(key, session)
         return session

@@ -6,6 +6,7 @@ import asyncio
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,52 +19,38 @@ SESSION_FULL = "session_limit_exceeded"
 """Error code of requests beyond a session's limits."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Session:
-    """One episode at the gateway; created by `Gateway.open`.
+    """One episode at the gateway; created by `Gateway.open`."""
 
-    Args:
-        key: API key of the session's requests.
-        base_url: base URL for OpenAI's clients.
-        task_id: id of the episode's task, for display.
-        model: name of the policy in requests.
-        sampling: the turns' sampling settings.
-        most_turns: maximum number of turns.
-        most_tokens: maximum tokens of all turns and their prompts together.
-        on_close: called when the session closes; revokes its key.
-    """
-
-    def __init__(
-        self,
-        key: str,
-        base_url: str,
-        *,
-        task_id: str,
-        model: str,
-        sampling: Sampling,
-        most_turns: int,
-        most_tokens: int,
-        on_close: Callable[[], object],
-    ) -> None:
-        self.key = key
-        self.base_url = base_url
-        self.task_id = task_id
-        self.model = model
-        self.sampling = sampling
-        self.closed = False
-        self.running: set[asyncio.Task[None]] = set()
-        """Requests in flight."""
-        self.refusal: ApiError | None = None
-        """Error response of the last request, if it failed."""
-        self._most_turns = most_turns
-        self._most_tokens = most_tokens
-        self._tokens = 0
-        self._on_close = on_close
-        self._turns: list[Turn] = []
-        self._contexts: dict[bytes, npt.NDArray[np.int32]] = {}
-        """Prompt and completion ids of recorded turns, by the digest of their messages."""
-        self._texts: dict[str, npt.NDArray[np.int32]] = {}
-        """Prompt and completion ids of recorded turns outside of chats, by their text."""
-        self._seeds_used: Counter[int] = Counter()
+    key: str
+    """API key of the session's requests."""
+    base_url: str
+    """Base URL for OpenAI's clients."""
+    task_id: str
+    """Id of the episode's task, for display."""
+    model: str
+    """Name of the policy in requests."""
+    sampling: Sampling
+    """The turns' sampling settings."""
+    most_turns: int
+    """Maximum number of turns."""
+    most_tokens: int
+    """Maximum tokens of all turns and their prompts together."""
+    on_close: Callable[[], object]
+    """Called when the session closes; revokes its key."""
+    closed: bool = False
+    running: set[asyncio.Task[None]] = field(default_factory=set)
+    """Requests in flight."""
+    refusal: ApiError | None = None
+    """Error response of the last request, if it failed."""
+    _tokens: int = 0
+    _turns: list[Turn] = field(default_factory=list)
+    _contexts: dict[bytes, npt.NDArray[np.int32]] = field(default_factory=dict)
+    """Prompt and completion ids of recorded turns, by the digest of their messages."""
+    _texts: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
+    """Prompt and completion ids of recorded turns outside of chats, by their text."""
+    _seeds_used: Counter[int] = field(default_factory=Counter)
 
     @property
     def anthropic_url(self) -> str:
@@ -78,11 +65,11 @@ class Session:
     def check_room(self, wanted: int) -> None:
         """Raise ApiError if `wanted` more completions would exceed the session's limits."""
         turns, tokens = len(self._turns) + wanted, self._tokens
-        if turns <= self._most_turns and tokens < self._most_tokens:
+        if turns <= self.most_turns and tokens < self.most_tokens:
             return
-        problem, flag = f"would have {turns} turns, more than {self._most_turns}", "turns"
-        if turns <= self._most_turns:
-            problem, flag = f"has {tokens} tokens of at most {self._most_tokens}", "tokens"
+        problem, flag = f"would have {turns} turns, more than {self.most_turns}", "turns"
+        if turns <= self.most_turns:
+            problem, flag = f"has {tokens} tokens of at most {self.most_tokens}", "tokens"
         raise ApiError(400, f"the session {problem} (--gateway.session-{flag})", code=SESSION_FULL)
 
     def close(self) -> tuple[Turn, ...]:
@@ -93,7 +80,7 @@ class Session:
         """
         if not self.closed:
             self.closed = True
-            self._on_close()
+            self.on_close()
             for task in self.running:
                 task.cancel()
         return self.turns

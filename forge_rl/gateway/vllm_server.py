@@ -11,18 +11,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from forge_rl.gateway import vllm_internals as vllm
-from forge_rl.gateway.backend import Backend
-from forge_rl.gateway.constraints import ConstraintChecker
 from forge_rl.gateway.engine_client import EngineClient
 from forge_rl.gateway.errors import ApiError, invalid
-from forge_rl.gateway.gateway_config import GatewayConfig
 from forge_rl.gateway.prompt_renderer import PromptRenderer
-from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.requests import Api
-from forge_rl.gateway.tools import ToolParser
+from forge_rl.gateway.shared import Shared
 from forge_rl.gateway.vllm_handlers import AnthropicHandler, ChatHandler, CompletionHandler, ResponsesHandler
-from forge_rl.tokens.tokenizer import Tokenizer
 
 _MOST_MESSAGE = 500
 """Maximum characters of a vLLM error message sent to a client."""
@@ -62,35 +57,17 @@ APIS = {
 
 
 class VLLMServer:
-    """Answers requests with vLLM's handlers.
+    """Answers requests with vLLM's handlers."""
 
-    Args:
-        backend: decodes completions.
-        tokenizer: the model's tokenizer.
-        config: the gateway's config.
-        reader: runs the work that grows with a request's length.
-        parser: the tool parser, loaded.
-        constraints: checks constraints on completions.
-        replaced: called with the name of each sampling setting that a session's sampling replaces.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        tokenizer: Tokenizer,
-        config: GatewayConfig,
-        reader: Reader,
-        parser: ToolParser,
-        constraints: ConstraintChecker,
-        replaced: Callable[[str], None],
-    ) -> None:
+    def __init__(self, shared: Shared) -> None:
+        tokenizer, config, parser = shared.tokenizer, shared.config, shared.parser.cls
         # vLLM logs a trace of each client error; errors for the server's owner are raised by `answer`.
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
-        self._reader = reader
+        self._reader = shared.reader
         hf = vllm.get_cached_tokenizer(tokenizer.hf)
         model = SimpleNamespace(
-            model=backend.model,
-            max_model_len=backend.max_model_len,
+            model=shared.backend.model,
+            max_model_len=shared.backend.max_model_len,
             hf_config=SimpleNamespace(model_type=""),  # gpt-oss too has its prompts from its own template
             hf_text_config=SimpleNamespace(model_type=""),
             generation_config="vllm",
@@ -102,8 +79,8 @@ class VLLMServer:
             is_encoder_decoder=False,
         )
         renderer = SimpleNamespace(tokenizer=hf, get_tokenizer=lambda: hf)
-        client = EngineClient(backend, tokenizer, model, renderer, config.agent_sampling, constraints, replaced)
-        online = PromptRenderer(model, renderer, tokenizer, config, reader, parser, replaced)
+        client = EngineClient(shared, model, renderer)
+        online = PromptRenderer(shared, model, renderer)
         given = {
             "online_renderer": online,
             "request_logger": None,
@@ -120,7 +97,7 @@ class VLLMServer:
         for handler in (chat, messages, responses, completions):
             handler.system_fingerprint = None
             handler.forge_rl_tokenizer = tokenizer
-        chat.parser_cls = messages.parser_cls = responses.parser = parser.cls
+        chat.parser_cls = messages.parser_cls = responses.parser = parser
         self._convert = messages.convert
         self._handlers: Mapping[str, Callable[[Any], Awaitable[Any]]] = {
             "/v1/chat/completions": chat.create_chat_completion,
@@ -140,7 +117,7 @@ class VLLMServer:
         def read(body: bytes) -> Any:
             found = APIS[path].read(body)
             request = chat = found.vllm
-            state.model = check_model(request.model)
+            state.model, state.param = check_model(request.model), APIS[path].text
             state.streamed, state.wanted = bool(getattr(request, "stream", False)), found.wanted
             state.counted = path.endswith("/count_tokens")
             if path.startswith("/v1/messages"):
@@ -149,7 +126,7 @@ class VLLMServer:
             elif path == "/v1/responses":
                 state.converted = found.text
             else:
-                setattr(request, APIS[path].text, found.text)
+                setattr(request, state.param, found.text)
             chat.stop = found.stop
             return request
 

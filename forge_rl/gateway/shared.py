@@ -1,0 +1,32 @@
+"""What the parts of a gateway share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forge_rl.gateway.backend import Backend
+from forge_rl.gateway.constraints import ConstraintChecker
+from forge_rl.gateway.gateway_config import GatewayConfig
+from forge_rl.gateway.reading import Reader
+from forge_rl.gateway.tools import ToolParser
+from forge_rl.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What the engine client, the prompt renderer and the handlers of a gateway share."""
+
+    config: GatewayConfig
+    backend: Backend
+    """Decodes completions."""
+    tokenizer: Tokenizer
+    """The model's tokenizer."""
+    reader: Reader
+    """Runs the work that grows with a request's length."""
+    constraints: ConstraintChecker
+    """Checks constraints on completions."""
+    parser: ToolParser
+    """The tool parser, loaded."""
+    replaced: Callable[[str], None]
+    """Called with the name of each setting of an agent that the session's sampling replaces."""
