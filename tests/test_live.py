@@ -257,7 +257,7 @@ def test_a_bound_that_cannot_be_is_refused_and_nothing_changes(
 )
 def test_a_broken_file_of_changes_is_refused(content: bytes, tmp_path: Path):
     (tmp_path / "live.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"live changes cannot be read.*live\.json") as caught:
+    with pytest.raises(CheckpointError, match=r"live\.json cannot be read") as caught:
         asyncio.run(Live(tmp_path).checkpointer.resume(None))
     assert "delete" in caught.value.hint
 

@@ -83,23 +83,18 @@ class JSONLSink(Sink):
 
     def __init__(self, path: Path) -> None:
         self._lines = _StepLines(path)
-        self._last: tuple[int, dict[str, object]] = (-1, {})
         self.history: Steps = []
         """Steps in the file up to the one the run resumed from, without histograms."""
 
     def rollback(self, step: int) -> None:
-        rows = self._lines.rollback(step)
-        self._last = rows[-1] if rows else (-1, {})
-        self.history = [(past, _floats(row)) for past, row in rows]
+        self.history = [(past, _floats(row)) for past, row in self._lines.rollback(step)]
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
-        if step < self._last[0] and batch is None:
-            self._lines.amend(step, {name: _as_json(value) for name, value in values.items()})
-            return
-        again = self._last[0] == step
-        row = (self._last[1] if again else {}) | {name: _as_json(value) for name, value in values.items()}
-        self._lines.append(step, row, replace=again)
-        self._last = step, row
+        row = {name: _as_json(value) for name, value in values.items()}
+        if step == self._lines.step or (step < self._lines.step and batch is None):
+            self._lines.amend(step, row)
+        else:
+            self._lines.append(step, row)
 
 
 class EventSink(Sink):
@@ -174,14 +169,14 @@ class _StepLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._step: int | None = None
-        self._last = 0  # where the last line begins, in bytes
-        self._end = 0
+        self.step = -1
+        """Step of the last line; -1 if there is none."""
+        self._end: int | None = None
 
     def rollback(self, step: int) -> list[tuple[int, dict[str, object]]]:
         """Drop rows after the step and return the rest. A crash can only have torn the last line."""
         rows: list[tuple[int, dict[str, object]]] = []
-        self._last = self._end = 0
+        self._end = 0
         with writing(self._path):
             lines = self._path.read_bytes().splitlines(keepends=True) if self._path.is_file() else []
         for number, line in enumerate(lines, 1):
@@ -194,21 +189,21 @@ class _StepLines:
             if found is None or found[0] > step:
                 break
             rows.append(found)
-            self._last, self._end = self._end, self._end + len(line)
+            self._end += len(line)
         _append(self._path, b"", at=self._end)
-        self._step = rows[-1][0] if rows else 0
+        self.step = rows[-1][0] if rows else -1
         return rows
 
-    def append(self, step: int, row: Mapping[str, object], *, replace: bool = False) -> None:
-        assert self._step is not None, "the sink was not started"
-        assert step >= self._step, f"step {step} was logged after step {self._step}"
+    def append(self, step: int, row: Mapping[str, object]) -> None:
+        assert self._end is not None, "the sink was not started"
+        assert step >= self.step, f"step {step} was logged after step {self.step}"
         assert "step" not in row, "a metric may not be named 'step'"
-        data, at = _encode({"step": step, **row}), self._last if replace else self._end
-        _append(self._path, data, at=at)
-        self._step, self._last, self._end = step, at, at + len(data)
+        data = _encode({"step": step, **row})
+        _append(self._path, data, at=self._end)
+        self.step, self._end = step, self._end + len(data)
 
     def amend(self, step: int, values: Mapping[str, object]) -> None:
-        """Add values to an earlier step, inserting it if absent; the whole file is replaced."""
+        """Add values to the last line of a step, inserting one if there is none; the whole file is replaced."""
         partial = self._path.with_name(f".{self._path.name}.partial")
         with writing(self._path):
             lines = self._path.read_bytes()[: self._end].splitlines(keepends=True)
@@ -221,7 +216,6 @@ class _StepLines:
             partial.write_bytes(b"".join(lines))
             partial.replace(self._path)
         self._end = sum(map(len, lines))
-        self._last = self._end - len(lines[-1])
 
 
 @contextlib.contextmanager

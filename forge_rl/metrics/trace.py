@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from forge_rl.errors import CheckpointError
 from forge_rl.metrics.sinks import writing
@@ -20,8 +20,8 @@ _RESERVE_BYTES = 2048
 """Reserved for the notice that the file is full, its lane, and the closing bracket."""
 _SERVICES = ("controller", "trainer", "generator", "environment", "reward", "weights")
 """Services in the order of their lanes from top to bottom; others follow."""
-_FIRST_TID = 1000
-"""Kept apart from pids, as viewers take a thread whose tid equals a pid for that process's main thread."""
+_PIDS, _ROWS = 1 << 20, 1 << 10
+"""Maximum numbers of other services, and of lanes of a service; tids have 31 bits."""
 
 
 class Trace:
@@ -48,9 +48,10 @@ class Trace:
         self._path = path
         self._clock = clock
         self._most_bytes = most_bytes
-        self._lanes: dict[str, tuple[int, int]] = {}  # name -> (pid, tid)
-        self._pids: dict[str, int] = {}
-        self._next_id = 0
+        self._named: set[str] = set()
+        """Lanes that this process has named in the file."""
+        self._spans = 0
+        """Number of overlapping spans so far."""
         self._start_us = 0
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,8 +77,9 @@ class Trace:
             self._add(lane, {"ph": "X", "ts": begin, "dur": end - begin, "name": name})
             return
         # Viewers group asynchronous spans by process and name, not by thread: hence the lane in the name.
-        common: dict[str, object] = {"id": str(self._next_id), "cat": lane, "name": f"{lane} {name}"}
-        self._next_id += 1
+        id_ = f"{self._start_us}-{self._spans}"  # unlike those of earlier processes
+        common: dict[str, object] = {"id": id_, "cat": lane, "name": f"{lane} {name}"}
+        self._spans += 1
         self._add(lane, {"ph": "b", "ts": begin} | common, {"ph": "e", "ts": end} | common)
 
     def instant(self, lane: str, name: str, cause: str) -> None:
@@ -126,30 +128,30 @@ class Trace:
             self._bytes += self._file.write(data)
 
     def _encode(self, lane: str, *events: dict[str, object]) -> bytes:
-        """Encode events as lines, after those that name a new lane."""
-        named = self._name(lane) if lane not in self._lanes else []
-        pid, tid = self._lanes[lane]
-        rows = [event | {"pid": pid, "tid": tid} for event in [*named, *events]]
-        text = ",\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")) for row in rows)
-        return (b",\n" if self._bytes > len(_BEGIN) else b"") + text.encode("utf-8", "replace")
-
-    def _name(self, lane: str) -> list[dict[str, object]]:
-        """Number a lane; return the events that name and order it."""
+        """Encode events as lines; the first ones of a lane after those that name and order it and its service."""
         service, _, replica = lane.partition("/")
-        named: dict[str, object] = {}
-        if service not in self._pids:
-            self._pids[service] = max(self._pids.values(), default=0) + 1
-            order = _SERVICES.index(service) if service in _SERVICES else len(_SERVICES) + self._pids[service]
-            named |= {"process_name": {"name": service}, "process_sort_index": {"sort_index": order}}
-        # Unique across processes, as Perfetto finds the thread to name by its tid alone.
-        tid = max((tid for _, tid in self._lanes.values()), default=_FIRST_TID - 1) + 1
-        self._lanes[lane] = self._pids[service], tid
+        order = (
+            _SERVICES.index(service) if service in _SERVICES else len(_SERVICES) + zlib.crc32(service.encode()) % _PIDS
+        )
         row = int(replica) + 1 if replica.isdecimal() else 0
-        named |= {"thread_name": {"name": lane}, "thread_sort_index": {"sort_index": row}}
-        return [{"ph": "M", "name": name, "args": args} for name, args in named.items()]
+        # Viewers take a thread whose tid equals a pid for that process's main thread, and Perfetto finds the thread to
+        # name by its tid alone.
+        ids = {"pid": order + 1, "tid": (order + 1) * _ROWS + row}
+        names: dict[str, object] = {
+            "process_name": {"name": service},
+            "process_sort_index": {"sort_index": order},
+            "thread_name": {"name": lane},
+            "thread_sort_index": {"sort_index": row},
+        }
+        if lane in self._named:
+            names = {}
+        self._named.add(lane)
+        rows = [*({"ph": "M", "name": name, "args": args} for name, args in names.items()), *events]
+        lines = (json.dumps(row | ids, ensure_ascii=False, allow_nan=False, separators=(",", ":")) for row in rows)
+        return (b",\n" if self._bytes > len(_BEGIN) else b"") + ",\n".join(lines).encode("utf-8", "replace")
 
     def _resume(self) -> int:
-        """Load the file's lanes, ids and last time; return how many bytes of it to keep.
+        """Find the last time in the file; return how many bytes of it to keep.
 
         Drops the closing bracket, and a last line torn by a kill.
         """
@@ -162,9 +164,16 @@ class Trace:
             while known and (line := file.readline()):
                 text = line.rstrip(b",\n")
                 try:
-                    known = self._learn(json.loads(text))
+                    event = json.loads(text)
                 except (ValueError, RecursionError):
                     break
+                match event:
+                    case {"ph": "M"}:
+                        pass
+                    case {"ph": str(), "ts": int(begin)} if isinstance(lasted := event.get("dur", 0), int):
+                        self._start_us = max(self._start_us, begin + lasted)
+                    case _:
+                        known = False
                 keep, at = at + len(text), at + len(line)
         if not known:
             raise CheckpointError(
@@ -172,19 +181,3 @@ class Trace:
                 hint=f"move {self._path} away, then run the same command again",
             )
         return keep
-
-    def _learn(self, event: dict[str, Any]) -> bool:
-        """Record an event's lane, id or time; return False if it is not a trace event."""
-        match event:
-            case {"ph": "M", "name": "process_name", "pid": int(pid), "args": {"name": str(name)}}:
-                self._pids[name] = pid
-            case {"ph": "M", "name": "thread_name", "pid": int(pid), "tid": int(tid), "args": {"name": str(name)}}:
-                self._lanes[name] = pid, tid
-            case {"ph": str(), "ts": int(begin)} if isinstance(lasted := event.get("dur", 0), int):
-                self._start_us = max(self._start_us, begin + lasted)
-                self._next_id = max(self._next_id, int(str(event.get("id", -1))) + 1)
-            case {"ph": "M"}:
-                pass
-            case _:
-                return False
-        return True

@@ -20,6 +20,7 @@ from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.control import Control, serving_control
 from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.live import LiveSettings
+from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.policy_gateway import PolicyGateway
 from forge_rl.run.preparation import Checked, Prepared
 from forge_rl.run.run import Run
@@ -52,19 +53,16 @@ async def assemble(
     tokenizer = Tokenizer(checked.model, parse_control_tokens=config.parse_control_tokens)
     backend = GeneratorBackend(services.generator, config.model)
     async with contextlib.AsyncExitStack() as stack:
-        if agent is not None:
+        if services.environment is None:
+            assert agent is not None, "somebody plays the episodes"
             logs = prepared.folder / "logs"
             serving = serving_agents(agent, gateway, backend, tokenizer, services.reward, warn=log.warn, logs=logs)
             run_episode: RunEpisode = await stack.enter_async_context(serving)
         else:
-            assert services.environment is not None
             parser = ToolParser(config.tool_parser or parser_for(tokenizer), tokenizer)
             run_episode = EpisodeRunner(tokenizer, services.environment, services.reward, parser.parse)
-        rollouts = _rollouts(prepared, config, services, mixture, tokenizer, run_episode)
+        rollouts = _rollouts(monitor, config, services, mixture, tokenizer, run_episode)
         stack.push_async_callback(rollouts.close)
-        services.reward.replaced.append(rollouts.reward_replaced)
-        services.reward.samples = rollouts.samples
-        monitor.follow(rollouts.status, rollouts.waiting_for)
         evaluator = Evaluator(
             config.evaluation, checked.sets, rollouts, max_tokens=config.generator.max_tokens, warn=log.warn
         )
@@ -81,16 +79,7 @@ async def assemble(
         monitor.display.startup("first weights", "starting", "trainer to engines")
         version = await checkpointer.publish()
         monitor.display.startup("first weights", "ready", f"version {version}, attested")
-        run = Run(
-            config,
-            services=services,
-            rollouts=rollouts,
-            evaluator=evaluator,
-            checkpointer=checkpointer,
-            live=live,
-            monitor=monitor,
-            close=close,
-        )
+        run = Run(config, services, rollouts, evaluator, checkpointer, live, monitor, close=close)
         policy = PolicyGateway(backend, tokenizer, log.warn)
         stack.push_async_callback(policy.close)
         await stack.enter_async_context(serving_control(prepared.folder, Control(run, live, policy), log.warn))
@@ -99,7 +88,7 @@ async def assemble(
 
 
 def _rollouts(
-    prepared: Prepared,
+    monitor: RunMonitor,
     config: RunConfig,
     services: Services,
     mixture: Mixture,
@@ -112,13 +101,17 @@ def _rollouts(
         episodes=config.group_size,
         tasks=ResumableTaskStream(mixture),
     )
-    return RolloutExecutor(
+    rollouts = RolloutExecutor(
         Dispatcher(scheduler, services.generator, tokenizer),
         run_episode,
         devices=services.devices,
         version=lambda: services.trainer.version,
         seed=config.seed,
         reward=services.reward,
-        listener=prepared.monitor.log,
+        listener=monitor.log,
         reward_wait_s=config.reward.wait_for_another_s,
     )
+    services.reward.replaced.append(rollouts.reward_replaced)
+    services.reward.samples = rollouts.samples
+    monitor.follow(rollouts.status, rollouts.waiting_for)
+    return rollouts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -142,11 +141,19 @@ class AttachedRun:
             raise ConfigError(f"the run in {self.folder} is another user's: {error}") from None
         except OSError:
             raise ConfigError(_ended(self.folder), hint="run the same command again to resume it") from None
-        with connection:
-            try:
-                return _exchange(connection, request)
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"the run in {self.folder} did not answer {request['do']!r}: {error}") from None
+        try:
+            with connection, connection.makefile("rb") as replies:
+                with contextlib.suppress(BrokenPipeError):  # it replied early: busy, or the request is too long
+                    connection.sendall(json.dumps(request).encode() + b"\n")
+                connection.settimeout(None)  # a reply may take as long as a step
+                if not (line := replies.readline()):
+                    raise OSError("the run ended, or refused this user")
+            reply = json.loads(line)
+            if not isinstance(reply, dict):
+                raise ValueError("its reply is not an object")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the run in {self.folder} did not answer {request['do']!r}: {error}") from None
+        return reply
 
     def __repr__(self) -> str:
         try:
@@ -273,20 +280,6 @@ class Events(list[dict[str, Any]]):
         return visible("\n".join(map("  ".join, zip(times, levels, lines, strict=True))))
 
 
-def _exchange(connection: socket.socket, request: dict[str, object]) -> dict[str, Any]:
-    with contextlib.suppress(BrokenPipeError):  # it replied before reading everything: busy, or the request is too long
-        connection.sendall(json.dumps(request).encode() + b"\n")
-    connection.settimeout(None)  # a reply may take as long as a step
-    with connection.makefile("rb") as replies:
-        line = replies.readline()
-    if not line:
-        raise OSError("the run ended, or refused this user")
-    reply = json.loads(line)
-    if not isinstance(reply, dict):
-        raise ValueError("its reply is not an object")
-    return reply
-
-
 def _absolute(text: str) -> str:
     """Make the path of a reward's file absolute, so that the run's process finds it."""
     found = _FILE.fullmatch(text)
@@ -319,10 +312,8 @@ def _events(folder: Path, last: int) -> list[dict[str, Any]]:
         return []
     found = []
     for line in lines:
-        try:
+        with contextlib.suppress(ValueError):  # truncated at its start, or half-written
             event = json.loads(line)
-        except ValueError:
-            continue  # truncated at its start, or half-written
-        if isinstance(event, dict) and {"time", "level", "text"} <= event.keys():
-            found.append(event)
+            if isinstance(event, dict) and {"time", "level", "text"} <= event.keys():
+                found.append(event)
     return found[-last:] if last > 0 else []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_rl.errors import CheckpointError, ConfigError, ReplicaError
+from forge_rl.errors import CheckpointError, ReplicaError
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.evaluator import Evaluator
@@ -103,9 +103,8 @@ class Checkpointer:
             try:
                 self._evaluator.restore(state)
             except ValueError as error:
-                raise CheckpointError(
-                    f"{checkpoint.folder}/controller.json is invalid: {error}", hint=_delete(checkpoint)
-                ) from error
+                message = f"{checkpoint.folder}/controller.json is invalid: {error}"
+                raise CheckpointError(message, hint=checkpoint.hint) from error
             self.step = self.saved = checkpoint.step
         live = self._unsaved_changes() or live
         if live is not None:
@@ -239,20 +238,18 @@ class Checkpointer:
 
     def _read(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Read and check the controller's state."""
-        state: dict[str, Any] = checkpoint.controller_state()
-        updates = self._services.trainer.updates
+        state, updates = checkpoint.controller_state(), self._services.trainer.updates
         match state:
             case {"rollouts": dict(), "seconds": int() | float(), "live": live} if is_live_state(live):
                 pass
             case _:
-                raise CheckpointError(
-                    f"{checkpoint.folder}/controller.json lacks state that resuming needs", hint=_delete(checkpoint)
-                )
+                message = f"{checkpoint.folder}/controller.json lacks state that resuming needs"
+                raise CheckpointError(message, hint=checkpoint.hint)
         if updates != state.get("updates"):
             raise CheckpointError(
                 f"{checkpoint.folder} holds a training state of {updates} updates, but a controller state of "
                 f"{state.get('updates')}",
-                hint=_delete(checkpoint),
+                hint=checkpoint.hint,
             )
         return state
 
@@ -270,20 +267,11 @@ class Checkpointer:
         """
         if not self._changes.exists():
             return None
-        try:
-            match read_object(self._changes):
-                case {"step": int(made_at), "live": dict(live)} if is_live_state(live):
-                    return live if made_at >= self.step else None
-            raise ConfigError("it lacks something")
-        except ConfigError as error:
-            raise CheckpointError(
-                f"live changes cannot be read from {self._changes}: {error.message}",
-                hint=f"delete {self._changes} to resume without the changes since the last checkpoint",
-            ) from error
-
-
-def _delete(checkpoint: Checkpoint) -> str:
-    return f"delete {checkpoint.folder} to resume from the previous checkpoint"
+        hint = f"delete {self._changes} to resume without the changes since the last checkpoint"
+        match read_object(self._changes, error=CheckpointError, hint=hint):
+            case {"step": int(made_at), "live": dict(live)} if is_live_state(live):
+                return live if made_at >= self.step else None
+        raise CheckpointError(f"{self._changes} cannot be read: it lacks something", hint=hint)
 
 
 def _with_changes(rollouts: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:

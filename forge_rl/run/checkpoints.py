@@ -19,10 +19,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from forge_rl.errors import CheckpointError
+from forge_rl.run.run_dir import read_object
 
 _NAME = re.compile(r"step-\d{6,}")
 _MANIFEST = "manifest.json"
@@ -70,23 +72,18 @@ class Checkpoint:
         changed = (name for name, (_, digest) in expected.items() if digests[name] != digest)
         return next((f"{name} has changed since it was written" for name in changed), "")
 
-    def controller_state(self) -> dict[str, object]:
+    @property
+    def hint(self) -> str:
+        """What to do if this checkpoint cannot be used."""
+        return f"delete {self.folder} to resume from the previous checkpoint"
+
+    def controller_state(self) -> dict[str, Any]:
         """Read the controller's saved state.
 
         Raises:
             CheckpointError: the file is missing or invalid.
         """
-        path = self.folder / "controller.json"
-        try:
-            state = json.loads(path.read_text())
-            if not isinstance(state, dict):
-                raise ValueError("it is not a JSON object")
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read: {error}",
-                hint=f"delete {self.folder} to resume from the previous checkpoint",
-            ) from error
-        return state
+        return read_object(self.folder / "controller.json", error=CheckpointError, hint=self.hint)
 
 
 class Checkpoints:

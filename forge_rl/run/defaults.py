@@ -16,6 +16,7 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.packing.trees import round_up
 from forge_rl.rollout.placement import shares_devices
 from forge_rl.run.run_config import RunConfig
+from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE
 
 C = TypeVar("C", bound=RunConfig)
@@ -90,6 +91,7 @@ def choose(
     engines = generator.replicas * generator.devices
     turns = not config.schedule.decodes_while_training
     shared = colocated(config, there)
+
     beside = gpu - round(found.state / _USABLE) - _CONTEXT_BYTES
     weights = 2 * architecture.weights // generator.tensor_parallel_size
     wanted = generator.gpu_memory_utilization * gpu or max(_LEAST_SHARE * gpu, 2 * weights)
@@ -100,34 +102,15 @@ def choose(
             f"placement colocated: under the {config.schedule.kind} schedule trainer and engines take turns, and both "
             f"fit on {engines} of {there} GPUs; --trainer.ranks and --generator.replicas use the others"
         )
-    stays = stays and shared
-
-    def room(of: TrainMemory, tokens_of: int) -> bool:
-        """Return whether a rank planned for `tokens` has room for rows of `tokens_of` tokens."""
-        grown = of.total + of.activations * (tokens_of - tokens) // tokens
-        return grown <= _USABLE * (gpu - _CONTEXT_BYTES - shared * _ASLEEP_BYTES)
-
-    def on_device(of: TrainMemory) -> TrainMemory:
-        return replace(of, weights=0, gradients=0, optimizer=0, reference=0)
-
-    if trainer.enable_cpu_offload:
-        found = on_device(found)
-    elif not room(found, tokens):
-        less = replace(trainer, seq_len=tokens, activation_checkpointing="full")
-        for other in (less, replace(less, enable_cpu_offload=True)):
-            planned = on_device(memory(other)) if other.enable_cpu_offload else memory(other)
-            if room(planned, tokens):
-                trainer, found = replace(other, seq_len=trainer.seq_len), planned
-                stays = stays and not other.enable_cpu_offload
-                flags = (
-                    "--trainer.activation-checkpointing full"
-                    + " --trainer.enable-cpu-offload" * other.enable_cpu_offload
-                )
-                lines.append(f"{flags}: the trainer does not fit otherwise; more --trainer.ranks shard its state")
-                break
+    usable = _USABLE * (gpu - _CONTEXT_BYTES - shared * _ASLEEP_BYTES)
+    trainer, found, flags = _fitted(trainer, found, tokens, usable, memory)
+    if flags:
+        lines.append(f"{flags}: the trainer does not fit otherwise; more --trainer.ranks shard its state")
+    stays = stays and shared and (config.trainer.enable_cpu_offload or not trainer.enable_cpu_offload)
 
     if not trainer.seq_len:
-        longest = next((each for each in _ROWS if each > needed and room(found, each)), needed)
+        each = found.activations / tokens
+        longest = next((row for row in _ROWS if row > needed and found.total + each * (row - tokens) <= usable), needed)
         trainer = replace(trainer, seq_len=longest)
         lines.append(f"--trainer.seq-len {longest}: for {gpu / 2**30:.0f} GiB per GPU")
     if stays and not trainer.stays_on_device:
@@ -142,3 +125,38 @@ def choose(
         )
     placement = "colocated" if shared else config.placement
     return replace(config, trainer=trainer, generator=generator, placement=placement), lines
+
+
+def _fitted(
+    trainer: Trainer.Config,
+    found: TrainMemory,
+    tokens: int,
+    usable: float,
+    memory: Callable[[TrainSettings], TrainMemory],
+) -> tuple[Trainer.Config, TrainMemory, str]:
+    """Recompute activations, and if that is not enough offload the state, if a rank does not fit otherwise.
+
+    Args:
+        found: memory of a rank with these settings and rows of `tokens` tokens.
+        usable: bytes of a GPU that a rank may use.
+
+    Returns:
+        The settings, the memory of a rank on its GPU, and the flags that changed; unchanged if nothing fits.
+    """
+
+    def on_gpu(settings: TrainSettings, needs: TrainMemory) -> TrainMemory:
+        offloaded = replace(needs, weights=0, gradients=0, optimizer=0, reference=0)
+        return offloaded if settings.enable_cpu_offload else needs
+
+    found = on_gpu(trainer, found)
+    if trainer.enable_cpu_offload or found.total <= usable:
+        return trainer, found, ""
+    less = replace(trainer, seq_len=tokens, activation_checkpointing="full")
+    for other in (less, replace(less, enable_cpu_offload=True)):
+        planned = on_gpu(other, memory(other))
+        if planned.total <= usable:
+            flags = (
+                "--trainer.activation-checkpointing full" + " --trainer.enable-cpu-offload" * other.enable_cpu_offload
+            )
+            return replace(other, seq_len=trainer.seq_len), planned, flags
+    return trainer, found, ""

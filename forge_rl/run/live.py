@@ -1,6 +1,8 @@
 """The table of live knobs: what can change during a run, by code or by attached clients, and what a resumed run keeps.
 
-A live change overrides an unchanged flag; a flag that the resuming command changes overrides the live change.
+A knob has the values `given` by this command's flags; `read`s its current values, and `write`s those of a client, whose
+errors are ForgeErrors; returns the live `changes` to save, and `resume`s those of an earlier process. All values are
+JSON. A live change overrides an unchanged flag; a flag that the resuming command changes overrides the live change.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, is_dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.mixture import Mixture
@@ -36,29 +38,6 @@ def changes_by(whose: str) -> Iterator[None]:
         yield
     finally:
         _whose.reset(token)
-
-
-class Knob(Protocol):
-    """What can change together during a run; `changed` is called with a line for each change, also by code."""
-
-    given: dict[str, Any]
-    """Values by this command's flags, as JSON."""
-
-    def read(self) -> object:
-        """Return the current values, as JSON."""
-
-    async def write(self, values: dict[str, Any]) -> None:
-        """Set values that a client gave.
-
-        Raises:
-            ForgeError: a name is unknown, or a value is out of range.
-        """
-
-    def changes(self) -> dict[str, Any]:
-        """Return what differs from the flags because it was changed live, as JSON."""
-
-    async def resume(self, given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-        """Reapply the changes of an earlier process, whose flags gave `given`."""
 
 
 class ScheduleKnob:
@@ -275,7 +254,7 @@ class LiveSettings:
         )
         self.schedule = LiveSchedule(schedule.read, schedule.set)
         """The schedule; its bounds can be set."""
-        self.knobs: Mapping[str, Knob] = {
+        self.knobs: Mapping[str, ScheduleKnob | MixtureKnob | RewardKnob] = {
             "schedule": schedule,
             "mixture": self._mixture,
             "reward": RewardKnob(reward, self._changed, tell),

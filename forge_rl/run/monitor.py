@@ -104,15 +104,11 @@ class RunMonitor:
         if self._status is None:
             return None
         status = self._status()
-        depths = {
-            "queue/decoding": status.episodes_running,
-            "queue/engine": status.queue,
-            "queue/tools": status.episodes_waiting,
-        }
+        depths = {"decoding": status.episodes_running, "engine": status.queue, "tools": status.episodes_waiting}
         for name, depth in depths.items():
-            sample: dict[str, Value] = {f"{name}/mean": Mean(depth, 1), f"{name}/max": Max(depth)}
+            sample: dict[str, Value] = {f"queue/{name}/mean": Mean(depth, 1), f"queue/{name}/max": Max(depth)}
             self._depths = merge_all([self._depths, sample])
-            self._draw(functools.partial(Trace.counter, name=name, value=depth))
+            self._draw(functools.partial(Trace.counter, name=f"queue/{name}", value=depth))
         return status
 
     def pop_depths(self) -> dict[str, float]:
@@ -142,9 +138,7 @@ class RunMonitor:
         summary = {
             "score_before": scores[min(scores)] if scores else None,
             "score_after": scores[max(scores)] if scores else None,
-            "best": {"step": best.step, "score": scores.get(best.step), "checkpoint": str(best.folder)}
-            if best
-            else None,
+            "best": best and {"step": best.step, "score": scores.get(best.step), "checkpoint": str(best.folder)},
             "steps": step,
             "seconds": round(seconds, 1),
             "faults": [asdict(recovery) for recovery in recoveries],
@@ -179,15 +173,9 @@ class RunMonitor:
             self.span(recovery.name, "recovery", fault.at_s, fault.at_s + fault.recovered_s, True)
 
     def _recovery(self, fault: Fault) -> Recovery:
-        return Recovery(
-            service=fault.service,
-            replica=fault.replica,
-            cause=fault.cause,
-            phase=fault.phase,
-            at_s=round(fault.at_s - self._begun, 3),
-            fatal=fault.fatal,
-            recovered_s=None if fault.recovered_s is None else round(fault.recovered_s, 3),
-        )
+        recovered_s = None if fault.recovered_s is None else round(fault.recovered_s, 3)
+        at_s = round(fault.at_s - self._begun, 3)
+        return Recovery(**{**vars(fault), "at_s": at_s, "recovered_s": recovered_s})
 
     def _draw(self, draw: Callable[[Trace], None]) -> None:
         """Draw into the trace; if that fails, the run continues without one."""

@@ -39,13 +39,13 @@ class Run(Generic[C]):
     def __init__(
         self,
         config: C,
-        *,
         services: Services,
         rollouts: RolloutExecutor,
         evaluator: Evaluator,
         checkpointer: Checkpointer,
         live: LiveSettings,
         monitor: RunMonitor,
+        *,
         close: Callable[[], Awaitable[object]],
     ) -> None:
         self.config = config

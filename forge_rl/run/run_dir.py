@@ -20,8 +20,9 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.errors import CheckpointError, ConfigError, ForgeError
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.system.folders import make_private
 from forge_rl.system.redaction import is_secret, without_credentials
@@ -34,18 +35,12 @@ _UNSAID = {"out", "display", "wandb", "cache", "force_continue", "plan"} | {
 _FREE = (
     *("evaluation.every", "evaluation.blocking", "evaluation.keep_best"),
     *("checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
-    *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.seq_len"),
-    *(
-        "trainer.tensor_parallel_degree",
-        "trainer.context_parallel_degree",
-        "trainer.expert_parallel_degree",
-        "trainer.data_parallel_replicate_degree",
-    ),
-    *("trainer.activation_checkpointing", "trainer.enable_cpu_offload", "trainer.stays_on_device"),
-    "trainer.max_skipped_updates",
+    *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.seq_len", "trainer.max_skipped_updates"),
+    *("trainer.*_parallel_degree", "trainer.data_parallel_replicate_degree", "trainer.activation_checkpointing"),
+    *("trainer.enable_cpu_offload", "trainer.stays_on_device"),
     *("generator.replicas", "generator.max_num_seqs", "generator.kv_cache_gib", "generator.gpu_memory_utilization"),
-    *("generator.tensor_parallel_size", "generator.data_parallel_size", "generator.enable_expert_parallel"),
-    *("generator.enforce_eager", "schedule.max_episodes", "schedule.retries", "schedule.max_replaced"),
+    *("generator.*_parallel_size", "generator.enable_expert_parallel", "generator.enforce_eager"),
+    *("schedule.max_episodes", "schedule.retries", "schedule.max_replaced"),
     *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stall_s", "*.stuck_s"),
     *("reward.replicas", "reward.wait_for_another_s"),
     *("environment.replicas", "gateway.*", "data.max_bad_rows"),
@@ -54,9 +49,8 @@ _FREE = (
 resumed."""
 _TUNABLE = (
     *("steps", "trainer.optimizer.lr", "trainer.optimizer.weight_decay", "trainer.optimizer.max_grad_norm"),
-    *("trainer.minibatches", "trainer.epochs", "generator.max_model_len", "generator.max_tokens", "schedule.*"),
-    "mixture.*",
-    *("eval_tasks", "rewards"),
+    *("trainer.minibatches", "trainer.epochs", "generator.max_model_len", "generator.max_tokens"),
+    *("schedule.*", "mixture.*", "eval_tasks", "rewards"),
 )
 """Patterns of fields that may change if `out` names the run to resume; without it, another value means another run."""
 _FLAGS = {"rewards": "reward"}
@@ -293,18 +287,16 @@ def _changed(folder: Path, config: object) -> dict[str, str]:
     }
 
 
-def read_object(path: Path) -> dict[str, object]:
-    """Read a JSON object from an existing run.
-
-    Raises:
-        ConfigError: the file does not exist or is invalid.
-    """
+def read_object(
+    path: Path, *, error: type[ForgeError] = ConfigError, hint: str = "choose another --out"
+) -> dict[str, Any]:
+    """Read a JSON object from an existing run; raises `error` if the file does not exist or is invalid."""
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
             raise ValueError("it does not hold a JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", hint="choose another --out") from error
+    except (OSError, ValueError, RecursionError) as cause:
+        raise error(f"{path} cannot be read: {cause}", hint=hint) from cause
     return found
 
 

@@ -65,60 +65,69 @@ async def running_services(
     Raises:
         ForgeError: a service did not start; the others are stopped.
     """
-    config, faults = checked.config, prepared.monitor.faults
-    cluster = Cluster((prepared.folder / "logs").resolve(), may_be_public=config.isolation.public_ports)
-    handover: asyncio.Future[DeviceHandover] = asyncio.get_running_loop().create_future()
+    cluster = Cluster((prepared.folder / "logs").resolve(), may_be_public=checked.config.isolation.public_ports)
     started: list[_Started] = []
     try:
-        async with task_group() as group:
-
-            def begin(name: str, detail: str, starting: Awaitable[S]) -> asyncio.Task[S]:
-                return group.create_task(_start(name, detail, starting, started, prepared.monitor.display))
-
-            generator = begin("generator", _engines(config), _start_generator(checked, cluster, prepared, handover))
-            trainer = begin(
-                "trainer",
-                f"torchtitan, {config.trainer.ranks} rank{'s' * (config.trainer.ranks > 1)}",
-                _start_trainer(checked, cluster, prepared, after=generator),
-            )
-            expected_bytes = stored_bytes(checked.model) * resolve_dtype(config.generator.dtype).itemsize // 2
-            weights = WeightStore.start(
-                config.weights, cluster, faults, deadline_s=_START_DEADLINE_S, expected_bytes=expected_bytes
-            )
-            store = begin("weights", config.weights.transport, weights)
-            scoring = Reward.start(
-                config.reward,
-                cluster,
-                faults,
-                function=reward,
-                deadline_s=_START_DEADLINE_S,
-                folder=(prepared.folder / "reward").resolve(),
-            )
-            scorer = begin("reward", type(reward).__name__, scoring)
-            envs = None
-            if environment is not None:
-                kind = getattr(environment, "func", environment)  # a partial of a class
-                acting = Environment.start(
-                    config.environment, cluster, faults, factory=environment, deadline_s=_START_DEADLINE_S
-                )
-                envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), acting)
-        devices = DeviceHandover(generator.result(), trainer.result() if checked.shares_devices else None)
-        handover.set_result(devices)
-        prepared.monitor.log.event(store.result().choice)
-        yield Services(
-            trainer=trainer.result(),
-            generator=generator.result(),
-            weights=store.result(),
-            reward=scorer.result(),
-            environment=envs.result() if envs is not None else None,
-            devices=devices,
-        )
+        yield await _start_services(prepared, checked, cluster, started, reward=reward, environment=environment)
     finally:
         stopped = await asyncio.gather(*(service.stop() for service in started), return_exceptions=True)
         await cluster.close()
         for failure in stopped:
             if isinstance(failure, BaseException):
                 raise failure
+
+
+async def _start_services(
+    prepared: Prepared,
+    checked: Checked[C],
+    cluster: Cluster,
+    started: list[_Started],
+    *,
+    reward: RewardFunction,
+    environment: EnvFactory | None,
+) -> Services:
+    config, faults = checked.config, prepared.monitor.faults
+    handover: asyncio.Future[DeviceHandover] = asyncio.get_running_loop().create_future()
+    async with task_group() as group:
+
+        def begin(name: str, detail: str, starting: Awaitable[S]) -> asyncio.Task[S]:
+            return group.create_task(_start(name, detail, starting, started, prepared.monitor.display))
+
+        generator = begin("generator", _engines(config), _start_generator(checked, cluster, prepared, handover))
+        ranks = f"torchtitan, {config.trainer.ranks} rank{'s' * (config.trainer.ranks > 1)}"
+        trainer = begin("trainer", ranks, _start_trainer(checked, cluster, prepared, after=generator))
+        expected_bytes = stored_bytes(checked.model) * resolve_dtype(config.generator.dtype).itemsize // 2
+        storing = WeightStore.start(
+            config.weights, cluster, faults, deadline_s=_START_DEADLINE_S, expected_bytes=expected_bytes
+        )
+        weights = begin("weights", config.weights.transport, storing)
+        scoring = Reward.start(
+            config.reward,
+            cluster,
+            faults,
+            function=reward,
+            deadline_s=_START_DEADLINE_S,
+            folder=(prepared.folder / "reward").resolve(),
+        )
+        scorer = begin("reward", type(reward).__name__, scoring)
+        envs = None
+        if environment is not None:
+            kind = getattr(environment, "func", environment)  # a partial of a class
+            acting = Environment.start(
+                config.environment, cluster, faults, factory=environment, deadline_s=_START_DEADLINE_S
+            )
+            envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), acting)
+    devices = DeviceHandover(generator.result(), trainer.result() if checked.shares_devices else None)
+    handover.set_result(devices)
+    prepared.monitor.log.event(weights.result().choice)
+    return Services(
+        trainer=trainer.result(),
+        generator=generator.result(),
+        weights=weights.result(),
+        reward=scorer.result(),
+        environment=envs.result() if envs is not None else None,
+        devices=devices,
+    )
 
 
 async def _start(name: str, detail: str, starting: Awaitable[S], started: list[_Started], display: Display) -> S:
