@@ -267,10 +267,10 @@ def test_a_bound_holds_from_the_next_batch_on_not_in_the_one_that_is_waited_for(
         executor = rollouts(schedule=ScheduleConfig(max_lag=1))
         await executor.next_batch()
         executor.config = replace(executor.config, max_lag=3)
-        assert executor._scheduler._config.max_lag == 1
+        assert executor._scheduler.config.max_lag == 1
         await executor.next_batch()
         await run_until_idle()
-        assert executor._scheduler._config.max_lag == 3
+        assert executor._scheduler.config.max_lag == 3
         await executor.close()
 
     asyncio.run(check())

@@ -146,7 +146,7 @@ def test_control_tokens_in_messages_are_parsed_only_if_asked_for(
 ) -> None:
     async def check() -> None:
         async with start(replace(config_of(tmp_path), parse_control_tokens=parses)) as run:
-            assert run.rollouts._tokenizer.parse_control_tokens is parses
+            assert run.rollouts._dispatcher.tokenizer.parse_control_tokens is parses
 
     asyncio.run(check())
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TextIO
+from collections.abc import Callable
+from typing import Any, TextIO
 
 
 class Output:
@@ -18,26 +19,18 @@ class Output:
         self.failure = ""
 
     def write(self, text: str) -> int:
-        if not self.failure:
-            try:
-                return self._stream.write(text)
-            except (OSError, ValueError) as error:  # ValueError: closed
-                self.failure = str(error)
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, output: Callable[[], object]) -> None:
         if not self.failure:
             try:
-                self._stream.flush()
-            except (OSError, ValueError) as error:
+                output()
+            except (OSError, ValueError) as error:  # ValueError: closed
                 self.failure = str(error)
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:
-        return self._stream.encoding
