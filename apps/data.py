@@ -6,11 +6,11 @@ python -m apps.data data/train.jsonl:question=problem,answer=solution chain_sum*
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import tyro
@@ -100,7 +100,7 @@ def show(config: Config, console: Console) -> None:
         status.update("loading the tokenizer")
         folder = resolve_model(config.model, config.cache, progress)
         tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens)
-        scans = check_tasks(mixture, partial(_same, tokenizer), limit=limit, cache=config.cache, progress=progress)
+        scans = check_tasks(mixture, lambda: tokenizer, limit=limit, cache=config.cache, progress=progress)
         lengths = PromptLengths(tokenizer, limit)
         found: dict[str, object] = {}
         parts = []
@@ -123,8 +123,9 @@ def rendered(tokenizer: Tokenizer, task: Task) -> Text:
     """Return a task's prompt as the model sees it, with control tokens highlighted and terminal escapes neutralized."""
     special = set(tokenizer.hf.added_tokens_decoder)
     text = Text()
-    for is_special, ids in _runs(tokenizer.render(task.messages, tools=task.tools), special):
-        written = tokenizer.decode(ids, skip_special=False)
+    prompt = tokenizer.render(task.messages, tools=task.tools)
+    for is_special, ids in itertools.groupby(prompt, special.__contains__):
+        written = tokenizer.decode(tuple(ids), skip_special=False)
         text.append(visible(written), style="bold magenta" if is_special else "")
     return text
 
@@ -214,25 +215,6 @@ def _as_json(mixture: Mixture, name: str, scan: Scan | None, lengths: Sequence[i
             "batches_per_epoch": scan.trained / max(1e-9, groups * mixture.shares[name]),
         }
     return found
-
-
-def _runs(ids: Sequence[int], special: set[int]) -> Iterator[tuple[bool, list[int]]]:
-    """Split ids into single special tokens and runs of other tokens."""
-    run: list[int] = []
-    for token in ids:
-        if token not in special:
-            run.append(token)
-            continue
-        if run:
-            yield False, run
-        run = []
-        yield True, [token]
-    if run:
-        yield False, run
-
-
-def _same(tokenizer: Tokenizer) -> Tokenizer:
-    return tokenizer
 
 
 if __name__ == "__main__":

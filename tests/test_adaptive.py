@@ -187,14 +187,6 @@ def test_a_crafted_state_is_refused(change: dict[str, object]):
         mixture(a=1, b=1).restore(state)
 
 
-def test_a_state_from_before_mixtures_adapted_is_restored():
-    found = mixture(a=1, b=1)
-    state = found.state()
-    del state["adaptive"]
-    found.restore(state)
-    assert found.adapting.adapt == "off"
-
-
 @pytest.mark.parametrize(
     ("settings", "flag"),
     [

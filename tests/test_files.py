@@ -130,7 +130,7 @@ def test_each_kind_of_file_gives_every_row_once_an_epoch_and_goes_on_exactly_whe
         states.append(json.loads(json.dumps(whole.state())))
         drawn.append(whole.draw())
     texts = questions(drawn)
-    expected = questions([Columns().task(row, "t") for row in rows(60)])
+    expected = questions([Columns().read(row, "t")[0] for row in rows(60)])
     assert sorted(texts[:60]) == sorted(texts[60:120]) == sorted(expected)
     assert texts[:60] != texts[60:120]
     assert [str(task.truth["answer"]) for task in drawn] == [str(int(text.split()[2]) + 1) for text in texts]
@@ -161,7 +161,7 @@ def test_a_compressed_file_is_copied_once_until_it_changes_and_within_the_free_s
     assert (tmp_path / "cache").stat().st_mode & 0o077 == 0
     write(path, rows(60))
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=200))
-    with pytest.raises(TaskError, match=r"the copy of .* needs more than 100 bytes, half of the free space in .*cache"):
+    with pytest.raises(TaskError, match=r"the copy of .* takes more than half of the free space in .*cache"):
         source(path)
     assert len(copies()) == 2
 
@@ -217,6 +217,17 @@ def test_lines_that_end_where_a_piece_that_is_read_ends_come_once(
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(lines) + "\n")
     assert sorted(int(text) for text in questions(draw(source(path), 60))) == list(range(60))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "c.csv"])
+def test_a_row_without_end_is_one_bad_row_of_which_a_part_is_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = KINDS[name](tmp_path / name, [*rows(5), {**rows(1)[0], "question": "x" * 5000}, *rows(9)[5:]])
+    monkeypatch.setattr(lines, "MOST_ROW_BYTES", 1000)
+    assert len(set(questions(draw(source(path, bad=0.5), 9)))) == 9
+    with pytest.raises(TaskError, match=r"the row has no end within 64 MiB: .{1,90}\n"):
+        draw(source(path), 15)
 
 
 def test_a_csv_may_have_line_breaks_quotes_and_commas_in_quotes(tmp_path: Path, small_blocks: None) -> None:
@@ -347,7 +358,7 @@ SHOWN: list[tuple[Columns, Mapping[str, object], list[dict[str, object]], dict[s
 def test_columns_become_messages_and_truth(
     columns: Columns, row: Mapping[str, object], messages: list[dict[str, object]], truth: dict[str, object]
 ) -> None:
-    task = columns.task(row, "t")
+    task = columns.read(row, "t")[0]
     assert [dict(message) for message in task.messages] == messages
     assert dict(task.truth) == truth
 
@@ -358,13 +369,13 @@ def test_tools_and_ids_are_taken_as_they_are(tmp_path: Path) -> None:
     for path in (write_jsonl(tmp_path / "a.jsonl", [row]), write_parquet(tmp_path / "a.parquet", [row])):
         task = source(path, columns=Columns(id="uid")).draw()
         assert (task.id, task.tools, dict(task.truth)) == ("7", (tool,), {"uid": 7})
-    assert Columns(id="uid").task({"question": "?", "uid": "a\x1b[0m"}, "t").id == r"a\x1b[0m"
-    assert Columns(tools="schemas").task({"question": "?", "schemas": json.dumps([tool])}, "t").tools == (tool,)
+    assert Columns(id="uid").read({"question": "?", "uid": "a\x1b[0m"}, "t")[0].id == r"a\x1b[0m"
+    assert Columns(tools="schemas").read({"question": "?", "schemas": json.dumps([tool])}, "t")[0].tools == (tool,)
 
 
 def test_a_template_cannot_reach_what_is_behind_its_row() -> None:
     with pytest.raises(Exception, match="unsafe"):
-        Columns(template="{{ ''.__class__.__mro__ }}").task({"question": "?"}, "t")
+        Columns(template="{{ ''.__class__.__mro__ }}").read({"question": "?"}, "t")[0]
 
 
 def test_rows_with_nested_fields_are_kept_as_they_are(tmp_path: Path) -> None:
@@ -451,7 +462,7 @@ def test_a_hub_id_is_read_from_the_files_that_datasets_made_of_it(
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     for split, count in (("train", 30), ("train[:7]", 7)):
         found = TableSource("t", [hub.fetch("org/name", split=split)], Columns(), seed=0, held_out_share=0.0)
-        expected = questions([Columns().task(row, "t") for row in rows(count)])
+        expected = questions([Columns().read(row, "t")[0] for row in rows(count)])
         assert sorted(questions(draw(found, count))) == sorted(expected)
 
 

@@ -1,1 +1,1 @@
-"""Data: tokenizer, task sources and their mixture, and packing."""
+"""Data: sources of tasks, their mixture, and the scan before a run."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.types import Group
@@ -48,6 +48,7 @@ class Adapting:
             )
 
 
+@dataclass(eq=False)
 class AdaptiveShares:
     """Tracks each source's success rate and computes its share of the batch.
 
@@ -62,27 +63,31 @@ class AdaptiveShares:
     p is in the middle though no group has a signal, hence the factor for groups whose rewards differ. Sampling by
     p (1 - p) follows "Learning to Reason at the Frontier of Learnability" (2025), which does so per question.
 
-    Args:
-        weights: given weights; a source with weight 0 is excluded.
-
     Raises:
         ConfigError: the bounds cannot hold for this many sources.
     """
 
-    def __init__(self, config: Adapting, weights: Mapping[str, float]) -> None:
-        self.config = config
-        self._base = dict(weights)
-        self._rates = dict.fromkeys(weights, config.target)
-        """Running mean reward of each source."""
-        self._signals = dict.fromkeys(weights, 1.0)
-        """Running share of each source's groups whose rewards differ."""
-        self.pinned = {name: 0.0 for name, weight in weights.items() if not weight}
-        """Shares set by hand."""
-        free = len(weights) - len(self.pinned)
-        if free * config.least > 1 or (free > 1 and free * config.most < 1):
+    config: Adapting
+    base: dict[str, float]
+    """Given weights; a source with weight 0 is excluded."""
+    rates: dict[str, float] = field(default_factory=dict)
+    """Running mean reward of each source."""
+    signals: dict[str, float] = field(default_factory=dict)
+    """Running share of each source's groups whose rewards differ."""
+    pinned: dict[str, float] = field(default_factory=dict)
+    """Shares set by hand."""
+
+    def __post_init__(self) -> None:
+        self.base = dict(self.base)
+        self.rates = dict.fromkeys(self.base, self.config.target) | self.rates
+        self.signals = dict.fromkeys(self.base, 1.0) | self.signals
+        excluded = {name: 0.0 for name, weight in self.base.items() if not weight}
+        self.pinned = excluded | self.pinned
+        free = len(self.base) - len(excluded)
+        if free * self.config.least > 1 or (free > 1 and free * self.config.most < 1):
             raise ConfigError(
-                f"{free} sources cannot each have a share between --mixture.least {config.least:g} and "
-                f"--mixture.most {config.most:g}",
+                f"{free} sources cannot each have a share between --mixture.least {self.config.least:g} and "
+                f"--mixture.most {self.config.most:g}",
                 hint=f"set --mixture.least to {1 / free:.3g} or less, and --mixture.most to that or more",
             )
 
@@ -92,9 +97,7 @@ class AdaptiveShares:
         Raises:
             ConfigError: the bounds cannot hold for this many sources.
         """
-        found = AdaptiveShares(config, self._base)
-        found._rates, found._signals = dict(self._rates), dict(self._signals)
-        return found
+        return replace(self, config=config, pinned={})
 
     def observe(self, groups: Iterable[Group]) -> None:
         """Update the running means with a batch's groups, in order; mean rewards are clipped to [0, 1]."""
@@ -103,8 +106,8 @@ class AdaptiveShares:
             name, rewards = group.task.source, group.rewards
             mean = min(max(math.fsum(rewards) / len(rewards), 0.0), 1.0)
             differ = float(max(rewards) > min(rewards))
-            self._rates[name] = keep * self._rates[name] + (1 - keep) * mean
-            self._signals[name] = keep * self._signals[name] + (1 - keep) * differ
+            self.rates[name] = keep * self.rates[name] + (1 - keep) * mean
+            self.signals[name] = keep * self.signals[name] + (1 - keep) * differ
 
     def pin(self, name: str, share: float) -> None:
         """Fix a source's share, even outside the bounds; the others divide the rest.
@@ -119,7 +122,7 @@ class AdaptiveShares:
                 f"the share of {name!r} is set to {share:g} of 1{left}",
                 hint="while the mixture adapts, a weight set by hand is a share of each batch, from 0 to 1",
             )
-        if others + share == 0 and len({*self.pinned, name}) == len(self._base):
+        if others + share == 0 and len({*self.pinned, name}) == len(self.base):
             raise TaskError(
                 f"setting {name!r} to 0 leaves all shares at 0", hint="keep at least one source's share above 0"
             )
@@ -127,7 +130,7 @@ class AdaptiveShares:
 
     def shares(self) -> dict[str, float]:
         """Return the shares of all sources, which sum to 1 while any source adapts."""
-        free = [name for name in self._base if name not in self.pinned]
+        free = [name for name in self.base if name not in self.pinned]
         found = dict(self.pinned)
         if free:
             rest = max(0.0, 1 - math.fsum(self.pinned.values()))
@@ -135,60 +138,42 @@ class AdaptiveShares:
             scores = {name: self._score(name) for name in free}
             least, most = min(self.config.least, each), max(self.config.most, each)
             found |= bounded_shares(scores, least=least, most=most, total=rest)
-        return {name: found[name] for name in self._base}
+        return {name: found[name] for name in self.base}
 
     def describe(self, name: str) -> str:
         """Describe a source's success in a few words."""
         if name in self.pinned:
             return "set by hand"
-        return f"adapts: mean reward {self._rates[name]:.2f}, {self._signals[name]:.0%} of groups differ"
+        return f"adapts: mean reward {self.rates[name]:.2f}, {self.signals[name]:.0%} of groups differ"
 
     def state(self) -> dict[str, object]:
         """Return everything that determines the shares, as JSON."""
-        return {
-            "config": asdict(self.config),
-            "base": dict(self._base),
-            "rates": dict(self._rates),
-            "signals": dict(self._signals),
-            "pinned": dict(self.pinned),
-        }
+        return asdict(self)
 
     @classmethod
-    def restored(cls, state: Mapping[str, object], sources: Iterable[str]) -> AdaptiveShares:
+    def restored(cls, state: Mapping[str, Any], sources: Iterable[str]) -> AdaptiveShares:
         """Return an instance that resumes from a saved state.
 
         Raises:
             TaskError: the state has other sources, or is malformed.
         """
-        names = set(sources)
-        match state:
-            case {
-                "config": dict(config),
-                "base": dict(base),
-                "rates": dict(rates),
-                "signals": dict(signals),
-                "pinned": dict(pinned),
-            } if base.keys() == rates.keys() == signals.keys() == names >= pinned.keys() and all(
-                isinstance(number, int | float) and math.isfinite(number) and number >= 0
-                for part in (base, rates, signals, pinned)
-                for number in part.values()
-            ):
-                try:
-                    found = cls(Adapting(**config), base)
-                except (TypeError, ConfigError) as error:
-                    raise TaskError(
-                        f"the saved mixture has invalid settings {config}: {error}", hint="start a new run"
-                    ) from error
-                found._rates = {name: min(float(rates[name]), 1.0) for name in base}
-                found._signals = {name: min(float(signals[name]), 1.0) for name in base}
-                found.pinned = {name: float(share) for name, share in pinned.items()}
-                return found
-        raise TaskError("the saved state of the adaptive mixture is malformed", hint="start a new run")
+        try:
+            base, rates, signals, pinned = (dict(state[name]) for name in ("base", "rates", "signals", "pinned"))
+            numbers = [*base.values(), *rates.values(), *signals.values(), *pinned.values()]
+            if not (base.keys() == rates.keys() == signals.keys() == set(sources) >= pinned.keys()):
+                raise ValueError("other sources")
+            if not all(0 <= number < math.inf for number in numbers) or max(*rates.values(), *signals.values()) > 1:
+                raise ValueError("a number out of range")
+            return cls(Adapting(**state["config"]), base, rates, signals, pinned)
+        except (KeyError, TypeError, ValueError, ConfigError) as error:
+            raise TaskError(
+                f"the saved state of the adaptive mixture is malformed: {error}", hint="start a new run"
+            ) from error
 
     def _score(self, name: str) -> float:
-        rate, target = self._rates[name], self.config.target
+        rate, target = self.rates[name], self.config.target
         signal: float = rate ** (2 * target) * (1 - rate) ** (2 * (1 - target))
-        return self._base[name] * self._signals[name] * signal
+        return self.base[name] * self.signals[name] * signal
 
 
 def bounded_shares(scores: Mapping[str, float], *, least: float, most: float, total: float = 1.0) -> dict[str, float]:

@@ -25,6 +25,7 @@ from forge_rl.data.sources.tables import Table
 from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.flags import user_code
 from forge_rl.flags.texts import FlagText, parse, suggest
+from forge_rl.models.resolve import is_hub_id
 
 ONE_DIGIT_ADDITION = (
     "basic_arithmetic:min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=[+],allow_parentheses=false,"
@@ -179,11 +180,11 @@ def _is_generated(spec: FlagText) -> bool:
     if spec.is_code or is_path(spec.name):
         return False
     # A data set takes precedence over a folder of the same name, which can be written ./name.
-    return not hub.is_hub_id(spec.name) and (not Path(spec.name).exists() or has_dataset(spec.name))
+    return not is_hub_id(spec.name) and (not Path(spec.name).exists() or has_dataset(spec.name))
 
 
 def _tables(spec: FlagText) -> list[Table]:
-    if is_path(spec.name) or not hub.is_hub_id(spec.name):
+    if is_path(spec.name) or not is_hub_id(spec.name):
         return open_tables(find_files(spec.name, split=spec.written.get("split", "")))
     return [hub.fetch(spec.name, **{key: spec.written.get(key, "") for key in _HUB_KEYS})]
 

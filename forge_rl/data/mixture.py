@@ -187,12 +187,11 @@ class Mixture:
             TaskError: the saved mixture has other sources.
         """
         match state:
-            case {"weights": dict(weights), "owed": dict(owed), "sources": dict(sources)} if (
+            case {"weights": dict(weights), "owed": dict(owed), "sources": dict(sources), "adaptive": adaptive} if (
                 weights.keys() == owed.keys() == sources.keys() == self._sources.keys()
                 and all(isinstance(number, int | float) for number in (*weights.values(), *owed.values()))
                 and all(isinstance(source, Mapping) for source in sources.values())
             ):
-                adaptive = state.get("adaptive")  # absent in states of older versions
                 found = AdaptiveShares.restored(adaptive, self._sources) if isinstance(adaptive, Mapping) else None
                 for name, source in self._sources.items():
                     source.restore(sources[name])

@@ -57,7 +57,7 @@ class Scan:
     @property
     def trained(self) -> int:
         """Number of rows trained on per epoch."""
-        return self.rows - self.held_out - self.bad - len(self.too_long)
+        return self.rows - self.held_out - self.bad - len(self.too_long) - len(set().union(*self.overlap.values()))
 
     def describe(self, limit: int) -> str:
         """Summarise the findings in one line; `limit` is the prompt limit in tokens."""

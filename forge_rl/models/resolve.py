@@ -28,6 +28,11 @@ _AGAIN = "download or export the model again"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
+def is_hub_id(name: str) -> bool:
+    """Return True if a name has the form of a hub id, such as openai/gsm8k."""
+    return _HUB_ID.fullmatch(name) is not None
+
+
 def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> Path:
     """Return the folder with a model's config.json, safetensors and tokenizer.
 
@@ -45,7 +50,7 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _checked(folder)
-    if _HUB_ID.fullmatch(name):
+    if is_hub_id(name):
         return _checked(_download(name))
     if "/" in name:
         raise ModelError(f"no such folder: {name}", hint='give an existing folder, or a hub id "org/name"')

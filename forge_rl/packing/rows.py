@@ -7,19 +7,19 @@ row holds whole trees. The attention mask (`attends`) lets a branch see only its
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, check_flags
 from forge_rl.packing.minibatches import deal
 from forge_rl.packing.trees import Branch, Tree, assign_rows, build_trees, make_branch, round_up, row_size
 from forge_rl.token_arrays import Segment
-from forge_rl.types import Advantages, Batch, Episode
+from forge_rl.types import Advantages, Batch, Episode, Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,19 +51,10 @@ class Layout:
     """Store and compute a common prefix once. If off, each segment is its own tree with one branch."""
 
     def __post_init__(self) -> None:
-        sizes = (
-            "shares",
-            "seq_len",
-            "context_parallel_degree",
-            "pad_multiple",
-            "tensor_parallel_degree",
-            "minibatches",
-            "epochs",
-        )
-        for name in sizes:
-            if getattr(self, name) < 1:
-                flag = "--trainer." + name.replace("_", "-").replace("shares", "ranks")
-                raise ConfigError(f"{name} is {getattr(self, name)}", hint=f"set {flag} to 1 or more")
+        counts = ("context_parallel_degree", "tensor_parallel_degree", "minibatches", "epochs")
+        check_flags(self, "--trainer.", least=dict.fromkeys(("seq_len", "pad_multiple", *counts), 1))
+        if self.shares < 1:
+            raise ConfigError(f"shares is {self.shares}", hint="set --trainer.ranks to 1 or more")
         if self.seq_len % self.pad_multiple:
             raise ConfigError(
                 f"seq_len is {self.seq_len}, not a multiple of pad_multiple {self.pad_multiple}",
@@ -212,26 +203,7 @@ def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: 
             f"{len(batch.groups)} groups cannot be split into {layout.minibatches} minibatches",
             hint="lower --trainer.minibatches, or raise --groups-per-batch",
         )
-    groups: list[_Group] = []
-    uniform = unscored = keys = 0
-    for p, group in enumerate(batch.groups):
-        laid, branches = _Group(), list[Branch]()
-        for g, episode in enumerate(group.episodes):
-            own = [
-                make_branch(segment, p * shape[1] + g, s, _of_segment(advantages[p][g], episode, segment))
-                for s, segment in enumerate(episode.segments)
-            ]
-            trained = sum(int(branch.mask.sum()) for branch in own)
-            unscored += episode.response_tokens - trained
-            laid.lengths[p * shape[1] + g] = trained
-            branches += [branch for branch in own if branch.mask.any()]
-        is_uniform = not any(bool(each.any()) for each in advantages[p])
-        uniform += is_uniform
-        if not (drop_uniform and is_uniform):
-            laid.trees = build_trees(branches, first_key=keys, share_prefixes=layout.share_prefixes)
-            keys += len(laid.trees)
-        groups.append(laid)
-
+    groups = [_lay(group, p, advantages[p], layout, drop_uniform=drop_uniform) for p, group in enumerate(batch.groups)]
     packed = [branch for group in groups for tree in group.trees for branch in tree.branches]
     needed = max((branch.inputs for branch in packed), default=0)
     if needed > layout.longest:
@@ -251,8 +223,8 @@ def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: 
         epochs=epochs,
         trained_tokens=sum(int(branch.mask.sum()) for branch in packed),
         sequence_tokens=sum(branch.inputs for branch in packed),
-        unscored_tokens=unscored,
-        uniform_share=uniform / max(1, len(batch.groups)),
+        unscored_tokens=sum(group.unscored for group in groups),
+        uniform_share=sum(group.uniform for group in groups) / max(1, len(groups)),
         version=batch.version,
     )
 
@@ -286,14 +258,47 @@ def _of_segment(
     return found
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Group:
     """A group's trees and lengths, to be put into a minibatch."""
 
-    trees: list[Tree] = field(default_factory=list)
+    trees: list[Tree]
     """Trees; empty if the group is left out."""
-    lengths: dict[int, int] = field(default_factory=dict)
+    lengths: dict[int, int]
     """Number of trained tokens of each episode, even if the group is left out."""
+    unscored: int
+    """Number of completion tokens without a finite logprob."""
+    uniform: bool
+    """True if all advantages are 0."""
+
+
+def _lay(
+    group: Group,
+    index: int,
+    advantages: torch.Tensor | Sequence[npt.NDArray[np.float32]],
+    layout: Layout,
+    *,
+    drop_uniform: bool,
+) -> _Group:
+    """Lay the segments of group `index` of a batch into trees."""
+    branches: list[Branch] = []
+    lengths: dict[int, int] = {}
+    for number, (episode, given) in enumerate(zip(group.episodes, advantages, strict=True)):
+        place = index * len(group.episodes) + number
+        own = [
+            make_branch(segment, place, at, _of_segment(given, episode, segment))
+            for at, segment in enumerate(episode.segments)
+        ]
+        lengths[place] = sum(int(branch.mask.sum()) for branch in own)
+        branches += [branch for branch in own if branch.mask.any()]
+    uniform = not any(bool(each.any()) for each in advantages)
+    left_out = drop_uniform and uniform
+    return _Group(
+        trees=[] if left_out else build_trees(branches, index, share_prefixes=layout.share_prefixes),
+        lengths=lengths,
+        unscored=sum(episode.response_tokens for episode in group.episodes) - sum(lengths.values()),
+        uniform=uniform,
+    )
 
 
 def _minibatch(groups: list[_Group], layout: Layout) -> Minibatch:

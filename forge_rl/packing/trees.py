@@ -45,8 +45,8 @@ class Branch:
 class Tree:
     """A shared prefix and the branches that continue it."""
 
-    key: int
-    """Identifier of the tree, kept by the pieces of a split tree."""
+    key: tuple[int, int]
+    """Indexes of the group and of the tree in it, kept by the pieces of a split tree."""
     prefix: int
     """Number of tokens of the shared prefix."""
     branches: tuple[Branch, ...]
@@ -95,15 +95,15 @@ def make_branch(segment: Segment, episode: int, index: int, advantages: float | 
     )
 
 
-def build_trees(branches: list[Branch], *, first_key: int, share_prefixes: bool) -> list[Tree]:
-    """Partition the segments of a group into trees so that sharing saves the most tokens.
+def build_trees(branches: list[Branch], group: int, *, share_prefixes: bool) -> list[Tree]:
+    """Partition the segments of a group, with this index, into trees so that sharing saves the most tokens.
 
     In lexicographic order, a run of segments shares the shortest prefix common to neighbours, so a small dynamic
     program finds the best partition into runs. best[j] covers the first j segments: the most tokens saved, and the
     start and prefix of the last run.
     """
     if not share_prefixes:
-        return [Tree(first_key + i, 0, (branch,)) for i, branch in enumerate(branches)]
+        return [Tree((group, i), 0, (branch,)) for i, branch in enumerate(branches)]
     branches = sorted(branches, key=lambda b: b.token_ids[: b.shareable].astype(">i4").tobytes())
     common = [_common_prefix(a.token_ids[: a.shareable], b.token_ids[: b.shareable]) for a, b in pairwise(branches)]
     best = [(0, 0, 0)]
@@ -123,7 +123,7 @@ def build_trees(branches: list[Branch], *, first_key: int, share_prefixes: bool)
         runs.append((prefix, tuple(sorted(branches[start:end], key=_place))))
         end = start
     runs.sort(key=lambda run: _place(run[1][0]))
-    return [Tree(first_key + i, prefix, run) for i, (prefix, run) in enumerate(runs)]
+    return [Tree((group, i), prefix, run) for i, (prefix, run) in enumerate(runs)]
 
 
 def _common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
@@ -191,7 +191,7 @@ def _balance(sizes: list[int], bins: int) -> list[list[int]]:
 
 def _merge(row: list[Tree]) -> list[Tree]:
     """Join pieces of the same tree that are in one row, so that they share one prefix again."""
-    merged: dict[int, Tree] = {}
+    merged: dict[tuple[int, int], Tree] = {}
     for piece in sorted(row, key=lambda piece: piece.key):
         held = merged[piece.key].branches if piece.key in merged else ()
         merged[piece.key] = replace(piece, branches=tuple(sorted(held + piece.branches, key=_place)))

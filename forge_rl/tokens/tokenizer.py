@@ -126,10 +126,10 @@ class Tokenizer:
         tools = tools or ()
         if (calls or has_tools(messages, tools)) and not self.shows_tools:
             messages, tools, calls = as_text(messages, ()), (), ()
-        after_calls = partial(self._after_calls, settings=settings)
-        delta = self._encode_rendered(after_calls, messages, tools, calls) if calls else None
+        after = partial(self._after_completion, settings=settings)
+        delta = self._encode_rendered(after, messages, tools, calls) if calls else None
         if delta is None:
-            delta = self._encode_rendered(partial(self._after_text, settings=settings), messages, tools)
+            delta = self._encode_rendered(after, messages, tools, ())
         if delta is None:
             raise ModelError(
                 f"the chat template of {self.folder} drops earlier completions, so a conversation cannot continue",
@@ -228,41 +228,31 @@ class Tokenizer:
             return None
         return ids if self._control.only_those_of(rendered, ids) else self._control.encode(rendered, hidden)
 
-    def _after_calls(
+    def _after_completion(
         self, messages: _Messages, tools: _Messages, calls: _Messages, *, settings: Mapping[str, object] | None
     ) -> str | None:
-        """Return the rendered text after a completion with tool calls; None if the template does not render its end."""
-        # The marker is the last call's argument. The rest of the completion after it is cut off by searching for the
-        # end of turn, so there must be one.
-        function = calls[-1]["function"]
-        assert isinstance(function, Mapping)
-        marked = {**calls[-1], "function": {**function, "arguments": {"at": self._completion}}}
+        """Return the rendered text after a completion with these tool calls; None if the template drops the completion,
+        or does not render the end of one with calls."""
+        completion: dict[str, object] = {"role": "assistant", "content": self._completion}
+        if calls:
+            # The marker is the last call's argument. The rest of the completion after it is cut off by searching for
+            # the end of turn, so there must be one.
+            function = calls[-1]["function"]
+            assert isinstance(function, Mapping)
+            marked = {**calls[-1], "function": {**function, "arguments": {"at": self._completion}}}
+            completion |= {"content": "", "tool_calls": [*calls[:-1], marked]}
+        conversation: _Messages = [{"role": "user", "content": "?"}, completion, *messages]
         try:
-            completion = {"role": "assistant", "content": "", "tool_calls": [*calls[:-1], marked]}
-            after = self._after(completion, messages, tools, settings) or ""
+            text = self._text(conversation, add_generation_prompt=True, tools=tools, settings=settings)
         except ModelError:
-            return None
+            if calls:
+                return None
+            raise
+        _, found, after = text.partition(self._completion)
+        if not calls:
+            return after if found else None
         ends = [at for token in self.stop_ids if (at := after.find(self.hf.convert_ids_to_tokens(token) or "\0")) >= 0]
         return after[min(ends) :] if ends else None
-
-    def _after_text(
-        self, messages: _Messages, tools: _Messages, *, settings: Mapping[str, object] | None
-    ) -> str | None:
-        """Return the rendered text after a completion without calls; None if the template drops the completion."""
-        return self._after({"role": "assistant", "content": self._completion}, messages, tools, settings)
-
-    def _after(
-        self,
-        marked: Mapping[str, object],
-        messages: _Messages,
-        tools: _Messages,
-        settings: Mapping[str, object] | None,
-    ) -> str | None:
-        """Return the rendered text after the marked completion; None if the template drops the completion."""
-        conversation: _Messages = [{"role": "user", "content": "?"}, marked, *messages]
-        text = self._text(conversation, add_generation_prompt=True, tools=tools, settings=settings)
-        _, found, after = text.partition(self._completion)
-        return after if found else None
 
     def _text(
         self,

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from forge_rl.data.sources.columnar import Arrow, open_copied
+from forge_rl.data.sources.columnar import open_arrow
 from forge_rl.data.sources.derived import decompressed
 from forge_rl.data.sources.lines import Delimited, JSONLines, open_json
 from forge_rl.data.sources.tables import Table
@@ -87,10 +87,8 @@ def _open(path: Path, cache: Path) -> Table:
                 return Delimited(path, cache, ",")
             case ".tsv":
                 return Delimited(path, cache, "\t")
-            case ".parquet" | ".feather":
-                return open_copied(path, cache)
-            case ".arrow":
-                return Arrow(path)
+            case ".parquet" | ".feather" | ".arrow":
+                return open_arrow(path, cache)
             case ".json":
                 return open_json(path, cache)
         return JSONLines(path, cache)

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from forge_rl.data.sources.columnar import Arrow
 from forge_rl.errors import TaskError
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-def is_hub_id(name: str) -> bool:
-    """Return True if a name has the form of a hub id, such as openai/gsm8k."""
-    return _HUB_ID.fullmatch(name) is not None
 
 
 def fetch(name: str, *, config: str = "", split: str = "", revision: str = "") -> Arrow:
@@ -47,4 +39,4 @@ def fetch(name: str, *, config: str = "", split: str = "", revision: str = "") -
         raise TaskError(f"cannot get the data set {name!r} from the hub: {why}", hint=hint) from error
     if not found.cache_files:
         raise TaskError(f"the data set {name!r} has no rows", hint="choose another :config=NAME,split=NAME")
-    return Arrow(Path(found.cache_files[0]["filename"]), batches=found.data.to_batches())
+    return Arrow(Path(found.cache_files[0]["filename"]), found.data.to_batches())

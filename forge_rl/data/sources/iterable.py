@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from forge_rl.data.sources.order import key_of, permuted
-from forge_rl.data.sources.rows import Columns, problem_of_task
+from forge_rl.data.sources.rows import Columns, prompt_key
 from forge_rl.data.sources.tables import RowError
 from forge_rl.errors import TaskError
 from forge_rl.types import Task
@@ -156,7 +156,7 @@ class IterableSource:
 
     def _task(self, item: Item) -> tuple[Task, int]:
         if isinstance(item, Task):
-            return replace(item, source=self.name), problem_of_task(item)
+            return replace(item, source=self.name), prompt_key(item.messages)
         try:
             if not isinstance(item, Mapping):
                 raise RowError(f"is a {type(item).__name__}, neither a task nor a mapping", value=item)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ _NO_COLUMN = object()
 class Columns:
     """Mapping of a row's columns to a task.
 
-        task = Columns(question="problem", answer="solution").task({"problem": "2+3?", "solution": "5"}, "sums")
+        task, _ = Columns(question="problem", answer="solution").read({"problem": "2+3?", "solution": "5"}, "sums")
         task.truth["answer"]  # "5"
 
     The prompt is the messages, the rendered template, or the question. All other columns are in the task's truth under
@@ -67,14 +67,6 @@ class Columns:
     def __post_init__(self) -> None:
         _ = self._template  # report a bad template early
 
-    def task(self, row: Mapping[str, object], source: str) -> Task:
-        """Build the task of a row.
-
-        Raises:
-            RowError: a column is missing or has an invalid value.
-        """
-        return self.read(row, source)[0]
-
     def read(self, row: Mapping[str, object], source: str, written: bytes = b"") -> tuple[Task, int]:
         """Build the task of a row, and the 64-bit digest of its problem: equal for problems that differ only in case,
         blanks, the instruction or the system message.
@@ -83,10 +75,10 @@ class Columns:
             written: raw bytes of the row in its file, if available.
 
         Raises:
-            RowError: as for `task`.
+            RowError: a column is missing or has an invalid value.
         """
-        used, asked = self._messages(row)
-        messages: list[Message] = asked
+        used, messages = self._messages(row)
+        asked = prompt_key(messages)
         tools_column = self.tools or ("tools" if row.get("tools") is not None else "")
         tools = _tools(tools_column, _get(row, tools_column)) if tools_column else ()
         truth = {name: value for name, value in row.items() if name not in (used, tools_column)}
@@ -95,9 +87,7 @@ class Columns:
             if truth["answer"] is None:
                 raise RowError("is null", column=self.answer)
         if self.problem:
-            problem = json.dumps(_get(row, self.problem), sort_keys=True, default=str)
-        else:
-            problem = "\n".join(str(one.get("content", "")) for one in asked if one["role"] != "system")
+            asked = problem_key(json.dumps(_get(row, self.problem), sort_keys=True, default=str))
         if self.instruction:
             messages = _instructed(messages, self.instruction)
         if self.system and messages[0]["role"] != "system":
@@ -110,7 +100,7 @@ class Columns:
         else:
             content = written or json.dumps(row, sort_keys=True, default=str).encode()
             name = f"{_digest(content):016x}"
-        return Task(id=name, source=source, messages=tuple(messages), truth=truth, tools=tools), problem_key(problem)
+        return Task(id=name, source=source, messages=tuple(messages), truth=truth, tools=tools), asked
 
     def _messages(self, row: Mapping[str, object]) -> tuple[str, list[Message]]:
         """Return the column used, or "", and the messages from it, without instruction and system message."""
@@ -194,9 +184,9 @@ def problem_key(text: str) -> int:
     return _digest(" ".join(text.split()).casefold().encode(errors="surrogatepass"))
 
 
-def problem_of_task(task: Task) -> int:
-    """Return the problem key of a task that was not read from a row."""
-    return problem_key("\n".join(str(one.get("content", "")) for one in task.messages if one["role"] != "system"))
+def prompt_key(messages: Sequence[Message]) -> int:
+    """Return the problem key of a prompt, without its system message."""
+    return problem_key("\n".join(str(one.get("content", "")) for one in messages if one["role"] != "system"))
 
 
 def _digest(data: bytes) -> int:
