@@ -194,8 +194,8 @@ class Written:
 
 def write_as_rank(rank: int, folder: Path) -> dict[str, Written]:
     import forge_rl.engines.titan  # noqa: F401  sets torchtitan up for CPU
+    from forge_rl.engines.titan.loading import load_weights
     from forge_rl.engines.titan.shards import local_shards, named_weights, specs, values_of
-    from forge_rl.engines.titan.state import load_weights
 
     results = {}
     for name, layout in LAYOUTS.items():

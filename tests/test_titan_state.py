@@ -24,6 +24,7 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.blocks import Block, SavePlanner, copied, training_state
 from forge_rl.engines.titan.export import Export
+from forge_rl.engines.titan.index import TensorWriter
 from forge_rl.engines.titan.shards import block, freeze, local_shards, named_weights, specs
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError
@@ -125,7 +126,7 @@ def overwrite(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, empty, overwrite, Path.unlink])
-@pytest.mark.parametrize("pattern", [".metadata", "*.distcp"])
+@pytest.mark.parametrize("pattern", ["index.json", "*.distcp"])
 def test_a_damaged_training_state_is_refused(damage: Any, pattern: str, tmp_path: Path):
     make_model(tmp_path / "hf")
     engine = engine_of(tmp_path / "hf")
@@ -347,7 +348,7 @@ def test_a_stack_of_experts_is_exported_a_few_at_a_time(tmp_path: Path):
     counts: dict[str, int] = {}
     dcp.save(
         copied(training_state(model, torch.optim.AdamW(model.parameters()), counts)),
-        checkpoint_id=tmp_path / "training",
+        storage_writer=TensorWriter(tmp_path / "training"),
         planner=SavePlanner(),
     )
     for folder in ("hf", "model"):

@@ -20,9 +20,9 @@ from forge_rl.algorithms.losses import ClippedSurrogate, Loss, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError
 from forge_rl.run.checkpoints import Checkpoints
+from forge_rl.runtime import watchdog
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
-from forge_rl.services import trainer as trainer_module
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest, ShardReport
@@ -258,8 +258,8 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             assert await step(trainer, 1) == pytest.approx(losses[1], abs=1e-6)
 
             # So is one that computes for ever, by its deadline.
-            monkeypatch.setattr(trainer_module, "_LEAST_DEADLINE_S", 2.0)
-            monkeypatch.setattr(trainer_module, "_SLACK", 0.0)
+            monkeypatch.setattr(watchdog, "_LEAST_DEADLINE_S", 2.0)
+            monkeypatch.setattr(watchdog, "_SLACK", 0.0)
             with pytest.raises(ReplicaError, match="call step: hung: no answer within 2 s") as raised:
                 await step(trainer, 1, Deadly(None))
             assert "--trainer.deadline-s" in raised.value.hint

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,7 +29,7 @@ from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
-from forge_rl.runtime.tasks import task_group
+from forge_rl.runtime.watchdog import NOTICE_S, Watchdog
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE, TrainerConfig
 from forge_rl.services.weight_store import WeightStore
@@ -38,12 +37,6 @@ from forge_rl.weights.manifest import TensorSpec
 
 if TYPE_CHECKING:
     import torch
-
-_SLACK = 20.0
-"""Factor over the slowest call of its kind after which a call's ranks count as hung."""
-_LEAST_DEADLINE_S = 300.0
-_NOTICE_S = 3.0
-"""Maximum delay until the death of a rank is noticed, after another rank failed because of it."""
 
 
 class Trainer:
@@ -76,10 +69,7 @@ class Trainer:
         self._skipped = skipped
         self._skipped_in_a_row = 0
         self._start_deadline_s = start_deadline_s
-        self._slowest: dict[str, float] = {}
-        """Maximum seconds per unit of work so far, by method."""
-        self._raised: tuple[int, str] | None = None
-        """Number of updates and the call with its error, when a rank last raised."""
+        self._watchdog = Watchdog(service, config.deadline_s, "--trainer.deadline-s")
         self._unavailable = "it has not started"
         """Reason why the ranks hold no policy; "" while they do."""
         self._specs: tuple[TensorSpec, ...] | None = None
@@ -358,7 +348,7 @@ class Trainer:
             DeadlineError: it took twice the deadline of a call.
         """
         try:
-            await self._call_ranks(self._replica, "finish_save", lambda _: (), 2 * self.config.deadline_s)
+            await self._watchdog.call(self._replica, "finish_save", lambda _: (), 2 * self.config.deadline_s)
         except (ReplicaError, DeadlineError):
             raise
         except ServiceError as error:
@@ -383,7 +373,7 @@ class Trainer:
             replica.death.add_done_callback(self._on_last_death)
         await self._service.watch(replica, deadline_s=deadline_s)
         address, port = await replica.call("meeting_point", self.config.port, deadline_s=deadline_s, rank=0)
-        started = await self._call_ranks(replica, "setup", lambda rank: (rank, address, port, resume), deadline_s)
+        started = await self._watchdog.call(replica, "setup", lambda rank: (rank, address, port, resume), deadline_s)
         self.version, self.updates, self.parameters = started[0]
         self._published, self._skipped_in_a_row = None, 0
         self._unavailable = ""
@@ -403,94 +393,20 @@ class Trainer:
     def _spent(self, cause: str) -> str:
         return f"{cause}; it has been restarted {self.restarts} times, of at most {self.config.max_restarts}"
 
-    async def _all(
-        self, method: str, *args: object, parcel: Callable[[int], object] | None = None, work: int = 1
-    ) -> list[Any]:
-        """Call a method on all ranks.
-
-        Args:
-            parcel: returns the data to send to a rank first, for its `take_parcel`.
-            work: units of work that the call's time scales with, such as tokens.
-
-        Raises:
-            ReplicaError: as `_call_ranks`, or the ranks hang: they take far longer than any such call before.
-        """
-        replica, deadline_s = self._replica, self.config.deadline_s
-        if method in self._slowest:
-            expected_s = self._slowest[method] * max(1, work)
-            deadline_s = min(deadline_s, max(_LEAST_DEADLINE_S, _SLACK * expected_s))
-        began = replica.clock()
+    async def _all(self, method: str, *args: object, **how: Any) -> list[Any]:
+        """Call a method on all ranks; see `Watchdog.work`. After an error, wait until they can be saved, or count them
+        as dead."""
+        replica = self._replica
         try:
-            if parcel is not None:
-                async with task_group() as sending:
-                    for rank in range(replica.ranks):
-                        sending.create_task(
-                            replica.send(parcel(rank), for_call=method, deadline_s=deadline_s, rank=rank)
-                        )
-            results = await self._call_ranks(replica, method, lambda _: args, deadline_s)
-        except DeadlineError as error:
-            self._service.mark_failed(replica, f"hung: {error.message}")
-            hint = f"see {replica.log}; raise --trainer.deadline-s if the work really takes longer"
-            raise ReplicaError(
-                f"hung: {error.message}", service=self._service.name, replica=replica.index, call=method, hint=hint
-            ) from error
+            return await self._watchdog.work(replica, method, *args, progress=self.updates, **how)
         except ReplicaError:
             raise
         except ForgeError as error:
-            await self._after_error(replica, method, error)
+            # All ranks raise an error of the loss; after other errors some may hang in a collective.
+            alike = replica.ranks == 1 or isinstance(error, LossError)
+            deadline_s = self.config.deadline_s if alike else NOTICE_S
+            try:  # earlier updates stay and count
+                self.updates = (await replica.call_ranks("wait_idle", lambda _: (), deadline_s=deadline_s))[0]
+            except ServiceError:
+                self._service.mark_failed(replica, f"call {method} failed: {error.message}")
             raise
-        if work:
-            seconds = (replica.clock() - began) / work
-            self._slowest[method] = max(seconds, self._slowest.get(method, 0.0))
-        return results
-
-    async def _after_error(self, replica: Replica, method: str, error: ForgeError) -> None:
-        """After a rank raised, bring the ranks to a state that can be saved, or count them as dead.
-
-        A ForgeError is for the user to fix. Other errors may come from a device or a collective, which a restart can
-        repair; but one that recurs at the same number of updates is a bug that every restart would hit.
-
-        Raises:
-            ReplicaError: the ranks must be restarted.
-        """
-        foreign = type(error) is ServiceError
-        raised = self.updates, re.sub(r"\d+", "#", f"{method}: {error.message}")
-        again, self._raised = self._raised == raised, raised if foreign else None
-        cause = f"call {method} failed: {error.message}"
-        if foreign and not again:
-            self._service.mark_failed(replica, cause)
-            raise ReplicaError(
-                cause, service=self._service.name, replica=replica.index, call=method, hint=f"see {replica.log}"
-            ) from error
-        # All ranks raise an error of the loss; after other errors some may hang in a collective.
-        alike = replica.ranks == 1 or isinstance(error, LossError)
-        deadline_s = self.config.deadline_s if alike else _NOTICE_S
-        try:  # earlier updates stay and count
-            self.updates = (await replica.call_ranks("wait_idle", lambda _: (), deadline_s=deadline_s))[0]
-        except ServiceError:
-            self._service.mark_failed(replica, cause)
-
-    async def _call_ranks(
-        self, replica: Replica, method: str, args_of_rank: Callable[[int], Sequence[object]], deadline_s: float
-    ) -> list[Any]:
-        """Call a method on all ranks, with each rank's own arguments.
-
-        Raises:
-            ReplicaError: a rank died or hung, even if another rank reported it first, through a failed collective.
-        """
-        try:
-            return await replica.call_ranks(method, args_of_rank, deadline_s=deadline_s)
-        except (ReplicaError, DeadlineError):
-            raise
-        except ForgeError as error:
-            if replica.ranks > 1:
-                await asyncio.wait((replica.death,), timeout=_NOTICE_S)
-            if not replica.death.done():
-                raise
-            raise ReplicaError(
-                replica.death.result(),
-                service=self._service.name,
-                replica=replica.index,
-                call=method,
-                hint=f"see {replica.log}",
-            ) from error

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge_rl.engines.titan.blocks import Block, LoadPlanner
-from forge_rl.engines.titan.index import TrainingStateReader
+from forge_rl.engines.titan.index import TensorReader
 from forge_rl.weights.names import Part
 from forge_rl.weights.slices import TensorSlice
 
@@ -47,13 +47,13 @@ class Export:
         file_bytes: maximum size of a file; a larger weight gets its own.
 
     Raises:
-        ValueError, pickle.UnpicklingError: the folder does not hold a training state.
+        OSError, ValueError, TypeError, LookupError: the folder does not hold a training state.
     """
 
     def __init__(
         self, training: Path, source: Path, dtype: torch.dtype, parts: Parts, *, file_bytes: int = _FILE_BYTES
     ) -> None:
-        self._reader, self._planner = TrainingStateReader(training), LoadPlanner()
+        self._reader, self._planner = TensorReader(training), LoadPlanner()
         self._index = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._index, is_coordinator=True)
         self._source = source

@@ -18,12 +18,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from forge_rl.engines.platform import device_threads
 from forge_rl.engines.titan.blocks import CopiedBlock, SavePlanner, copied, training_state
 from forge_rl.engines.titan.export import Export, Parts
+from forge_rl.engines.titan.index import TensorWriter
+from forge_rl.engines.titan.loading import cause_of
 from forge_rl.engines.titan.shards import names_of
-from forge_rl.engines.titan.state import cause_of
 from forge_rl.errors import CheckpointError
 
 
-class StateSaver:
+class CheckpointWriter:
     """Saves an engine's state; all ranks make the same calls in the same order.
 
         saved = saver.save(model, optimizer, {"updates": 3}, folder, source=source, dtype=torch.bfloat16)
@@ -78,7 +79,7 @@ class StateSaver:
         training = folder / "training"
 
         def write_state() -> None:
-            dcp.save(state, checkpoint_id=training, planner=SavePlanner(), process_group=self._group)
+            dcp.save(state, storage_writer=TensorWriter(training), planner=SavePlanner(), process_group=self._group)
             state.clear()
 
         def export() -> None:

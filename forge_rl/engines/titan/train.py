@@ -24,6 +24,7 @@ from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.memory import adds_up_once
 from forge_rl.engines.platform import local_device, release_memory, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.loading import load_training_state, load_weights
 from forge_rl.engines.titan.masks import attention_mask, compile_once
 from forge_rl.engines.titan.measures import Measures
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
@@ -31,9 +32,8 @@ from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients
 from forge_rl.engines.titan.routing import routing_counts, routing_metrics, set_routing
 from forge_rl.engines.titan.rows import DeviceRow, on_device
-from forge_rl.engines.titan.saving import StateSaver
+from forge_rl.engines.titan.saving import CheckpointWriter
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
-from forge_rl.engines.titan.state import load_training_state, load_weights
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics import Max, Mean, Sum, Value
 from forge_rl.packing.rows import Minibatch, Row
@@ -67,7 +67,7 @@ class TitanEngine:
         )
         self._adds_up_once = adds_up_once(self.architecture.weights, settings, ranks=dist.get_world_size())
         self._offloaded: OffloadedState | None = None
-        self._saver = StateSaver()
+        self._saver = CheckpointWriter()
 
     def train_batch(
         self,
@@ -227,9 +227,7 @@ class TitanEngine:
 
     def load_training_state(self, folder: Path) -> int:
         self.onload()
-        counts = load_training_state(
-            self.model, self.optimizer, ("updates", "version"), folder, newer={"planned": "updates"}
-        )
+        counts = load_training_state(self.model, self.optimizer, ("updates", "planned", "version"), folder)
         self.updates, self.planned = counts["updates"], counts["planned"]
         return counts["version"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from forge_rl.engines.titan.blocks import LoadPlanner, training_state
-from forge_rl.engines.titan.index import TrainingStateReader
+from forge_rl.engines.titan.index import TensorReader
 from forge_rl.engines.titan.shards import named_weights, names_of, slice_of, values_of
 from forge_rl.errors import CheckpointError, ModelError
 from forge_rl.models import mxfp4
@@ -95,16 +95,13 @@ def _open(path: Path) -> safe_open:
 def load_training_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    counts: Iterable[str],
+    counts: Sequence[str],
     folder: Path,
-    *,
-    newer: Mapping[str, str],
 ) -> dict[str, int]:
-    """Load a training state that a StateSaver wrote, in any layout, into the model and the optimizer.
+    """Load a training state that a CheckpointWriter wrote, in any layout, into the model and the optimizer.
 
     Args:
         counts: names of the counts saved with the state.
-        newer: counts that older states lack, each with the count that has the same value there.
 
     Returns:
         The counts by name.
@@ -112,14 +109,10 @@ def load_training_state(
     Raises:
         CheckpointError: the state is incomplete, corrupt, crafted, or of another model.
     """
-    state = training_state(model, optimizer, dict.fromkeys([*counts, *newer], 0))
+    state = training_state(model, optimizer, dict.fromkeys(counts, 0))
     try:
-        reader = TrainingStateReader(folder)
-        saved = set(reader.read_metadata().state_dict_metadata)
-        _check_frozen(saved, set(state), folder)
-        for name, same in newer.items():
-            if name not in saved:
-                state[name] = state[same]
+        reader = TensorReader(folder)
+        _check_frozen(set(reader.read_metadata().state_dict_metadata), set(state), folder)
         dcp.load(state, storage_reader=reader, planner=LoadPlanner())
     except CheckpointError:
         raise
@@ -131,7 +124,7 @@ def load_training_state(
     for parameter in model.parameters():
         if parameter.requires_grad:
             optimizer.state[parameter]["step"].copy_(state["steps"].values)
-    return {name: int(state[name].values) for name in [*counts, *newer]}
+    return {name: int(state[name].values) for name in counts}
 
 
 def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:
