@@ -21,7 +21,7 @@ from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError, LossError
 from forge_rl.metrics import Max, Mean, merge_all, reduce
 from forge_rl.packing.rows import Packed
-from forge_rl.types import Batch
+from forge_rl.types import Batch, Score
 from tests.fakes import empty_row, hf_weights, make_model, packed, random_batch, train_batch
 from tests.plain_trainer import PlainTrainer
 
@@ -149,7 +149,7 @@ def mixed_batch(seed: int) -> Batch:
     """Four groups, of which two have equal rewards, but not at the start."""
     batch = random_batch(seed, vocab=43, groups=4)
     groups = [
-        replace(group, episodes=tuple(replace(episode, reward=0.1) for episode in group.episodes))
+        replace(group, episodes=tuple(replace(episode, score=Score(total=0.1)) for episode in group.episodes))
         if p in (1, 2)
         else group
         for p, group in enumerate(batch.groups)

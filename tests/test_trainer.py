@@ -20,6 +20,7 @@ from forge_rl.run.run_config import RunConfig
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.types import Score
 from forge_rl.weights.manifest import Manifest
 from tests.fake_actors import cluster
 from tests.fakes import make_model, packed, random_batch, unpack
@@ -149,7 +150,9 @@ def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
     batch = random_batch(0, vocab=43, groups=4)
     uniform = replace(
         batch,
-        groups=tuple(replace(g, episodes=tuple(replace(e, reward=0.1) for e in g.episodes)) for g in batch.groups),
+        groups=tuple(
+            replace(g, episodes=tuple(replace(e, score=Score(total=0.1)) for e in g.episodes)) for g in batch.groups
+        ),
     )
 
     async def run() -> None:
