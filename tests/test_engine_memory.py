@@ -16,7 +16,7 @@ def resident_bytes() -> int:
 
 
 def test_pages_are_given_back_and_come_back_as_zeros_until_they_are_written() -> None:
-    from forge_rl.engines.vllm.internals import release
+    from forge_rl.engines.vllm.cpu import release
 
     kept = torch.ones(1 << 20)
     tensors = [torch.ones(64 << 20, dtype=torch.uint8) for _ in range(2)]
@@ -31,7 +31,7 @@ def test_pages_are_given_back_and_come_back_as_zeros_until_they_are_written() ->
 
 
 def test_what_shares_a_page_with_others_is_left() -> None:
-    from forge_rl.engines.vllm.internals import release
+    from forge_rl.engines.vllm.cpu import release
 
     tensor = torch.ones(PAGE // 2, dtype=torch.uint8)
     release([tensor])

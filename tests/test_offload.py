@@ -14,8 +14,7 @@ from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import host_memory
-from forge_rl.engines.titan.host_memory import HostCopies, joined
-from forge_rl.engines.titan.offload import OffloadedState
+from forge_rl.engines.titan.host_memory import HostCopies, OffloadedTensors, joined
 from forge_rl.engines.titan.shards import named_weights, values_of
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ForgeError
@@ -210,7 +209,7 @@ def test_a_storage_leaves_once_and_whole_however_many_share_it():
     base = torch.arange(12.0)
     tensors = [base[2:5], base.view(3, 4).t(), base, torch.arange(5, dtype=torch.int16), torch.empty(0)]
     before = [tensor.clone() for tensor in tensors]
-    offloaded = OffloadedState(iter(tensors))
+    offloaded = OffloadedTensors(iter(tensors))
     assert offloaded.bytes == 12 * 4 + 5 * 2
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * 5
     offloaded.bring_back()
@@ -222,7 +221,7 @@ def test_a_storage_leaves_once_and_whole_however_many_share_it():
 def test_what_finds_no_room_can_come_back_later(monkeypatch: pytest.MonkeyPatch):
     tensors = [torch.arange(10.0) + index for index in range(3)]
     before = [tensor.clone() for tensor in tensors]
-    offloaded = OffloadedState(tensors)
+    offloaded = OffloadedTensors(tensors)
     resize, calls = torch.UntypedStorage.resize_, []
 
     def full(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -252,7 +251,7 @@ def test_when_host_memory_runs_out_nothing_has_left(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(HostCopies, "of", full)
     with pytest.raises(RuntimeError, match="no memory"):
-        OffloadedState(tensors)
+        OffloadedTensors(tensors)
     assert [tensor.tolist() for tensor in tensors] == [list(range(10)), list(range(20))]
 
 

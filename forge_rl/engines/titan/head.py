@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
 
 from forge_rl.algorithms.logprobs import token_logprobs, widened
+from forge_rl.engines.titan.shards import local
 from forge_rl.engines.titan.vocabulary import split_token_logprobs
 
 HEAD_CHUNK_BYTES = 256 << 20
@@ -34,7 +35,7 @@ class FloatHead(Linear):
         Many targets are scored in chunks, whose logits are recomputed for the backward pass, so that [N, V] is never
         held.
         """
-        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        weight = local(self.weight)
         if targets is None:
             return self._logits(hidden, weight)
 

@@ -1,8 +1,12 @@
-"""Host memory for copies of device tensors, in reusable buffers of one size."""
+"""Copies tensors to host memory in reusable buffers of one size, and moves storages there and back in place."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+
+from forge_rl.errors import ForgeError
 
 BUFFER_BYTES = 64 << 20
 """Bytes of a buffer: a power of two, to which torch rounds pinned memory up. torch keeps freed buffers for reuse, so a
@@ -39,3 +43,59 @@ class HostCopies:
 def joined(pieces: list[torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the copied values in new memory."""
     return torch.cat(pieces).view(dtype).view(shape)
+
+
+class OffloadedTensors:
+    """Holds offloaded storages.
+
+        offloaded = OffloadedTensors(model.parameters())  # the device's memory is free now
+        offloaded.bring_back()
+
+    Until brought back, the storages are empty and must not be read. Tensors, views, DTensor shards, FSDP's flat views
+    and optimizer state keep their storages, which then hold the same bytes again.
+
+    Args:
+        tensors: local tensors. The whole storage of each is moved, shared ones once. On CUDA, host memory is pinned,
+            and the device's memory is released to other processes too.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        copies = HostCopies()
+        self._left = [(storage, copies.of(_bytes_of(storage))) for storage in storages.values()]
+        self.bytes = sum(storage.nbytes() for storage, _ in self._left)
+        _finish_copies()
+        for storage, _ in self._left:  # only now, so that running out of host memory changes nothing
+            storage.resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def bring_back(self) -> None:
+        """Refill the storages. Can be retried after an error.
+
+        Raises:
+            ForgeError: the device is out of memory.
+        """
+        while self._left:
+            storage, copies = self._left[-1]
+            try:
+                storage.resize_(sum(copy.nbytes for copy in copies))
+            except torch.OutOfMemoryError as error:
+                raise ForgeError(
+                    f"no room to bring the trainer's state back to {storage.device}: {error}",
+                    hint="lower --generator.gpu-memory-utilization if engines share this device",
+                ) from error
+            for piece, copy in zip(_bytes_of(storage).split(list(map(len, copies))), copies, strict=True):
+                piece.copy_(copy, non_blocking=True)
+            self._left.pop()
+        _finish_copies()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a view of a storage, `[bytes] uint8`."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _finish_copies() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

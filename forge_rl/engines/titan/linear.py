@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
 from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
 from torchtitan.models.gpt_oss.moe import ScaleBiasForward
 
 from forge_rl.algorithms.logprobs import widened
+from forge_rl.engines.titan.shards import local
 
 
 class FloatGate(Linear):
@@ -42,5 +42,5 @@ class RowwiseLinear(ScaledBiasRowwiseLinear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Project a rank's part of [..., inputs] to its partial sum of [..., outputs]."""
-        weight, bias = (each.to_local() if isinstance(each, DTensor) else each for each in (self.weight, self.bias))
-        return nn.functional.linear(input, weight, ScaleBiasForward.apply(bias, self.tp_degree, input.dtype))
+        bias = ScaleBiasForward.apply(local(self.bias), self.tp_degree, input.dtype)
+        return nn.functional.linear(input, local(self.weight), bias)

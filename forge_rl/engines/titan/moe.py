@@ -18,6 +18,7 @@ from torchtitan.ops.scatter_add import deterministic_scatter_add
 from forge_rl.engines.families.family import Experts
 from forge_rl.engines.titan.linear import FloatGate
 from forge_rl.engines.titan.routing import ReplayRouter
+from forge_rl.engines.titan.shards import local
 
 _GPT_OSS = ("mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED")
 _LOADED = dict.fromkeys(("weight", "bias", "w1_EFD", "w2_EDF", "w3_EFD", *_GPT_OSS), skip_param_init)
@@ -98,7 +99,7 @@ class PlainExperts(GroupedExperts):
         ends = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
 
         def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return _grouped_product(self, x, _local(weight), ends)
+            return _grouped_product(self, x, local(weight), ends)
 
         hidden = nn.functional.silu(product(x_RD, self.w1_EFD)) * product(x_RD, self.w3_EFD)
         return product(hidden, self.w2_EDF)
@@ -118,15 +119,15 @@ class ClampedExperts(GptOssGroupedExperts):
         of_rows = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
 
         def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return _grouped_product(self, x, _local(weight), ends)
+            return _grouped_product(self, x, local(weight), ends)
 
-        hidden = product(x_RD, self.mlp1_weight_EGD) + _local(self.mlp1_bias_EG)[of_rows]
+        hidden = product(x_RD, self.mlp1_weight_EGD) + local(self.mlp1_bias_EG)[of_rows]
         out = product(swiglu(hidden, limit=self.swiglu_limit), self.mlp2_weight_EDF)
         weight = self.mlp1_weight_EGD
         axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
         # Tensor-parallel ranks sum their results, which must add the bias once.
         shares = weight.device_mesh.size(axes.index("tp")) if "tp" in axes else 1
-        bias: torch.Tensor = ScaleBiasForward.apply(_local(self.mlp2_bias_ED)[of_rows], shares, out.dtype)
+        bias: torch.Tensor = ScaleBiasForward.apply(local(self.mlp2_bias_ED)[of_rows], shares, out.dtype)
         return out + bias
 
 
@@ -140,7 +141,3 @@ def _grouped_product(
         return torch.cat([rows @ weight.t() for rows, weight in zip(x.split(counts), weights, strict=True)])
     product: torch.Tensor = experts._grouped_mm(A=x, B_t=weights.transpose(-2, -1), offs=ends)
     return product
-
-
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -37,30 +37,30 @@ def plan_training(
     dtype = resolve_dtype(settings.dtype)
     kept = torch.promote_types(dtype, torch.float32).itemsize
     tokens = tokens or settings.seq_len
-    tensor_parallel_degree, context_parallel_degree = (
-        _degree(settings, "tensor_parallel_degree"),
-        _degree(settings, "context_parallel_degree"),
+    tp, cp, split = (
+        settings.tensor_parallel_degree,
+        settings.context_parallel_degree,
+        ranks // settings.data_parallel_replicate_degree,
     )
-    split = ranks // _degree(settings, "data_parallel_replicate_degree")
     with torch.device("meta"):
         model = build_model(architecture, max_positions=tokens)
     freeze(model, settings.frozen)
     count, trained = (
         sum(each.numel() for each in model.parameters() if each.requires_grad or of_all) for of_all in (True, False)
     )
-    gathered = _gathered(model, dtype, split, expert_parallel_degree=_degree(settings, "expert_parallel_degree"))
+    gathered = _gathered(model, dtype, split, settings.expert_parallel_degree)
     windowed = architecture.window is not None
-    row, head = (found // tensor_parallel_degree for found in _row_bytes(model, settings, dtype, tokens, windowed))
-    if context_parallel_degree > 1:  # each rank keeps the keys and values of the whole row
+    row, head = (found // tp for found in _row_bytes(model, settings, dtype, tokens, windowed))
+    if cp > 1:  # each rank keeps the keys and values of the whole row
         layers = architecture.layers if settings.activation_checkpointing == "none" else 1
-        others = tokens * (context_parallel_degree - 1) * architecture.kv_heads * architecture.head_dim
-        row += 2 * layers * others * dtype.itemsize // tensor_parallel_degree
+        others = tokens * (cp - 1) * architecture.kv_heads * architecture.head_dim
+        row += 2 * layers * others * dtype.itemsize // tp
     return TrainMemory(
         weights=kept * count // split,
-        gradients=kept * trained // (tensor_parallel_degree if adds_up_once(count, settings, ranks=ranks) else split),
+        gradients=kept * trained // (tp if adds_up_once(count, settings, ranks=ranks) else split),
         optimizer=2 * kept * trained // split,
         reference=dtype.itemsize * count // split if reference else 0,
-        gathered=gathered // tensor_parallel_degree,
+        gathered=gathered // tp,
         activations=row,
         head=head,
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
@@ -70,11 +70,7 @@ def plan_training(
     )
 
 
-def _degree(settings: TrainSettings, name: str) -> int:
-    return int(getattr(settings, name, 1))
-
-
-def _gathered(model: nn.Module, dtype: torch.dtype, split: int, *, expert_parallel_degree: int) -> int:
+def _gathered(model: nn.Module, dtype: torch.dtype, split: int, ep: int) -> int:
     """Bytes of gathered weights in the dtype of the passes: two units, as FSDP prefetches one. A rank gathers only its
     own experts."""
     if split == 1:  # they are cast once, and stay
@@ -82,10 +78,7 @@ def _gathered(model: nn.Module, dtype: torch.dtype, split: int, *, expert_parall
     layers: list[Any] = list(model.get_submodule("layers").children())
     inside = {id(p) for layer in layers for p in layer.parameters()}
     units = [
-        sum(
-            p.numel() // (expert_parallel_degree if ".inner_experts." in name else 1)
-            for name, p in layer.named_parameters()
-        )
+        sum(p.numel() // (ep if ".inner_experts." in name else 1) for name, p in layer.named_parameters())
         for layer in layers
     ]
     units.append(sum(p.numel() for p in model.parameters() if id(p) not in inside))

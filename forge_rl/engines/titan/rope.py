@@ -13,6 +13,7 @@ from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 
 from forge_rl.algorithms.logprobs import widened
 from forge_rl.engines.families.family import Architecture
+from forge_rl.engines.titan.shards import local
 
 
 def half_rope(architecture: Architecture, max_positions: int) -> Any:
@@ -86,7 +87,7 @@ class HalfRoPE(CosSinRoPE):
         query: torch.Tensor, key: torch.Tensor, rope_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries and keys by their positions, in fewer passes over memory than torchtitan."""
-        cache = rope_cache.to_local() if isinstance(rope_cache, DTensor) else rope_cache
+        cache = local(rope_cache)
 
         def turned(x: torch.Tensor) -> torch.Tensor:
             if not isinstance(x, DTensor):

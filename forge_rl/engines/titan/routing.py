@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
+from forge_rl.engines.titan.shards import local
 from forge_rl.errors import ForgeError
 from forge_rl.metrics import Mean, Value
 
@@ -63,14 +64,14 @@ class ReplayRouter(TokenChoiceTopKRouter):
     def _count(
         self, chosen: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor | None, real: torch.Tensor
     ) -> torch.Tensor:
-        real = _local(_like(real, chosen, sharded=True))
-        ids = _local(chosen)
+        real = local(_like(real, chosen, sharded=True))
+        ids = local(chosen)
         each = real[..., None].expand_as(ids).flatten().long()
         load = each.new_zeros(self.num_experts).scatter_add(0, ids.flatten(), each)
         if self.replayed is None:
             return torch.cat([load, torch.stack([real.sum()]), load.new_zeros(2)])
-        known = (_local(_like(self.replayed, chosen, sharded=True)) >= 0).all(-1) & real
-        own = _local(scores) if bias is None else _local(scores) + _local(bias)
+        known = (local(_like(self.replayed, chosen, sharded=True)) >= 0).all(-1) & real
+        own = local(scores) if bias is None else local(scores) + local(bias)
         if self.num_expert_groups is not None:
             own = self._get_node_limited_routing_scores(own)
         own_ids = own.topk(self.top_k, dim=-1).indices
@@ -137,7 +138,3 @@ def _like(values: torch.Tensor, other: torch.Tensor, *, sharded: bool = False) -
         return values
     whole = DTensor.from_local(values, other.device_mesh, run_check=False)
     return whole.redistribute(placements=other.placements) if sharded else whole
-
-
-def _local(values: torch.Tensor) -> torch.Tensor:
-    return values.to_local() if isinstance(values, DTensor) else values

@@ -86,9 +86,14 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise ConfigError("every weight of the model is frozen", hint="give --trainer.frozen fewer patterns")
 
 
+def local(values: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a distributed tensor, and other tensors as they are."""
+    return values.to_local() if isinstance(values, DTensor) else values
+
+
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return a view of this rank's slice of a weight or of its optimizer state."""
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+    return local(parameter).detach()
 
 
 def slice_of(parameter: torch.Tensor) -> TensorSlice:

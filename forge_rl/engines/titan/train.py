@@ -24,11 +24,11 @@ from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.memory import adds_up_once
 from forge_rl.engines.platform import local_device, release_memory, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.host_memory import OffloadedTensors
 from forge_rl.engines.titan.loading import load_training_state, load_weights
 from forge_rl.engines.titan.masks import attention_mask, compile_once
 from forge_rl.engines.titan.measures import Measures
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
-from forge_rl.engines.titan.offload import OffloadedState
 from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients
 from forge_rl.engines.titan.routing import routing_counts, routing_metrics, set_routing
 from forge_rl.engines.titan.rows import DeviceRow, on_device
@@ -66,7 +66,7 @@ class TitanEngine:
             fused=True,
         )
         self._adds_up_once = adds_up_once(self.architecture.weights, settings, ranks=dist.get_world_size())
-        self._offloaded: OffloadedState | None = None
+        self._offloaded: OffloadedTensors | None = None
         self._saver = CheckpointWriter()
 
     def train_batch(
@@ -201,7 +201,7 @@ class TitanEngine:
             release_memory()
             return 0
         on_device = (tensor for tensor in self._held() if tensor.device.type == self.device.type)
-        self._offloaded = OffloadedState(on_device)
+        self._offloaded = OffloadedTensors(on_device)
         return self._offloaded.bytes
 
     def onload(self) -> int:

@@ -1,9 +1,17 @@
-"""Patches vLLM's CPU backend: reloaded or sharded experts, RoPE in latent attention. Tested with vLLM 0.32.0."""
+"""What only vLLM's CPU backend needs: patches of experts and of RoPE, and memory that it does not free.
+
+Tested with vLLM 0.32.0.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +21,10 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
+from forge_rl.engines.vllm import internals
 
-def mend(model: nn.Module) -> None:
+
+def patch(model: nn.Module) -> None:
     """Patch this worker and its model; idempotent."""
     for layer in model.modules():
         if isinstance(layer, RotaryEmbedding) and not hasattr(layer._forward_method, "__wrapped__"):
@@ -27,6 +37,35 @@ def mend(model: nn.Module) -> None:
         method._setup_kernel = _with_repacking(method._setup_kernel)
     communicator: Any = CpuCommunicator
     communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
+
+
+def unlink_shared_memory(worker: int) -> None:
+    """Unlink the shared memory of a CPU worker's all-reduce, once all workers have mapped it: vLLM would leave it
+    behind when killed."""
+    for line in Path(f"/proc/{worker}/maps").read_text().splitlines():
+        path = Path(line.split(maxsplit=5)[-1])
+        if path.name.startswith("vllm_dist_") and path.parent == Path("/dev/shm"):
+            path.unlink(missing_ok=True)
+
+
+def release_kv_cache(worker: Any) -> None:
+    """Free the KV cache's pages on CPU, which vLLM's sleep cannot; it then reads as zeros, as on a fresh start."""
+    internals.check_names(worker, ("model_runner.kv_caches",))
+    release(worker.model_runner.kv_caches)
+
+
+def release(tensors: Iterable[torch.Tensor]) -> None:
+    """Free the pages wholly within contiguous tensors; they read as zeros and are allocated again when written."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    for address, storage in storages.items():
+        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (address + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > first and libc.madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(end - first), ctypes.c_int(mmap.MADV_DONTNEED)
+        ):
+            number = ctypes.get_errno()
+            raise OSError(number, f"{os.strerror(number)}: {end - first} bytes of the KV cache cannot be freed")
 
 
 def _on_rows(original: Any) -> Any:

@@ -31,12 +31,12 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.vllm import BACKEND
 from forge_rl.engines.vllm.causes import own_log, start_cause
+from forge_rl.engines.vllm.cpu import unlink_shared_memory
 from forge_rl.engines.vllm.internals import (
     answer_between_steps,
     call_workers,
     engine_pids,
     stop_decoding,
-    unlink_shared_memory,
     version_starts,
 )
 from forge_rl.engines.vllm.steps import watch_steps

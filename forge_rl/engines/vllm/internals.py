@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
 import operator
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,15 +57,6 @@ def engine_pids(llm: AsyncLLM) -> list[int]:
     return [process.pid for process in (*resources.engine_manager.processes, *coordinator)]
 
 
-def unlink_shared_memory(worker: int) -> None:
-    """Unlink the shared memory of a CPU worker's all-reduce, once all workers have mapped it: vLLM would leave it
-    behind when killed."""
-    for line in Path(f"/proc/{worker}/maps").read_text().splitlines():
-        path = Path(line.split(maxsplit=5)[-1])
-        if path.name.startswith("vllm_dist_") and path.parent == Path("/dev/shm"):
-            path.unlink(missing_ok=True)
-
-
 async def call_workers(llm: AsyncLLM, method: str, *args: object) -> list[Any]:
     """Call a method on all workers of all data-parallel ranks; AsyncLLM.collective_rpc only returns the answers of the
     first rank."""
@@ -107,12 +94,6 @@ def allow_another_update(worker: Any) -> None:
     """Let a worker begin a weight update after an unfinished one."""
     check_names(worker, ("_weight_update_active",))
     worker._weight_update_active = False
-
-
-def release_kv_cache(worker: Any) -> None:
-    """Free the KV cache's pages on CPU, which vLLM's sleep cannot; it then reads as zeros, as on a fresh start."""
-    check_names(worker, ("model_runner.kv_caches",))
-    release(worker.model_runner.kv_caches)
 
 
 def begin_reload(model: torch.nn.Module) -> None:
@@ -216,17 +197,3 @@ def copy_held(
 def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
     """Device and address of a tensor's storage; the address is 0 on meta."""
     return tensor.device, tensor.untyped_storage().data_ptr()
-
-
-def release(tensors: Iterable[torch.Tensor]) -> None:
-    """Free the pages wholly within contiguous tensors; they read as zeros and are allocated again when written."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
-    for address, storage in storages.items():
-        first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (address + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > first and libc.madvise(
-            ctypes.c_void_p(first), ctypes.c_size_t(end - first), ctypes.c_int(mmap.MADV_DONTNEED)
-        ):
-            number = ctypes.get_errno()
-            raise OSError(number, f"{os.strerror(number)}: {end - first} bytes of the KV cache cannot be freed")

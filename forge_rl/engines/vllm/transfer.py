@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy.typing as npt
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -53,6 +55,22 @@ class WorkerReport:
     """Seconds spent on fingerprints of live parameters; the others are taken while copying."""
 
 
+def _answered(work: Callable[..., object]) -> Callable[..., bytes]:
+    """Have a method return its pickled result, or the pickled error that it raised."""
+
+    @functools.wraps(work)
+    def answer(*args: object) -> bytes:
+        try:
+            return pickle.dumps(work(*args))
+        except ForgeError as error:
+            return pickle.dumps(error)
+        except Exception as error:
+            traceback.print_exc()
+            return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    return answer
+
+
 class WorkerExtension:
     """Methods that vLLM adds to its worker, for collective_rpc.
 
@@ -63,68 +81,51 @@ class WorkerExtension:
     weight_transfer_engine: BucketTransferEngine
     forge_rl_routing: RoutingCapture
 
-    def forge_rl_process_id(self) -> bytes:
-        return pickle.dumps(os.getpid())
+    @_answered
+    def forge_rl_process_id(self) -> int:
+        return os.getpid()
 
-    def forge_rl_start_load(self) -> bytes:
+    @_answered
+    def forge_rl_start_load(self) -> None:
         """Begin to load a version, possibly after a failed load."""
         worker: Any = self
         internals.allow_another_update(worker)
-        return _answer(worker.start_weight_update)
+        worker.start_weight_update()
 
-    def forge_rl_load_bucket(self, version: int, bucket: bytes) -> bytes:
+    @_answered
+    def forge_rl_load_bucket(self, version: int, bucket: bytes) -> None:
         """Load a bucket of the version, a pickled `TensorBucket`."""
         worker: Any = self
-        return _answer(lambda: worker.update_weights({"version": version, "bucket": bucket}))
+        worker.update_weights({"version": version, "bucket": bucket})
 
-    def forge_rl_finish_load(self) -> bytes:
-        """Finish the load; answers a `WorkerReport`."""
+    @_answered
+    def forge_rl_finish_load(self) -> WorkerReport:
         worker: Any = self
+        worker.finish_weight_update()
+        return self.weight_transfer_engine.report()
 
-        def finish() -> WorkerReport:
-            worker.finish_weight_update()
-            return self.weight_transfer_engine.report()
-
-        return _answer(finish)
-
-    def forge_rl_give_up_load(self) -> bytes:
+    @_answered
+    def forge_rl_give_up_load(self) -> None:
         """Reset the worker after a load that failed here or in another worker."""
-        return _answer(self.weight_transfer_engine.give_up)
+        self.weight_transfer_engine.give_up()
 
-    def forge_rl_capture_routing(self) -> bytes:
+    @_answered
+    def forge_rl_capture_routing(self) -> None:
         """Start recording the experts that each request's tokens are routed to."""
+        from forge_rl.engines.vllm.cpu_routing import RoutingCapture
 
-        def capture() -> None:
-            from forge_rl.engines.vllm.cpu_routing import RoutingCapture
+        self.forge_rl_routing = RoutingCapture(self)
 
-            self.forge_rl_routing = RoutingCapture(self)
-
-        return _answer(capture)
-
-    def forge_rl_take_routing(self, request: str) -> bytes:
+    @_answered
+    def forge_rl_take_routing(self, request: str) -> npt.NDArray[Any] | None:
         """Answer `RoutingCapture.take`; None from all but the first tensor-parallel rank, since all hold the same."""
         worker: Any = self
+        found = self.forge_rl_routing.take(request)
+        return found if worker.rank % worker.parallel_config.tensor_parallel_size == 0 else None
 
-        def take() -> Any:
-            found = self.forge_rl_routing.take(request)
-            return found if worker.rank % worker.parallel_config.tensor_parallel_size == 0 else None
-
-        return _answer(take)
-
-    def forge_rl_release_kv_cache(self) -> bytes:
-        """Free the KV cache's memory on CPU."""
-        return _answer(lambda: internals.release_kv_cache(self))
-
-
-def _answer(work: Callable[[], Any]) -> bytes:
-    """Call a function; returns its pickled result, or the pickled error that it raised."""
-    try:
-        return pickle.dumps(work())
-    except ForgeError as error:
-        return pickle.dumps(error)
-    except Exception as error:
-        traceback.print_exc()
-        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+    @_answered
+    def forge_rl_release_kv_cache(self) -> None:
+        cpu.release_kv_cache(self)
 
 
 @dataclass
@@ -155,7 +156,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
         super().__init__(config, vllm_config, device, model)
         if device.type == "cpu":
-            cpu.mend(model)
+            cpu.patch(model)
         owner = vllm_config.additional_config
         if isinstance(owner, Owner):
             when_process_ends(owner.pid, lambda: os.kill(os.getpid(), signal.SIGKILL))
