@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from forge_rl.algorithms.losses import ClippedSurrogate, LossInputs
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.degrees import check_model
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, ForgeError, LossError
@@ -290,12 +292,8 @@ def test_a_step_without_room_says_which_flags_help() -> None:
 def test_more_ranks_than_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forge_rl.engines.degrees.gpus", lambda: 2)
     make_model(tmp_path)
-    config = Trainer.Config(ranks=3)
-    given: Any = {"model": tmp_path, "resume": None, "reference": False, "total_steps": 1}
-    given |= {"seed": 0, "skipped": Path(), "deadline_s": 1}
-    nothing: Any = None
     with pytest.raises(ConfigError, match="3 ranks need a GPU each, and this machine has 2"):
-        asyncio.run(Trainer.start(config, nothing, nothing, **given))
+        check_model(TrainSettings(), 3, read_architecture(tmp_path))
 
 
 def test_a_pattern_that_freezes_nothing_ends_the_start(tmp_path: Path):

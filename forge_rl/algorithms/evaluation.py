@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 Rewards = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class Estimate:
     """A mean over tasks."""
 
     value: float
@@ -27,21 +26,21 @@ class Score:
     """Standard error; NaN for fewer than two tasks."""
 
 
-def mean_over_tasks(scores: Sequence[float]) -> Score:
+def mean_over_tasks(scores: Sequence[float]) -> Estimate:
     """Average task scores, `[N]`; the standard error is s / sqrt(N), for N independent values."""
     if not scores:
-        return Score(value=math.nan, stderr=math.nan)
+        return Estimate(value=math.nan, stderr=math.nan)
     values = np.asarray(scores, np.float64)
     spread = float(values.std(ddof=1)) if len(values) > 1 else math.nan
-    return Score(value=float(values.mean()), stderr=spread / math.sqrt(len(values)))
+    return Estimate(value=float(values.mean()), stderr=spread / math.sqrt(len(values)))
 
 
-def avg_at_k(rewards: Rewards) -> Score:
+def avg_at_k(rewards: Rewards) -> Estimate:
     """Average all rewards with equal weight per task: avg@k. Tasks without episodes are left out."""
     return mean_over_tasks([float(np.mean(each)) for each in rewards if len(each)])
 
 
-def pass_at_k(rewards: Rewards, k: int, *, success: float = 1.0) -> Score:
+def pass_at_k(rewards: Rewards, k: int, *, success: float = 1.0) -> Estimate:
     """Estimate the share of tasks with at least one success in k episodes: pass@k.
 
     For a task with n episodes, c of which succeed, the unbiased estimate is 1 - C(n-c, k) / C(n, k) (Chen et al. 2021,
@@ -60,7 +59,7 @@ def pass_at_k(rewards: Rewards, k: int, *, success: float = 1.0) -> Score:
     return mean_over_tasks(found)
 
 
-def maj_at_k(rewards: Rewards, answers: Sequence[Sequence[str]]) -> Score:
+def maj_at_k(rewards: Rewards, answers: Sequence[Sequence[str]]) -> Estimate:
     """Average the rewards of each task's most frequent answer: maj@k.
 
     Ties count equally, as if one answer was drawn at random. Episodes without an answer, "", only vote if no episode of
@@ -107,7 +106,9 @@ def compare_paired(
     """
     assert len(first) == len(second) > 0, f"{len(first)} and {len(second)} tasks are no pairs"
     differences = np.asarray(second, np.float64) - np.asarray(first, np.float64)
-    low, high = np.percentile(_resampled_means(differences, np.random.default_rng(seed), resamples), [2.5, 97.5])
+    drawn, count = np.random.default_rng(seed), len(differences)
+    means = [differences[drawn.integers(count, size=count)].mean() for _ in range(resamples)]
+    low, high = np.percentile(means, [2.5, 97.5])
     return Comparison(
         difference=float(differences.mean()),
         low=float(low),
@@ -116,13 +117,3 @@ def compare_paired(
         lost=int((differences < 0).sum()),
         tasks=len(differences),
     )
-
-
-def _resampled_means(
-    values: npt.NDArray[np.float64], drawn: np.random.Generator, resamples: int
-) -> npt.NDArray[np.float64]:
-    """Return means of N values drawn with replacement, [resamples]; computed in pieces, as N may be large."""
-    count = len(values)
-    piece = max(1, 10_000_000 // count)
-    sizes = [min(piece, resamples - begun) for begun in range(0, resamples, piece)]
-    return np.concatenate([values[drawn.integers(count, size=(size, count))].mean(axis=1) for size in sizes])

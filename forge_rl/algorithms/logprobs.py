@@ -38,17 +38,14 @@ def token_logprobs(
         logprobs [N] with gradient, entropy [N] in nats without gradient; float32, or float64 for float64 logits.
 
     Raises:
-        ConfigError: temperature or chunk_tokens is not above 0.
+        ConfigError: the temperature is not above 0.
     """
     if not 0 < temperature < float("inf"):
         raise ConfigError(
             f"the sampling temperature is {temperature}",
             hint="train on episodes sampled at a temperature above 0: greedy decoding has no logprobs to correct by",
         )
-    if chunk_tokens is None:
-        chunk_tokens = 16 if logits.device.type == "cpu" else 64
-    if chunk_tokens < 1:
-        raise ConfigError(f"chunk_tokens is {chunk_tokens}", hint="set it to 1 or more")
+    chunk_tokens = chunk_tokens or (16 if logits.device.type == "cpu" else 64)
     assert logits.ndim == 2, f"logits have shape {list(logits.shape)}, not [N, V]"
     assert targets.shape == logits.shape[:1], f"targets {list(targets.shape)}, logits {list(logits.shape)}"
     logprobs, entropy = _TokenLogprobs.apply(logits, targets, temperature, chunk_tokens, overwrite_logits)

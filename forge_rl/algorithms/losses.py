@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_estimate, kl_penalty
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, check_flags
 
 if TYPE_CHECKING:
     import torch
@@ -116,15 +117,14 @@ class ClippedSurrogate:
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.clip_low <= 1:
-            raise ConfigError(f"clip_low is {self.clip_low}", hint="set --loss.clip-low between 0 and 1")
-        for name, value in (("clip_high", self.clip_high), ("kl_coef", self.kl_coef)):
-            if not 0 <= value < float("inf"):
-                raise ConfigError(f"{name} is {value}", hint=f"set --loss.{name.replace('_', '-')} to 0 or more")
-        if not self.dual_clip > 1:
-            raise ConfigError(f"dual_clip is {self.dual_clip}", hint="set --loss.dual-clip above 1, or to inf")
-        if not self.behaviour_cap > 0:
-            raise ConfigError(f"behaviour_cap is {self.behaviour_cap}", hint="set --loss.behaviour-cap above 0")
+        check_flags(
+            self,
+            "--loss.",
+            least={"clip_low": 0, "clip_high": 0, "kl_coef": 0},
+            most={"clip_low": 1},
+            above={"dual_clip": 1, "behaviour_cap": 0},
+            below={"clip_high": math.inf, "kl_coef": math.inf},
+        )
         if self.kl_kind not in ("k2", "k3"):
             raise ConfigError(f"kl_kind is {self.kl_kind!r}", hint="set --loss.kl-kind to k2 or k3")
         if self.kl_kind != "k2" and not self.kl_coef:

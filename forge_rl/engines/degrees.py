@@ -26,13 +26,7 @@ def check_ranks(settings: TrainSettings, ranks: int) -> None:
     """
     least = least_ranks(settings)
     if ranks % least:
-        names = (
-            "tensor_parallel_degree",
-            "context_parallel_degree",
-            "expert_parallel_degree",
-            "data_parallel_replicate_degree",
-        )
-        flags = [f"{_flag(name)} {getattr(settings, name)}" for name in names if getattr(settings, name) > 1]
+        flags = [f"{_flag(name)} {value}" for name, value in settings.degrees.items() if value > 1]
         raise ConfigError(
             f"{ranks} ranks do not fit {' '.join(flags)}",
             hint=f"set --trainer.ranks to {least} or a multiple of it, or leave it out",

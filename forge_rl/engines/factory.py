@@ -56,7 +56,7 @@ def decode_environment(place: int, *, replicas: int, devices: int = 1, first_gpu
         devices: devices per engine.
         first_gpu: index of the first engine's first GPU.
     """
-    env = {
+    env = thread_environment(replicas * devices) | {
         # An engine with a single worker runs in its process: it starts sooner and needs no messages between the two.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -67,15 +67,10 @@ def decode_environment(place: int, *, replicas: int, devices: int = 1, first_gpu
         # A forked worker would inherit locks held by this process's threads, and no CUDA context survives a fork. The
         # thread count is set because vLLM would leave one thread to fingerprint all repacked weights.
         names = [visible_gpu(first_gpu + place * devices + number) for number in range(devices)]
-        env |= thread_environment(replicas * devices)
         return env | {"CUDA_VISIBLE_DEVICES": ",".join(names), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     # vLLM's sampler compiles two one-line functions even if nothing else is compiled: that delays the first rollout by
     # half a minute to save 3 ms per step.
-    return (
-        env
-        | thread_environment(replicas * devices)
-        | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-    )
+    return env | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 
 
 async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: int) -> DecodeEngine:
@@ -83,7 +78,6 @@ async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: i
 
     Args:
         folder: Hugging Face model folder; the engine serves its weights until the first load.
-        settings: settings of the engine.
         seed: seed for requests without one.
 
     Raises:
@@ -97,15 +91,7 @@ async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: i
 def plan_training(
     folder: Path, settings: TrainSettings, *, ranks: int, reference: bool, tokens: int | None = None
 ) -> TrainMemory:
-    """Estimate the memory that each trainer rank needs for a full row, without loading anything.
-
-    Args:
-        folder: Hugging Face model folder.
-        settings: settings of the engine.
-        ranks: number of ranks that share the policy.
-        reference: as for `make_train_engine`.
-        tokens: tokens of a row on one device; by default the most that the settings allow.
-    """
+    """Estimate the memory that each of `ranks` trainer ranks needs for a full row; see `titan.plan.plan_training`."""
     from forge_rl.engines.titan.plan import plan_training
 
     return plan_training(read_architecture(folder), settings, ranks=ranks, reference=reference, tokens=tokens)
@@ -116,7 +102,6 @@ def make_train_engine(folder: Path, settings: TrainSettings, *, reference: bool 
 
     Args:
         folder: Hugging Face model folder that the policy starts from.
-        settings: settings of the engine.
         reference: keep a frozen copy of the starting weights, for a KL penalty.
 
     Raises:

@@ -164,6 +164,11 @@ class TrainSettings:
     return the experts. For mixture-of-experts models. A frozen reference still routes by itself."""
 
     @property
+    def degrees(self) -> dict[str, int]:
+        """Degrees of parallelism by field name."""
+        return {name: value for name, value in vars(self).items() if name.endswith("_degree")}
+
+    @property
     def peers(self) -> int:
         """Number of ranks that train the same rows, each with its part of the model or of the row."""
         return self.tensor_parallel_degree * self.context_parallel_degree

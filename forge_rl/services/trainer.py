@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from forge_rl.algorithms.losses import Loss
-from forge_rl.engines.architecture import read_architecture
-from forge_rl.engines.degrees import check_model
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import train_environment
 from forge_rl.errors import (
@@ -112,11 +110,7 @@ class Trainer:
             total_steps: batches of the run, for the learning rate schedule.
             skipped: folder for the rows of skipped updates; created when needed.
             deadline_s: timeout of the whole start.
-
-        Raises:
-            ConfigError: the layout does not fit the model, or there are fewer GPUs than ranks.
         """
-        check_model(config, config.ranks, read_architecture(model))
         service = Service("trainer", cluster, faults)
         env = train_environment(config.ranks)
 

@@ -47,12 +47,7 @@ class TrainerConfig(TrainSettings):
             self,
             "--trainer.",
             least={"ranks": 1, "minibatches": 1, "epochs": 1, "max_skipped_updates": 1}
-            | {
-                "tensor_parallel_degree": 1,
-                "context_parallel_degree": 1,
-                "expert_parallel_degree": 1,
-                "data_parallel_replicate_degree": 1,
-            }
+            | dict.fromkeys(self.degrees, 1)
             | {"port": 0, "max_restarts": 0, "seq_len": int(device_type() == "cpu")},
             above={"deadline_s": 0},
             below={"port": 65536},

@@ -39,14 +39,11 @@ def read(config: ConfigFile) -> Architecture:
                 f"{config.path}: {name} is {values.get(name)!r:.80}, and the trainer supports {needed!r}",
                 hint=f"use a model with DeepSeek-V3's routing; if this one has it, set {name}, which engines need",
             )
-    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    scaled = rope.get("rope_type", rope.get("type")) == "yarn"
+    rope = config.rope
+    scaled = rope["rope_type"] == "yarn"
     heads, dense = config.whole("num_attention_heads"), values.get("first_k_dense_replace") or 0
     if type(dense) is not int or not 0 <= dense <= config.layers:
-        raise ModelError(
-            f"{config.path}: first_k_dense_replace is {dense!r:.80}, not a number of layers",
-            hint="download or export the model again",
-        )
+        raise config.wrong("first_k_dense_replace", "not a number of layers")
     width = config.whole("moe_intermediate_size")
     experts = Experts(
         layers=tuple(range(dense, config.layers)),
@@ -77,7 +74,6 @@ def read(config: ConfigFile) -> Architecture:
     return config.architecture(
         experts=experts,
         latent=latent,
-        kv_heads=config.whole("num_key_value_heads", heads),
         head_dim=latent.nope_dim + latent.rope_dim,
         rope_types=("default", "yarn"),
         refused={

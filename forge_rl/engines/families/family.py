@@ -143,52 +143,56 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
-    """A config.json whose values are validated when read."""
+    """A config.json whose values are validated when read: methods raise ModelError for invalid ones."""
 
     path: Path
     values: Mapping[str, Any]
     family: Family
 
     def whole(self, name: str, default: int = 0, *, most: int = 2**31 - 1) -> int:
-        """Read a positive integer; a default of 0 makes it required.
-
-        Raises:
-            ModelError: it is something else.
-        """
+        """Read a positive integer; a default of 0 makes it required."""
         value = self.values.get(name) or default
         if type(value) is not int or not 0 < value <= most:
             said = "not a whole number above 0" if most == 2**31 - 1 else f"not a whole number from 1 to {most}"
-            raise ModelError(f"{self.path}: {name} is {value!r:.80}, {said}", hint=_AGAIN)
+            raise self.wrong(name, said, value)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Read a positive number.
-
-        Raises:
-            ModelError: it is something else, or missing without a default.
-        """
-        return _number(self.path, {name: default, **self.values}, name)
+        """Read a positive number, required without a default."""
+        return self._number(name, {name: default, **self.values})
 
     @property
     def layers(self) -> int:
         """Number of layers."""
         return self.whole("num_hidden_layers", most=10_000)
 
-    def layer_set(self, name: str) -> frozenset[int]:
-        """Read a list of layer indices; empty if absent.
+    @property
+    def rope(self) -> dict[str, Any]:
+        """Parameters of RoPE, under their names in newer files."""
+        for name in ("rope_scaling", "rope_parameters"):
+            if not isinstance(self.values.get(name) or {}, dict):
+                raise self.wrong(name, "not an object")
+        rope = {**(self.values.get("rope_scaling") or {}), **(self.values.get("rope_parameters") or {})}
+        rope.setdefault("rope_theta", self.values.get("rope_theta", 10000.0))
+        rope.setdefault("rope_type", rope.pop("type", "default"))
+        return rope
 
-        Raises:
-            ModelError: it is something else.
-        """
+    def layer_set(self, name: str) -> frozenset[int]:
+        """Read a list of layer indices; empty if absent."""
         value = self.values.get(name) or []
         if not isinstance(value, list) or any(type(layer) is not int for layer in value):
-            raise ModelError(f"{self.path}: {name} is {value!r:.80}, not a list of layers", hint=_AGAIN)
+            raise self.wrong(name, "not a list of layers")
         return frozenset(value)
 
     def need(self, *names: str) -> None:
         """Raise ModelError unless config.json has all of these."""
         if lacking := [name for name in names if name not in self.values]:
             raise ModelError(f"{self.path} lacks {', '.join(lacking)}", hint=_AGAIN)
+
+    def wrong(self, name: str, said: str, value: object = None) -> ModelError:
+        """Make the error for a value that is not valid, by default the file's own."""
+        value = self.values.get(name) if value is None else value
+        return ModelError(f"{self.path}: {name} is {value!r:.80}, {said}", hint=_AGAIN)
 
     def architecture(
         self,
@@ -204,17 +208,8 @@ class ConfigFile:
                 options that no family supports.
             rope_types: RoPE types that the family supports.
             own: fields of Architecture that the family reads itself.
-
-        Raises:
-            ModelError: a value is missing, invalid or unsupported.
         """
-        values = self.values
-        for name in ("rope_scaling", "rope_parameters"):
-            if not isinstance(values.get(name) or {}, dict):
-                raise ModelError(f"{self.path}: {name} is {values[name]!r:.80}", hint=_AGAIN)
-        rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-        rope.setdefault("rope_theta", values.get("rope_theta", 10000.0))
-        rope.setdefault("rope_type", rope.pop("type", "default"))
+        values, rope = self.values, self.rope
         asked = {
             "attention_bias": bool(values.get("attention_bias")),
             "mlp_bias": bool(values.get("mlp_bias")),
@@ -230,41 +225,37 @@ class ConfigFile:
                 hint=f"use an unquantised model of the plain {self.family.model_type!r} architecture",
             )
         self.need("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
-        self.need("max_position_embeddings", *(() if "hidden_dim" in own else ("intermediate_size",)))
-        dtype = getattr(torch, str(values.get("dtype") or values.get("torch_dtype") or "bfloat16"), None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ModelError(
-                f"{self.path} is of dtype {values.get('dtype', values.get('torch_dtype'))!r}",
-                hint='set its "dtype" to "bfloat16" or "float32"',
-            )
-        heads = self.whole("num_attention_heads")
-        dim = self.whole("hidden_size")
-        read: dict[str, Any] = {
-            "kv_heads": lambda: self.whole("num_key_value_heads", heads),
-            "head_dim": lambda: self.whole("head_dim", dim // heads),
-            "hidden_dim": lambda: self.whole("intermediate_size"),
-        }
-        architecture = Architecture(
+        self.need("max_position_embeddings", "intermediate_size")
+        for name in ("rope_theta", *_SCALING[rope["rope_type"]]):
+            self._number(name, rope)
+        heads, dim = self.whole("num_attention_heads"), self.whole("hidden_size")
+        if "head_dim" not in own:
+            own["head_dim"] = self.whole("head_dim", dim // heads)
+        return Architecture(
             family=self.family,
             dim=dim,
             layers=self.layers,
             heads=heads,
+            kv_heads=self.whole("num_key_value_heads", heads),
+            hidden_dim=self.whole("intermediate_size"),
             vocab=self.whole("vocab_size"),
             norm_eps=self.number("rms_norm_eps"),
             max_positions=self.whole("max_position_embeddings"),
             rope=rope,
             tied=bool(values.get("tie_word_embeddings")),
-            dtype=dtype,
-            **{name: value() for name, value in read.items() if name not in own},
+            dtype=self._dtype(),
             **own,
         )
-        for name in ("rope_theta", *_SCALING[rope["rope_type"]]):
-            _number(self.path, rope, name)
-        return architecture
 
+    def _dtype(self) -> torch.dtype:
+        name = self.values.get("dtype") or self.values.get("torch_dtype") or "bfloat16"
+        dtype = getattr(torch, str(name), None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ModelError(f"{self.path} is of dtype {name!r}", hint='set its "dtype" to "bfloat16" or "float32"')
+        return dtype
 
-def _number(path: Path, values: Mapping[str, object], name: str) -> float:
-    value = values.get(name)
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ModelError(f"{path}: {name} is {value!r:.80}, not a number above 0", hint=_AGAIN)
-    return value
+    def _number(self, name: str, values: Mapping[str, object]) -> float:
+        value = values.get(name)
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ModelError(f"{self.path}: {name} is {value!r:.80}, not a number above 0", hint=_AGAIN)
+        return value

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from forge_rl.engines.families.family import Architecture, ConfigFile, Experts, Family
-from forge_rl.errors import ModelError
 from forge_rl.weights.names import Names
 
 _EXPERTS = "moe.routed_experts.inner_experts"
@@ -43,14 +42,12 @@ def read(config: ConfigFile) -> Architecture:
         or len(kinds) != config.layers
         or not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}
     ):
-        raise ModelError(
-            f"{config.path}: layer_types is {kinds!r:.80}, not sliding_attention or full_attention for each layer",
-            hint="download or export the model again",
-        )
+        raise config.wrong("layer_types", "not sliding_attention or full_attention for each layer")
     quantization = values.get("quantization_config") or {}
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    own_scale = {"attention_factor", "mscale", "mscale_all_dim"} & {name for name in rope if rope[name] is not None}
+    own_scale = {"attention_factor", "mscale", "mscale_all_dim"} & {
+        name for name, value in config.rope.items() if value is not None
+    }
     return config.architecture(
         experts=Experts(
             layers=tuple(range(config.layers)),

@@ -127,22 +127,17 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: M
     state = {name: Block.whole(torch.tensor(count)) for name, count in counts.items()}
     steps = torch.tensor(0.0)
     for name, parameter in named_weights(model):
-        shape, tensor_slice = tuple(parameter.shape), slice_of(parameter)
-
-        def block(values: torch.Tensor, shape: tuple[int, ...] = shape, at: TensorSlice = tensor_slice) -> Block:
-            return Block(shape=shape, tensor_slice=at, values=values_of(values))
-
-        state[f"model.{name}"] = block(parameter)
-        if not parameter.requires_grad:
-            continue
-        moments = optimizer.state[parameter]
-        if not moments:
-            moments["step"] = torch.tensor(0.0, device=parameter.device)  # where fused AdamW expects it
-            moments["exp_avg"] = torch.zeros_like(parameter)
-            moments["exp_avg_sq"] = torch.zeros_like(parameter)
-        steps = moments["step"].detach().clone().cpu()
-        state[f"exp_avg.{name}"] = block(moments["exp_avg"])
-        state[f"exp_avg_sq.{name}"] = block(moments["exp_avg_sq"])
+        kept = {f"model.{name}": parameter}
+        if parameter.requires_grad:
+            moments = optimizer.state[parameter]
+            if not moments:
+                moments["step"] = torch.tensor(0.0, device=parameter.device)  # where fused AdamW expects it
+                moments["exp_avg"] = torch.zeros_like(parameter)
+                moments["exp_avg_sq"] = torch.zeros_like(parameter)
+            steps = moments["step"].detach().clone().cpu()
+            kept |= {f"{moment}.{name}": moments[moment] for moment in ("exp_avg", "exp_avg_sq")}
+        shape, here = tuple(parameter.shape), slice_of(parameter)
+        state |= {key: Block(shape=shape, tensor_slice=here, values=values_of(each)) for key, each in kept.items()}
     state["steps"] = Block.whole(steps)
     return state
 

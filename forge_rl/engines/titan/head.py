@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
 
@@ -37,7 +36,8 @@ class FloatHead(Linear):
         """
         weight = local(self.weight)
         if targets is None:
-            return self._logits(hidden, weight)
+            logits: torch.Tensor = _product(hidden.flatten(0, -2), _factor(weight)).unflatten(0, hidden.shape[:-1])
+            return logits
 
         def score(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             if isinstance(self.weight, DTensor):
@@ -45,17 +45,11 @@ class FloatHead(Linear):
             return token_logprobs(logits, targets, temperature, overwrite_logits=True)
 
         tokens = max(1, HEAD_CHUNK_BYTES // (4 * self.weight.shape[0]))
-        if len(targets) <= tokens:
-            return score(self._logits(hidden, weight), targets)
+        keeps_sums = hidden.is_cuda and hidden.dtype.itemsize < 4  # torch gives such a product no gradient
+        if len(targets) <= tokens and not keeps_sums:
+            return score(_product(hidden, _factor(weight)), targets)
         logprobs, entropy = _ChunkedScores.apply(hidden, weight, targets, score, tokens)
         return logprobs, entropy
-
-    def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if hidden.is_cuda and hidden.dtype.itemsize < 4:
-            flat = hidden.reshape(-1, hidden.shape[-1])
-            logits: torch.Tensor = _FloatProduct.apply(flat, weight)
-            return logits.view(*hidden.shape[:-1], -1)
-        return nn.functional.linear(widened(hidden), widened(weight))
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -117,27 +111,10 @@ def _factor(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _product(hidden: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return the logits, [N, V] float32, or float64 for float64 inputs."""
+    """Return the logits, [N, V] float32, or float64 for float64 inputs.
+
+    On CUDA, products of bfloat16 keep their float32 sums unrounded, as in vLLM's head.
+    """
     if factor.dtype in (torch.float32, torch.float64):
         return hidden.to(factor.dtype).mm(factor.t())
     return torch.mm(hidden, factor.t(), out_dtype=torch.float32)
-
-
-class _FloatProduct(torch.autograd.Function):
-    """Product of two bfloat16 matrices on CUDA that keeps the float32 sums unrounded, as vLLM's head does.
-
-    The gradient of the logits is rounded to bfloat16, as in any layer of the model.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Multiply [N, dim] by [V, dim] to float32 [N, V]."""
-        ctx.save_for_backward(hidden, weight)
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden, weight = ctx.saved_tensors
-        grad = grad.to(hidden.dtype)
-        return grad.mm(weight), grad.t().mm(hidden) if ctx.needs_input_grad[1] else None

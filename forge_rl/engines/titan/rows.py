@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from forge_rl.packing.rows import Row
@@ -29,13 +28,12 @@ class DeviceRow:
 
 def on_device(row: Row, own: slice, device: torch.device) -> DeviceRow:
     """Copy a row in host memory to the device."""
-    mask = row.mask.numpy()
-    wanted = torch.from_numpy(np.flatnonzero(mask[own]))
-    tensors = {name: value for name, value in vars(row).items() if value is not None} | {"wanted": wanted}
+    tensors = {name: value for name, value in vars(row).items() if value is not None}
+    tensors["wanted"], tokens = row.mask[own].nonzero()[:, 0], int(row.mask.sum())
     if device.type == "cuda":
         tensors = copied(tensors, device)
     wanted = tensors.pop("wanted")
-    return DeviceRow(row=replace(row, **tensors), own=own, wanted=wanted, tokens=int(np.count_nonzero(mask)))
+    return DeviceRow(row=replace(row, **tensors), own=own, wanted=wanted, tokens=tokens)
 
 
 def copied(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
