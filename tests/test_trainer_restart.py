@@ -13,11 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+import torch.distributed.checkpoint as dcp
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.losses import ClippedSurrogate, Loss, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.titan.index import TensorReader
 from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError
 from forge_rl.run.checkpoints import Checkpoints
 from forge_rl.runtime import watchdog
@@ -124,8 +125,10 @@ async def save(trainer: Trainer, folder: Path) -> Path:
 
 def content(saved: Path) -> dict[str, torch.Tensor]:
     """Weights, optimizer state and steps of a training state."""
-    dcp_to_torch_save(saved, saved.parent / "content.pt")
-    found: dict[str, torch.Tensor] = torch.load(saved.parent / "content.pt")
+    reader = TensorReader(saved)
+    sizes = reader.read_metadata().state_dict_metadata
+    found = {name: torch.empty(tensor.size) for name, tensor in sizes.items()}  # type: ignore[union-attr]
+    dcp.load(found, storage_reader=reader, no_dist=True)
     return found
 
 
