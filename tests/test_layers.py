@@ -45,7 +45,7 @@ STAGES = (
 ONLY_IN = {
     "monarch": ("forge_rl.runtime", "forge_rl.services", "forge_rl.weights"),
     "torchtitan": ("forge_rl.engines.titan", "forge_rl.engines.families"),
-    "torch.distributed": ("forge_rl.engines.titan", "forge_rl.engines.platform"),
+    "torch.distributed": ("forge_rl.engines.titan", "forge_rl.engines.platform", "forge_rl.engines.cpu"),
     "vllm": ("forge_rl.engines.vllm", "forge_rl.gateway.vllm_internals"),
     "torchstore": ("forge_rl.weights.transports",),
     "os.environ": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.cpu import HEAP_ENVIRONMENT
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.platform import cpu_cores
@@ -30,21 +31,8 @@ def thread_environment(sharers: int) -> dict[str, str]:
 
 
 def train_environment(ranks: int) -> dict[str, str]:
-    """Return environment variables for a trainer rank on this machine.
-
-    Every step frees and allocates the same sizes. By default glibc returns large blocks to the kernel and gets them
-    back zeroed, page by page. These variables keep them in the heap until `release_memory` returns them after a step,
-    if memory is short. An update of SmolLM2-135M in float32 takes a sixth less time, and its peak is 0.5 GiB higher,
-    which the plan counts (`TrainMemory.heap`).
-
-    Args:
-        ranks: number of trainer ranks on this machine.
-    """
-    return thread_environment(ranks) | {
-        "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
-        "MALLOC_TOP_PAD_": str(64 << 20),
-    }
+    """Return environment variables for one of `ranks` trainer ranks on this machine."""
+    return thread_environment(ranks) | HEAP_ENVIRONMENT
 
 
 def decode_environment(place: int, *, replicas: int, devices: int = 1, first_gpu: int = 0) -> dict[str, str]:

@@ -32,7 +32,7 @@ class TrainMemory:
     masks: int
     """Attention masks of a block of queries, on CPU."""
     heap: int
-    """Fragmentation of the heap on CPU: freed bytes that it cannot reuse; see `factory.train_environment`."""
+    """Fragmentation of the heap on CPU: freed bytes that it cannot reuse; see `cpu.HEAP_ENVIRONMENT`."""
 
     largest: int
     """This rank's shard of the largest weight, held twice while a checkpoint is written."""

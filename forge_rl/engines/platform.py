@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -15,12 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from forge_rl.engines.cpu import OneThreadGloo, release_heap
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.protocol import Dtype, TrainDtype
 from forge_rl.errors import ConfigError
-
-_SHORT = 0.25
-"""Memory is short while less than this share of it is available."""
 
 
 def local_device(rank: int) -> torch.device:
@@ -101,32 +97,11 @@ def _container_memory() -> list[tuple[int, int]]:
 
 
 def release_memory() -> None:
-    """Return freed memory to the device or, on CPU, to the system: there only if memory is short, as the next step must
-    allocate it again (0.3 of 8 s for SmolLM2-135M)."""
+    """Return freed memory to the device or, on a CPU short of memory, to the system."""
     if device_type() == "cuda":
         torch.cuda.empty_cache()
-    elif available_bytes() < host_bytes() * _SHORT:
-        with contextlib.suppress(AttributeError):  # a C library without it
-            ctypes.CDLL(None).malloc_trim(0)
-
-
-class _OneThreadGloo(dist.ProcessGroupGloo):
-    """A gloo group with one thread.
-
-    torch 2.13 starts two, and both assign `ProcessGroupStatus::lastStartedWorkName`, a string, without a lock
-    (`ProcessGroupGloo::runLoop`): a double free, which AddressSanitizer reports and which crashed one of some 50 runs
-    of two ranks. `torch.distributed` passes on no options for gloo, hence a class.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        options = self._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
-        options._threads = 1
-        options._timeout = timeout
-        names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        options._devices = [self.create_device(interface=name) for name in names.split(",") if name] or [
-            self.create_default_device()
-        ]
-        super().__init__(store, rank, size, options)
+    else:
+        release_heap(available_bytes() / host_bytes())
 
 
 def init_distributed(rank: int, world_size: int, address: str, port: int) -> None:
@@ -139,7 +114,7 @@ def init_distributed(rank: int, world_size: int, address: str, port: int) -> Non
     """
     # gloo for offloaded weights and gradients, which are in host memory.
     backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
-    distributed_c10d.ProcessGroupGloo = _OneThreadGloo  # type: ignore[misc]
+    distributed_c10d.ProcessGroupGloo = OneThreadGloo  # type: ignore[misc]
     if device_type() == "cuda":
         torch.cuda.set_device(local_device(rank))
     if world_size == 1:
