@@ -89,16 +89,16 @@ def test_a_slice_is_that_of_the_whole_and_reads_its_blocks_only(start: tuple[int
     assert stored.read == size[0] * size[2] * touched * 16
 
 
-def test_the_trainer_reads_quantised_weights_as_transformers_does(tmp_path: Path, process_group: None):
+def test_the_trainer_reads_the_copy_as_transformers_does(tmp_path: Path, process_group: None):
     from tests.test_titan_model import titan_logits
 
     make_quantized(tmp_path)
     assert read_architecture(tmp_path).quantized
-    token_ids = torch.arange(40)
+    copy, token_ids = dequantized(tmp_path, tmp_path / "cache"), torch.arange(40)
     with torch.no_grad():
-        expected = of_transformers(tmp_path)(token_ids[None]).logits[0]
+        expected = of_transformers(copy)(token_ids[None]).logits[0]
     assert expected.std() > 0.2
-    assert (titan_logits(tmp_path, token_ids) - expected).abs().max() < 1e-4
+    assert (titan_logits(copy, token_ids) - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("files", [1, 3])
@@ -128,9 +128,7 @@ def test_a_folder_is_dequantised_once_and_again_when_it_has_changed(tmp_path: Pa
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
 
 
-def test_what_is_not_mxfp4_or_does_not_fit_is_refused(tmp_path: Path, process_group: None):
-    from tests.test_titan_model import titan_logits
-
+def test_what_is_not_mxfp4_or_does_not_fit_is_refused(tmp_path: Path):
     make_quantized(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -144,7 +142,5 @@ def test_what_is_not_mxfp4_or_does_not_fit_is_refused(tmp_path: Path, process_gr
     state = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.experts.down_proj_scales"
     save_file(state | {name: state[name][..., :0]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ModelError, match=r"down_proj' in .* has shape \(4, 64, 1, 16\), config.json says \(4, 32, 64\)"
-    ):
-        titan_logits(tmp_path, torch.arange(4))
+    with pytest.raises(ModelError, match=r"the scales of 'model.layers.1.mlp.experts.down_proj' do not match"):
+        dequantized(tmp_path, tmp_path / "cache")

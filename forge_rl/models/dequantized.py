@@ -107,4 +107,6 @@ def _tensors(
             continue
         blocks, scales = (files[places[each]].get_slice(each) for each in (name, f"{weight}_scales"))
         shape = mxfp4.shape_of(blocks, scales)
+        if len(shape) != 3:
+            raise ModelError(f"the scales of {weight!r} do not match its blocks", hint="download the model again")
         yield weight, mxfp4.read_slice(blocks, scales, (0,) * len(shape), shape).contiguous()

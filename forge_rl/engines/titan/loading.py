@@ -7,7 +7,6 @@ import operator
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,13 +18,12 @@ from forge_rl.engines.titan.blocks import LoadPlanner, training_state
 from forge_rl.engines.titan.index import TensorReader
 from forge_rl.engines.titan.shards import named_weights, names_of, slice_of, values_of
 from forge_rl.errors import CheckpointError, ModelError
-from forge_rl.models import mxfp4
 
 _AGAIN = "download or export the model again"
 
 
 def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
-    """Read this rank's slice of every weight from a Hugging Face folder, dequantising MXFP4.
+    """Read this rank's slice of every weight from a Hugging Face folder.
 
     Raises:
         ModelError: a weight is missing or has another shape, or a file cannot be read.
@@ -33,39 +31,25 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
     index = _tensor_files(folder)
     with torch.no_grad(), ExitStack() as stack:
         files: dict[Path, safe_open] = {}
-
-        def stored_at(name: str) -> Any:
-            if index[name] not in files:
-                files[index[name]] = stack.enter_context(_open(index[name]))
-            return files[index[name]].get_slice(name)
-
         for ours, parameter in named_weights(model):
             block = values_of(parameter)
             for part in names_of(model).parts(ours, parameter.shape, slice_of(parameter)):
                 name = part.name
                 if name == "lm_head.weight" and tied and name not in index:
                     name = "model.embed_tokens.weight"
-                quantized = (f"{name}_blocks", f"{name}_scales")
-                if name in index:
-                    stored = stored_at(name)
-                    shape = tuple(stored.get_shape())
-                elif index.keys() >= set(quantized):
-                    blocks, scales = map(stored_at, quantized)
-                    shape = mxfp4.shape_of(blocks, scales)
-                else:
+                if name not in index:
                     raise ModelError(f"{folder} lacks the weight {name!r}", hint=_AGAIN)
+                if index[name] not in files:
+                    files[index[name]] = stack.enter_context(_open(index[name]))
+                stored = files[index[name]].get_slice(name)
+                shape = tuple(stored.get_shape())
                 if shape != part.shape:
                     raise ModelError(
                         f"{name!r} in {folder} has shape {shape}, config.json says {part.shape}", hint=_AGAIN
                     )
-                start, size = part.tensor_slice.start, part.tensor_slice.size
-                if not part.tensor_slice.numel:
-                    continue
-                if name in index:
-                    values = stored[tuple(map(slice, start, map(operator.add, start, size)))]
-                else:
-                    values = mxfp4.read_slice(blocks, scales, start, size)
-                part.of(block).copy_(values)
+                if part.tensor_slice.numel:
+                    start, size = part.tensor_slice.start, part.tensor_slice.size
+                    part.of(block).copy_(stored[tuple(map(slice, start, map(operator.add, start, size)))])
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

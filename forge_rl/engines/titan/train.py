@@ -119,11 +119,9 @@ class TitanEngine:
         # A sum over the rows of all shares: the mean is over updates.
         share = 1 / (len(minibatch.rows) * self._parallelism.shares)
         divisor = loss.aggregation.divisor(tokens=minibatch.tokens, sequences=minibatch.sequences)
-        for left, row, (reference, proximal) in zip(
-            reversed(range(len(minibatch.rows))), minibatch.rows, scored, strict=True
-        ):
+        for number, (row, (reference, proximal)) in enumerate(zip(minibatch.rows, scored, strict=True), start=1):
             if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(left == 0 or not self._adds_up_once)
+                self.model.set_requires_gradient_sync(number == len(minibatch.rows) or not self._adds_up_once)
             inputs = self._score_row(row, loss, temperature, measures, version)
             if (counted := routing_counts(self.model)) is not None:
                 counts.append(counted)
