@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,6 @@ from forge_rl.types import Advantages, Batch, Episode, Score
 _NONE = np.zeros(0, np.float32)
 EPSILON = 1e-4
 """Added to the standard deviation of a group, as TRL does."""
-
-
 Scale = Literal["std", "none", "batch"]
 
 
@@ -39,7 +37,7 @@ def group_advantages(rewards: torch.Tensor, *, scale: Scale = "std") -> torch.Te
     Raises:
         ConfigError: rewards are not two-dimensional, one is not finite, or the scale is unknown.
     """
-    if scale not in ("std", "none", "batch"):
+    if scale not in get_args(Scale):
         raise ConfigError(f"unknown scale of advantages {scale!r}", hint='use "std", "none" or "batch"')
     if rewards.ndim != 2:
         raise ConfigError(f"rewards have shape {list(rewards.shape)}, not [P, G]", hint="give one row to each group")

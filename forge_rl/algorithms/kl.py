@@ -16,29 +16,16 @@ MAX_PENALTY_LOG_RATIO = 3.0
 policies disagree cannot outweigh the rest of a batch."""
 
 
-def kl_estimate(
-    logprobs: torch.Tensor, reference: torch.Tensor, kind: Literal["k1", "k2", "k3"] = "k3"
-) -> torch.Tensor:
+def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Estimate KL(policy || reference) at each token that the policy sampled, as a metric.
 
-    With d = logprobs - reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1 (Schulman, "Approximating KL divergence",
-    2020). k1 and k3 are unbiased; k2 and k3 are never negative. None of them can serve as a loss: see kl_penalty.
+    This is k3 = exp(-d) + d - 1, with d = logprobs - reference (Schulman, "Approximating KL divergence", 2020), which
+    is unbiased and never negative. As a loss it has the wrong gradient: see kl_penalty.
 
     The logprobs of policy and frozen reference are float32 of the same, arbitrary shape, as are the estimates.
-
-    Raises:
-        ConfigError: the kind is unknown.
     """
-    difference = logprobs - reference
-    match kind:
-        case "k1":
-            return difference
-        case "k2":
-            return 0.5 * difference.square()
-        case "k3":
-            difference = difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-            return (-difference).expm1() + difference
-    raise ConfigError(f"unknown KL estimator {kind!r}", hint='use "k1", "k2" or "k3"')
+    difference = (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (-difference).expm1() + difference
 
 
 def kl_penalty(
@@ -46,16 +33,16 @@ def kl_penalty(
 ) -> torch.Tensor:
     """Return a loss per token, of the same shape, whose expected gradient is the gradient of KL(policy || reference).
 
-    "k2" is k2 alone. Its gradient (logprobs - reference) * grad logprobs equals the KL's if the tokens come from the
-    policy itself; with lag it is slightly biased, but its variance stays small.
+    "k2" is (logprobs - reference)^2 / 2. Its gradient (logprobs - reference) * grad logprobs equals the KL's if the
+    tokens come from the policy itself; with lag it is slightly biased, but its variance stays small.
 
     "k3" is exp(log_ratio) * k3, DeepSeek-V3.2 (arXiv 2512.02556) equation 7, correct for tokens of any behaviour
     policy. The ratio is at most exp(MAX_PENALTY_LOG_RATIO); if the logprobs of policy and reference differ by more than
     MAX_PENALTY_LOG_RATIO, k3 continues along its tangent. The ratio must carry its gradient even where its value is 1,
     because the expectation depends on the policy through the ratio too. k3 without the ratio has another divergence's
-    gradient, and k1 has gradient 0 in expectation, so neither is offered: Tang and Munos, "On a few pitfalls in KL
-    divergence gradient estimation for RL" (arXiv 2506.09477). The KL is of the next token given its context; the
-    token's effect on later contexts is ignored, as in every token-level penalty.
+    gradient, and k1, logprobs - reference, has gradient 0 in expectation, so neither is offered: Tang and Munos, "On a
+    few pitfalls in KL divergence gradient estimation for RL" (arXiv 2506.09477). The KL is of the next token given its
+    context; the token's effect on later contexts is ignored, as in every token-level penalty.
 
     Args:
         logprobs: as for kl_estimate, with gradient.
@@ -65,10 +52,10 @@ def kl_penalty(
     Raises:
         ConfigError: the kind is unknown.
     """
+    difference = logprobs - reference
     if kind == "k2":
-        return kl_estimate(logprobs, reference, "k2")
+        return 0.5 * difference.square()
     if kind == "k3":
-        difference = logprobs - reference
         bounded = difference.clamp(-MAX_PENALTY_LOG_RATIO, MAX_PENALTY_LOG_RATIO)
         slope = 1 - (-bounded).exp()  # slope of the tangent, which still pulls distant tokens back
         k3 = (-bounded).expm1() + bounded + slope * (difference - bounded)

@@ -47,7 +47,7 @@ class LossInputs:
 
 
 class Loss(Protocol):
-    """Sums a loss over one row's tokens. Must be picklable, as it is sent to the trainer ranks.
+    """Sums a loss over one row's tokens. Must be picklable: the trainer ranks receive it.
 
     class Reinforce:
         needs_reference = needs_proximal = False
@@ -148,11 +148,11 @@ class ClippedSurrogate:
         reference "kl" (k3's estimate).
 
         Raises:
-            ConfigError: kl_coef is above 0 but there is no reference.
+            ConfigError: kl_coef is above 0 without a reference.
         """
         if self.needs_reference and inputs.reference is None:
             raise ConfigError(
-                f"kl_coef is {self.kl_coef} but there is no reference",
+                f"kl_coef is {self.kl_coef} and the trainer has no reference",
                 hint="give the trainer a frozen reference, or set --loss.kl-coef 0",
             )
         for each in fields(inputs):
@@ -193,7 +193,7 @@ class ClippedSurrogate:
         }
         if inputs.reference is not None:
             reference = masked(inputs.reference)
-            sums["kl"] = kl_estimate(logprobs.detach(), reference, "k3").sum()
+            sums["kl"] = kl_estimate(logprobs.detach(), reference).sum()
             if self.needs_reference:
                 penalty = kl_penalty(logprobs, reference, logprobs - behaviour, self.kl_kind)
                 loss = loss + self.kl_coef * (masked(inputs.weights) * penalty).sum()

@@ -142,7 +142,7 @@ class TrainSettings:
     CPU offload). For models that do not fit: slower, and the optimizer runs on the CPU."""
     stays_on_device: bool = False
     """Keep the trainer's state on a GPU that it shares with engines while they decode, instead of moving it to host
-    memory each time. A run chooses this by itself where both fit."""
+    memory each time. A run turns this on automatically where both fit."""
     frozen: tuple[str, ...] = ()
     """Weights not to train, as patterns of Hugging Face names such as "model.embed_tokens.*" "model.layers.[0-9].*".
     Frozen weights are published once."""
@@ -161,7 +161,7 @@ class TrainSettings:
     router_replay: bool = False
     """Route each token to the experts that the engine chose for it, with gate weights from the trainer's own router.
     Without it, rounding routes some tokens differently, and their logprobs drift from the sampled ones. Has engines
-    return the experts. For mixture-of-experts models. A frozen reference still routes by itself."""
+    return the experts. For mixture-of-experts models. A frozen reference still makes its own choices."""
 
     @property
     def degrees(self) -> dict[str, int]:

@@ -61,7 +61,7 @@ class TensorReader(FileSystemReader):
         """Read the index, once, as a large model's takes seconds.
 
         Raises:
-            OSError, ValueError, TypeError, LookupError, RecursionError: it is missing, or is no index.
+            OSError, ValueError, TypeError, LookupError, RecursionError: it is missing or invalid.
         """
         if self._index is None:
             folder = Path(self.path)
@@ -105,4 +105,4 @@ def _check_files(folder: Path, names: Iterable[str]) -> None:
     for name in names:
         path = folder / name
         if Path(name).name != name or path.is_symlink() or not path.is_file():
-            raise ValueError(f"{name!r} is no file of its own in the folder")
+            raise ValueError(f"{name!r} is not a regular file of the folder")

@@ -53,6 +53,8 @@ from forge_rl.weights.transports.protocol import TensorBucket
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
+PromptLogprobs = tuple[tuple[tuple[int, float, int], ...], ...]
+"""(id, logprob, rank) triples at each position of a prompt."""
 _CLOSE_S = 0.5
 """Seconds until vLLM's process is killed on shutdown: a graceful exit takes four, and saves nothing."""
 
@@ -113,7 +115,7 @@ class VLLMEngine:
         prompt = {"type": "token", "prompt_token_ids": np.asarray(prompt_ids).tolist()}
         generated = self._llm.generate(prompt, _parameters(sampling), request_id=request)
         gathered: list[CompletionOutput] = []
-        of_prompt: tuple[tuple[tuple[int, float, int], ...], ...] = ()
+        of_prompt: PromptLogprobs = ()
         begun = 0.0
         self._requests += 1
         try:
@@ -156,12 +158,10 @@ class VLLMEngine:
 
     async def _routing_of(self, request: str, completion: CompletionOutput) -> npt.NDArray[Any]:
         """Return the experts of an ended request, `[tokens, layers, top_k]`."""
-        if device_type() != "cpu":
-            assert completion.routed_experts is not None, "vLLM was asked for them"
-            experts: npt.NDArray[Any] = completion.routed_experts
-            return experts
-        found = [rows for rows in await self._all_workers("take_routing", request) if rows is not None]
-        if len(found) != 1:
+        found = [completion.routed_experts]
+        if device_type() == "cpu":
+            found = [rows for rows in await self._all_workers("take_routing", request) if rows is not None]
+        if len(found) != 1 or found[0] is None:
             raise RuntimeError(f"{len(found)} workers returned the experts of a request, not 1")
         rows: npt.NDArray[Any] = found[0]
         return rows
@@ -203,8 +203,11 @@ class VLLMEngine:
             self._failure, self._loaded, self._dropped = "", True, False
         with clock.phase("pause"):
             await self._apply()
-        fingerprint_s = max(each.fingerprint_s for each in reports)
-        return replace(report, seconds=_stages(clock.finish_step(), fingerprint_s))
+        # Fingerprints of live parameters are taken within "finish".
+        whole, fingerprint_s = clock.finish_step(), max(each.fingerprint_s for each in reports)
+        seconds = {name: whole.get(f"seconds/{name}", 0.0) for name in ("wait", "pause", "load", "finish")}
+        seconds |= {"finish": seconds["finish"] - fingerprint_s, "fingerprint": fingerprint_s}
+        return replace(report, seconds=seconds)
 
     async def _all_workers(self, method: str, *args: object) -> list[Any]:
         """Call a method of WorkerExtension on each worker; returns the answers in order, or raises the first error."""
@@ -333,13 +336,6 @@ def _joined(workers: Sequence[WorkerReport]) -> LoadReport:
     )
 
 
-def _stages(whole: Mapping[str, float], fingerprint_s: float) -> dict[str, float]:
-    """Return seconds by stage; fingerprints of live parameters, taken within "finish", are subtracted from it."""
-    seconds = {name: whole.get(f"seconds/{name}", 0.0) for name in ("wait", "pause", "load", "finish")}
-    seconds["finish"] -= fingerprint_s
-    return seconds | {"fingerprint": fingerprint_s}
-
-
 def _parameters(sampling: Sampling) -> SamplingParams:
     logprobs = None if sampling.temperature == 0 and not sampling.top_logprobs else sampling.top_logprobs
     extra = dict(sampling.extra)
@@ -356,10 +352,7 @@ def _parameters(sampling: Sampling) -> SamplingParams:
     )
 
 
-def _prompt_logprobs(
-    positions: Sequence[Mapping[int, Logprob] | None],
-) -> tuple[tuple[tuple[int, float, int], ...], ...]:
-    """Return the (id, logprob, rank) triples that vLLM reports at each position of a prompt."""
+def _prompt_logprobs(positions: Sequence[Mapping[int, Logprob] | None]) -> PromptLogprobs:
     return tuple(
         tuple((token, entry.logprob, entry.rank or 0) for token, entry in (position or {}).items())
         for position in positions
@@ -381,13 +374,10 @@ def _chunk(completions: list[CompletionOutput], sampling: Sampling, starts: list
     steps = [step for completion in completions for step in completion.logprobs or ()]
     greedy = sampling.temperature == 0
     logprobs = [math.nan] * len(ids) if greedy else [step[id_].logprob for step, id_ in zip(steps, ids, strict=True)]
-    top: tuple[tuple[tuple[int, float], ...], ...] = ()
-    if sampling.top_logprobs:
-        likeliest = (
-            sorted(((token, entry.logprob) for token, entry in step.items()), key=lambda pair: -pair[1])
-            for step in steps
-        )
-        top = tuple(tuple(pairs[: sampling.top_logprobs]) for pairs in likeliest)
+    top: list[tuple[tuple[int, float], ...]] = []
+    for step in steps if sampling.top_logprobs else ():
+        likeliest = sorted(((token, entry.logprob) for token, entry in step.items()), key=lambda pair: -pair[1])
+        top.append(tuple(likeliest[: sampling.top_logprobs]))
     reason = completions[-1].finish_reason
     return Chunk(
         token_ids=ids,
@@ -395,5 +385,5 @@ def _chunk(completions: list[CompletionOutput], sampling: Sampling, starts: list
         versions=_versions(starts, sent, sent + len(ids)),
         text="".join(completion.text for completion in completions),
         finish="" if reason is None else "length" if reason == "length" else "stop",
-        top=top,
+        top=tuple(top),
     )
