@@ -17,6 +17,7 @@ from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.families.family import Architecture
+from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.cpu_attention import TreeAttention
 from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
 from forge_rl.engines.titan.head import FloatHead
@@ -78,22 +79,13 @@ class PolicyModel(Decoder):
         return logprobs, entropy
 
 
-def build_model(
-    architecture: Architecture,
-    *,
-    max_positions: int,
-    sequence_parallel: bool = False,
-    expert_parallel: bool = False,
-) -> PolicyModel:
+def build_model(architecture: Architecture, settings: TrainSettings) -> PolicyModel:
     """Build the model on the current default device, without weights, ready to be parallelised.
 
-    Args:
-        max_positions: maximum sequence length in tokens, for the RoPE cache.
-        sequence_parallel: with tensor parallelism, shard activations between the layers' matrices.
-        expert_parallel: shard whole experts over ranks instead of splitting each.
+    Tensor-parallel ranks also split activations between the layers' matrices.
     """
     a = architecture
-    positions = min(a.max_positions, max_positions)
+    positions = min(a.max_positions, settings.longest_row)
     config = PolicyModel.Config(
         dim=a.dim,
         vocab_size=a.vocab,
@@ -103,7 +95,9 @@ def build_model(
         lm_head=FloatHead.Config(in_features=a.dim, out_features=a.vocab, param_init=LOADED),
         layers=[a.family.layer(a, index, positions) for index in range(a.layers)],
     )
-    a.family.set_sharding(config, enable_sp=sequence_parallel, enable_ep=expert_parallel)
+    a.family.set_sharding(
+        config, enable_sp=settings.tensor_parallel_degree > 1, enable_ep=settings.expert_parallel_degree > 1
+    )
     model = cast(PolicyModel, config.build())
     model.names = a.family.names
     for number, layer in model.layers.items():

@@ -43,7 +43,7 @@ def plan_training(
         ranks // settings.data_parallel_replicate_degree,
     )
     with torch.device("meta"):
-        model = build_model(architecture, max_positions=tokens)
+        model = build_model(architecture, settings)
     freeze(model, settings.frozen)
     count, trained = (
         sum(each.numel() for each in model.parameters() if each.requires_grad or of_all) for of_all in (True, False)

@@ -323,12 +323,7 @@ class TitanEngine:
         shard = world > 1 or dtype != kept or self._settings.enable_cpu_offload
         home = torch.device("cpu") if self._settings.enable_cpu_offload else self.device
         with torch.device("meta" if shard else self.device), set_default_dtype(kept):
-            model = build_model(
-                self.architecture,
-                max_positions=self._settings.longest_row,
-                sequence_parallel=self._settings.tensor_parallel_degree > 1,
-                expert_parallel=self._settings.expert_parallel_degree > 1,
-            )
+            model = build_model(self.architecture, self._settings)
         if frozen:
             for parameter in model.parameters():
                 parameter.data = parameter.to(dtype)  # not buffers, such as RoPE's
