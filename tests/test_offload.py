@@ -14,7 +14,7 @@ from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import host_memory
-from forge_rl.engines.titan.host_memory import HostCopies, OffloadedTensors, joined
+from forge_rl.engines.titan.host_memory import HostCopies, HostCopy, OffloadedTensors
 from forge_rl.engines.titan.shards import named_weights, values_of
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ForgeError
@@ -244,7 +244,7 @@ def test_when_host_memory_runs_out_nothing_has_left(monkeypatch: pytest.MonkeyPa
     tensors = [torch.arange(10.0), torch.arange(20.0)]
     copies = HostCopies.of
 
-    def full(self: HostCopies, values: torch.Tensor) -> list[torch.Tensor]:
+    def full(self: HostCopies, values: torch.Tensor) -> HostCopy:
         if values.nbytes == 80:
             raise RuntimeError("no memory")
         return copies(self, values)
@@ -259,11 +259,11 @@ def test_copies_lie_without_gaps_in_buffers_of_one_size(monkeypatch: pytest.Monk
     monkeypatch.setattr(host_memory, "BUFFER_BYTES", 64)
     given = [torch.arange(50.0), torch.tensor(3), torch.arange(24, dtype=torch.bfloat16).view(4, 6).t(), torch.empty(0)]
     copies = HostCopies()
-    pieces = [copies.of(values) for values in given]
+    made = [copies.of(values) for values in given]
     buffers = {
-        piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for each in pieces for piece in each
+        piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for each in made for piece in each.pieces
     }
     assert list(buffers.values()) == [64] * -(-(50 * 4 + 8 + 24 * 2) // 64)
-    for values, held in zip(given[:3], pieces[:3], strict=True):
-        assert torch.equal(joined(held, values.dtype, tuple(values.shape)), values)
-    assert pieces[3] == []
+    for values, held in zip(given[:3], made[:3], strict=True):
+        assert torch.equal(held.joined(), values)
+    assert made[3].pieces == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 
-from forge_rl.engines.titan.host_memory import HostCopies, joined
+from forge_rl.engines.titan.host_memory import HostCopies, HostCopy
 from forge_rl.engines.titan.shards import named_weights, slice_of, values_of
 from forge_rl.errors import CheckpointError
 from forge_rl.weights.slices import TensorSlice
@@ -39,8 +39,8 @@ class Block:
     """Shape of the whole tensor."""
     tensor_slice: TensorSlice
     """Slice of the whole tensor that the values are."""
-    values: torch.Tensor
-    """The slice's values."""
+    values: torch.Tensor | HostCopy
+    """The slice's values, or a copy of them, to be written."""
 
     @staticmethod
     def whole(values: torch.Tensor) -> Block:
@@ -55,37 +55,25 @@ class Block:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [_chunk(self.tensor_slice)] if self.tensor_slice.numel else []
 
-
-@dataclass(frozen=True, kw_only=True)
-class CopiedBlock:
-    """A block whose values were copied to host memory."""
-
-    shape: tuple[int, ...]
-    tensor_slice: TensorSlice
-    dtype: torch.dtype
-    pieces: list[torch.Tensor]
-
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        if not self.tensor_slice.numel:
-            return []
-        data = TensorWriteData(
-            chunk=_chunk(self.tensor_slice), properties=TensorProperties(dtype=self.dtype), size=torch.Size(self.shape)
-        )
-        at = MetadataIndex(name, torch.Size(self.tensor_slice.start))
-        return [WriteItem(index=at, type=WriteItemType.SHARD, tensor_data=data)]
+        properties = TensorProperties(dtype=self.values.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
 
-def copied(state: Mapping[str, Block]) -> dict[str, CopiedBlock]:
+def copied(state: Mapping[str, Block]) -> dict[str, Block]:
     """Copy all blocks to host memory; the bytes are there once the device is synchronised."""
     copies = HostCopies()
     return {
-        name: CopiedBlock(
-            shape=block.shape,
-            tensor_slice=block.tensor_slice,
-            dtype=block.values.dtype,
-            pieces=copies.of(block.values),
-        )
+        name: replace(block, values=copies.of(block.values))
         for name, block in state.items()
+        if isinstance(block.values, torch.Tensor)
     }
 
 
@@ -97,8 +85,7 @@ class SavePlanner(DefaultSavePlanner):
     """Writes copied blocks, each assembled just before it is written."""
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        block = cast(CopiedBlock, self.state_dict[index.fqn])
-        return joined(block.pieces, block.dtype, tuple(block.tensor_slice.size))
+        return cast(HostCopy, self.state_dict[index.fqn].values).joined()
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -114,7 +101,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return create_default_local_load_plan(self.state_dict, self.metadata)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return cast(Block, self.state_dict[index.fqn]).values
+        return cast(torch.Tensor, self.state_dict[index.fqn].values)
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int]) -> dict[str, Block]:

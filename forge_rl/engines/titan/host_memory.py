@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -13,13 +14,26 @@ BUFFER_BYTES = 64 << 20
 checkpoint and an offloaded state share memory unless both are held at once."""
 
 
+@dataclass(frozen=True)
+class HostCopy:
+    """A copy of a tensor in pieces, `[bytes] uint8` each, which hold its values in C order."""
+
+    pieces: list[torch.Tensor]
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def joined(self) -> torch.Tensor:
+        """Return the values in new memory."""
+        return torch.cat(self.pieces).view(self.dtype).view(self.shape)
+
+
 class HostCopies:
     """Copies tensors to host memory, contiguously one after the other.
 
         copies = HostCopies()
-        pieces = copies.of(weight)
+        copy = copies.of(weight)
         torch.cuda.synchronize()  # the bytes are there now
-        values = joined(pieces, weight.dtype, weight.shape)
+        values = copy.joined()
 
     Buffers for GPU tensors are pinned. A buffer is freed with its last piece.
     """
@@ -27,8 +41,8 @@ class HostCopies:
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def of(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return pieces, `[bytes] uint8` each, that hold the values in C order once the device is synchronised."""
+    def of(self, values: torch.Tensor) -> HostCopy:
+        """Return a copy that holds the values once the device is synchronised."""
         left = values.detach().contiguous().view(-1).view(torch.uint8)
         pieces = []
         while len(left):
@@ -37,12 +51,7 @@ class HostCopies:
             size = min(len(left), len(self._free))
             pieces.append(self._free[:size].copy_(left[:size], non_blocking=True))
             self._free, left = self._free[size:], left[size:]
-        return pieces
-
-
-def joined(pieces: list[torch.Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the copied values in new memory."""
-    return torch.cat(pieces).view(dtype).view(shape)
+        return HostCopy(pieces, values.dtype, values.shape)
 
 
 class OffloadedTensors:
@@ -62,7 +71,7 @@ class OffloadedTensors:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
         copies = HostCopies()
-        self._left = [(storage, copies.of(_bytes_of(storage))) for storage in storages.values()]
+        self._left = [(storage, copies.of(_bytes_of(storage)).pieces) for storage in storages.values()]
         self.bytes = sum(storage.nbytes() for storage, _ in self._left)
         _finish_copies()
         for storage, _ in self._left:  # only now, so that running out of host memory changes nothing

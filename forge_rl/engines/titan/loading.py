@@ -7,6 +7,7 @@ import operator
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -108,7 +109,7 @@ def load_training_state(
     for parameter in model.parameters():
         if parameter.requires_grad:
             optimizer.state[parameter]["step"].copy_(state["steps"].values)
-    return {name: int(state[name].values) for name in counts}
+    return {name: int(cast(torch.Tensor, state[name].values)) for name in counts}
 
 
 def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from forge_rl.engines.platform import device_threads
-from forge_rl.engines.titan.blocks import CopiedBlock, SavePlanner, copied, training_state
+from forge_rl.engines.titan.blocks import Block, SavePlanner, copied, training_state
 from forge_rl.engines.titan.export import Export, Parts
 from forge_rl.engines.titan.index import TensorWriter
 from forge_rl.engines.titan.loading import cause_of
@@ -73,9 +73,7 @@ class CheckpointWriter:
         self._last = self._thread.submit(self._write, state, folder, source, dtype, names_of(model).parts)
         return self._last
 
-    def _write(
-        self, state: dict[str, CopiedBlock], folder: Path, source: Path, dtype: torch.dtype, parts: Parts
-    ) -> None:
+    def _write(self, state: dict[str, Block], folder: Path, source: Path, dtype: torch.dtype, parts: Parts) -> None:
         training = folder / "training"
 
         def write_state() -> None:
