@@ -257,8 +257,12 @@ def _without_ids(turn: Turn) -> dict[str, object]:
 
 def _with_ids(context: npt.NDArray[np.int32], prompt: int, values: Mapping[str, Any]) -> Turn:
     """Make a turn whose ids are views of the last context of its run; `prompt` is the length of its prompt."""
-    end = prompt + len(values["logprobs"])
-    return Turn.of_arrays(**{**values, "prompt_ids": context[:prompt], "token_ids": context[prompt:end]})
+    turn = object.__new__(Turn)
+    fields = turn.__dict__
+    fields.update(values)
+    fields["prompt_ids"] = context[:prompt]
+    fields["token_ids"] = context[prompt : prompt + len(values["logprobs"])]
+    return turn
 
 
 def _read_episode(fields: Mapping[str, Any]) -> Episode:

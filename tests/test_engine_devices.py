@@ -92,8 +92,9 @@ def test_workers_that_share_experts_compute_what_one_does_and_say_which_they_cho
                     assert {version for turn in turns for version in turn.versions} == {version}
                     for turn in turns:
                         check_routing(model, turn)
-                assert len(generator.bytes_read) == config.devices
-                assert sum(generator.bytes_read) < config.data_parallel_size * 1.02 * manifest.bytes
+                (load,) = generator.last_load
+                assert len(load.bytes_read) == config.devices
+                assert sum(load.bytes_read) < config.data_parallel_size * 1.02 * manifest.bytes
             finally:
                 faults.closing = True
                 await generator.stop()

@@ -217,8 +217,9 @@ async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> 
             assert await generator.load(store) == version
             # Two workers share all but norms and the only key head.
             share = {1: 1, 2: 0.51}[generator.config.devices]
-            assert len(generator.bytes_read) == generator.config.devices
-            assert max(generator.bytes_read) <= share * manifest.bytes
+            (load,) = generator.last_load
+            assert len(load.bytes_read) == generator.config.devices
+            assert max(load.bytes_read) <= share * manifest.bytes
             turns = await asyncio.gather(
                 *[generator.generate(PROMPT, Sampling(max_tokens=8, seed=seed)) for seed in range(6)]
             )
@@ -226,7 +227,7 @@ async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> 
                 assert gap(model, turn) < 1e-4
                 assert set(turn.versions) == {version}
                 assert tuple(turn.prompt_ids) == PROMPT
-        assert 0 < generator.attested_in_place <= 1
+        assert 0 < load.in_place <= len(load.fingerprints)
 
         again = await generator.generate(PROMPT, Sampling(max_tokens=8, seed=0))
         assert tuple(again.token_ids) == tuple(turns[0].token_ids), "a seed decides an answer"

@@ -49,9 +49,10 @@ async def _while_it_runs(served: Engines) -> dict[str, float]:
     found["tokens_per_s"] = sum(len(turn.token_ids) for turn in turns) / (time.perf_counter() - began)
     await timed("publish_and_load", served.advance())
     await timed("publish_and_load_again", served.advance())
-    found |= {f"load_{name}_s": seconds for name, seconds in generator.load_seconds.items()}
-    found["attested_in_place"] = generator.attested_in_place
-    found["loaded_bytes"] = sum(generator.bytes_read)
+    (load,) = generator.last_load
+    found |= {f"load_{name}_s": seconds for name, seconds in load.seconds.items()}
+    found["attested_in_place"] = load.in_place / len(load.fingerprints)
+    found["loaded_bytes"] = sum(load.bytes_read)
     before = (await _decode(served, 1, 0.0))[0].token_ids.tolist()
     await timed("sleep", generator.sleep())
     await timed("wake_with_its_own_load", generator.wake())

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -91,13 +91,10 @@ class AgentCommand:
             AgentStartError: too many processes in a row failed for the same cause before they called the policy.
         """
         shown = {"id": task.id, "source": task.source, "messages": list(task.messages), "tools": list(task.tools)}
-        return await self._run(json.dumps(shown).encode(), session)
-
-    async def _run(self, given: bytes, session: Session, shown: bytes | None = None) -> str | None:
         async with self._slots:
             with tempfile.TemporaryDirectory(prefix="forge_rl-agent-") as folder:
                 file = Path(folder) / "task.json"
-                file.write_bytes(shown or given)
+                file.write_text(json.dumps(shown))
                 variables = {
                     "OPENAI_BASE_URL": session.base_url,
                     "OPENAI_API_BASE": session.base_url,  # older name that some packages still read
@@ -108,11 +105,15 @@ class AgentCommand:
                     "FORGE_RL_TASK_FILE": str(file),
                     "PATH": _path(),
                 }
+                given = json.dumps(self._stdin(shown, session)).encode()
                 done = await run_command(self.command, self.limits, variables=variables, given=given)
         self._note(session, done)
         if done.problem:
             raise AgentError(f"the agent's process {done.problem}", hint=self._hint)
         return _answer(done.output)
+
+    def _stdin(self, task: Mapping[str, object], session: Session) -> Mapping[str, object]:
+        return task
 
     @property
     def _hint(self) -> str:
@@ -165,10 +166,8 @@ class AgentFunction(AgentCommand):
             )
         super().__init__((sys.executable, "-m", "forge_rl.rollout.agent_child", name), limits)
 
-    async def __call__(self, task: Task, session: Session) -> str | None:
-        shown = {"id": task.id, "source": task.source, "messages": list(task.messages), "tools": list(task.tools)}
-        given = {"task": shown, "session": {"base_url": session.base_url, "key": session.key}}
-        return await self._run(json.dumps(given).encode(), session, json.dumps(shown).encode())
+    def _stdin(self, task: Mapping[str, object], session: Session) -> Mapping[str, object]:
+        return {"task": task, "session": {"base_url": session.base_url, "key": session.key}}
 
     async def check(self) -> None:
         """Load the function once, so that a wrong name fails early.

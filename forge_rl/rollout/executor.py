@@ -30,13 +30,13 @@ RunEpisode: TypeAlias = Callable[[Task, PolicyClient], Awaitable[Episode]]
 
 
 class RolloutListener(Protocol):
-    """Hears of rollouts, such as the log of a run."""
+    """Receives what a user should see, such as the log of a run."""
 
     def warn(self, text: str) -> None:
-        """Take note of a warning for the user."""
+        """Report a warning to the user."""
 
     def episode(self, episode: Episode) -> None:
-        """Take note of a finished episode; of an evaluation's, only if it failed."""
+        """Record a finished episode; those of evaluations are passed only if they failed."""
 
 
 class NoListener:
@@ -53,12 +53,12 @@ class RolloutExecutor:
         batch = await run.rollouts.next_batch()
 
     Args:
-        dispatcher: decodes on the engines that its scheduler grants; the scheduler's config sets P and G.
+        dispatcher: decodes on the engines that its scheduler grants.
         devices: hands devices to the engines and back.
         reward: scores the episodes of a group together if they have no score yet.
         seed: sampling seed. The same seed yields the same batches if the schedule has no lag.
         version: returns the latest published version.
-        listener: hears of warnings and finished episodes.
+        listener: receives warnings and finished episodes.
         reward_wait_s: seconds to wait for a replacement reward when all scores fail, before raising an error.
     """
 
@@ -417,10 +417,10 @@ class RolloutExecutor:
     def _warn(self, text: str) -> None:
         self._tell(self._listener.warn, text)
 
-    def _tell(self, hear: Callable[..., None], *news: object) -> None:
+    def _tell(self, receive: Callable[..., None], *news: object) -> None:
         """Call the listener, about an episode once it is recorded; if it raises, only the next batch fails."""
         try:
-            hear(*news)
+            receive(*news)
         except Exception as error:
             self._fail(error)
 

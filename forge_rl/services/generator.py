@@ -61,12 +61,8 @@ class Generator:
         self.non_finite = NonFiniteTokens()
         self._trial = asyncio.Lock()
         """Held by a suspect completion until its first token, so that suspects run one at a time."""
-        self.attested_in_place = 0.0
-        """Share of weights that the last load attested on the live parameters."""
-        self.bytes_read: tuple[int, ...] = ()
-        """Bytes read by each worker in the last load, engine by engine."""
-        self.load_seconds: dict[str, float] = {}
-        """Seconds per stage of the last load, of the slowest engine; see LoadReport."""
+        self.last_load: Sequence[LoadReport] = ()
+        """Each engine's report of the last load."""
 
     @classmethod
     async def start(
@@ -270,7 +266,7 @@ class Generator:
             ServiceError: no engine is left.
         """
         async with self._loading, store.lease(version) as manifest, self._pool.serving_next(manifest.version, store):
-            reports: list[LoadReport] = await self._pool.each(
+            reports = await self._pool.each(
                 "load",
                 lambda replica: (manifest, store.transport(replica.host)),
                 deadline_s=LOAD_DEADLINE_S,
@@ -278,10 +274,7 @@ class Generator:
             if any(report.version != manifest.version for report in reports):
                 read = [report.version for report in reports]
                 raise WeightsError(f"the engines read versions {read} instead of {manifest.version}")
-        if reports:
-            self.attested_in_place = min(report.in_place for report in reports) / len(manifest.tensors)
-            self.bytes_read = tuple(count for report in reports for count in report.bytes_read)
-            self.load_seconds = dict(max(reports, key=lambda report: sum(report.seconds.values())).seconds)
+        self.last_load = reports
         return manifest.version
 
     async def serve_model(self) -> None:
