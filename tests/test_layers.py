@@ -50,7 +50,7 @@ ONLY_IN = {
     "torchstore": ("forge_rl.weights.transports",),
     "os.environ": (
         *("forge_rl.system.variables", "forge_rl.runtime.cluster", "forge_rl.runtime.monarch_log"),
-        *("forge_rl.runtime.private_network", "forge_rl.engines.platform"),
+        *("forge_rl.runtime.private_network", "forge_rl.engines.cpu"),
         *("apps", "recipes.agents"),
     ),
     "os.getenv": ("forge_rl.runtime.cluster", "apps"),
