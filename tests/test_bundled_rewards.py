@@ -12,9 +12,8 @@ import pytest
 
 from forge_rl.data.sources import ReasoningGymSource
 from forge_rl.errors import ForgeError, TaskError
-from forge_rl.rewards.answers import Exact, Match, Number
+from forge_rl.rewards.answers import Diversity, Exact, Match, Number
 from forge_rl.rewards.auto import Auto
-from forge_rl.rewards.diversity import Diversity
 from forge_rl.rewards.extract import extract
 from forge_rl.rewards.formats import Format, JSONSchema, Regex, last_fenced
 from forge_rl.rewards.lengths import Length, Overlong

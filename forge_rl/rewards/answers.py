@@ -1,16 +1,16 @@
-"""Rewards that compare a completion's answer with the true one: exactly, by words, or as a number."""
+"""Rewards that compare an answer with the true one (exactly, by words, as a number) or with those of its group."""
 
 from __future__ import annotations
 
 import collections
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forge_rl.errors import TaskError, check_flags
-from forge_rl.rewards.extract import Extract, extract, last_number
-from forge_rl.rewards.truth import true_answers
-from forge_rl.types import Score, Task
+from forge_rl.rewards.extract import Extract, extract, last_number, true_answers
+from forge_rl.types import Episode, Score, Task
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = re.compile(r"[-.](?!\d)|[^\w\s.-]|_")  # except a number's sign and point
@@ -90,6 +90,23 @@ class Number:
         value, truths = float(answer), [float(each) for each in right if each is not None]
         near = (math.isclose(value, t, rel_tol=self.tolerance, abs_tol=min(self.tolerance, 1.0)) for t in truths)
         return Score(total=float(any(near)), answer=f"{value:.15g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diversity:
+    """Scores an episode by the share of its group's other episodes with a different answer; 1.0 if it is alone.
+
+    Add it with a small weight to a reward for correctness: --reward math=1 diversity=0.1
+    """
+
+    extract: Extract = "auto"
+    """Method of extracting the answers from the completions; they are compared as in `match`."""
+
+    def __call__(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
+        """Return a score from 0 to 1 for each episode."""
+        answers = [normalised(extract(self.extract, each.text) or "") for each in episodes]
+        counts, others = collections.Counter(answers), max(1, len(answers) - 1)
+        return [Score(total=1 - (counts[answer] - 1) / others, answer=answer) for answer in answers]
 
 
 def normalised(text: str) -> str:

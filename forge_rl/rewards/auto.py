@@ -7,9 +7,8 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 
 from forge_rl.rewards.answers import Match, Number
-from forge_rl.rewards.extract import is_number
+from forge_rl.rewards.extract import is_number, true_answers
 from forge_rl.rewards.maths import Maths
-from forge_rl.rewards.truth import true_answers
 from forge_rl.rewards.verifiers import REASONING_GYM, ReasoningGymReward
 from forge_rl.types import Score, Task
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
 from pathlib import Path
 
@@ -68,8 +67,3 @@ class JudgeStore:
         """Return the number of calls and tokens of a judge."""
         found = self._database.execute("select calls, tokens from spent where judge = ?", (judge,)).fetchone()
         return found or (0, 0)
-
-    def close(self) -> None:
-        """Close the file."""
-        with contextlib.suppress(sqlite3.Error):
-            self._database.close()

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from forge_rl.errors import ConfigError, check_flags
-from forge_rl.rewards.extract import boxed, tagged
-from forge_rl.rewards.truth import true_answers
+from forge_rl.rewards.extract import boxed, tagged, true_answers
 from forge_rl.rewards.workers import shared_workers
 from forge_rl.types import Score, Task
 

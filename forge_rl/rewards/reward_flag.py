@@ -12,10 +12,9 @@ import tyro
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.texts import FlagText, parse, suggest
 from forge_rl.flags.user_code import load
-from forge_rl.rewards.answers import Exact, Match, Number
+from forge_rl.rewards.answers import Diversity, Exact, Match, Number
 from forge_rl.rewards.auto import Auto
 from forge_rl.rewards.composition import WeightedSum
-from forge_rl.rewards.diversity import Diversity
 from forge_rl.rewards.formats import Format, JSONSchema, Regex
 from forge_rl.rewards.judge import Judge
 from forge_rl.rewards.lengths import Length, Overlong

@@ -111,9 +111,10 @@ class RewardActor(ServiceActor):
             if not running.done():
                 os._exit(REWARD_STUCK)
 
-        def finished(_: object) -> None:
+        def finished(done: asyncio.Future[object]) -> None:
             stuck.cancel()
             self._turn.release()
+            done.exception()  # the caller may have been cancelled: asyncio would complain that nobody looked
 
         await self._turn.acquire()
         running = loop.run_in_executor(self._thread, run)
