@@ -342,3 +342,12 @@ class StoreUser(ServiceActor):
     @concurrent_endpoint
     async def end(self) -> None:
         self._end.set()
+
+
+async def latest(store: WeightStore) -> int | None:
+    """The version that a reader gets; None before the first."""
+    try:
+        async with store.lease() as manifest:
+            return manifest.version
+    except WeightsError:
+        return None

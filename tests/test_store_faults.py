@@ -23,6 +23,7 @@ from tests.fake_store import (
     all_of,
     exist,
     hold,
+    latest,
     nothing_in,
     publish,
     read,
@@ -39,13 +40,13 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 def test_what_is_published_is_read_by_the_controller_and_by_other_processes(tmp_path: Path, shm: Path):
     async def main() -> None:
         async with real(tmp_path, shm) as (store, users, _):
-            assert await store.latest() is None
+            assert await latest(store) is None
             with pytest.raises(WeightsError, match="held: none"):
                 async with store.lease():
                     pass
             manifest = await publish(store, 3)
             assert len(manifest.buckets) == 2
-            assert await store.latest() == 3
+            assert await latest(store) == 3
             for version in (None, 3):
                 async with store.lease(version) as leased:
                     assert leased == manifest
@@ -90,7 +91,7 @@ def test_a_writer_that_is_killed_midway_leaves_its_version_unseen_and_no_segment
             with pytest.raises(ServiceError, match="SIGKILL"):
                 await die()
             (draft,) = drafts
-            assert await store.latest() == 1
+            assert await latest(store) == 1
             with pytest.raises(WeightsError, match="there is no version 2 of the weights; held: 1"):
                 async with store.lease(2):
                     pass
@@ -151,7 +152,7 @@ def test_a_store_that_dies_is_named_at_once_and_leaves_nothing(tmp_path: Path, s
             async with asyncio.timeout(5):
                 for call, work in (
                     ("reserve", publish(store, 2)),
-                    ("latest", store.latest()),
+                    ("rollback", store.rollback(0)),
                     ("begin", publish(store, 2)),
                     ("lease", store.lease().__aenter__()),
                 ):
@@ -170,8 +171,8 @@ def test_a_store_that_dies_is_named_at_once_and_leaves_nothing(tmp_path: Path, s
             faults.closing = True
             await store.stop()
             assert nothing_in(shm)
-            with pytest.raises(ServiceError, match="weights, call latest: it has been stopped"):
-                await store.latest()
+            with pytest.raises(ServiceError, match="weights, call rollback: it has been stopped"):
+                await store.rollback(0)
 
     run(main())
 

@@ -27,6 +27,7 @@ from tests.fake_store import (
     VERSION_BYTES,
     StoreState,
     Straggler,
+    latest,
     open_shared,
     publish,
     read,
@@ -89,7 +90,7 @@ class StoreSchedule(RuleBasedStateMachine):
     def publish(self, changed: Sequence[str]) -> None:
         version, values = self.coming(changed)
         self.run(publish(self.store, version, values, changed))
-        assert self.run(self.store.latest()) == version
+        assert self.run(latest(self.store)) == version
         self.values[version] = values
         state = self.state
         if not self.stragglers:
@@ -249,7 +250,7 @@ class StoreSchedule(RuleBasedStateMachine):
     @invariant()
     def every_version_is_whole_and_no_segment_is_leaked(self) -> None:
         state = self.state
-        assert self.run(self.store.latest()) == self.latest
+        assert self.run(latest(self.store)) == self.latest
         for version, manifest in state.versions.items():
             assert self.run(read(self.store.transport(), manifest)) == self.values[version]
 

@@ -30,7 +30,7 @@ from forge_rl.weights.manifest import Manifest, ShardReport
 from forge_rl.weights.transports.protocol import LocalShard
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_actors import cluster
-from tests.fake_store import segments
+from tests.fake_store import latest, segments
 from tests.fakes import make_model, packed, random_batch
 from tests.read_slices import read_version
 
@@ -190,7 +190,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             assert any(name.startswith("exp_avg_sq.") for name in before)
             assert all(torch.equal(torch.as_tensor(before[n]), torch.as_tensor(after[n])) for n in before)
             await store.rollback(trainer.version - 1)
-            assert await store.latest() is None
+            assert await latest(store) is None
             for seed in (1, 2):
                 assert await step(trainer, seed) == pytest.approx(losses[seed], abs=1e-6)
                 assert await trainer.publish(store, dtype="float32") == trainer.version == seed - 1
@@ -205,7 +205,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             with pytest.raises(ReplicaError, match=r"call publish: rank 1: .*SIGKILL"):
                 await asyncio.wait_for(trainer.publish(store, dtype="float32"), 30)
             store._transports = good
-            assert await store.latest() == 1
+            assert await latest(store) == 1
             dead = trainer._service.replicas[0]
             (tmp_path / "empty").mkdir()
             with pytest.raises(CheckpointError, match="empty cannot be read"):
@@ -220,7 +220,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             assert await trainer.publish(store, dtype="float32") == 0
             assert await step(trainer, 0) == pytest.approx(losses[0], abs=1e-6)
             assert await trainer.publish(store, dtype="float32") == 1
-            assert await store.latest() == 1
+            assert await latest(store) == 1
             assert furthest(await read(store, 1), await read(store, 0)) > 1e-3
             await step(trainer, 1)
             await trainer.publish(store, dtype="float32")

@@ -26,6 +26,7 @@ from tests.fake_store import (
     Straggler,
     all_of,
     exist,
+    latest,
     publish,
     read,
     run,
@@ -79,7 +80,7 @@ def test_a_version_that_was_not_written_exactly_once_is_never_seen(shm: Path, wh
 
             with pytest.raises(WeightsError, match=said):
                 await commit()
-            assert await store.latest() == 1
+            assert await latest(store) == 1
             await publish(store, 2)
             async with store.lease() as manifest:
                 assert await read(store.transport(), manifest) == all_of(2)
@@ -147,7 +148,7 @@ def test_a_publish_that_is_cancelled_while_it_commits_knows_whether_it_was_commi
             with pytest.raises(asyncio.CancelledError):
                 await publishing
             assert made[0].committed, "so that the trainer takes the next number"
-            assert await store.latest() == 1
+            assert await latest(store) == 1
             await publish(store, 2)
             async with store.lease() as manifest:
                 assert await read(store.transport(), manifest) == all_of(2)

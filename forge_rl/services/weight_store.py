@@ -7,7 +7,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -146,7 +146,7 @@ class WeightStore:
     async def rollback(self, version: int) -> None:
         """Forget all versions above this one: the trainer resumes from it and publishes the same numbers again.
 
-        `latest` is then the newest kept version up to this one, or None. Readers of a forgotten version continue. A
+        Readers then get the newest kept version up to this one, if any; those of a forgotten version continue. A
         publish in progress can no longer be committed.
         """
         await self._call("rollback", version)
@@ -163,10 +163,6 @@ class WeightStore:
         finally:  # even if cancelled before the reply
             with contextlib.suppress(ForgeError):  # a dead store holds no leases, and the next call reports its death
                 await self._call("release", lease)
-
-    async def latest(self) -> int | None:
-        """Return the newest readable version, or None before the first."""
-        return cast("int | None", await self._call("latest"))
 
     async def stop(self) -> None:
         """Stop the store; its versions are lost."""

@@ -179,10 +179,6 @@ class WeightStoreActor(ServiceActor):
     async def release(self, lease: str) -> None:
         self._release(lease)
 
-    @concurrent_endpoint
-    async def latest(self) -> int | None:
-        return self._index.latest
-
     def _end_leases(self, holder: Holder) -> None:
         self._watched.discard(holder)
         for lease in [lease for lease, of in self._leases.items() if of == holder]:
