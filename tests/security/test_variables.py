@@ -188,6 +188,7 @@ def test_nothing_that_a_command_started_outlives_it_in_whatever_session(ending: 
     async def check() -> None:
         other = await asyncio.create_subprocess_exec(*supervised(["sleep", f"{seconds}1"]))
         try:
+            await until(lambda: len(left(f"{seconds}1")) == 1)
             if ending == "with its parent":
                 parent = await asyncio.create_subprocess_exec(sys.executable, "-c", run, *command, cwd=ROOT)
                 await until(lambda: len(left(seconds)) == 3)
