@@ -16,6 +16,7 @@ import tyro
 from forge_rl.errors import ConfigError
 from forge_rl.flags.command_line import parse
 from forge_rl.flags.config_file import dump, read
+from forge_rl.flags.fields import flags_of
 
 ROOT = Path(__file__).parent.parent
 FILES = [*(ROOT / "recipes").glob("[a-z]*.py"), *(ROOT / "apps").glob("[a-z]*.py")]
@@ -139,7 +140,9 @@ def helped(kind: type, *args: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_is_short_and_a_group_is_whole(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_short_a_group_is_whole_and_every_flag_is_explained(
+    program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     kind: Any = importlib.import_module(program).Config
     short, everything = (helped(kind, asked, capsys=capsys) for asked in ("--help", "--help-all"))
     flags = re.findall(r"^  (?:--)?([\w.-]+)", short, re.MULTILINE)
@@ -147,6 +150,7 @@ def test_help_is_short_and_a_group_is_whole(program: str, capsys: pytest.Capture
     assert len(short.splitlines()) < 120
     listed = re.findall(r"^  (?:--)?([\w.-]+)", everything, re.MULTILINE)
     assert set(flags) < set(listed)
+    assert all(len(flag.text.split()) > 1 for flag in flags_of(kind))
     if hasattr(kind, "generator"):
         shown = helped(kind, "--help", "generator", capsys=capsys)
         assert helped(kind, "--help=generator", capsys=capsys) == shown

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import NoReturn
 import pytest
 
 from forge_rl import launch
-from tests.commands import ROOT, Command, actor_of, forgotten, metrics, shared_memory, tiny_run
+from tests.commands import Command, actor_of, forgotten, metrics, shared_memory, tiny_run
 from tests.fake_engine import FOLDER
 
 pytestmark = pytest.mark.processes
@@ -179,16 +178,3 @@ def test_an_unknown_flag_is_an_error(monkeypatch: pytest.MonkeyPatch, capfd: pyt
     assert run_here("grpo", "--grup-size", "8", monkeypatch=monkeypatch) == 2
     printed = capfd.readouterr()
     assert "--group-size" in printed.out + printed.err, "the nearest flag is named"
-
-
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("[!_]*.py")))
-def test_help_of_every_recipe_has_a_sentence_for_every_flag(
-    recipe: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert run_here(recipe, "--help", monkeypatch=monkeypatch) == 0
-    flags = re.findall(r"^│ (--[\w.-]+)[^\n]*\n│ +(.*?)│$", capfd.readouterr().out, flags=re.MULTILINE)
-    assert len(flags) > 40
-    for flag, sentence in flags:
-        words = re.sub(r"\(default:.*", "", sentence).split()
-        assert len(words) >= 2, f"{flag} has no help: {sentence!r}"
