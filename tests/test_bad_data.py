@@ -176,7 +176,7 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "an unknown key": (
         named("a.jsonl:qestion=problem", "a.jsonl"),
-        "have unknown keys: 'qestion'.*use any of: question, answer",
+        "the key 'qestion' is unknown.*did you mean question",
     ),
     "a question and messages": (named("a.jsonl:question=a,messages=b", "a.jsonl"), "set both question and messages"),
     "a key without a value": (
@@ -185,7 +185,7 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "a key that is given twice": (named("a.jsonl:question=a,question=b", "a.jsonl"), "'question' is given twice"),
     "a weight below 0": (named("a.jsonl*-1", "a.jsonl"), "the weight -1 is below 0"),
-    "no name": (named(":question=a"), "the tasks ':question=a' have no name"),
+    "no name": (named(":question=a"), "there is no name.*:question=a"),
 }
 
 

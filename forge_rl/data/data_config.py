@@ -151,9 +151,7 @@ class DataConfig:
             raise spec.wrong(f"the key {unknown[0]!r} is unknown", suggest(unknown[0], allowed, "keys"), at=unknown[0])
         given = {key: spec.written[key] for key in _COLUMNS if key in spec.written}
         if "question" in given and "messages" in given:
-            raise TaskError(
-                f"the tasks {spec.name!r} set both question and messages", hint="set one: either is the whole prompt"
-            )
+            raise spec.wrong("set both question and messages", "set one: either is the whole prompt", at="messages")
         template = "" if "question" in given or "messages" in given else self.template
         common = {"template": template, "system": self.system, "instruction": self.instruction or ""}
         return Columns(**{**common, **given})
