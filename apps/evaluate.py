@@ -92,7 +92,6 @@ class Config:
     sets, whose held-out part is used. Keys of files name columns: test.jsonl:question=problem,answer=gold"""
     data: DataConfig = field(default_factory=DataConfig)
     rewards: RewardTexts = ("auto",)
-    """Rewards, each as NAME[:KEY=VALUE,...][*WEIGHT], MODULE:FUNCTION or FILE.py:FUNCTION; several are summed."""
     tasks_per_set: int = 100
     """Maximum tasks per set."""
     episodes: int = 1

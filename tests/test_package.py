@@ -99,6 +99,16 @@ def test_a_recipe_copied_to_an_empty_folder_works_by_itself(recipe: str, unpacke
         assert agent.read_text() == (ROOT / "recipes" / "agents" / "ask_twice.py").read_text()
 
 
+@pytest.mark.parametrize("program", ["recipes.grpo", "recipes.agent_openai", "apps.data"])
+def test_outside_of_the_environment_a_program_says_what_to_do(program: str):
+    command = [sys.executable, "-S", "-m", program, "--help"]  # -S: without what is installed
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == (
+        "error: this Python lacks what forge_rl needs\n  hint: source .venv/bin/activate, or first: make setup\n"
+    )
+    assert done.returncode == 1
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -1,4 +1,4 @@
-"""The kind and number of devices of this machine, found without loading torch where there is no driver."""
+"""The kind and number of devices of this machine, found without loading torch on a machine without a GPU's driver."""
 
 from __future__ import annotations
 

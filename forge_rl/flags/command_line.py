@@ -60,7 +60,7 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
 
 
 def print_help(kind: type, prog: str, asked: str, *, shows_all: bool = False) -> NoReturn:
-    """Print the flags used most, those of a group such as trainer.optimizer, or all, and exit.
+    """Print the flags used most, a group's flags (trainer.optimizer), or all, and exit.
 
     Raises:
         ConfigError: there is no such group.

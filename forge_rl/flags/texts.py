@@ -64,7 +64,7 @@ def parse(
     takes_weight: bool = True,
     error: type[ForgeError] = ConfigError,
 ) -> FlagText:
-    """Parse a flag's text, without checking that what it names exists.
+    """Parse a flag's text; the thing it names need not exist.
 
         parse("maths=data/*.jsonl:question=problem*0.5", "--tasks")
         parse("mine.py:score=2", "--reward", bundled=REWARDS)
