@@ -18,6 +18,7 @@ import resource
 import signal
 import sys
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -85,14 +86,14 @@ def attempt(vocabulary: Any, kind: str, text: str, limits: dict[str, float]) -> 
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     allow_cpu(limits["read_s"])
     try:
-        make, arguments = FORMS[kind]
+        make, compile_name, arguments = FORMS[kind]
         given = arguments(text)
         grammar = getattr(xgrammar.Grammar, make)(*given)
         allow_cpu(limits["compile_s"])
         if problem := repeats_too_much(str(grammar)):
             return problem
         compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
-        compiled = COMPILE[kind](compiler, *given)
+        compiled = getattr(compiler, compile_name)(*given)
         allow_cpu(limits["walk_s"])
         return walk(compiled, vocabulary.vocab_size)
     except MemoryError:
@@ -119,20 +120,18 @@ def tags(text: str) -> tuple[Any, ...]:
     return list(items), found["triggers"]
 
 
-FORMS: dict[str, tuple[str, Any]] = {
-    "regex": ("from_regex", lambda text: (text,)),
-    "json": ("from_json_schema", lambda text: (text,)),
-    "ebnf": ("from_ebnf", lambda text: (text,)),
-    "lark": ("from_lark", lambda text: (text,)),
-    "tag": ("from_structural_tag", tags),
+def as_it_is(text: str) -> tuple[Any, ...]:
+    return (text,)
+
+
+FORMS: dict[str, tuple[str, str, Any]] = {
+    "regex": ("from_regex", "compile_regex", as_it_is),
+    "json": ("from_json_schema", "compile_json_schema", as_it_is),
+    "ebnf": ("from_ebnf", "compile_grammar", as_it_is),
+    "lark": ("from_lark", "compile_lark", as_it_is),
+    "tag": ("from_structural_tag", "compile_structural_tag", tags),
 }
-COMPILE: dict[str, Any] = {
-    "regex": xgrammar.GrammarCompiler.compile_regex,
-    "json": xgrammar.GrammarCompiler.compile_json_schema,
-    "ebnf": xgrammar.GrammarCompiler.compile_grammar,
-    "lark": xgrammar.GrammarCompiler.compile_lark,
-    "tag": xgrammar.GrammarCompiler.compile_structural_tag,
-}
+"""For each kind of constraint, how xgrammar reads and compiles it, and its arguments."""
 
 
 def walk(compiled: Any, vocabulary_size: int) -> str:
@@ -164,21 +163,22 @@ def walk(compiled: Any, vocabulary_size: int) -> str:
     return ""
 
 
+@dataclass
 class Rule:
     """A rule of a grammar, or a group within one."""
 
-    def __init__(self) -> None:
-        self.alternatives: list[list[Item]] = [[]]
-        self.may_be_empty = False
+    alternatives: list[list[Item]] = field(default_factory=lambda: [[]])
+    may_be_empty: bool = False
 
 
+@dataclass
 class Item:
     """An item of a rule: the name of a rule, or a literal, possibly empty."""
 
-    def __init__(self, rule: str, *, is_empty: bool = False) -> None:
-        self.rule = rule
-        self.is_empty = is_empty
-        self.least, self.most = 1, 1
+    rule: str
+    is_empty: bool = False
+    least: int = 1
+    most: int = 1
 
 
 def read_rules(text: str) -> dict[str, Rule]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
+from starlette.responses import JSONResponse
 
 from forge_rl.errors import (
     ConfigError,
@@ -17,6 +18,8 @@ from forge_rl.errors import (
     WeightsError,
 )
 
+ANTHROPIC_PATH = "/v1/messages"
+"""Prefix of the paths answered in the format of Anthropic's API."""
 ENDS_ENGINES = "ends_engines"
 """Error code of a request that crashed several engines."""
 _ANTHROPIC_TYPES = {
@@ -56,6 +59,10 @@ class ApiError(Exception):
         is_named = self.param is None or self.param in self.message
         message = self.message if is_named else f"{self.param}: {self.message}"
         return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def response(self, path: str) -> JSONResponse:
+        """Return the response to a request for a path, in the format of its API."""
+        return JSONResponse(self.body(path.startswith(ANTHROPIC_PATH)), self.status, headers=dict(self.headers))
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -12,14 +12,11 @@ from collections.abc import Callable, Hashable, Iterator
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.gateway_config import GatewayConfig
 
-ANTHROPIC_PATH = "/v1/messages"
-"""Prefix of the paths answered in the format of Anthropic's API."""
 _OPEN_PATHS = frozenset({"/health", "/metrics"})
 """Paths that need no key."""
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -98,7 +95,11 @@ class Guard:
         self._caller = caller
         self._in_flight = in_flight
         self._refused = refused
-        self._hosts = _Hosts(config)
+        self._any_address = config.host in ("0.0.0.0", "::")
+        self._hosts = {"localhost", config.host.lower(), *(name.lower() for name in config.allowed_hosts)}
+        """Names of this server; every address of a server that listens on all addresses is another one."""
+        if self._any_address:
+            self._hosts.add(socket.gethostname().lower())
         self._origins = frozenset(config.allowed_origins)
         self._arriving_bytes = 0
         """Bytes of bodies that are still being received."""
@@ -109,17 +110,15 @@ class Guard:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-        elif scope["type"] != "http":
+        if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
-        else:
-            try:
-                self._check_site(Headers(scope=scope))
-            except ApiError as error:
-                await self._refuse(error, None, scope, receive, send)
-            else:
-                await self._admitting(scope, receive, send)
+            return
+        try:
+            self._check_site(Headers(scope=scope))
+        except ApiError as error:
+            await self._refuse(error, None, scope, receive, send)
+            return
+        await self._admitting(scope, receive, send)
 
     def _check_site(self, headers: Headers) -> None:
         """Check the headers by which a browser shows that another site sent the request.
@@ -128,7 +127,7 @@ class Guard:
             ApiError: the host or the page's origin is not allowed.
         """
         host = ",".join(headers.getlist("host")).lower()
-        if not self._hosts.serves(host):
+        if not self._serves(host):
             raise ApiError(
                 403,
                 f"the host {host[:100]!r} is not served here; the server's owner may add it to allowed-hosts",
@@ -143,6 +142,23 @@ class Guard:
                 f"pages of {origin[:100]!r} are not allowed; the server's owner may add it to allowed-origins",
                 code="origin_not_allowed",
             )
+
+    def _serves(self, host: str) -> bool:
+        """Return whether a Host header, in lower case, names this server, at any port, as it may be forwarded.
+
+        Starlette's TrustedHostMiddleware knows no addresses, of which any may be this server's: DNS rebinding needs a
+        name.
+        """
+        match = _HOST.fullmatch(host)
+        if match is None:
+            return False
+        name = match[1].strip("[]").removesuffix(".")
+        if name in self._hosts or "*" in self._hosts:
+            return True
+        try:
+            return ipaddress.ip_address(name).is_loopback or self._any_address
+        except ValueError:
+            return False
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] in _OPEN_PATHS and scope["method"] in _WITHOUT_BODY:
@@ -203,39 +219,11 @@ class Guard:
 
     async def _refuse(self, error: ApiError, caller: Hashable, scope: Scope, receive: Receive, send: Send) -> None:
         self._refused(scope["path"], caller, error)
-        body = error.body(scope["path"].startswith(ANTHROPIC_PATH))
-        await JSONResponse(body, error.status, headers=dict(error.headers))(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
 
 
 class _GoneError(Exception):
     """The client closed its connection before its request was complete."""
-
-
-class _Hosts:
-    """This server's names in a request's Host header, at any port, as it may be forwarded.
-
-    These are loopback's names and addresses, the listening address, and the allowed hosts. A server that listens on all
-    addresses also accepts the machine's name and every address: DNS rebinding needs a name.
-    """
-
-    def __init__(self, config: GatewayConfig) -> None:
-        self._names = {"localhost", config.host.lower(), *(name.lower() for name in config.allowed_hosts)}
-        self._any_address = config.host in ("0.0.0.0", "::")
-        if self._any_address:
-            self._names.add(socket.gethostname().lower())
-
-    def serves(self, host: str) -> bool:
-        """Return whether a Host header, in lower case, names this server."""
-        match = _HOST.fullmatch(host)
-        if match is None:
-            return False
-        name = match[1].strip("[]").removesuffix(".")
-        if name in self._names or "*" in self._names:
-            return True
-        try:
-            return ipaddress.ip_address(name).is_loopback or self._any_address
-        except ValueError:
-            return False
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -8,23 +8,21 @@ import os
 import secrets
 import stat
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from starlette.datastructures import Headers
 
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.errors import ApiError
+from forge_rl.gateway.sessions import Session
 
 _MOST_KEY_BYTES = 4096
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
-S = TypeVar("S")
 
-
-class KeyRing(Generic[S]):
+class KeyRing:
     """Maps API keys to callers: sessions, or the owner.
 
-        keys: KeyRing[Session] = KeyRing("the owner's")
+        keys: KeyRing = KeyRing("the owner's")
         keys.add(session.key, session)
         keys.caller(headers)  # the session, None for the owner, or an ApiError with status 401
 
@@ -36,18 +34,18 @@ class KeyRing(Generic[S]):
     def __init__(self, owner: str = "", *, open_to_all: bool = False) -> None:
         self._owner = _digest(owner) if owner else None
         self._open_to_all = open_to_all and not owner
-        self._sessions: dict[bytes, S] = {}
+        self._sessions: dict[bytes, Session] = {}
         """Sessions by the digest of their key, so that lookup times reveal nothing about keys."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     @property
-    def sessions(self) -> tuple[S, ...]:
+    def sessions(self) -> tuple[Session, ...]:
         """Sessions whose keys are accepted."""
         return tuple(self._sessions.values())
 
-    def add(self, key: str, session: S) -> None:
+    def add(self, key: str, session: Session) -> None:
         """Accept a session's key."""
         self._sessions[_digest(key)] = session
 
@@ -55,7 +53,7 @@ class KeyRing(Generic[S]):
         """Stop accepting a session's key."""
         self._sessions.pop(_digest(key), None)
 
-    def caller(self, headers: Headers) -> S | None:
+    def caller(self, headers: Headers) -> Session | None:
         """Return the session whose key a request carries; None for the owner.
 
         Raises:

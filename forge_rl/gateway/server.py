@@ -22,9 +22,9 @@ from forge_rl.errors import ForgeError
 from forge_rl.gateway import http
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.constraints import ConstraintChecker
-from forge_rl.gateway.errors import ApiError, to_api_error
+from forge_rl.gateway.errors import ANTHROPIC_PATH, ApiError, to_api_error
 from forge_rl.gateway.gateway_config import GatewayConfig
-from forge_rl.gateway.guard import ANTHROPIC_PATH, Guard, InFlight
+from forge_rl.gateway.guard import Guard, InFlight
 from forge_rl.gateway.keys import KeyRing, read_key
 from forge_rl.gateway.metrics import CONTENT_TYPE, GatewayMetrics
 from forge_rl.gateway.reading import Reader
@@ -92,7 +92,7 @@ class Gateway:
         """Names of agents' sampling settings that the run's replaced so far."""
         if not api_key and config.api_key_file is not None:
             api_key = read_key(config.api_key_file)
-        self._keys: KeyRing[Session] = KeyRing(api_key, open_to_all=open_to_all)
+        self._keys = KeyRing(api_key, open_to_all=open_to_all)
         self._healthy = healthy
         if config.is_public and open_to_all and not api_key:
             warn(f"the gateway listens on {config.host} without a key: anyone who can reach it may use it")
@@ -339,6 +339,4 @@ class Gateway:
             self._metrics.request("other", error.status_code, 0.0)
             message = f"{what}: {request.method} {request.url.path}"
             error = ApiError(error.status_code, message, headers=error.headers or {})
-        error = to_api_error(error)
-        body = error.body(request.url.path.startswith(ANTHROPIC_PATH))
-        return JSONResponse(body, error.status, headers=dict(error.headers))
+        return to_api_error(error).response(request.url.path)

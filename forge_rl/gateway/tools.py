@@ -48,13 +48,13 @@ class ToolParser:
         self._tokenizer = tokenizer
         self._warn = warn
         self._loading = asyncio.Lock()
-        self._loaded: tuple[type[Any], type[Any]] | None = None  # Any: vLLM's types are not used here
+        self._cls: type[Any] | None = None
 
     @property
     def cls(self) -> type[Any]:
         """The parser's class; `load` must have been called."""
-        assert self._loaded is not None, "load comes first"
-        return self._loaded[0]
+        assert self._cls is not None, "load comes first"
+        return self._cls
 
     async def load(self) -> None:
         """Import the parser in a thread, once.
@@ -63,19 +63,20 @@ class ToolParser:
             ConfigError: vLLM has no parser of that name, or it does not support the tokenizer.
         """
         async with self._loading:
-            if self._loaded is None:
-                self._loaded = await asyncio.to_thread(self._load)
+            if self._cls is None:
+                self._cls = await asyncio.to_thread(self._load)
                 gc.freeze()  # a collection over all of vLLM would block the event loop for half a second
 
     async def parse(self, turn: Turn, tools: Sequence[Mapping[str, object]]) -> tuple[str, tuple[ToolCall, ...]]:
         """Return a turn's content and calls of `tools`. Text that the parser cannot read is content."""
         await self.load()
-        assert self._loaded is not None
-        cls, request = self._loaded
-        asked = request.model_validate({"messages": [], "tools": list(tools), "tool_choice": "auto"})
-        return read_calls(cls(self._tokenizer.hf, asked.tools), asked, turn.text, turn.token_ids.tolist())
+        from forge_rl.gateway import vllm_internals as vllm
 
-    def _load(self) -> tuple[type[Any], type[Any]]:
+        asked = {"messages": [], "tools": list(tools), "tool_choice": "auto"}
+        request = vllm.ChatCompletionRequest.model_validate(asked)
+        return read_calls(self.cls(self._tokenizer.hf, request.tools), request, turn.text, turn.token_ids.tolist())
+
+    def _load(self) -> type[Any]:
         from forge_rl.gateway import vllm_internals as vllm
 
         # Parsers log a stack trace for each malformed call.
@@ -101,7 +102,7 @@ class ToolParser:
                 f"the parsers {self.name!r} and {self.reasoning!r} do not support the model: {error}",
                 hint="set another --tool-parser or --reasoning-parser",
             ) from error
-        return _forgiving(parser, self._warn), vllm.ChatCompletionRequest
+        return _forgiving(parser, self._warn)
 
 
 def parser_for(tokenizer: Tokenizer) -> str:

@@ -34,7 +34,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 def client_of(config: GatewayConfig | None = None, key: str = "right") -> httpx.AsyncClient:
     """A client of that app behind a guard."""
     config = config or GatewayConfig(port=8000)
-    guard = Guard(app, config, caller=KeyRing[object](key, open_to_all=not key).caller, in_flight=InFlight(2))
+    guard = Guard(app, config, caller=KeyRing(key, open_to_all=not key).caller, in_flight=InFlight(2))
     return httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://localhost:8000")
 
 
@@ -235,7 +235,7 @@ def test_no_more_reaches_an_app_than_may_be_in_flight():
             await app(scope, receive, send)
 
         counts = InFlight(2)
-        guard = Guard(slow, GatewayConfig(), caller=KeyRing[object]("right").caller, in_flight=counts)
+        guard = Guard(slow, GatewayConfig(), caller=KeyRing("right").caller, in_flight=counts)
         transport = httpx.ASGITransport(guard)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=KEY) as client:
             asking = [asyncio.ensure_future(client.get("/v1/models")) for _ in range(5)]
@@ -251,7 +251,7 @@ def test_no_more_reaches_an_app_than_may_be_in_flight():
 
 def test_websockets_are_closed():
     async def check() -> None:
-        guard = Guard(app, GatewayConfig(), caller=KeyRing[object]("right").caller, in_flight=InFlight(2))
+        guard = Guard(app, GatewayConfig(), caller=KeyRing("right").caller, in_flight=InFlight(2))
         sent: list[Any] = []
 
         async def send(message: Any) -> None:
