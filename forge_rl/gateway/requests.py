@@ -96,7 +96,7 @@ _UNSUPPORTED: Mapping[str, tuple[str, object]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class ParsedRequest:
     """A request within its bounds."""
 
     vllm: Any
@@ -127,7 +127,7 @@ class Api:
         self._constraint = TypeAdapter[Any](Any if constraint is None else constraint.annotation)
         self._hottest = hottest
 
-    def read(self, body: bytes) -> Request:
+    def read(self, body: bytes) -> ParsedRequest:
         """Parse a request's body.
 
         Raises:
@@ -151,7 +151,7 @@ class Api:
         request = self._model.model_validate({**given, self.text: "-" if self.text == "prompt" else []}, strict=True)
         wanted = (len(text) if self.text == "prompt" else 1) * (getattr(request, "n", None) or 1)
         self._check(request, wanted)
-        return Request(vllm=request, text=text, stop=stop, wanted=wanted)
+        return ParsedRequest(vllm=request, text=text, stop=stop, wanted=wanted)
 
     def _may_set(self, name: str, value: object) -> bool:
         """Return whether a parameter is set; False if it has no effect."""
