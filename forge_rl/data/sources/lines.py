@@ -189,7 +189,7 @@ def checked_object(value: object) -> Mapping[str, object]:
 def _row_starts(path: Path, cache: Path, quotes: bool) -> npt.NDArray[np.int64]:
     """Return the offset of each row, then the file's size, [rows + 1] int64; kept in the cache for a large file."""
     if path.stat().st_size >= INDEXED_BYTES:
-        with contextlib.suppress(TaskError):  # a cache that cannot be written
+        with contextlib.suppress(TaskError, OSError):  # a cache that cannot be written
             kept = derived(path, cache, ".npy", lambda file: np.save(file, _find_row_starts(path, quotes)))
             return np.asarray(np.load(kept, mmap_mode="r"))
     return _find_row_starts(path, quotes)

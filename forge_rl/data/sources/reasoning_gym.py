@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -12,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from forge_rl.errors import TaskError, check_installed
+from forge_rl.flags.texts import suggest
 from forge_rl.types import Message, Task
 
 _CHUNK = 500
@@ -192,11 +192,7 @@ class _Stream:
             entry: dict[str, object] = self._entries[within]  # type: ignore[index]
             return entry
         except Exception as error:
-            raise TaskError(
-                f"data set {self._dataset!r} cannot generate a task with {dict(self._params)}: "
-                f"{type(error).__name__}: {error}",
-                hint="change its parameters",
-            ) from error
+            raise self._failure("cannot generate a task with", error) from error
 
     def _make(self, chunk: int) -> object:
         check_installed(f"the data set {self._dataset!r}", "reasoning_gym", "reasoning-gym")
@@ -208,10 +204,13 @@ class _Stream:
                 self._dataset, seed=self._seed + chunk * _CHUNK, size=_CHUNK, **self._params
             )
         except Exception as error:  # reasoning-gym checks with asserts, and wrong types can raise anything
-            raise TaskError(
-                f"data set {self._dataset!r} refuses {dict(self._params)}: {type(error).__name__}: {error}",
-                hint="change its parameters",
-            ) from error
+            raise self._failure("refuses", error) from error
+
+    def _failure(self, what: str, error: Exception) -> TaskError:
+        return TaskError(
+            f"data set {self._dataset!r} {what} {dict(self._params)}: {type(error).__name__}: {error}",
+            hint="change its parameters",
+        )
 
 
 def has_dataset(name: str) -> bool:
@@ -228,9 +227,7 @@ def _check_names(dataset: str, params: Mapping[str, object]) -> None:
     from reasoning_gym.factory import DATASETS
 
     if dataset not in DATASETS:
-        close = difflib.get_close_matches(dataset, DATASETS, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"choose one of: {', '.join(sorted(DATASETS))}"
-        raise TaskError(f"no data set named {dataset!r}", hint=hint)
+        raise TaskError(f"no data set named {dataset!r}", hint=suggest(dataset, DATASETS, "choose one of"))
     allowed = [field.name for field in dataclasses.fields(DATASETS[dataset][1]) if field.name not in _SET_HERE]
     unknown = [param for param in params if param not in allowed]
     if unknown:
