@@ -89,3 +89,34 @@ def test_weights_that_can_be_loaded_again_are_dropped_in_sleep(monkeypatch: pyte
         assert await hold(asleep=False) == (True, ["wake_up ['weights']", "wake_up ['kv_cache']", "resume"])
 
     asyncio.run(check())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only CPUs need it")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_swiglu_on_a_cpu_give_what_vllms_own_give(dtype: torch.dtype):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from forge_rl.engines.vllm import cpu
+
+    with set_current_vllm_config(VllmConfig()), set_default_torch_dtype(dtype):
+        norm, swiglu = RMSNorm(64, eps=1e-5), SiluAndMul()
+    torch.manual_seed(0)
+    norm.weight.data.uniform_(0.5, 1.5)
+    x, residual, gates = (torch.randn(5, n, dtype=dtype) for n in (64, 64, 128))
+    strided = torch.randn(5, 128, dtype=dtype)[:, ::2]
+    whole = torch.randn(5, 64)
+    wanted = (
+        *(norm.forward_native(x.clone()), *norm.forward_native(x.clone(), residual.clone())),
+        *(norm.forward_native(strided), norm.forward_native(whole), swiglu.forward_native(gates)),
+    )
+    cpu.patch(torch.nn.ModuleList([norm, swiglu]))
+    found = (norm(x), *norm(x.clone(), residual.clone()), norm(strided), norm(whole), swiglu(gates))
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-6  # a bfloat16 of 4 is rounded by up to 2**-7
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert norm._forward_method.func is cpu._normalize
+    assert swiglu._forward_method is cpu._silu_and_mul
