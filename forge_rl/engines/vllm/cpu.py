@@ -28,6 +28,7 @@ from forge_rl.engines.vllm import internals
 
 def patch(model: nn.Module) -> None:
     """Patch this worker and its model; idempotent."""
+    layer: Any
     for layer in model.modules():
         if isinstance(layer, RotaryEmbedding) and not hasattr(layer._forward_method, "__wrapped__"):
             layer._forward_method = _on_rows(layer._forward_method)
