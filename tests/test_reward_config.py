@@ -45,6 +45,7 @@ def nan_part(task, text): return Score(total=1.0, parts={"style": float("nan")})
 def few(task, episodes): return []
 def number(task, episodes): return 1.0
 def raises(task, text): raise KeyError("solution")
+def stops(task, text): return next(iter(()))
 def slow(task, text): time.sleep(2)
 class Plain:
     def __call__(self, task, text): return 2.0
@@ -188,6 +189,7 @@ def test_a_text_that_cannot_work_is_one_clear_message(text: str, message: str, h
         ("one_turn", "the reward of t has 1 entries in `turns`, for 2 turns"),
         ("few", r"the reward of t is \[\] for 1 episodes"),
         ("number", r"the reward of t is 1.0 for 1 episodes"),
+        ("stops", "the reward of t raised StopIteration"),
         ("slow", "no answer within 0.2 s"),
     ],
 )

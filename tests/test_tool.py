@@ -167,6 +167,9 @@ def test_what_a_tool_raises_is_told_to_the_model_but_a_failure_of_the_world_is_n
     def leave() -> None:
         raise SystemExit
 
+    def stop() -> int:
+        return next(iter([]))
+
     def broken() -> None:
         raise ForgeError("the database is gone")
 
@@ -175,6 +178,7 @@ def test_what_a_tool_raises_is_told_to_the_model_but_a_failure_of_the_world_is_n
 
     assert call(divide, {"a": 0}) == "error: ZeroDivisionError: division by zero"
     assert call(leave, {}) == "error: SystemExit"
+    assert call(stop, {}) == "error: RuntimeError: StopIteration"
     assert call(late, {}) == "error: KeyError: 'x'"
     with pytest.raises(ForgeError, match="the database is gone"):
         call(broken, {})

@@ -218,6 +218,8 @@ async def _in_thread(function: Callable[[], object]) -> object:
     def run() -> None:
         try:
             done.set_result(function())
+        except StopIteration as error:  # asyncio's futures cannot hold it
+            done.set_exception(RuntimeError(f"StopIteration {error}".strip()))
         except BaseException as error:
             done.set_exception(error)
 

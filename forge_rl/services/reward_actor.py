@@ -105,7 +105,12 @@ class RewardActor(ServiceActor):
             nonlocal thread
             thread = threading.get_ident()
             with contextlib.nullcontext() if in_hand is None else in_hand.in_thread(number):
-                return function(task, given)
+                try:
+                    return function(task, given)
+                except StopIteration as error:  # no future can hold it
+                    raise ForgeError(
+                        f"the reward of {task.id} raised StopIteration", hint="give next() a default value"
+                    ) from error
 
         def exit_if_stuck() -> None:
             if not running.done():
