@@ -205,13 +205,13 @@ def hf_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Whole weights of a titan model by Hugging Face's names."""
     from torch.distributed.tensor import DTensor
 
-    from forge_rl.engines.titan.shards import named_weights, names_of
+    from forge_rl.engines.titan.shards import named_weights
 
     return {
         part.name: part.of(whole.detach()).clone()
         for name, p in named_weights(model)
         for whole in [p.full_tensor() if isinstance(p, DTensor) else p]
-        for part in names_of(model).parts(name, whole.shape)
+        for part in model.names.parts(name, whole.shape)
     }
 
 

@@ -19,7 +19,7 @@ from forge_rl.engines.titan import head as titan_head
 from forge_rl.engines.titan.cpu_attention import TreeAttention
 from forge_rl.engines.titan.head import FloatHead
 from forge_rl.engines.titan.masks import attention_mask
-from forge_rl.engines.titan.shards import named_weights, names_of
+from forge_rl.engines.titan.shards import named_weights
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ModelError
 from forge_rl.packing.rows import Layout, Row, dense_mask, pack
@@ -140,7 +140,7 @@ def test_gradients_are_those_of_transformers(family: str, tmp_path: Path):
     theirs = {name: weight.grad for name, weight in reference.named_parameters()}
     compared = 0
     for name, weight in named_weights(model):
-        for part in names_of(model).parts(name, weight.shape):
+        for part in model.names.parts(name, weight.shape):
             # transformers stacks what most families' files keep apart.
             if part.name in theirs:
                 assert weight.grad is not None, name

@@ -1,4 +1,4 @@
-"""Linear layers that torchtitan's do not replace: wider than the model's dtype, or with a bias split over ranks."""
+"""Linear layers that torchtitan lacks: a router's gate in float32, and a bias shared by tensor-parallel ranks."""
 
 from __future__ import annotations
 

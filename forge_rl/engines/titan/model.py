@@ -40,7 +40,7 @@ class PolicyModel(Decoder):
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
         mtp_layers: tuple[()] = ()
-        """None: the sharding of DeepSeek-V3 asks."""
+        """Always empty; torchtitan's sharding of DeepSeek-V3 reads it."""
 
     names: Names
     """Hugging Face's names of its weights."""

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from forge_rl.engines.platform import device_threads
@@ -20,7 +19,7 @@ from forge_rl.engines.titan.blocks import Block, SavePlanner, copied, training_s
 from forge_rl.engines.titan.export import Export, Parts
 from forge_rl.engines.titan.index import TensorWriter
 from forge_rl.engines.titan.loading import cause_of
-from forge_rl.engines.titan.shards import names_of
+from forge_rl.engines.titan.model import PolicyModel
 from forge_rl.errors import CheckpointError
 
 
@@ -42,7 +41,7 @@ class CheckpointWriter:
 
     def save(
         self,
-        model: nn.Module,
+        model: PolicyModel,
         optimizer: torch.optim.Optimizer,
         counts: Mapping[str, int],
         folder: Path,
@@ -70,7 +69,7 @@ class CheckpointWriter:
         state = copied(training_state(model, optimizer, counts))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._last = self._thread.submit(self._write, state, folder, source, dtype, names_of(model).parts)
+        self._last = self._thread.submit(self._write, state, folder, source, dtype, model.names.parts)
         return self._last
 
     def _write(self, state: dict[str, Block], folder: Path, source: Path, dtype: torch.dtype, parts: Parts) -> None:
