@@ -1,4 +1,4 @@
-"""MXFP4 weights: read by slices and as a whole folder, as transformers reads them, and engines get none."""
+"""MXFP4 weights: dequantised as transformers reads them, and engines get none."""
 
 import json
 from pathlib import Path
@@ -10,22 +10,7 @@ from safetensors.torch import load_file, save_file
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.errors import ModelError
 from forge_rl.models.dequantized import dequantized
-from forge_rl.models.mxfp4 import read_slice, shape_of
 from tests.fakes import make_model
-
-
-class Stored:
-    """A tensor as safetensors gives slices of it, which notes what was read."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values, self.read = values, 0
-
-    def get_shape(self) -> list[int]:
-        return list(self.values.shape)
-
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        self.read += self.values[index].numel()
-        return self.values[index]
 
 
 def make_quantized(folder: Path, files: int = 1) -> None:
@@ -57,36 +42,6 @@ def of_transformers(folder: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").float()
-
-
-def test_each_value_of_four_bits_is_that_of_the_specification():
-    blocks = torch.arange(16, dtype=torch.uint8).reshape(1, 1, 1, 16)  # lower bits 0 to 15, upper bits 0
-    scales = torch.tensor([[[128]]], dtype=torch.uint8)  # twice
-    found = read_slice(Stored(blocks), Stored(scales), (0, 0, 0), (1, 32, 1))[0, :, 0]
-    expected = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0]
-    assert found[0::2].tolist() == [*expected, *(-value for value in expected)]
-    assert not found[1::2].any()
-    assert torch.equal(torch.signbit(found[0::2]), torch.arange(16) >= 8)
-
-
-@pytest.mark.parametrize(
-    ("start", "size"),
-    [((0, 0, 0), (3, 96, 10)), ((1, 0, 3), (2, 96, 4)), ((0, 33, 0), (1, 30, 10)), ((2, 20, 9), (1, 50, 1))],
-)
-def test_a_slice_is_that_of_the_whole_and_reads_its_blocks_only(start: tuple[int, ...], size: tuple[int, ...]):
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    generator = torch.Generator().manual_seed(1)
-    blocks = torch.randint(0, 256, (3, 10, 3, 16), dtype=torch.uint8, generator=generator)
-    scales = torch.randint(0, 250, (3, 10, 3), dtype=torch.uint8, generator=generator)
-    whole = convert_moe_packed_tensors(blocks, scales)
-    assert shape_of(Stored(blocks), Stored(scales)) == tuple(whole.shape) == (3, 96, 10)
-    stored = Stored(blocks)
-    found = read_slice(stored, Stored(scales), start, size)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, whole[tuple(slice(at, at + count) for at, count in zip(start, size, strict=True))])
-    touched = len({at // 32 for at in range(start[1], start[1] + size[1])})
-    assert stored.read == size[0] * size[2] * touched * 16
 
 
 def test_the_trainer_reads_the_copy_as_transformers_does(tmp_path: Path, process_group: None):

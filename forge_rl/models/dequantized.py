@@ -32,7 +32,7 @@ def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> 
     The copy is four times as large. Safe to call from several processes: one writes, the others wait.
 
     Args:
-        folder: Hugging Face folder whose `_blocks` and `_scales` are MXFP4; see `mxfp4.read_slice`.
+        folder: Hugging Face folder whose `_blocks` and `_scales` are MXFP4, as transformers reads it.
         cache: folder for the copy.
         progress: called per file.
 
@@ -95,8 +95,7 @@ def _tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and bfloat16 values of each weight of a file; a quantised weight belongs to its blocks' file."""
     import torch
-
-    from forge_rl.models import mxfp4
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     for name in names:
         weight = name.removesuffix(_BLOCKS)
@@ -105,8 +104,7 @@ def _tensors(
         if weight == name:
             yield name, files[places[name]].get_tensor(name).to(torch.bfloat16)
             continue
-        blocks, scales = (files[places[each]].get_slice(each) for each in (name, f"{weight}_scales"))
-        shape = mxfp4.shape_of(blocks, scales)
-        if len(shape) != 3:
+        blocks, scales = (files[places[each]].get_tensor(each) for each in (name, f"{weight}_scales"))
+        if blocks.shape != (*scales.shape, 16) or scales.ndim != 3:
             raise ModelError(f"the scales of {weight!r} do not match its blocks", hint="download the model again")
-        yield weight, mxfp4.read_slice(blocks, scales, (0,) * len(shape), shape).contiguous()
+        yield weight, convert_moe_packed_tensors(blocks, scales).contiguous()
