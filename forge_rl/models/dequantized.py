@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from forge_rl.errors import ModelError
 from forge_rl.models.cache import Progress, build_once
+from forge_rl.models.hf_folder import complete_folder
 from forge_rl.system.folders import check_own
 
 if TYPE_CHECKING:
     import torch
 
 _BLOCKS = "_blocks"
-_COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
-_INDEX = "model.safetensors.index.json"
 
 
 def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> Path:
@@ -78,16 +76,7 @@ def _write(files: list[Path], target: Path, report: Progress) -> None:
                 total += sum(values.nbytes for values in tensors.values())
         except SafetensorError as error:
             raise ModelError(f"{path} cannot be read: {error}", hint="download the model again") from error
-    for path in files:
-        if path.suffix in _COPIED and path.name != _INDEX:
-            shutil.copy(path, target / path.name)
-    config = json.loads((target / "config.json").read_text())
-    config.pop("quantization_config", None)
-    config.pop("torch_dtype", None)
-    (target / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}, indent=2) + "\n")
-    if len(stored) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": placed}
-        (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    complete_folder(files[0].parent, target, dtype="bfloat16", placed=placed, total_bytes=total)
 
 
 def _tensors(

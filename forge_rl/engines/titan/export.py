@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +12,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge_rl.engines.titan.blocks import Block, LoadPlanner
 from forge_rl.engines.titan.index import TensorReader
+from forge_rl.models.hf_folder import complete_folder
 from forge_rl.weights.names import Part
 from forge_rl.weights.slices import TensorSlice
 
 _FILE_BYTES = 2 << 30
 Parts = Callable[..., Iterator[Part]]
-_COPIED = (".json", ".jinja", ".model", ".txt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ class Export:
                 tensors |= self._read(region)
             save_file(tensors, folder / self._name(index), metadata={"format": "pt"})
         if rank == 0:
-            self._write_rest(folder)
+            self._complete(folder)
 
     def _regions(self, file_bytes: int) -> Iterator[_Region]:
         for key, stored in self._index.state_dict_metadata.items():
@@ -110,24 +108,13 @@ class Export:
         count = len(self._files)
         return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
-    def _write_rest(self, folder: Path) -> None:
-        for path in self._source.iterdir():
-            if path.is_file() and path.suffix in _COPIED and "safetensors" not in path.name:
-                shutil.copy(path, folder / path.name)
-        config = json.loads((folder / "config.json").read_text())
-        for stale in ("torch_dtype", "quantization_config"):
-            config.pop(stale, None)
-        config["dtype"] = str(self._dtype).removeprefix("torch.")
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if len(self._files) > 1:
-            regions = [region for file in self._files for region in file]
-            index = {
-                "metadata": {"total_size": sum(each.tensor_slice.numel for each in regions) * self._dtype.itemsize},
-                "weight_map": {
-                    part.name: self._name(at)
-                    for at, file in enumerate(self._files)
-                    for each in file
-                    for part in self._parts(each.name, each.shape, each.tensor_slice)
-                },
-            }
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    def _complete(self, folder: Path) -> None:
+        """Write everything but weights."""
+        placed, total = dict[str, str](), 0
+        for at, file in enumerate(self._files):
+            for region in file:
+                total += region.tensor_slice.numel * self._dtype.itemsize
+                parts = self._parts(region.name, region.shape, region.tensor_slice)
+                placed |= {part.name: self._name(at) for part in parts}
+        dtype = str(self._dtype).removeprefix("torch.")
+        complete_folder(self._source, folder, dtype=dtype, placed=placed, total_bytes=total)
