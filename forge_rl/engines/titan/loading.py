@@ -17,14 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from forge_rl.engines.titan.blocks import LoadPlanner, training_state
 from forge_rl.engines.titan.index import TensorReader
-from forge_rl.engines.titan.model import PolicyModel
-from forge_rl.engines.titan.shards import named_weights, slice_of, values_of
+from forge_rl.engines.titan.shards import named_weights, names_of, slice_of, values_of
 from forge_rl.errors import CheckpointError, ModelError
 
 _AGAIN = "download or export the model again"
 
 
-def load_weights(model: PolicyModel, folder: Path, *, tied: bool) -> None:
+def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
     """Read this rank's slice of every weight from a Hugging Face folder.
 
     Raises:
@@ -35,7 +34,7 @@ def load_weights(model: PolicyModel, folder: Path, *, tied: bool) -> None:
         files: dict[Path, safe_open] = {}
         for ours, parameter in named_weights(model):
             block = values_of(parameter)
-            for part in model.names.parts(ours, parameter.shape, slice_of(parameter)):
+            for part in names_of(model).parts(ours, parameter.shape, slice_of(parameter)):
                 name = part.name
                 if name == "lm_head.weight" and tied and name not in index:
                     name = "model.embed_tokens.weight"

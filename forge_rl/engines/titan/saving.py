@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from forge_rl.engines.platform import device_threads
@@ -19,7 +20,7 @@ from forge_rl.engines.titan.blocks import Block, SavePlanner, copied, training_s
 from forge_rl.engines.titan.export import Export, Parts
 from forge_rl.engines.titan.index import TensorWriter
 from forge_rl.engines.titan.loading import cause_of
-from forge_rl.engines.titan.model import PolicyModel
+from forge_rl.engines.titan.shards import names_of
 from forge_rl.errors import CheckpointError
 
 
@@ -41,7 +42,7 @@ class CheckpointWriter:
 
     def save(
         self,
-        model: PolicyModel,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         counts: Mapping[str, int],
         folder: Path,
@@ -69,7 +70,7 @@ class CheckpointWriter:
         state = copied(training_state(model, optimizer, counts))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._last = self._thread.submit(self._write, state, folder, source, dtype, model.names.parts)
+        self._last = self._thread.submit(self._write, state, folder, source, dtype, names_of(model).parts)
         return self._last
 
     def _write(self, state: dict[str, Block], folder: Path, source: Path, dtype: torch.dtype, parts: Parts) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from forge_rl.errors import ConfigError
 from forge_rl.weights.manifest import TensorSpec
+from forge_rl.weights.names import Names
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
-
-if TYPE_CHECKING:
-    from forge_rl.engines.titan.model import PolicyModel
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -32,7 +30,12 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name.replace("_checkpoint_wrapped_module.", ""), weight
 
 
-def specs(model: PolicyModel) -> tuple[TensorSpec, ...]:
+def names_of(model: nn.Module) -> Names:
+    """Return the weight names of a model made by `build_model`."""
+    return cast(Names, model.names)
+
+
+def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
     return tuple(
         TensorSpec(
             name=part.name,
@@ -41,21 +44,21 @@ def specs(model: PolicyModel) -> tuple[TensorSpec, ...]:
             dtype="float32" if part.float32 else "",
         )
         for name, parameter in named_weights(model)
-        for part in model.names.parts(name, parameter.shape)
+        for part in names_of(model).parts(name, parameter.shape)
     )
 
 
-def local_shards(model: PolicyModel) -> Iterator[LocalShard]:
+def local_shards(model: nn.Module) -> Iterator[LocalShard]:
     """Yield the shards that this rank publishes: of ranks with the same slice, the first on each replicated axis."""
     for name, parameter in named_weights(model):
         tensor_slice = slice_of(parameter)
         if tensor_slice.numel and _publishes(parameter):
             values = values_of(parameter)
-            for part in model.names.parts(name, parameter.shape, tensor_slice):
+            for part in names_of(model).parts(name, parameter.shape, tensor_slice):
                 yield LocalShard(name=part.name, tensor_slice=part.tensor_slice, values=part.of(values))
 
 
-def freeze(model: PolicyModel, patterns: Sequence[str]) -> None:
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Exclude weights from training by `fnmatch` patterns of Hugging Face names.
 
     Raises:
@@ -63,7 +66,7 @@ def freeze(model: PolicyModel, patterns: Sequence[str]) -> None:
     """
     unused = set(patterns)
     for name, parameter in named_weights(model):
-        names = [part.name for part in model.names.parts(name, parameter.shape)]
+        names = [part.name for part in names_of(model).parts(name, parameter.shape)]
         matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
         unused -= {pattern for pattern, found in matched.items() if found}
         frozen = {found for each in matched.values() for found in each}
