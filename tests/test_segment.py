@@ -215,7 +215,7 @@ def test_what_is_no_segment_is_refused(tmp_path: Path):
     path = tmp_path / "s"
     path.write_bytes(bytes(PAGE + SIZE))
     path.chmod(0o600)
-    with pytest.raises(WeightsError, match="is no segment of weights"):
+    with pytest.raises(WeightsError, match="is not a segment of weights"):
         readable(SegmentRef(path=str(path), bytes=SIZE, token="00" * 16))
 
 

@@ -80,7 +80,8 @@ class Cluster:
     Args:
         logs: existing folder for process output, one file per mesh. Other hosts use the same path.
         hosts: hosts other than THIS_HOST by name, each a one-host mesh of a Monarch job.
-        may_be_public: True if Monarch may listen on addresses that other machines can reach. It runs what it is sent.
+        may_be_public: True if Monarch may listen on addresses that other machines can reach. It executes any code it
+            receives.
 
     Processes on this host and on `local_hosts` exit with this process, however it ends. Other hosts, such as those of a
     Slurm job, outlive it: start them with HYPERACTOR_MESH_ORPHAN_TIMEOUT=60s in their environment, so that their
@@ -153,8 +154,8 @@ class Cluster:
             # Checked only before the first spawn: later this process may itself listen publicly, as a gateway.
             if not self._may_be_public and (ports := public_ports(psutil.Process())):
                 raise ConfigError(
-                    f"Monarch listens on {', '.join(ports)}, where other machines can reach it, and runs what it is "
-                    "sent",
+                    f"Monarch listens on {', '.join(ports)}, where other machines can reach it, and executes any "
+                    "code it receives",
                     hint="keep it on this machine, or set --public-ports if nobody else is on the network",
                 )
             self._may_be_public = True

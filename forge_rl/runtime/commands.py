@@ -84,7 +84,7 @@ async def run_command(
     Args:
         command: program and arguments.
         limits: resource limits; None for no limits.
-        variables: environment variables in addition to those of `forge_rl.system.variables.handed_on`.
+        variables: environment variables added to `forge_rl.system.variables.handed_on`.
         given: its stdin.
         observe: called with each part of its stderr as it arrives.
     """

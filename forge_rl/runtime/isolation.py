@@ -26,7 +26,7 @@ class Isolation:
     strict_isolation: bool = False
     """Refuse to start if other users of this machine could reach the services, that is, without --private-network."""
     public_ports: bool = False
-    """Let Monarch listen on addresses that other machines can reach. It runs whatever anyone sends it, so use this only
+    """Let Monarch listen on addresses that other machines can reach. It executes any code it receives, so use this only
     on a network with nobody else on it."""
     pass_env: tuple[str, ...] = ()
     """Additional environment variables for the processes of a run: trainers, engines, agents, and processes started by

@@ -59,7 +59,7 @@ class Link:
     Args:
         actor: Monarch's handle of one process with a ServiceActor.
         error: makes an error from its class, the method and a message.
-        lost: called with the error when the link breaks by itself; the owner must then call `close`.
+        lost: called with the error when the link breaks unasked; the owner must then call `close`.
         begin: called with the method when a call begins; returns a key.
         end: called with that key when the call has ended, and whether the replica answered.
     """

@@ -97,7 +97,7 @@ class ProcessTree:
     def kill(self, *, wait_s: float) -> list[int]:
         """Kill the members and every process with the environment variable, then wait for them to exit.
 
-        Python's resource tracker gets a moment to clean up, as it exits by itself after the processes that it serves.
+        Python's resource tracker gets a moment to clean up, as it exits on its own after the processes that it serves.
 
         Returns:
             PIDs that have not exited within `wait_s` seconds.

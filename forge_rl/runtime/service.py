@@ -293,7 +293,7 @@ class Service:
         self._set_state(replica, ReplicaState.ABANDONED)
 
     async def clean_up(self, replica: Replica) -> None:
-        """Stop what is left of a replica: its tasks here, its processes and all their descendants."""
+        """Stop a replica's remaining tasks here, its processes and all their descendants."""
         replica.tree.unwatch()
         await replica.link.close()
         if replica.alive:  # Monarch stops it gracefully; a dead one may hang, and is killed first

@@ -146,8 +146,8 @@ class WeightStore:
     async def rollback(self, version: int) -> None:
         """Forget all versions above this one: the trainer resumes from it and publishes the same numbers again.
 
-        Readers then get the newest kept version up to this one, if any; those of a forgotten version continue. A
-        publish in progress can no longer be committed.
+        The newest kept version up to this one is then the latest. Readers of a forgotten version continue. A publish
+        in progress can no longer be committed.
         """
         await self._call("rollback", version)
 

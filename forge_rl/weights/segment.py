@@ -173,7 +173,7 @@ class _Mappings:
                 ) from error
             magic, token, size = _HEADER.unpack(held.header)
             if magic != _MAGIC:
-                raise WeightsError(f"{ref.path} is no segment of weights", hint=_MADE_ANEW)
+                raise WeightsError(f"{ref.path} is not a segment of weights", hint=_MADE_ANEW)
             if token.hex() != ref.token or size != ref.bytes:
                 raise WeightsError(
                     f"the segment {ref.path} was freed and holds another version by now",
