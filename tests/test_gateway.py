@@ -381,6 +381,7 @@ def test_a_failing_backend_is_told_before_and_in_the_middle_of_a_stream(
         ("POST", "/v1/completions", b'{"model": "fake", "prompt": [99999999]}', 400, "prompt"),
         ("POST", "/v1/completions", b'{"model": "fake", "prompt": [-1]}', 400, "prompt"),
         ("POST", "/v1/completions", b'{"model": "fake", "prompt": ["a", 1]}', 400, "prompt"),
+        ("POST", "/v1/completions", b'{"model": "fake", "prompt": "a", "tools": []}', 400, "tools"),
         ("POST", "/v1/embeddings", b"{}", 404, None),
         ("GET", "/v1/chat/completions", b"", 405, None),
         ("DELETE", "/v1/models", b"", 405, None),

@@ -115,14 +115,14 @@ class Api:
     Args:
         model: vLLM's model of requests.
         text: parameter with the messages, prompts or input.
-        served: other parameters that a request may set.
+        served: other parameters that a request may set, apart from the model and whether to stream.
         hottest: maximum temperature.
     """
 
     def __init__(self, model: type[BaseModel], text: str, served: str, *, hottest: float = 2) -> None:
         self.text = text
         self._model = model
-        self._served = frozenset(("model", "stream", "temperature", "tools", text, *served.split()))
+        self._served = frozenset(("model", "stream", text, *served.split()))
         constraint: Any = model.model_fields.get("structured_outputs")
         self._constraint = TypeAdapter[Any](Any if constraint is None else constraint.annotation)
         self._hottest = hottest

@@ -25,31 +25,31 @@ _CLIENT_ERRORS = (vllm.VLLMClientError, ValueError, TypeError, KeyError, NotImpl
 """Errors that vLLM raises for invalid requests."""
 _SAMPLING = (
     "top_p top_k frequency_penalty presence_penalty repetition_penalty min_p logit_bias stop_token_ids ignore_eos "
-    "structured_outputs include_stop_str_in_output skip_special_tokens seed stop "
+    "structured_outputs include_stop_str_in_output skip_special_tokens seed stop temperature "
 )
 _OPENAI = (
     f"{_SAMPLING} n stream_options max_tokens logprobs min_tokens bad_words allowed_token_ids return_token_ids "
     "response_format "
 )
-_ANTHROPIC = "system tool_choice thinking chat_template_kwargs output_config "
+_ANTHROPIC = "system tools tool_choice thinking chat_template_kwargs output_config "
 APIS = {
     "/v1/chat/completions": Api(
         vllm.ChatCompletionRequest,
         "messages",
-        f"{_OPENAI} max_completion_tokens top_logprobs tool_choice parallel_tool_calls reasoning_effort "
+        f"{_OPENAI} max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls reasoning_effort "
         "include_reasoning chat_template_kwargs",
     ),
     "/v1/completions": Api(vllm.CompletionRequest, "prompt", f"{_OPENAI} prompt_logprobs echo"),
     "/v1/responses": Api(
         vllm.ResponsesRequest,
         "input",
-        f"{_SAMPLING} include instructions parallel_tool_calls reasoning text tool_choice truncation include_reasoning "
-        "chat_template_kwargs metadata max_tool_calls max_output_tokens top_logprobs",
+        f"{_SAMPLING} include instructions parallel_tool_calls reasoning text tools tool_choice truncation "
+        "include_reasoning chat_template_kwargs metadata max_tool_calls max_output_tokens top_logprobs",
     ),
     "/v1/messages": Api(
         vllm.AnthropicMessagesRequest,
         "messages",
-        f"{_ANTHROPIC} max_tokens stop_sequences top_p top_k",
+        f"{_ANTHROPIC} max_tokens stop_sequences temperature top_p top_k",
         hottest=1,
     ),
     "/v1/messages/count_tokens": Api(vllm.AnthropicCountTokensRequest, "messages", _ANTHROPIC),
