@@ -59,7 +59,7 @@ async def assemble(
             serving = serving_agents(agent, gateway, backend, tokenizer, services.reward, warn=log.warn, logs=logs)
             run_episode: RunEpisode = await stack.enter_async_context(serving)
         else:
-            parser = ToolParser(config.tool_parser or parser_for(tokenizer), tokenizer)
+            parser = ToolParser(config.tool_parser or parser_for(tokenizer), tokenizer, warn=log.warn)
             run_episode = EpisodeRunner(tokenizer, services.environment, services.reward, parser.parse)
         rollouts = _rollouts(monitor, config, services, mixture, tokenizer, run_episode)
         stack.push_async_callback(rollouts.close)
