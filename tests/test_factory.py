@@ -23,7 +23,7 @@ def test_processes_share_the_cores(sharers: int, threads: str, monkeypatch: pyte
 def test_threads_that_wait_leave_their_core() -> None:
     for env in (thread_environment(1), decode_environment(0, replicas=1)):
         assert env["OMP_WAIT_POLICY"] == "PASSIVE"
-        assert 0 < int(env["GOMP_SPINCOUNT"]) < 1000, "libgomp's own are milliseconds"
+        assert 0 < int(env["GOMP_SPINCOUNT"]) < 10000, "libgomp's own are milliseconds"
 
 
 FREED = """

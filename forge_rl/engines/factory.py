@@ -16,9 +16,10 @@ from forge_rl.runtime.cluster import visible_gpu
 def thread_environment(sharers: int) -> dict[str, str]:
     """Return environment variables for a process that computes on its share of the machine's cores.
 
-    Waiting threads sleep almost at once. By default libgomp, which torch loads, has them spin for milliseconds, and
-    when other programs are busy each barrier then costs that long. GOMP_SPINCOUNT covers the few microseconds that a
-    barrier takes on an idle machine.
+    Waiting threads spin for a fraction of a millisecond, then sleep. By default libgomp, which torch loads, has them
+    spin for milliseconds, and when other programs are busy each barrier then costs that long; asleep, a thread takes
+    longer to wake than an idle machine's barriers last. On two cores of a Xeon, an update of SmolLM2-135M in float32
+    took 4.6 s with 300 spins, 3.9 with 8,000 and 3.9 with 30,000; beside two busy programs 8.2, 10.1 and about 20 s.
 
     Args:
         sharers: number of processes that share the cores.
@@ -26,7 +27,7 @@ def thread_environment(sharers: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(max(1, cpu_cores() // sharers)),
         "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "300",
+        "GOMP_SPINCOUNT": "8000",
     }
 
 
