@@ -102,18 +102,20 @@ def test_norms_and_swiglu_on_a_cpu_give_what_vllms_own_give(dtype: torch.dtype):
     from forge_rl.engines.vllm import cpu
 
     with set_current_vllm_config(VllmConfig()), set_default_torch_dtype(dtype):
-        norm, swiglu = RMSNorm(64, eps=1e-5), SiluAndMul()
+        norm, narrow, swiglu = RMSNorm(64, eps=1e-5), RMSNorm(20, eps=1e-5), SiluAndMul()
     torch.manual_seed(0)
     norm.weight.data.uniform_(0.5, 1.5)
     x, residual, gates = (torch.randn(5, n, dtype=dtype) for n in (64, 64, 128))
     strided = torch.randn(5, 128, dtype=dtype)[:, ::2]
     whole = torch.randn(5, 64)
+    few = torch.randn(5, 20, dtype=dtype)
     wanted = (
         *(norm.forward_native(x.clone()), *norm.forward_native(x.clone(), residual.clone())),
-        *(norm.forward_native(strided), norm.forward_native(whole), swiglu.forward_native(gates)),
+        *(norm.forward_native(strided), norm.forward_native(whole), narrow.forward_native(few)),
+        swiglu.forward_native(gates),
     )
-    cpu.patch(torch.nn.ModuleList([norm, swiglu]))
-    found = (norm(x), *norm(x.clone(), residual.clone()), norm(strided), norm(whole), swiglu(gates))
+    cpu.patch(torch.nn.ModuleList([norm, narrow, swiglu]))
+    found = (norm(x), *norm(x.clone(), residual.clone()), norm(strided), norm(whole), narrow(few), swiglu(gates))
     tolerance = 1e-6 if dtype == torch.float32 else 2**-6  # a bfloat16 of 4 is rounded by up to 2**-7
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == theirs.dtype

@@ -25,6 +25,9 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from forge_rl.engines.vllm import internals
 
+_WHOLE_VECTORS = 64
+"""A multiple of every vector length of vLLM's norm kernels, which refuse other widths."""
+
 
 def patch(model: nn.Module) -> None:
     """Patch this worker and its model; idempotent."""
@@ -83,6 +86,7 @@ def _normalize(
     given = [x] if residual is None else [x, residual]
     weight, epsilon = norm.weight.data, norm.variance_epsilon
     plain = norm.has_weight and norm.variance_size_override is None and weight.dtype == x.dtype
+    plain = plain and x.shape[-1] % _WHOLE_VECTORS == 0
     if not plain or not all(each.is_contiguous() for each in given):
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = norm.forward_native(x, residual)
         return result
