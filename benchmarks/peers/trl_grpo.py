@@ -40,7 +40,7 @@ class Settings:
     steps: int
     groups_per_batch: int
     group_size: int
-    max_new_tokens: int
+    max_tokens: int
     completions_per_forward: int
     """Completions per forward and backward; gradients of all microbatches of a batch accumulate into one step."""
     dtype: str
@@ -157,7 +157,7 @@ class Scored:
         size = self._settings.group_size
         if prompts != [task["messages"] for task in self._tasks for _ in range(size)]:
             raise SystemExit("TRL did not answer the tasks of this step in their order")
-        if not all(1 <= len(ids) <= self._settings.max_new_tokens for ids in completion_ids):
+        if not all(1 <= len(ids) <= self._settings.max_tokens for ids in completion_ids):
             raise SystemExit(f"completions have {sorted({len(ids) for ids in completion_ids})} tokens")
         rewards = [
             float(_last_integer(turns[-1]["content"]) == int(right))
@@ -185,7 +185,7 @@ def _config(settings: Settings) -> GRPOConfig:
         per_device_train_batch_size=settings.completions_per_forward,
         gradient_accumulation_steps=parts,  # steps_per_generation follows it: one generation for the whole batch
         num_generations=settings.group_size,
-        max_completion_length=settings.max_new_tokens,
+        max_completion_length=settings.max_tokens,
         shuffle_dataset=False,
         temperature=settings.temperature,
         learning_rate=settings.lr,
