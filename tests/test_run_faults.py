@@ -221,7 +221,7 @@ def test_a_run_outlives_its_output_and_a_full_disk_and_saves_when_all_its_proces
     controller.rlimit(psutil.RLIMIT_FSIZE, (-1, -1))
     wait_until(lambda: steps() > seen and bool(set(saved_steps(out)) - set(saved)), command)
     assert steps() > seen + 1, "it trained meanwhile"
-    assert "JSONLSink.log works again" in events(out)
+    wait_until(lambda: "JSONLSink.log works again" in events(out), command)
 
     signal_all(command, signal.SIGTERM)
     signal_all(command, signal.SIGHUP)
