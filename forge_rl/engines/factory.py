@@ -19,8 +19,8 @@ def thread_environment(sharers: int) -> dict[str, str]:
     Waiting threads spin for a fraction of a millisecond, then sleep. By default libgomp, which torch loads, has them
     spin for milliseconds, and when other programs are busy each barrier then costs that long; asleep, a thread takes
     longer to wake than an idle machine's barriers last. On two cores of a Xeon, an update of SmolLM2-135M in float32
-    took 4.6 s with 300 spins, 3.9 with 8,000 and 3.9 with 30,000; beside two busy programs 8.2 s with 300 and 10.1 with
-    8,000, while 30,000 took 1.65 times as long as 300.
+    took 4.6 s with 300 spins, 3.9 with 8,000 and 3.9 with 30,000; next to two busy programs 8.2 s with 300 and 10.1
+    with 8,000, while 30,000 took 1.65 times as long as 300.
 
     Args:
         sharers: number of processes that share the cores.
