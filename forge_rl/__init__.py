@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     __version__: str
+    from forge_rl.algorithms.advantages import Estimator as Estimator
     from forge_rl.algorithms.advantages import batch_advantages as batch_advantages
     from forge_rl.algorithms.advantages import check_group_size as check_group_size
+    from forge_rl.algorithms.advantages import gdpo_advantages as gdpo_advantages
     from forge_rl.algorithms.advantages import group_advantages as group_advantages
     from forge_rl.algorithms.losses import ClippedSurrogate as ClippedSurrogate
+    from forge_rl.algorithms.losses import LossInputs as LossInputs
+    from forge_rl.algorithms.losses import PolicyLoss as PolicyLoss
+    from forge_rl.algorithms.policy_losses import Cispo as Cispo
+    from forge_rl.algorithms.policy_losses import Dppo as Dppo
+    from forge_rl.algorithms.policy_losses import Sapo as Sapo
     from forge_rl.data.adaptive import Adapting as Adapting
     from forge_rl.data.data_config import ONE_DIGIT_ADDITION as ONE_DIGIT_ADDITION
     from forge_rl.data.data_config import DataConfig as DataConfig
@@ -55,8 +62,15 @@ if TYPE_CHECKING:
 _HOMES = {
     name: module
     for module, names in {
-        "algorithms.advantages": ("batch_advantages", "check_group_size", "group_advantages"),
-        "algorithms.losses": ("ClippedSurrogate",),
+        "algorithms.advantages": (
+            "Estimator",
+            "batch_advantages",
+            "check_group_size",
+            "gdpo_advantages",
+            "group_advantages",
+        ),
+        "algorithms.losses": ("ClippedSurrogate", "LossInputs", "PolicyLoss"),
+        "algorithms.policy_losses": ("Cispo", "Dppo", "Sapo"),
         "data.adaptive": ("Adapting",),
         "data.data_config": ("ONE_DIGIT_ADDITION", "DataConfig", "TaskTexts"),
         "data.mixture": ("Mixture",),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Literal
 
 import forge_rl as rl
 
@@ -27,13 +26,13 @@ class Config(rl.RunConfig):
     """Environment, as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default the model answers once."""
     rewards: rl.RewardTexts = ("auto",)
     loss: rl.ClippedSurrogate = field(default_factory=rl.ClippedSurrogate)
-    advantage_scale: Literal["std", "none", "batch"] = "std"
-    """std: divide a group's centered rewards by their standard deviation. none: leave them. batch: treat the whole
-    batch as one group, which --group-size 1 requires (REINFORCE)."""
+    advantages: rl.Estimator = "grpo"
+    """Advantage estimator. grpo divides by a group's standard deviation, dr_grpo does not; reinforce and reinforce_pp
+    have the whole batch as baseline, which --group-size 1 requires. The documentation has a formula for each."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rl.check_group_size(self.group_size, self.advantage_scale)
+        rl.check_group_size(self.group_size, self.advantages)
 
 
 def start(config: Config) -> rl.Starting[Config]:
@@ -57,7 +56,7 @@ async def step(run: rl.Run[Config]) -> None:
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
-        advantages = rl.batch_advantages(batch, scale=run.config.advantage_scale)
+        advantages = rl.batch_advantages(batch, estimator=run.config.advantages)
         keep_uniform = run.config.loss.needs_reference
         packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
         stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)

@@ -1,13 +1,16 @@
-"""Group-relative advantages, against hand-worked numbers and TRL's formula."""
+"""Advantage estimators, against hand-worked numbers, the papers' formulas in NumPy, and TRL's."""
 
 import math
+from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 
-from forge_rl.algorithms.advantages import group_advantages
+from forge_rl.algorithms.advantages import Estimator, batch_advantages, gdpo_advantages, group_advantages
 from forge_rl.errors import ConfigError
 from forge_rl.rollout.state import GroupState, InflightEpisode
+from forge_rl.types import Batch, Episode, Group, Score, Turn
 from recipes import grpo
 from tests.fakes import TASK
 
@@ -19,8 +22,8 @@ def test_hand_worked_group_is_centered_and_scaled():
     torch.testing.assert_close(advantages, torch.tensor([[-expected, expected, expected, -expected]]))
 
 
-def test_scale_none_only_centers():
-    advantages = group_advantages(torch.tensor([[0.0, 1.0, 2.0], [3.0, 3.0, 9.0]]), scale="none")
+def test_dr_grpo_only_centers():
+    advantages = group_advantages(torch.tensor([[0.0, 1.0, 2.0], [3.0, 3.0, 9.0]]), estimator="dr_grpo")
     torch.testing.assert_close(advantages, torch.tensor([[-1.0, 0.0, 1.0], [-2.0, -2.0, 4.0]]))
 
 
@@ -33,11 +36,14 @@ def test_advantages_match_the_formula_of_trl():
     torch.testing.assert_close(group_advantages(rewards).flatten(), expected)
 
 
-@pytest.mark.parametrize("scale", ["std", "none"])
+@pytest.mark.parametrize("estimator", get_args(Estimator))
 @pytest.mark.parametrize("size", [2, 7, 8, 10, 12, 16])
 @pytest.mark.parametrize("reward", [0.1, 0.3, 0.7])
-def test_equal_rewards_give_exactly_zero_although_they_round_off_their_mean(scale, size, reward):
-    assert torch.equal(group_advantages(torch.full((1, size), reward), scale=scale), torch.zeros(1, size))
+def test_equal_rewards_give_exactly_zero_although_they_round_off_their_mean(estimator, size, reward):
+    assert torch.equal(
+        group_advantages(torch.full((1, size), reward), estimator=estimator, lengths=torch.ones(1, size)),
+        torch.zeros(1, size),
+    )
 
 
 def test_equal_rewards_do_not_silence_the_other_groups():
@@ -75,25 +81,118 @@ def test_rewards_of_one_dim_are_refused():
         group_advantages(torch.zeros(4))
 
 
-def test_an_unknown_scale_is_refused():
+def test_an_unknown_estimator_is_refused():
     with pytest.raises(ConfigError, match="mad"):
-        group_advantages(torch.zeros(1, 2), scale="mad")
+        group_advantages(torch.zeros(1, 2), estimator="mad")
 
 
-def test_scale_batch_compares_episodes_of_all_groups_also_where_each_has_one():
+def test_reinforce_compares_episodes_of_all_groups_also_where_each_has_one():
     # mean 1.5, unbiased variance 5 / 3
-    found = group_advantages(torch.tensor([[0.0], [1.0], [2.0], [3.0]]), scale="batch")
+    found = group_advantages(torch.tensor([[0.0], [1.0], [2.0], [3.0]]), estimator="reinforce")
     expected = torch.tensor([[-1.5], [-0.5], [0.5], [1.5]]) / (math.sqrt(5 / 3) + 1e-4)
     torch.testing.assert_close(found, expected)
-    assert torch.equal(group_advantages(torch.tensor([[0.1], [0.1]]), scale="batch"), torch.zeros(2, 1))
-    assert torch.equal(group_advantages(torch.tensor([[3.0]]), scale="batch"), torch.zeros(1, 1))
+    assert torch.equal(group_advantages(torch.tensor([[0.1], [0.1]]), estimator="reinforce"), torch.zeros(2, 1))
+    assert torch.equal(group_advantages(torch.tensor([[3.0]]), estimator="reinforce"), torch.zeros(1, 1))
 
 
 def test_groups_of_one_are_for_advantages_over_the_batch():
-    assert grpo.Config(group_size=1, advantage_scale="batch").group_size == 1
+    assert grpo.Config(group_size=1, advantages="reinforce").group_size == 1
     with pytest.raises(ConfigError, match="--group-size is 1") as caught:
         grpo.Config(group_size=1)
-    assert 'scale="batch"' in caught.value.hint
+    assert 'estimator="reinforce"' in caught.value.hint
     alone = GroupState(TASK, batch=0, place=(0, 0, 0), order=0)
     alone.episodes = [InflightEpisode(alone, 0)]
     assert not alone.is_uniform, "it is not replaced, as it is compared with others"
+
+
+REWARDS = torch.tensor([[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.2, 0.0, 0.9, 0.4]])
+LENGTHS = torch.tensor([[3, 1, 7, 2], [5, 5, 1, 1], [4, 0, 2, 9]])
+
+
+def by_token(r: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Whiten values over a list that has each of them once for each of its tokens."""
+    listed = np.concatenate([np.repeat(value, count) for value, count in zip(r.flat, lengths.flat, strict=True)])
+    return (r - listed.mean()) / np.sqrt(listed.var(ddof=1) + 1e-8)
+
+
+def formula(estimator: str, r: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The estimators as their papers write them, for one group after the other."""
+    mean = r.mean(1, keepdims=True)
+    size = r.shape[1]
+    others = np.stack([np.delete(r, i, axis=1).mean(1) for i in range(size)], axis=1)
+    return {
+        "grpo": lambda: (r - mean) / (r.std(1, ddof=1, keepdims=True) + 1e-4),
+        "dr_grpo": lambda: r - mean,
+        "rloo": lambda: r - others,
+        "opo": lambda: r - (lengths * r).sum(1, keepdims=True) / lengths.sum(1, keepdims=True),
+        # one over the successes for each success, less one over all: times G, as for the other estimators
+        "max_rl": lambda: size * (r / r.sum(1, keepdims=True) - 1 / size),
+        "batch_std": lambda: (r - mean) / (r.std(ddof=1) + 1e-4),
+        "reinforce": lambda: (r - r.mean()) / (r.std(ddof=1) + 1e-4),
+        "reinforce_pp": lambda: by_token(r, lengths),
+        "reinforce_pp_baseline": lambda: by_token(r - mean, lengths),
+    }[estimator]()
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+def test_each_estimator_is_its_papers_formula(estimator: Estimator):
+    found = group_advantages(REWARDS, estimator=estimator, lengths=LENGTHS)
+    expected = formula(estimator, REWARDS.double().numpy(), LENGTHS.numpy())
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_max_rl_refuses_rewards_below_zero_and_ignores_groups_without_success():
+    assert torch.equal(group_advantages(torch.zeros(1, 4), estimator="max_rl"), torch.zeros(1, 4))
+    with pytest.raises(ConfigError, match=r"episode 1 of group 0 has reward -1\.0") as caught:
+        group_advantages(torch.tensor([[1.0, -1.0]]), estimator="max_rl")
+    assert "max_rl divides" in caught.value.hint
+
+
+@pytest.mark.parametrize("lengths", [None, torch.ones(1, 3), torch.tensor([[1, -1]])])
+def test_lengths_that_do_not_fit_are_refused(lengths: torch.Tensor | None):
+    with pytest.raises(ConfigError, match="lengths are"):
+        group_advantages(torch.tensor([[0.0, 1.0]]), estimator="opo", lengths=lengths)
+
+
+def scored(*groups: list[dict[str, float]]) -> Batch:
+    """A batch whose scores have these parts, and their sum as total; an episode of index i has i + 2 tokens."""
+
+    def episode(index: int, parts: dict[str, float]) -> Episode:
+        size = index + 2
+        turn = Turn(prompt_ids=(1,), token_ids=(10,) * size, logprobs=(-1.0,) * size, versions=(0,) * size, text="")
+        return Episode(task=TASK, turns=(turn,), score=Score(total=sum(parts.values()), parts=parts))
+
+    made = [Group(task=TASK, episodes=tuple(episode(i, parts) for i, parts in enumerate(each))) for each in groups]
+    return Batch(groups=tuple(made), version=0)
+
+
+def test_a_batch_hands_its_lengths_on():
+    batch = scored([{"a": 0.0}, {"a": 1.0}, {"a": 1.0}])  # of 2, 3 and 4 tokens
+    np.testing.assert_allclose(batch_advantages(batch, estimator="opo"), [[-7 / 9, 2 / 9, 2 / 9]], rtol=1e-6)
+
+
+def test_gdpo_normalises_parts_as_trl_does():
+    nan = math.nan
+    parts = np.array([[[1, 0.0], [0, 1], [1, 1], [0, nan]], [[1, 0.5], [1, 0.2], [0, 0.1], [1, nan]]])
+    batch = scored(*[[{n: v for n, v in zip("ab", each, strict=True) if v == v} for each in group] for group in parts])
+    mean, std = np.nanmean(parts, 1, keepdims=True), np.nanstd(parts, 1, ddof=1, keepdims=True)
+    summed = np.nansum((parts - mean) / (std + 1e-4) * np.array([1.0, 0.5]), axis=2)
+    expected = (summed - summed.mean()) / (summed.std(ddof=1) + 1e-4)
+    found = gdpo_advantages(batch, {"a": 1.0, "b": 0.5})
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gdpo_tells_apart_what_a_sum_does_not_and_gives_nothing_for_equal_parts():
+    batch = scored([{"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 0.0}])
+    assert not batch_advantages(batch).any()  # type: ignore[union-attr]
+    assert gdpo_advantages(batch, {"a": 1.0, "b": 1.0}).abs().min() < 1e-3
+    assert gdpo_advantages(batch, {"a": 2.0, "b": 1.0})[0, 0] > 0.5
+    assert not gdpo_advantages(scored([{"a": 0.1}] * 3), {"a": 1.0}).any()
+
+
+def test_gdpo_names_a_part_that_no_episode_has():
+    with pytest.raises(ConfigError, match="part 'c' is in no episode") as caught:
+        gdpo_advantages(scored([{"a": 1.0}, {"b": 0.0}]), {"c": 1.0})
+    assert caught.value.hint == "parts of these episodes: a, b"
+    with pytest.raises(ConfigError, match="part 'a' is infinite"):
+        gdpo_advantages(scored([{"a": 1.0}, {"a": math.inf}]), {"a": 1.0})

@@ -5,9 +5,12 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
+from forge_rl.algorithms.advantages import Estimator
+from forge_rl.algorithms.user_loss import try_loss
 from tests.commands import Command, metrics
 from tools.figures import filled, table
 
@@ -63,6 +66,16 @@ def test_the_readme_fits_its_page_and_quotes_the_recipe() -> None:
         text for text in re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL) if "async def step" in text
     )
     assert quoted.strip() in (ROOT / "recipes" / "grpo.py").read_text()
+
+
+def test_the_method_on_its_page_is_accepted() -> None:
+    page = (ROOT / "docs" / "doors" / "methods.md").read_text()
+    code = next(text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "class Truncated" in text)
+    names: dict[str, Any] = {"__name__": "method"}
+    exec(code, names)
+    try_loss(names["Truncated"](kl_coef=0.1, decoupled=True))
+    for name in get_args(Estimator):
+        assert f"| `{name}` |" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -128,6 +128,35 @@ def test_decoupled_clips_against_the_proximal_policy_and_weighs_by_its_ratio_to_
     assert not ClippedSurrogate().needs_proximal
 
 
+@pytest.mark.parametrize(
+    ("mode", "weights"), [("mask", [2, 0, 0.5, 0]), ("truncate", [2, 0.5, 0.5, 5])], ids=["icepop", "tis"]
+)
+def test_weights_out_of_bounds_are_masked_or_truncated(mode: Any, weights: list[float]):
+    proximal = torch.full((4,), -1.0)
+    logprobs = proximal.clone().requires_grad_()
+    behaviour = proximal - torch.tensor([2.0, 0.4, 0.5, 9.0]).log()
+    loss, sums = evaluate(
+        ClippedSurrogate(decoupled=True, behaviour_floor=0.5, behaviour_mode=mode),
+        logprobs,
+        behaviour,
+        torch.ones(4),
+        torch.ones(4, dtype=torch.bool),
+        proximal=proximal,
+    )
+    torch.testing.assert_close(gradient(loss, logprobs), -torch.tensor(weights))
+    assert sums["behaviour_weight"].item() == pytest.approx(sum(weights))
+    assert sums["behaviour_capped"].item() == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [({"behaviour_floor": 6}, "--loss.behaviour-floor is 6"), ({"behaviour_mode": "clip"}, "behaviour_mode is 'clip'")],
+)
+def test_bounds_that_make_no_sense_are_named(flags: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        ClippedSurrogate(**flags)
+
+
 def test_the_loss_of_a_token_counts_by_its_weight():
     logprobs, behaviour, advantages, mask, reference = example()
     weights = torch.rand(len(mask), generator=torch.Generator().manual_seed(5))

@@ -141,7 +141,7 @@ def test_advantages_without_values_are_those_of_the_episodes():
 def test_values_of_turns_are_centered_over_the_group_and_reach_the_tokens_of_their_turn():
     # totals 0 and 1: -0.5 and 0.5. Values 0, 1, 1, 2: mean 1, so -1 and 0; 0 and 1.
     batch = batch_of(Score(total=0, turns=(0, 1)), Score(total=1, turns=(1, 2)))
-    found = batch_advantages(batch, scale="none")
+    found = batch_advantages(batch, estimator="dr_grpo")
     assert [each.tolist() for each in found[0]] == [[-1.5, -1.5, -0.5], [0.5, 0.5, 1.5]]
     std = batch_advantages(batch)  # deviations: 0.70711 of the totals, sqrt(2 / 3) of the values
     outcome, process = 0.5 / (0.7071068 + 1e-4), 1 / (0.8164966 + 1e-4)
@@ -152,13 +152,13 @@ def test_values_of_turns_are_centered_over_the_batch_where_totals_are():
     batch = batch_of(Score(total=0, turns=(0, 1)), Score(total=1, turns=(1, 2)))
     apart = replace(batch, groups=tuple(replace(batch.groups[0], episodes=(each,)) for each in batch.episodes))
     together = [each.tolist() for each in batch_advantages(batch)[0]]
-    assert [own.tolist() for (own,) in batch_advantages(apart, scale="batch")] == together
+    assert [own.tolist() for (own,) in batch_advantages(apart, estimator="reinforce")] == together
 
 
 def test_values_of_tokens_reach_these_alone():
     nan = math.nan
     batch = batch_of(Score(total=0, tokens=([nan, 1], [nan])), Score(total=0, tokens=([nan, 3], [nan])))
-    found = batch_advantages(batch, scale="none")
+    found = batch_advantages(batch, estimator="dr_grpo")
     assert [each.tolist() for each in found[0]] == [[0, -1, 0], [0, 1, 0]]
     same = batch_of(Score(total=0, turns=(0.1, 0.1)), Score(total=0, turns=(0.1, 0.1)))
     assert [each.tolist() for each in batch_advantages(same)[0]] == [[0, 0, 0], [0, 0, 0]]
@@ -167,7 +167,7 @@ def test_values_of_tokens_reach_these_alone():
 @pytest.mark.parametrize("share_prefixes", [True, False])
 def test_packed_rows_hold_each_tokens_own_advantage(share_prefixes: bool):
     batch = batch_of(Score(total=0, tokens=([0, 1], [2])), Score(total=0, tokens=([3, 4], [5])))
-    packed = pack(batch, batch_advantages(batch, scale="none"), Layout(share_prefixes=share_prefixes))
+    packed = pack(batch, batch_advantages(batch, estimator="dr_grpo"), Layout(share_prefixes=share_prefixes))
     found = [
         (int(row.episodes[at]), int(row.targets[at]), float(row.advantages[at]))
         for row in packed.rows

@@ -230,7 +230,7 @@ def test_the_reward_of_a_turn_reaches_its_own_tokens_in_the_packed_batch():
         run(ToolEnv([add]), *answers, score=credited) for answers in ([good, "yes"], [bad, "yes"], [good, "no"])
     )
     batch = Batch(groups=(Group(task=TASK, episodes=episodes),), version=0)
-    advantages = batch_advantages(batch, scale="none")
+    advantages = batch_advantages(batch, estimator="dr_grpo")
     # Totals are 1, 1, 0: advantages 1/3, 1/3, -2/3. Values of turns are 1, 0, 0, 0, 1, 0: their mean is 1/3.
     by_turn = {(0, 0): 1 / 3 + 2 / 3, (0, 1): 0, (1, 0): 0, (1, 1): 0, (2, 0): -2 / 3 + 2 / 3, (2, 1): -2 / 3 - 1 / 3}
     packed = pack(batch, advantages, Layout(share_prefixes=False))
@@ -258,7 +258,7 @@ def test_a_compacted_history_starts_a_segment_and_both_are_trained():
         assert np.unique(segment.turns[segment.trained]).tolist() == turns
     other = run(world, "nope")
     batch = Batch(groups=(Group(task=TASK, episodes=(episode, other)),), version=0)
-    packed = pack(batch, batch_advantages(batch, scale="none"), Layout())
+    packed = pack(batch, batch_advantages(batch, estimator="dr_grpo"), Layout())
     trained = sum(int(row.mask.sum()) for row in packed.rows)
     assert trained == len(call + call + "ok") + len("nope")
     assert (episode.reward, other.reward) == (2.0, 4.0)

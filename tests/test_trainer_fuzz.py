@@ -37,7 +37,7 @@ class Case:
 
     seed: int
     batch: Batch
-    scale: Any
+    estimator: Any
     loss: ClippedSurrogate
     layout: Layout
     settings: TrainSettings
@@ -49,7 +49,7 @@ class Case:
         """Minibatches that train something, of a layout."""
         laid = pack(
             self.batch,
-            batch_advantages(self.batch, scale=self.scale),
+            batch_advantages(self.batch, estimator=self.estimator),
             replace(self.layout, **parallel),
             drop_uniform=not self.loss.kl_coef,
         )
@@ -128,7 +128,7 @@ def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
     return Case(
         seed=seed,
         batch=batch,
-        scale=drawn.choice(["std", "none"]),
+        estimator=drawn.choice(["grpo", "dr_grpo"]),
         loss=loss,
         layout=Layout(seq_len=seq_len, minibatches=minibatches, share_prefixes=drawn.random() < 0.8),
         settings=TrainSettings(
@@ -146,13 +146,13 @@ def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
 
 def by_turn(case: Case) -> list[list[np.ndarray]]:
     """Advantages of the tokens of each turn, by episode, as packed: float32, and right but for its rounding."""
-    given = batch_advantages(case.batch, scale=case.scale)
+    given = batch_advantages(case.batch, estimator=case.estimator)
     found = []
     for p, group in enumerate(case.batch.groups):
         rewards = np.array([each.reward for each in group.episodes])
-        own = normalised([rewards], case.scale)[0]
-        turns = normalised([np.array(each.score.turns, float) for each in group.episodes], case.scale)
-        tokens = normalised([np.concatenate([[], *each.score.tokens]) for each in group.episodes], case.scale)
+        own = normalised([rewards], case.estimator)[0]
+        turns = normalised([np.array(each.score.turns, float) for each in group.episodes], case.estimator)
+        tokens = normalised([np.concatenate([[], *each.score.tokens]) for each in group.episodes], case.estimator)
         for g, each in enumerate(group.episodes):
             lengths = [len(turn.token_ids) for turn in each.turns]
             expected = np.full(sum(lengths), own[g])
@@ -165,13 +165,13 @@ def by_turn(case: Case) -> list[list[np.ndarray]]:
     return found
 
 
-def normalised(values: list[np.ndarray], scale: str) -> list[np.ndarray]:
+def normalised(values: list[np.ndarray], estimator: str) -> list[np.ndarray]:
     """Center and scale over all values that are known, which are 0 otherwise and where all are equal."""
     known = np.concatenate(values)
     known = known[~np.isnan(known)]
     if not len(known) or known.max() == known.min():
         return [np.zeros(len(each)) for each in values]
-    divisor = known.std(ddof=1) + 1e-4 if scale == "std" else 1.0
+    divisor = known.std(ddof=1) + 1e-4 if estimator == "grpo" else 1.0
     return [np.nan_to_num((each - known.mean()) / divisor) for each in values]
 
 
@@ -307,7 +307,7 @@ def test_random_settings_train_in_each_layout_as_in_one_process(family: str, tmp
 
 def case_minibatches(case: Case) -> Any:
     """All minibatches, also those that train nothing."""
-    advantages = batch_advantages(case.batch, scale=case.scale)
+    advantages = batch_advantages(case.batch, estimator=case.estimator)
     return pack(case.batch, advantages, case.layout, drop_uniform=False).minibatches
 
 

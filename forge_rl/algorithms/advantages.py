@@ -1,106 +1,236 @@
-"""Advantages of episodes and their tokens, relative to the other episodes of their group."""
+"""Advantages of episodes and their tokens, relative to the other episodes of their group or batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, get_args
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from forge_rl.errors import ConfigError
 from forge_rl.types import Advantages, Batch, Episode, Score
 
+if TYPE_CHECKING:
+    import torch
+
 _NONE = np.zeros(0, np.float32)
 EPSILON = 1e-4
-"""Added to the standard deviation of a group, as TRL does."""
-Scale = Literal["std", "none", "batch"]
+"""Added to standard deviations, as TRL does."""
+Estimator = Literal[
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "max_rl",
+    "batch_std",
+    "reinforce",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+]
+_UNGROUPED = ("reinforce", "reinforce_pp")
+"""Estimators with the whole batch as baseline, so that a group may have one episode."""
+_UNSCALED = ("dr_grpo", "rloo", "opo", "max_rl")
+"""Estimators that divide by no standard deviation."""
 
 
-def group_advantages(rewards: torch.Tensor, *, scale: Scale = "std") -> torch.Tensor:
-    """Center rewards within their group and, unless scale is "none", divide by the group's standard deviation.
+def group_advantages(
+    rewards: torch.Tensor, *, estimator: Estimator = "grpo", lengths: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute one advantage per episode from the rewards of its group, or of the batch.
 
-        group_advantages(torch.tensor([[0.0, 1.0]]), scale="none")  # [[-0.5, 0.5]]
+        group_advantages(torch.tensor([[0.0, 1.0]]), estimator="dr_grpo")  # [[-0.5, 0.5]]
 
-    "std" is GRPO: (r - mean) / (std + 1e-4), DeepSeekMath (arXiv 2402.03300) section 4.1.2. The paper does not specify
-    the standard deviation; this is the unbiased one (divisor G - 1), as in TRL. "none" is r - mean, Dr. GRPO (arXiv
-    2503.20783) section 3.2, which does not favour groups with little spread. "batch" is "std" with all rewards as one
-    group, so that a group may have one episode: REINFORCE with a batch baseline, as in REINFORCE++ (arXiv 2501.03262)
-    equation 9.
+    With r a reward, mean and std over its group of G, and l the number of tokens that an episode generated:
 
-    A group with equal rewards gets exactly 0. It is recognised by its max and min: the standard deviation of equal
-    floats need not be 0 (8e-9 for 0.1 repeated), and dividing by it would train on rounding noise.
+        grpo                   (r - mean) / (std + 1e-4)         DeepSeekMath (arXiv 2402.03300) section 4.1.2
+        dr_grpo                r - mean                          Dr. GRPO (arXiv 2503.20783) section 3.2
+        rloo                   r - mean of the other rewards     RLOO (arXiv 2402.14740) section 3.2
+        opo                    r - sum(l * r) / sum(l)           OPO (arXiv 2505.23585)
+        max_rl                 (r - mean) / mean                 MaxRL (arXiv 2602.02710), for rewards of at least 0
+        batch_std              (r - mean) / (batch std + 1e-4)   Lite PPO (arXiv 2508.08221)
+        reinforce              grpo, with the batch as one group
+        reinforce_pp           r, whitened over the batch's tokens          REINFORCE++ (arXiv 2501.03262)
+        reinforce_pp_baseline  r - mean, whitened over the batch's tokens   the same paper's form for groups
 
-    Rewards are [P, G] of any float or integer dtype, advantages [P, G] float32 without gradient.
+    Standard deviations are unbiased (divisor G - 1), as in TRL; DeepSeekMath does not say which it uses. Whitening
+    subtracts the mean and divides by sqrt(variance + 1e-8), where an episode counts once for each of its tokens, as in
+    verl. REINFORCE++ here has neither a discount nor a KL penalty in its return.
+
+    Equal rewards, of a group or, without groups, of the batch, give exactly 0 before whitening. They are recognised by
+    max and min: the standard deviation of equal floats need not be 0 (8e-9 for 0.1 repeated), and dividing by it would
+    train on rounding noise.
+
+    Args:
+        rewards: [P, G], of any float or integer dtype.
+        lengths: [P, G], generated tokens of each episode; only opo and the two forms of REINFORCE++ need them.
+
+    Returns:
+        Advantages, [P, G] float32, without gradient.
 
     Raises:
-        ConfigError: rewards are not two-dimensional, one is not finite, or the scale is unknown.
+        ConfigError: rewards are not two-dimensional, one is not finite, or below 0 for max_rl; lengths are missing, of
+            another shape or below 0; the estimator is unknown.
     """
-    if scale not in get_args(Scale):
-        raise ConfigError(f"unknown scale of advantages {scale!r}", hint='use "std", "none" or "batch"')
+    import torch
+
+    _check(rewards, estimator)
+    rewards = rewards.detach().to(torch.float32).double()
+    if rewards.numel() == 0:
+        return torch.zeros(rewards.shape)
+    tokens = _lengths(rewards, lengths) if estimator in ("opo", "reinforce_pp", "reinforce_pp_baseline") else rewards
+    if estimator == "reinforce":
+        return group_advantages(rewards.reshape(1, -1)).reshape(rewards.shape)
+    if estimator == "reinforce_pp":
+        return _whitened(rewards, tokens).float()
+    size, mean = rewards.shape[1], rewards.mean(dim=1, keepdim=True)
+    uniform = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
+    centered = (rewards - mean).where(~uniform, 0.0)
+    match estimator:
+        case "grpo" if size > 1:
+            centered = centered / (rewards.std(dim=1, keepdim=True) + EPSILON)
+        case "rloo" if size > 1:
+            centered = centered * (size / (size - 1))
+        case "opo":
+            total = tokens.sum(dim=1, keepdim=True)
+            baseline = (tokens * rewards).sum(dim=1, keepdim=True) / total.clamp(min=1)
+            centered = (rewards - baseline.where(total > 0, mean)).where(~uniform, 0.0)
+        case "max_rl":
+            centered = centered / mean.where(~uniform, 1.0)
+        case "batch_std" if rewards.numel() > 1:
+            centered = centered / (rewards.std() + EPSILON)
+        case "reinforce_pp_baseline":
+            centered = _whitened(centered, tokens)
+    return centered.float()
+
+
+def _check(rewards: torch.Tensor, estimator: Estimator) -> None:
+    """Refuse what `group_advantages` cannot work with."""
+    if estimator not in get_args(Estimator):
+        known = ", ".join(get_args(Estimator))
+        raise ConfigError(f"unknown estimator of advantages {estimator!r}", hint=f"use one of {known}")
     if rewards.ndim != 2:
         raise ConfigError(f"rewards have shape {list(rewards.shape)}, not [P, G]", hint="give one row to each group")
-    rewards = rewards.detach().to(torch.float32)
-    if not bool(torch.isfinite(rewards).all()):
-        group, episode = (~torch.isfinite(rewards)).nonzero()[0].tolist()
+    bad, hint = ~rewards.isfinite(), "make the reward function return a finite number; score a bad answer 0.0"
+    if estimator == "max_rl" and not bool(bad.any()):
+        bad, hint = rewards < 0, "max_rl divides by a group's mean reward: use rewards of at least 0"
+    if bool(bad.any()):
+        group, episode = bad.nonzero()[0].tolist()
+        raise ConfigError(f"episode {episode} of group {group} has reward {rewards[group, episode].item()}", hint=hint)
+
+
+def _lengths(rewards: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+    """Return the lengths as float64, or refuse them."""
+    if lengths is None or lengths.shape != rewards.shape or bool((lengths < 0).any()):
+        seen = "missing" if lengths is None else f"of shape {list(lengths.shape)}, or below 0"
         raise ConfigError(
-            f"episode {episode} of group {group} has reward {rewards[group, episode].item()}",
-            hint="make the reward function return a finite number; score a bad answer 0.0",
+            f"the episodes' lengths are {seen}", hint="give the generated tokens of each episode, or batch_advantages"
         )
-    if rewards.numel() == 0:
-        return torch.zeros_like(rewards)
-    if scale == "batch":
-        return group_advantages(rewards.reshape(1, -1)).reshape(rewards.shape)
-    uniform = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
-    advantages = rewards - rewards.mean(dim=1, keepdim=True)
-    if scale == "std" and rewards.shape[1] > 1:
-        advantages = advantages / (rewards.std(dim=1, keepdim=True, correction=1) + EPSILON)
-    return torch.where(uniform, 0.0, advantages)
+    return lengths.detach().double()
 
 
-def check_group_size(size: int, scale: Scale = "std") -> None:
+def _whitened(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Whiten values over the tokens that carry them; 0 if these are fewer than two, or all equal."""
+    carried, count = values[tokens > 0], tokens.sum()
+    if count < 2 or carried.max() == carried.min():
+        return values * 0
+    mean = (tokens * values).sum() / count
+    variance = (tokens * (values - mean) ** 2).sum() / (count - 1)
+    return (values - mean) * (variance + 1e-8).rsqrt()
+
+
+def check_group_size(size: int, estimator: Estimator = "grpo") -> None:
     """Refuse groups of one episode if advantages are relative to the group, and would be 0.
 
     Raises:
-        ConfigError: the group size is below 2, and the scale is not "batch".
+        ConfigError: the group size is below 2, and the estimator compares the episodes of a group.
     """
-    if size < 2 and scale != "batch":
+    if size < 2 and estimator not in _UNGROUPED:
         raise ConfigError(
             f"--group-size is {size}, but advantages are relative to the other episodes of a group",
-            hint='set --group-size to 2 or more, or use batch_advantages(batch, scale="batch")',
+            hint='set --group-size to 2 or more, or use batch_advantages(batch, estimator="reinforce")',
         )
 
 
-def batch_advantages(batch: Batch, *, scale: Scale = "std") -> Advantages:
+def batch_advantages(batch: Batch, *, estimator: Estimator = "grpo") -> Advantages:
     """Return a batch's advantages: `group_advantages`, plus the advantages of turns and tokens, if any.
 
         advantages = batch_advantages(batch)
         packed = pack(batch, advantages, run.trainer.layout)
 
-    If rewards assign values to turns or tokens (`Score.turns`, `Score.tokens`), these are centered, and with scale
-    "std" divided by their standard deviation, over the values of all turns, or all tokens, of the group, like the steps
-    of process supervision in DeepSeekMath (arXiv 2402.03300) section 4.1.3; with "batch", over the values of all
-    groups. A turn's value is added to the advantage of its own tokens, as in MT-GRPO (arXiv 2505.11821) equation 5; a
-    token's value to its own. Values that are all equal add nothing.
+    If rewards assign values to turns or tokens (`Score.turns`, `Score.tokens`), these are centered over the values of
+    all turns, or all tokens, of the group, or of the batch if the estimator has no groups. They are divided by their
+    standard deviation if the estimator divides by one, like the steps of process supervision in DeepSeekMath (arXiv
+    2402.03300) section 4.1.3. A turn's value is added to the advantage of its own tokens, as in MT-GRPO (arXiv
+    2505.11821) equation 5; a token's value to its own. Values that are all equal add nothing.
 
     Raises:
         ConfigError: as group_advantages, or a value is infinite.
     """
-    advantages = group_advantages(batch.rewards, scale=scale)
+    import torch
+
+    lengths = torch.tensor([[each.response_tokens for each in group.episodes] for group in batch.groups])
+    advantages = group_advantages(batch.rewards, estimator=estimator, lengths=lengths)
     if not any(each.score and (each.score.turns or each.score.tokens) for each in batch.episodes):
         return advantages
-    if scale != "batch":
-        return [_with_values(group.episodes, advantages[p].tolist(), scale) for p, group in enumerate(batch.groups)]
-    found = iter(_with_values(batch.episodes, advantages.flatten().tolist(), "std"))
+    scaled = estimator not in _UNSCALED
+    if estimator not in _UNGROUPED:
+        return [_with_values(group.episodes, advantages[p].tolist(), scaled) for p, group in enumerate(batch.groups)]
+    found = iter(_with_values(batch.episodes, advantages.flatten().tolist(), scaled))
     return [[next(found) for _ in group.episodes] for group in batch.groups]
 
 
-def _with_values(episodes: Sequence[Episode], advantages: Sequence[float], scale: str) -> list[npt.NDArray[np.float32]]:
+def gdpo_advantages(batch: Batch, weights: Mapping[str, float]) -> torch.Tensor:
+    """Normalise each part of a reward within its group, and their weighted sum over the batch.
+
+        advantages = gdpo_advantages(batch, {"correct": 1.0, "length": 0.5})
+
+    GDPO (arXiv 2601.05242): rewards that differ in their parts, but not in their sum, keep different advantages. A part
+    is an entry of `Score.parts`; an episode without it is left out of that part's mean and standard deviation, and gets
+    0 for it. Values of turns and tokens are not used.
+
+    Args:
+        weights: a weight for each part that counts.
+
+    Returns:
+        Advantages, [P, G] float32.
+
+    Raises:
+        ConfigError: no episode has a part of this name, or a value is infinite.
+    """
+    import torch
+
+    total = torch.zeros(batch.rewards.shape, dtype=torch.float64)
+    for name, weight in weights.items():
+        rows = [
+            [each.score.parts.get(name, math.nan) if each.score else math.nan for each in group.episodes]
+            for group in batch.groups
+        ]
+        values = torch.tensor(rows, dtype=torch.float32).double().reshape(total.shape)
+        known = ~values.isnan()
+        if not bool(known.any()) or bool(values.isinf().any()):
+            seen = sorted({part for each in batch.episodes if each.score for part in each.score.parts})
+            raise ConfigError(
+                f"the reward's part {name!r} is {'infinite' if bool(known.any()) else 'in no episode'}",
+                hint=f"parts of these episodes: {', '.join(seen) or 'none'}",
+            )
+        count = known.sum(dim=1, keepdim=True)
+        centered = (values - values.nanmean(dim=1, keepdim=True)).where(known, 0.0)
+        std = (centered.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
+        low, high = (values.where(known, end * math.inf) for end in (1, -1))
+        differ = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
+        total += weight * (centered / (std + EPSILON)).where(differ, 0.0)
+    return group_advantages(total, estimator="reinforce")
+
+
+def _with_values(
+    episodes: Sequence[Episode], advantages: Sequence[float], scaled: bool
+) -> list[npt.NDArray[np.float32]]:
     """Return token advantages of each episode, relative to the other episodes given."""
     scores = [episode.score or Score(total=0.0) for episode in episodes]
-    of_turns = _normalised([np.asarray(score.turns, np.float32) for score in scores], episodes, scale)
-    of_tokens = _normalised([np.concatenate([_NONE, *score.tokens]) for score in scores], episodes, scale)
+    of_turns = _normalised([np.asarray(score.turns, np.float32) for score in scores], episodes, scaled)
+    of_tokens = _normalised([np.concatenate([_NONE, *score.tokens]) for score in scores], episodes, scaled)
     found = []
     for episode, advantage, turns, tokens in zip(episodes, advantages, of_turns, of_tokens, strict=True):
         own = np.full(episode.response_tokens, advantage, np.float32)
@@ -113,7 +243,7 @@ def _with_values(episodes: Sequence[Episode], advantages: Sequence[float], scale
 
 
 def _normalised(
-    values: Sequence[npt.NDArray[np.float32]], episodes: Sequence[Episode], scale: str
+    values: Sequence[npt.NDArray[np.float32]], episodes: Sequence[Episode], scaled: bool
 ) -> list[npt.NDArray[np.float32]]:
     """Center and scale values over all episodes; NaN, a missing value, becomes 0."""
     infinite = next((each.task.id for each, own in zip(episodes, values, strict=True) if np.isinf(own).any()), None)
@@ -124,5 +254,5 @@ def _normalised(
     if not len(given) or given.max() == given.min():
         return [np.zeros_like(each) for each in values]
     mean = float(given.mean(dtype=np.float64))
-    divisor = float(given.std(ddof=1, dtype=np.float64)) + EPSILON if scale == "std" else 1.0
+    divisor = float(given.std(ddof=1, dtype=np.float64)) + EPSILON if scaled else 1.0
     return [np.nan_to_num((each - mean) / divisor).astype(np.float32) for each in values]

@@ -85,25 +85,13 @@ class Loss(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedSurrogate:
-    """Token-level clipped surrogate, with an optional KL penalty to a frozen reference.
+class PolicyLoss:
+    """Common part of policy losses: importance ratios, decoupling, and the KL penalty to a frozen reference.
 
-        stats = await run.trainer.step(packed, ClippedSurrogate(clip_high=0.2, kl_coef=0.01))
-
-    The loss of a token is -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coef * penalty, where
-    r = exp(logprobs - behaviour) is relative to the engine's own logprobs: PPO (arXiv 1707.06347) equation 7, with the
-    group's advantages of GRPO (arXiv 2402.03300) equation 3, and clip-higher of DAPO (arXiv 2503.14476) equation 10.
-    For negative A, the first term is at most -dual_clip * A (arXiv 1912.09729, "dual-clip PPO"). log r is clamped to
-    +-20, so that no ratio overflows.
+    A method is a subclass with one function, `token_losses`; `policy_losses` has several. The loss of a token is
+    token_losses(...) + kl_coef * penalty. Log ratios are clamped to +-20, so that no ratio overflows.
     """
 
-    clip_low: float = 0.2
-    """Ratios below 1 - clip_low have no gradient if the advantage is negative."""
-    clip_high: float = 0.28
-    """Ratios above 1 + clip_high have no gradient if the advantage is positive."""
-    dual_clip: float = 3.0
-    """Ratios above this have no gradient if the advantage is negative, where the loss would grow without bound; inf
-    turns this off."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the reference; 0 needs no reference."""
     kl_kind: Literal["k2", "k3"] = "k2"
@@ -112,19 +100,27 @@ class ClippedSurrogate:
     """Clip the ratio to the policy before the batch's first update, and weight each token by the ratio of that policy
     to the engine's: decoupled PPO, as in AReaL (arXiv 2505.24298), for several updates on stale tokens."""
     behaviour_cap: float = 5.0
-    """Maximum of this weight if decoupled. Tokens above it are dropped from the surrogate, as in AReaL, rather than
-    clipped."""
+    """Maximum of this weight if decoupled."""
+    behaviour_floor: float = 0.0
+    """Minimum of this weight if decoupled; 0.5 with the default cap is IcePop (arXiv 2510.18855)."""
+    behaviour_mode: Literal["mask", "truncate"] = "mask"
+    """Treatment of tokens whose weight is out of bounds. mask: drop them from the surrogate, as AReaL and IcePop do.
+    truncate: bound the weight, as truncated importance sampling (TIS) does, with a cap of 2."""
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     def __post_init__(self) -> None:
         check_flags(
             self,
             "--loss.",
-            least={"clip_low": 0, "clip_high": 0, "kl_coef": 0},
-            most={"clip_low": 1},
-            above={"dual_clip": 1, "behaviour_cap": 0},
-            below={"clip_high": math.inf, "kl_coef": math.inf},
+            least={"kl_coef": 0, "behaviour_floor": 0},
+            most={"behaviour_floor": self.behaviour_cap},
+            above={"behaviour_cap": 0},
+            below={"kl_coef": math.inf},
         )
+        if self.behaviour_mode not in ("mask", "truncate"):
+            raise ConfigError(
+                f"behaviour_mode is {self.behaviour_mode!r}", hint="set --loss.behaviour-mode to mask or truncate"
+            )
         if self.kl_kind not in ("k2", "k3"):
             raise ConfigError(f"kl_kind is {self.kl_kind!r}", hint="set --loss.kl-kind to k2 or k3")
         if self.kl_kind != "k2" and not self.kl_coef:
@@ -141,10 +137,24 @@ class ClippedSurrogate:
     def needs_proximal(self) -> bool:
         return self.decoupled
 
+    def token_losses(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute the loss of each token.
+
+        Args:
+            logprobs: [L], the policy's, with gradient; 0 where a token is not trained, as in the others.
+            old: [L], of the policy that ratios are relative to: the engine's, or if decoupled the proximal one.
+            advantages: [L].
+
+        Returns:
+            The losses, [L], which must be 0 where the advantage is 0, and sums for metrics.
+        """
+        raise NotImplementedError
+
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Sum the loss; see Loss.__call__. The sums are "surrogate" (the loss without its KL penalty), "ratio",
-        "clipped" (tokens whose gradient was clipped away), "dual_clipped" (the part due to the dual clip), if decoupled
-        "behaviour_weight" (0 for a token beyond the cap) and "behaviour_capped" (tokens beyond it), and with a
+        """Sum the loss; see Loss.__call__. The sums are "surrogate" (the loss without its KL penalty), "ratio", the
+        method's own, if decoupled "behaviour_weight" and "behaviour_capped" (tokens out of its bounds), and with a
         reference "kl" (k3's estimate).
 
         Raises:
@@ -170,27 +180,19 @@ class ClippedSurrogate:
         if self.decoupled:
             assert inputs.proximal is not None, "needs_proximal asks for it"
             old = masked(inputs.proximal)
-            behaviour_weight = _ratio(old, behaviour)
-            capped = behaviour_weight > self.behaviour_cap
-            behaviour_weight = behaviour_weight.where(~capped, 0.0)
+            behaviour_weight = importance_ratio(old, behaviour)
+            bounded = behaviour_weight.clamp(self.behaviour_floor, self.behaviour_cap)
+            capped = behaviour_weight != bounded
+            behaviour_weight = bounded if self.behaviour_mode == "truncate" else bounded.where(~capped, 0.0)
             weights = weights * behaviour_weight
             sums |= {
                 "behaviour_weight": masked(behaviour_weight).sum(),
                 "behaviour_capped": masked(capped.float()).sum(),
             }
-        ratio = _ratio(logprobs, old)
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        surrogate = -(ratio * advantages).minimum(clipped * advantages)
-        dual = (advantages < 0) & (ratio > self.dual_clip)
-        surrogate = surrogate.where(~dual, -self.dual_clip * advantages)
-        lost = ((advantages > 0) & (ratio > 1 + self.clip_high)) | ((advantages < 0) & (ratio < 1 - self.clip_low))
-        loss = (weights * surrogate).sum()
-        sums |= {
-            "surrogate": surrogate.sum(),
-            "ratio": masked(ratio).sum(),
-            "clipped": (lost | dual).sum(),
-            "dual_clipped": dual.sum(),
-        }
+        losses, own = self.token_losses(logprobs, old, advantages)
+        loss = (weights * losses).sum()
+        ratio = masked(importance_ratio(logprobs.detach(), old))
+        sums |= {"surrogate": losses.sum(), "ratio": ratio.sum(), **own}
         if inputs.reference is not None:
             reference = masked(inputs.reference)
             sums["kl"] = kl_estimate(logprobs.detach(), reference).sum()
@@ -200,6 +202,51 @@ class ClippedSurrogate:
         return loss, {name: value.detach().to(logprobs.dtype) for name, value in sums.items()}
 
 
-def _ratio(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+@dataclass(frozen=True, kw_only=True)
+class ClippedSurrogate(PolicyLoss):
+    """Token-level clipped surrogate, with an optional KL penalty to a frozen reference.
+
+        stats = await run.trainer.step(packed, ClippedSurrogate(clip_high=0.2, kl_coef=0.01))
+
+    The loss of a token is -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_coef * penalty, where
+    r = exp(logprobs - behaviour) is relative to the engine's own logprobs: PPO (arXiv 1707.06347) equation 7, with the
+    group's advantages of GRPO (arXiv 2402.03300) equation 3, and clip-higher of DAPO (arXiv 2503.14476) equation 10.
+    For negative A, the first term is at most -dual_clip * A (arXiv 1912.09729, "dual-clip PPO").
+    """
+
+    clip_low: float = 0.2
+    """Ratios below 1 - clip_low have no gradient if the advantage is negative."""
+    clip_high: float = 0.28
+    """Ratios above 1 + clip_high have no gradient if the advantage is positive."""
+    dual_clip: float = 3.0
+    """Ratios above this have no gradient if the advantage is negative, where the loss would grow without bound; inf
+    turns this off."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(
+            self,
+            "--loss.",
+            least={"clip_low": 0, "clip_high": 0},
+            most={"clip_low": 1},
+            above={"dual_clip": 1},
+            below={"clip_high": math.inf},
+        )
+
+    def token_losses(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute the loss of each token; see `PolicyLoss.token_losses`. The sums are "clipped" (tokens whose gradient
+        was clipped away) and "dual_clipped" (the part due to the dual clip)."""
+        ratio = importance_ratio(logprobs, old)
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        losses = -(ratio * advantages).minimum(clipped * advantages)
+        dual = (advantages < 0) & (ratio > self.dual_clip)
+        losses = losses.where(~dual, -self.dual_clip * advantages)
+        lost = ((advantages > 0) & (ratio > 1 + self.clip_high)) | ((advantages < 0) & (ratio < 1 - self.clip_low))
+        return losses, {"clipped": (lost | dual).sum(), "dual_clipped": dual.sum()}
+
+
+def importance_ratio(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Return exp(logprobs - others) without overflow."""
     return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -45,7 +45,7 @@ class RunConfig:
     groups_per_batch: int = 8
     """P: tasks per batch."""
     group_size: int = 8
-    """G: episodes per task, the group over which advantages are centered. 1 requires --advantage-scale batch."""
+    """G: episodes per task, the group over which advantages are centered. 1 requires --advantages reinforce."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     mixture: Adapting = field(default_factory=Adapting)
     placement: Placement = "auto"

@@ -1,0 +1,111 @@
+"""Policy losses other than the clipped surrogate: each is the function of a token's loss, and its settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from forge_rl.algorithms.losses import PolicyLoss, importance_ratio
+from forge_rl.errors import ConfigError, check_flags
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cispo(PolicyLoss):
+    """CISPO: REINFORCE with a truncated importance weight, so that no token loses its gradient.
+
+        loss: rl.Cispo = field(default_factory=rl.Cispo)  # in a recipe's Config
+
+    The loss of a token is -min(r, ratio_max) * A * logprob, where the weight has no gradient: MiniMax-M1 (arXiv
+    2506.13585) equation 4, without a lower bound, as there. The sum "clipped" counts tokens whose weight was truncated.
+    """
+
+    ratio_max: float = 5.0
+    """Maximum of the importance weight: 1 + epsilon_high in the paper; 4 to 8 in ScaleRL (arXiv 2510.13786)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(self, "--loss.", above={"ratio_max": 0})
+
+    def token_losses(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute the loss of each token; see `PolicyLoss.token_losses`."""
+        ratio = importance_ratio(logprobs.detach(), old)
+        truncated = (advantages != 0) & (ratio > self.ratio_max)
+        return -ratio.clamp(max=self.ratio_max) * advantages * logprobs, {"clipped": truncated.sum()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dppo(PolicyLoss):
+    """DPPO: a trust region by the change of a token's probability instead of the ratio.
+
+        loss: rl.Dppo = field(default_factory=rl.Dppo)  # in a recipe's Config
+
+    With p and q the probabilities of the token under the policy and under the old one, a token has no gradient if the
+    update would move it further away (A > 0 and p > q, or A < 0 and p < q) and its binary divergence is above
+    `threshold`: |p - q| (tv), or q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (kl). Other tokens have the loss
+    -min(r, ratio_max) * A * logprob, where the weight has no gradient (arXiv 2602.04879). A ratio's clip is tight for
+    rare tokens and loose for common ones; this is neither. The sum "clipped" counts tokens without gradient.
+    """
+
+    divergence: Literal["tv", "kl"] = "tv"
+    """Divergence between the two policies, as far as this token tells: total variation, or KL."""
+    threshold: float = 0.15
+    """Divergence above which a token has no gradient; 0.05 suits kl."""
+    ratio_max: float = 20.0
+    """Maximum of the importance weight."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(self, "--loss.", above={"threshold": 0, "ratio_max": 0}, below={"threshold": math.inf})
+        if self.divergence not in ("tv", "kl"):
+            raise ConfigError(f"divergence is {self.divergence!r}", hint="set --loss.divergence to tv or kl")
+
+    def token_losses(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute the loss of each token; see `PolicyLoss.token_losses`."""
+        now = logprobs.detach()
+        p, q = now.exp(), old.exp()
+        if self.divergence == "tv":
+            divergence = (p - q).abs()
+        else:  # 1e-8 as in verl: the other tokens' probability may round to 0
+            others, others_old = (1 - p).clamp(min=0) + 1e-8, (1 - q).clamp(min=0) + 1e-8
+            divergence = q * (old - now) + (1 - q) * (others_old / others).log()
+        away = ((advantages > 0) & (p > q)) | ((advantages < 0) & (p < q))
+        lost = away & (divergence > self.threshold)
+        losses = -importance_ratio(now, old).clamp(max=self.ratio_max) * advantages * logprobs
+        return losses.where(~lost, 0.0), {"clipped": lost.sum()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sapo(PolicyLoss):
+    """SAPO: a soft gate in place of the clip; a token's gradient fades as its ratio leaves 1.
+
+        loss: rl.Sapo = field(default_factory=rl.Sapo)  # in a recipe's Config
+
+    The loss of a token is -sigmoid(tau * (r - 1)) * 4 / tau * A, with one tau for positive and one for other
+    advantages (arXiv 2511.20347); its gradient at r = 1 is -A, as without a gate. The paper averages over tokens and
+    then over sequences: `--loss.aggregation.kind sequence_mean`.
+    """
+
+    tau_positive: float = 1.0
+    """Steepness of the gate for positive advantages."""
+    tau_negative: float = 1.05
+    """Steepness of the gate for other advantages; above tau_positive, gradients of bad answers fade sooner."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        limits = {"tau_positive": math.inf, "tau_negative": math.inf}
+        check_flags(self, "--loss.", above=dict.fromkeys(limits, 0), below=limits)
+
+    def token_losses(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute the loss of each token; see `PolicyLoss.token_losses`."""
+        tau = (advantages > 0).to(advantages.dtype) * (self.tau_positive - self.tau_negative) + self.tau_negative
+        return -(tau * (importance_ratio(logprobs, old) - 1)).sigmoid() * 4 / tau * advantages, {}

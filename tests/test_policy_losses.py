@@ -1,0 +1,130 @@
+"""CISPO, DPPO and SAPO against their papers' formulas in NumPy, and hand-worked gradients."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forge_rl.algorithms.losses import PolicyLoss
+from forge_rl.algorithms.policy_losses import Cispo, Dppo, Sapo
+from forge_rl.algorithms.user_loss import try_loss
+from forge_rl.errors import ConfigError, LossError
+from tests.test_losses import evaluate, gradient
+
+LOSSES = [Cispo(), Cispo(ratio_max=1.1), Dppo(), Dppo(divergence="kl", threshold=0.05), Sapo()]
+
+
+def example(tokens: int = 400) -> tuple[torch.Tensor, ...]:
+    """Float64 logprobs, some of them far from the engine's, and advantages of which some are 0."""
+    drawn = torch.Generator().manual_seed(3)
+    logprobs = -3 * torch.rand(tokens, generator=drawn, dtype=torch.float64)
+    spread = torch.where(torch.rand(tokens, generator=drawn) < 0.1, 4.0, 0.3)
+    behaviour = (logprobs + spread * torch.randn(tokens, generator=drawn, dtype=torch.float64)).clamp(max=-1e-6)
+    advantages = torch.randn(tokens, generator=drawn, dtype=torch.float64).where(behaviour > -4, 0.0)
+    return logprobs.requires_grad_(), behaviour, advantages, torch.rand(tokens, generator=drawn) < 0.7
+
+
+def gradients(loss: PolicyLoss, p: np.ndarray, q: np.ndarray, a: np.ndarray) -> np.ndarray:
+    """The gradient by the logprob of each token, from the papers, with p and q the probabilities."""
+    r = p / q
+    match loss:
+        case Cispo():
+            return -np.minimum(r, loss.ratio_max) * a
+        case Dppo():
+            tv, kl = abs(p - q), q * np.log(q / p) + (1 - q) * np.log((1 - q) / (1 - p))
+            near = (tv if loss.divergence == "tv" else kl) <= loss.threshold
+            kept = near | (a * (p - q) <= 0)
+            return -np.minimum(r, loss.ratio_max) * a * kept
+        case Sapo():
+            tau = np.where(a > 0, loss.tau_positive, loss.tau_negative)
+            gate = 1 / (1 + np.exp(-tau * (r - 1)))
+            return -4 * gate * (1 - gate) * r * a
+    raise AssertionError(loss)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_gradients_are_the_papers(loss: PolicyLoss):
+    logprobs, behaviour, advantages, mask = example()
+    total, _ = evaluate(loss, logprobs, behaviour, advantages, mask)  # type: ignore[arg-type]
+    expected = gradients(loss, *(x.detach().numpy() for x in (logprobs.exp(), behaviour.exp(), advantages)))
+    np.testing.assert_allclose(gradient(total, logprobs), np.where(mask, expected, 0), rtol=1e-5, atol=1e-7)
+
+
+def test_sapos_loss_is_its_gate():
+    logprobs = torch.tensor([0.5, 2.0, 2.0]).log().requires_grad_()
+    total, _ = evaluate(
+        Sapo(), logprobs, torch.zeros(3), torch.tensor([1.0, 1.0, -2.0]), torch.ones(3, dtype=torch.bool)
+    )
+    gates = [4 / (1 + math.exp(0.5)), 4 / (1 + math.exp(-1)), 4 / 1.05 / (1 + math.exp(-1.05))]
+    assert total.item() == pytest.approx(-gates[0] - gates[1] + 2 * gates[2])
+
+
+def test_what_is_clipped_is_counted():
+    mask = torch.ones(3, dtype=torch.bool)
+    ratio, advantages = torch.tensor([6.0, 6.0, 4.0]), torch.tensor([1.0, 0.0, 1.0])
+    _, sums = evaluate(Cispo(), ratio.log().requires_grad_(), torch.zeros(3), advantages, mask)
+    assert sums["clipped"].item() == 1
+    # 0.1 to 0.9 goes away for A > 0 and comes back for A < 0; 0.5 to 0.6 is near
+    p, q = torch.tensor([0.9, 0.9, 0.6]), torch.tensor([0.1, 0.1, 0.5])
+    logprobs = p.log().requires_grad_()
+    found, sums = evaluate(Dppo(), logprobs, q.log(), torch.tensor([1.0, -1.0, 1.0]), mask)
+    torch.testing.assert_close(gradient(found, logprobs), torch.tensor([0.0, 9.0, -1.2]))
+    assert sums["clipped"].item() == 1
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("masked", [math.nan, math.inf, -math.inf])
+def test_masked_garbage_and_extreme_ratios_leave_a_finite_gradient(loss: PolicyLoss, masked: float):
+    logprobs = torch.tensor([masked, -1e-7, -80.0, 0.0], requires_grad=True)
+    behaviour = torch.tensor([masked, -80.0, -1e-7, 0.0])
+    mask = torch.tensor([False, True, True, True])
+    for advantage in (1.0, -1.0):
+        total, sums = evaluate(loss, logprobs, behaviour, torch.full((4,), advantage), mask)
+        found = gradient(total, logprobs)
+        assert math.isfinite(total.item())
+        assert found.isfinite().all()
+        assert found[0] == 0
+        assert all(value.isfinite() for value in sums.values())
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_a_token_without_advantage_has_no_gradient(loss: PolicyLoss):
+    logprobs, behaviour, advantages, mask = example()
+    total, _ = evaluate(loss, logprobs, behaviour, advantages * 0, mask)  # type: ignore[arg-type]
+    assert not gradient(total, logprobs).any()
+
+
+@pytest.mark.parametrize("kind", [Cispo, Dppo, Sapo])
+def test_each_takes_the_common_flags_and_is_accepted_by_the_trainer(kind: Any):
+    loss = kind(kl_coef=0.1, decoupled=True)
+    assert loss.needs_reference
+    assert loss.needs_proximal
+    try_loss(loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "message"),
+    [
+        (Cispo, {"ratio_max": 0}, "--loss.ratio-max is 0"),
+        (Dppo, {"threshold": math.inf}, "--loss.threshold is inf"),
+        (Dppo, {"divergence": "js"}, "divergence is 'js'"),
+        (Sapo, {"tau_negative": -1}, "--loss.tau-negative is -1"),
+        (Sapo, {"kl_kind": "k3"}, "kl_kind k3 has no effect"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(kind: Any, flags: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        kind(**flags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfinished(PolicyLoss):
+    """A method without its function."""
+
+
+def test_a_method_without_its_function_is_refused_before_the_start():
+    with pytest.raises(LossError, match="NotImplementedError"):
+        try_loss(Unfinished())
