@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.losses import PolicyLoss as PolicyLoss
     from forge_rl.algorithms.policy_losses import Cispo as Cispo
     from forge_rl.algorithms.policy_losses import Dppo as Dppo
+    from forge_rl.algorithms.policy_losses import Gmpo as Gmpo
+    from forge_rl.algorithms.policy_losses import Gspo as Gspo
     from forge_rl.algorithms.policy_losses import Sapo as Sapo
+    from forge_rl.algorithms.policy_losses import Topr as Topr
     from forge_rl.data.adaptive import Adapting as Adapting
     from forge_rl.data.data_config import ONE_DIGIT_ADDITION as ONE_DIGIT_ADDITION
     from forge_rl.data.data_config import DataConfig as DataConfig
@@ -70,7 +73,7 @@ _HOMES = {
             "group_advantages",
         ),
         "algorithms.losses": ("ClippedSurrogate", "LossInputs", "PolicyLoss"),
-        "algorithms.policy_losses": ("Cispo", "Dppo", "Sapo"),
+        "algorithms.policy_losses": ("Cispo", "Dppo", "Gmpo", "Gspo", "Sapo", "Topr"),
         "data.adaptive": ("Adapting",),
         "data.data_config": ("ONE_DIGIT_ADDITION", "DataConfig", "TaskTexts"),
         "data.mixture": ("Mixture",),

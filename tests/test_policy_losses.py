@@ -1,4 +1,4 @@
-"""CISPO, DPPO and SAPO against their papers' formulas in NumPy, and hand-worked gradients."""
+"""CISPO, DPPO, GMPO, GSPO, SAPO and TOPR against their papers' formulas in NumPy, and hand-worked gradients."""
 
 import math
 from dataclasses import dataclass
@@ -9,26 +9,47 @@ import pytest
 import torch
 
 from forge_rl.algorithms.losses import PolicyLoss
-from forge_rl.algorithms.policy_losses import Cispo, Dppo, Sapo
+from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Sapo, Topr
 from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.errors import ConfigError, LossError
 from tests.test_losses import evaluate, gradient
 
-LOSSES = [Cispo(), Cispo(ratio_max=1.1), Dppo(), Dppo(divergence="kl", threshold=0.05), Sapo()]
+LOSSES = [
+    Cispo(),
+    Cispo(ratio_max=1.1),
+    Dppo(),
+    Dppo(divergence="kl", threshold=0.05),
+    Gmpo(),
+    Gspo(),
+    Gspo(clip_high=0.3),
+    Sapo(),
+    Topr(),
+]
 
 
-def example(tokens: int = 400) -> tuple[torch.Tensor, ...]:
-    """Float64 logprobs, some of them far from the engine's, and advantages of which some are 0."""
+def example(tokens: int = 400) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Float64 logprobs, some of them far from the engine's, of 20 episodes of up to two segments, in mixed order. An
+    episode has one advantage; some are 0."""
     drawn = torch.Generator().manual_seed(3)
     logprobs = -3 * torch.rand(tokens, generator=drawn, dtype=torch.float64)
-    spread = torch.where(torch.rand(tokens, generator=drawn) < 0.1, 4.0, 0.3)
+    spread = torch.where(torch.rand(tokens, generator=drawn) < 0.1, 2.0, 0.3)
     behaviour = (logprobs + spread * torch.randn(tokens, generator=drawn, dtype=torch.float64)).clamp(max=-1e-6)
-    advantages = torch.randn(tokens, generator=drawn, dtype=torch.float64).where(behaviour > -4, 0.0)
-    return logprobs.requires_grad_(), behaviour, advantages, torch.rand(tokens, generator=drawn) < 0.7
+    episodes = torch.randint(20, (tokens,), generator=drawn, dtype=torch.int32)
+    segments = torch.randint(2, (tokens,), generator=drawn, dtype=torch.int32) * (episodes % 3 == 0)
+    each = torch.randn(20, generator=drawn, dtype=torch.float64).where(torch.arange(20) % 5 > 0, 0.0)
+    mask = torch.rand(tokens, generator=drawn) < 0.7
+    return (
+        logprobs.requires_grad_(),
+        behaviour,
+        each[episodes],
+        mask,
+        {"episodes": episodes, "segments": segments.int()},
+    )
 
 
-def gradients(loss: PolicyLoss, p: np.ndarray, q: np.ndarray, a: np.ndarray) -> np.ndarray:
-    """The gradient by the logprob of each token, from the papers, with p and q the probabilities."""
+def gradients(loss: PolicyLoss, p: np.ndarray, q: np.ndarray, a: np.ndarray, sequences: list[np.ndarray]) -> np.ndarray:
+    """The gradient by the logprob of each token, from the papers, with p and q the probabilities; a loss by sequences
+    has the sum of its tokens' losses. `sequences` has the places of each sequence's tokens."""
     r = p / q
     match loss:
         case Cispo():
@@ -42,14 +63,36 @@ def gradients(loss: PolicyLoss, p: np.ndarray, q: np.ndarray, a: np.ndarray) -> 
             tau = np.where(a > 0, loss.tau_positive, loss.tau_negative)
             gate = 1 / (1 + np.exp(-tau * (r - 1)))
             return -4 * gate * (1 - gate) * r * a
-    raise AssertionError(loss)
+    found = np.zeros(len(p))
+    for own in sequences:
+        size, advantage = len(own), a[own][0]
+        match loss:
+            case Gspo():
+                s = np.prod(r[own]) ** (1 / size)
+                kept = s <= 1 + loss.clip_high if advantage > 0 else s >= 1 - loss.clip_low
+                found[own] = -s * advantage * kept
+            case Gmpo():
+                low, high = np.exp(-loss.clip), np.exp(loss.clip)
+                bounded = np.minimum(r[own], high) if advantage > 0 else np.maximum(r[own], low)
+                # the loss is -A times the geometric mean, once for each token; its derivative, a share of 1 / size
+                found[own] = -advantage * np.prod(bounded) ** (1 / size) * (bounded == r[own])
+            case Topr():
+                found[own] = -advantage * (1 if advantage > 0 else min(np.prod(r[own]), 1))
+    return found
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_gradients_are_the_papers(loss: PolicyLoss):
-    logprobs, behaviour, advantages, mask = example()
-    total, _ = evaluate(loss, logprobs, behaviour, advantages, mask)  # type: ignore[arg-type]
-    expected = gradients(loss, *(x.detach().numpy() for x in (logprobs.exp(), behaviour.exp(), advantages)))
+    logprobs, behaviour, advantages, mask, ids = example()
+    total, _ = evaluate(loss, logprobs, behaviour, advantages, mask, **ids)  # type: ignore[arg-type]
+    keys = list(zip(ids["episodes"].tolist(), ids["segments"].tolist(), strict=True))
+    trained = set(mask.nonzero().flatten().tolist())
+    sequences = [
+        np.array([t for t, key in enumerate(keys) if key == own and t in trained]) for own in sorted(set(keys))
+    ]
+    of = [x.detach().numpy() for x in (logprobs.exp(), behaviour.exp(), advantages)]
+    expected = gradients(loss, *of, [own for own in sequences if len(own)])
+    assert np.abs(expected[mask]).max() > 0.5
     np.testing.assert_allclose(gradient(total, logprobs), np.where(mask, expected, 0), rtol=1e-5, atol=1e-7)
 
 
@@ -92,12 +135,12 @@ def test_masked_garbage_and_extreme_ratios_leave_a_finite_gradient(loss: PolicyL
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_a_token_without_advantage_has_no_gradient(loss: PolicyLoss):
-    logprobs, behaviour, advantages, mask = example()
+    logprobs, behaviour, advantages, mask, _ = example()
     total, _ = evaluate(loss, logprobs, behaviour, advantages * 0, mask)  # type: ignore[arg-type]
     assert not gradient(total, logprobs).any()
 
 
-@pytest.mark.parametrize("kind", [Cispo, Dppo, Sapo])
+@pytest.mark.parametrize("kind", [Cispo, Dppo, Gmpo, Gspo, Sapo, Topr])
 def test_each_takes_the_common_flags_and_is_accepted_by_the_trainer(kind: Any):
     loss = kind(kl_coef=0.1, decoupled=True)
     assert loss.needs_reference
@@ -111,6 +154,8 @@ def test_each_takes_the_common_flags_and_is_accepted_by_the_trainer(kind: Any):
         (Cispo, {"ratio_max": 0}, "--loss.ratio-max is 0"),
         (Dppo, {"threshold": math.inf}, "--loss.threshold is inf"),
         (Dppo, {"divergence": "js"}, "divergence is 'js'"),
+        (Gspo, {"clip_low": 2}, "--loss.clip-low is 2"),
+        (Gmpo, {"clip": 0}, "--loss.clip is 0"),
         (Sapo, {"tau_negative": -1}, "--loss.tau-negative is -1"),
         (Sapo, {"kl_kind": "k3"}, "kl_kind k3 has no effect"),
     ],

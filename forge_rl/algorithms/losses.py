@@ -138,7 +138,7 @@ class PolicyLoss:
         return self.decoupled
 
     def token_losses(
-        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token.
 
@@ -146,6 +146,7 @@ class PolicyLoss:
             logprobs: [L], the policy's, with gradient; 0 where a token is not trained, as in the others.
             old: [L], of the policy that ratios are relative to: the engine's, or if decoupled the proximal one.
             advantages: [L].
+            inputs: the row itself, for its mask and for the episode, segment and turn of each token.
 
         Returns:
             The losses, [L], which must be 0 where the advantage is 0, and sums for metrics.
@@ -189,7 +190,7 @@ class PolicyLoss:
                 "behaviour_weight": masked(behaviour_weight).sum(),
                 "behaviour_capped": masked(capped.float()).sum(),
             }
-        losses, own = self.token_losses(logprobs, old, advantages)
+        losses, own = self.token_losses(logprobs, old, advantages, inputs)
         loss = (weights * losses).sum()
         ratio = masked(importance_ratio(logprobs.detach(), old))
         sums |= {"surrogate": losses.sum(), "ratio": ratio.sum(), **own}
@@ -234,7 +235,7 @@ class ClippedSurrogate(PolicyLoss):
         )
 
     def token_losses(
-        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`. The sums are "clipped" (tokens whose gradient
         was clipped away) and "dual_clipped" (the part due to the dual clip)."""
@@ -250,3 +251,21 @@ class ClippedSurrogate(PolicyLoss):
 def importance_ratio(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Return exp(logprobs - others) without overflow."""
     return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def sequence_sums(values: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum values, [L], over the trained tokens of each token's sequence.
+
+    A sequence is a segment: all trained tokens of an episode, unless its history was rewritten on the way (an agent
+    that summarises, a sub-agent), which begins another segment. It always lies in one row.
+
+    Returns:
+        For each token, the sum over its sequence, and the sequence's number of trained tokens; both [L], and arbitrary
+        where the mask is False.
+    """
+    keys = inputs.episodes.long() * (1 << 32) + inputs.segments.long()
+    _, index = keys.where(inputs.mask, -1).unique(return_inverse=True)
+    found = []
+    for each in (values.where(inputs.mask, 0.0), inputs.mask.to(values.dtype)):
+        found.append(values.new_zeros(len(keys)).index_add(0, index, each)[index])
+    return found[0], found[1]

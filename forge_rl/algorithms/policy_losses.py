@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from forge_rl.algorithms.losses import PolicyLoss, importance_ratio
+from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.kl import MAX_LOG_RATIO
+from forge_rl.algorithms.losses import LossInputs, PolicyLoss, importance_ratio, sequence_sums
 from forge_rl.errors import ConfigError, check_flags
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ class Cispo(PolicyLoss):
         check_flags(self, "--loss.", above={"ratio_max": 0})
 
     def token_losses(
-        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
         ratio = importance_ratio(logprobs.detach(), old)
@@ -66,7 +68,7 @@ class Dppo(PolicyLoss):
             raise ConfigError(f"divergence is {self.divergence!r}", hint="set --loss.divergence to tv or kl")
 
     def token_losses(
-        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
         now = logprobs.detach()
@@ -104,8 +106,101 @@ class Sapo(PolicyLoss):
         check_flags(self, "--loss.", above=dict.fromkeys(limits, 0), below=limits)
 
     def token_losses(
-        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
         tau = (advantages > 0).to(advantages.dtype) * (self.tau_positive - self.tau_negative) + self.tau_negative
         return -(tau * (importance_ratio(logprobs, old) - 1)).sigmoid() * 4 / tau * advantages, {}
+
+
+def _sequence_mean() -> Aggregation:
+    return Aggregation(kind="sequence_mean")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gspo(PolicyLoss):
+    """GSPO: the clipped surrogate with one ratio per sequence, the geometric mean of its tokens' ratios.
+
+        loss: rl.Gspo = field(default_factory=rl.Gspo)  # in a recipe's Config
+
+    With s = exp(mean of logprob - old over a sequence, see `sequence_sums`), the loss of a token is
+    -min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), where the gradient by a token's logprob is its own alone:
+    GSPO-token (arXiv 2507.18071) equation 13, which is GSPO (equation 5) if a sequence's tokens have one advantage. The
+    sum "clipped" counts tokens without gradient.
+    """
+
+    clip_low: float = 3e-4
+    """Sequence ratios below 1 - clip_low have no gradient if the advantage is negative."""
+    clip_high: float = 4e-4
+    """Sequence ratios above 1 + clip_high have no gradient if the advantage is positive."""
+    aggregation: Aggregation = field(default_factory=_sequence_mean)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(
+            self,
+            "--loss.",
+            least={"clip_low": 0, "clip_high": 0},
+            most={"clip_low": 1},
+            below={"clip_high": math.inf},
+        )
+
+    def token_losses(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute the loss of each token; see `PolicyLoss.token_losses`."""
+        total, count = sequence_sums((logprobs - old).detach(), inputs)
+        mean = (total / count.clamp(min=1)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        ratio = mean.exp() * (logprobs - logprobs.detach()).exp()
+        losses = -(ratio * advantages).minimum(ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages)
+        lost = ((advantages > 0) & (ratio > 1 + self.clip_high)) | ((advantages < 0) & (ratio < 1 - self.clip_low))
+        return losses, {"clipped": lost.sum()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gmpo(PolicyLoss):
+    """GMPO: the geometric mean of a sequence's clipped token ratios, which outliers move less than the mean.
+
+        loss: rl.Gmpo = field(default_factory=rl.Gmpo)  # in a recipe's Config
+
+    The loss of every token of a sequence (see `sequence_sums`) is -A * exp(mean of c), where c is logprob - old,
+    at most clip if A is positive and at least -clip if A is negative: GMPO (arXiv 2507.20673) equation 4. The sum
+    "clipped" counts tokens without gradient.
+    """
+
+    clip: float = 0.4
+    """Bound of a token's log ratio."""
+    aggregation: Aggregation = field(default_factory=_sequence_mean)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flags(self, "--loss.", above={"clip": 0}, below={"clip": math.inf})
+
+    def token_losses(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute the loss of each token; see `PolicyLoss.token_losses`."""
+        log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        lost = ((advantages > 0) & (log_ratio > self.clip)) | ((advantages < 0) & (log_ratio < -self.clip))
+        total, count = sequence_sums(log_ratio.where(~lost, self.clip * advantages.sign()), inputs)
+        return -advantages * (total / count.clamp(min=1)).exp(), {"clipped": lost.sum()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topr(PolicyLoss):
+    """TOPR: good answers are imitated as they are, bad ones only as far as the policy still gives them.
+
+        loss: rl.Topr = field(default_factory=rl.Topr)  # in a recipe's Config
+
+    The loss of a token is -w * A * logprob, where w has no gradient: 1 if A is positive, and otherwise the probability
+    ratio of the whole sequence (see `sequence_sums`), at most 1: TOPR (arXiv 2503.14286). A bad answer that the policy
+    has become unlikely to give has no influence, so tokens may be very stale. The sum "weight" adds up w.
+    """
+
+    def token_losses(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute the loss of each token; see `PolicyLoss.token_losses`."""
+        total, _ = sequence_sums((logprobs - old).detach(), inputs)
+        weight = total.clamp(max=0.0).exp().where(advantages < 0, 1.0)
+        return -weight * advantages * logprobs, {"weight": weight.where(inputs.mask, 0.0).sum()}
