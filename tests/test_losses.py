@@ -148,9 +148,28 @@ def test_weights_out_of_bounds_are_masked_or_truncated(mode: Any, weights: list[
     assert sums["behaviour_capped"].item() == 2
 
 
+def test_bad_answers_that_are_far_off_policy_are_dropped_as_a_whole():
+    # means of behaviour - logprobs by sequence: 0.5, 2 and 2, with advantages -1, -1 and 1; the masked 99 is left out
+    gaps = torch.tensor([0.0, 1.0, 4.0, 0.0, 2.0, 99.0])
+    logprobs = torch.full((6,), -5.0, requires_grad=True)
+    advantages = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0, -1.0])
+    mask = torch.tensor([True] * 5 + [False])
+    ids = {"episodes": torch.tensor([0, 0, 0, 0, 1, 0]).int(), "segments": torch.tensor([0, 0, 1, 1, 0, 0]).int()}
+    loss = ClippedSurrogate(off_policy_bound=1.0, clip_low=1.0)
+    total, sums = evaluate(loss, logprobs, logprobs.detach() + gaps, advantages, mask, **ids)
+    expected = torch.tensor([1.0, math.exp(-1), 0.0, 0.0, -math.exp(-2), 0.0])
+    torch.testing.assert_close(gradient(total, logprobs), expected)
+    assert sums["off_policy_masked"].item() == 2
+    assert "off_policy_masked" not in evaluate(ClippedSurrogate(), logprobs, logprobs.detach(), advantages, mask)[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [({"behaviour_floor": 6}, "--loss.behaviour-floor is 6"), ({"behaviour_mode": "clip"}, "behaviour_mode is 'clip'")],
+    [
+        ({"behaviour_floor": 6}, "--loss.behaviour-floor is 6"),
+        ({"behaviour_mode": "clip"}, "behaviour_mode is 'clip'"),
+        ({"off_policy_bound": 0}, "--loss.off-policy-bound is 0"),
+    ],
 )
 def test_bounds_that_make_no_sense_are_named(flags: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):

@@ -106,6 +106,9 @@ class PolicyLoss:
     behaviour_mode: Literal["mask", "truncate"] = "mask"
     """Treatment of tokens whose weight is out of bounds. mask: drop them from the surrogate, as AReaL and IcePop do.
     truncate: bound the weight, as truncated importance sampling (TIS) does, with a cap of 2."""
+    off_policy_bound: float = math.inf
+    """Drop tokens with a negative advantage if the mean of behaviour - logprobs over their sequence (see
+    `sequence_sums`) is above this, as DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) does; inf drops none."""
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     def __post_init__(self) -> None:
@@ -114,7 +117,7 @@ class PolicyLoss:
             "--loss.",
             least={"kl_coef": 0, "behaviour_floor": 0},
             most={"behaviour_floor": self.behaviour_cap},
-            above={"behaviour_cap": 0},
+            above={"behaviour_cap": 0, "off_policy_bound": 0},
             below={"kl_coef": math.inf},
         )
         if self.behaviour_mode not in ("mask", "truncate"):
@@ -155,8 +158,8 @@ class PolicyLoss:
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Sum the loss; see Loss.__call__. The sums are "surrogate" (the loss without its KL penalty), "ratio", the
-        method's own, if decoupled "behaviour_weight" and "behaviour_capped" (tokens out of its bounds), and with a
-        reference "kl" (k3's estimate).
+        method's own, if decoupled "behaviour_weight" and "behaviour_capped" (tokens out of its bounds), with an
+        off_policy_bound "off_policy_masked" (tokens dropped for it), and with a reference "kl" (k3's estimate).
 
         Raises:
             ConfigError: kl_coef is above 0 without a reference.
@@ -191,6 +194,11 @@ class PolicyLoss:
                 "behaviour_capped": masked(capped.float()).sum(),
             }
         losses, own = self.token_losses(logprobs, old, advantages, inputs)
+        if self.off_policy_bound < math.inf:
+            total, count = sequence_sums((behaviour - logprobs).detach(), inputs)
+            dropped = masked((advantages < 0) & (total > self.off_policy_bound * count))
+            losses = losses.where(~dropped.bool(), 0.0)
+            sums["off_policy_masked"] = dropped.sum()
         loss = (weights * losses).sum()
         ratio = masked(importance_ratio(logprobs.detach(), old))
         sums |= {"surrogate": losses.sum(), "ratio": ratio.sum(), **own}
