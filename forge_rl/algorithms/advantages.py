@@ -48,7 +48,7 @@ def group_advantages(
         dr_grpo                r - mean                          Dr. GRPO (arXiv 2503.20783) section 3.2
         rloo                   r - mean of the other rewards     RLOO (arXiv 2402.14740) section 3.2
         opo                    r - sum(l * r) / sum(l)           OPO (arXiv 2505.23585)
-        max_rl                 (r - mean) / mean                 MaxRL (arXiv 2602.02710), for rewards of at least 0
+        max_rl                 (r - mean) / mean                 MaxRL (arXiv 2602.02710)
         batch_std              (r - mean) / (batch std + 1e-4)   Lite PPO (arXiv 2508.08221)
         reinforce              grpo, with the batch as one group
         reinforce_pp           r, whitened over the batch's tokens          REINFORCE++ (arXiv 2501.03262)
@@ -56,7 +56,9 @@ def group_advantages(
 
     Standard deviations are unbiased (divisor G - 1), as in TRL; DeepSeekMath does not say which it uses. Whitening
     subtracts the mean and divides by sqrt(variance + 1e-8), where an episode counts once for each of its tokens, as in
-    verl. REINFORCE++ here has neither a discount nor a KL penalty in its return.
+    verl. REINFORCE++ here has neither a discount nor a KL penalty in its return. MaxRL is meant for rewards of at least
+    0, where its advantages lie between -1 and G - 1; with others, a group whose mean is not above 0 gets 0, and
+    advantages are clamped to +-(G - 1).
 
     Equal rewards, of a group or, without groups, of the batch, give exactly 0 before whitening. They are recognised by
     max and min: the standard deviation of equal floats need not be 0 (8e-9 for 0.1 repeated), and dividing by it would
@@ -70,8 +72,8 @@ def group_advantages(
         Advantages, [P, G] float32, without gradient.
 
     Raises:
-        ConfigError: rewards are not two-dimensional, one is not finite, or below 0 for max_rl; lengths are missing, of
-            another shape or below 0; the estimator is unknown.
+        ConfigError: rewards are not two-dimensional, or one is not finite; lengths are missing, of another shape or
+            below 0; the estimator is unknown.
     """
     import torch
 
@@ -84,6 +86,11 @@ def group_advantages(
         return group_advantages(rewards.reshape(1, -1)).reshape(rewards.shape)
     if estimator == "reinforce_pp":
         return _whitened(rewards, tokens).float()
+    return _in_groups(rewards, estimator, tokens).float()
+
+
+def _in_groups(rewards: torch.Tensor, estimator: Estimator, tokens: torch.Tensor) -> torch.Tensor:
+    """Compare each reward with the others of its group; float64, as are the rewards."""
     size, mean = rewards.shape[1], rewards.mean(dim=1, keepdim=True)
     uniform = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
     centered = (rewards - mean).where(~uniform, 0.0)
@@ -97,12 +104,12 @@ def group_advantages(
             baseline = (tokens * rewards).sum(dim=1, keepdim=True) / total.clamp(min=1)
             centered = (rewards - baseline.where(total > 0, mean)).where(~uniform, 0.0)
         case "max_rl":
-            centered = centered / mean.where(~uniform, 1.0)
+            centered = (centered / mean).clamp(1 - size, size - 1).where(~uniform & (mean > 0), 0.0)
         case "batch_std" if rewards.numel() > 1:
             centered = centered / (rewards.std() + EPSILON)
         case "reinforce_pp_baseline":
             centered = _whitened(centered, tokens)
-    return centered.float()
+    return centered
 
 
 def _check(rewards: torch.Tensor, estimator: Estimator) -> None:
@@ -112,12 +119,12 @@ def _check(rewards: torch.Tensor, estimator: Estimator) -> None:
         raise ConfigError(f"unknown estimator of advantages {estimator!r}", hint=f"use one of {known}")
     if rewards.ndim != 2:
         raise ConfigError(f"rewards have shape {list(rewards.shape)}, not [P, G]", hint="give one row to each group")
-    bad, hint = ~rewards.isfinite(), "make the reward function return a finite number; score a bad answer 0.0"
-    if estimator == "max_rl" and not bool(bad.any()):
-        bad, hint = rewards < 0, "max_rl divides by a group's mean reward: use rewards of at least 0"
-    if bool(bad.any()):
-        group, episode = bad.nonzero()[0].tolist()
-        raise ConfigError(f"episode {episode} of group {group} has reward {rewards[group, episode].item()}", hint=hint)
+    if not bool(rewards.isfinite().all()):
+        group, episode = (~rewards.isfinite()).nonzero()[0].tolist()
+        raise ConfigError(
+            f"episode {episode} of group {group} has reward {rewards[group, episode].item()}",
+            hint="make the reward function return a finite number; score a bad answer 0.0",
+        )
 
 
 def _lengths(rewards: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
@@ -187,8 +194,8 @@ def gdpo_advantages(batch: Batch, weights: Mapping[str, float]) -> torch.Tensor:
         advantages = gdpo_advantages(batch, {"correct": 1.0, "length": 0.5})
 
     GDPO (arXiv 2601.05242): rewards that differ in their parts, but not in their sum, keep different advantages. A part
-    is an entry of `Score.parts`; an episode without it is left out of that part's mean and standard deviation, and gets
-    0 for it. Values of turns and tokens are not used.
+    is an entry of `Score.parts`; an episode without it, or with an infinite one, is left out of that part's mean and
+    standard deviation, and gets 0 for it. Values of turns and tokens are not used.
 
     Args:
         weights: a weight for each part that counts.
@@ -197,7 +204,7 @@ def gdpo_advantages(batch: Batch, weights: Mapping[str, float]) -> torch.Tensor:
         Advantages, [P, G] float32.
 
     Raises:
-        ConfigError: no episode has a part of this name, or a value is infinite.
+        ConfigError: no episode has a part of this name.
     """
     import torch
 
@@ -208,15 +215,15 @@ def gdpo_advantages(batch: Batch, weights: Mapping[str, float]) -> torch.Tensor:
             for group in batch.groups
         ]
         values = torch.tensor(rows, dtype=torch.float32).double().reshape(total.shape)
-        known = ~values.isnan()
-        if not bool(known.any()) or bool(values.isinf().any()):
+        known = values.isfinite()
+        if not bool(known.any()):
             seen = sorted({part for each in batch.episodes if each.score for part in each.score.parts})
             raise ConfigError(
-                f"the reward's part {name!r} is {'infinite' if bool(known.any()) else 'in no episode'}",
+                f"the reward's part {name!r} is in no episode",
                 hint=f"parts of these episodes: {', '.join(seen) or 'none'}",
             )
         count = known.sum(dim=1, keepdim=True)
-        centered = (values - values.nanmean(dim=1, keepdim=True)).where(known, 0.0)
+        centered = (values - values.where(known, math.nan).nanmean(dim=1, keepdim=True)).where(known, 0.0)
         std = (centered.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
         low, high = (values.where(known, end * math.inf) for end in (1, -1))
         differ = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
