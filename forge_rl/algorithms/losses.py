@@ -196,8 +196,8 @@ class PolicyLoss:
         losses, own = self.token_losses(logprobs, old, advantages, inputs)
         if self.off_policy_bound < math.inf:
             total, count = sequence_sums((behaviour - logprobs).detach(), inputs)
-            dropped = masked((advantages < 0) & (total > self.off_policy_bound * count))
-            losses = losses.where(~dropped.bool(), 0.0)
+            dropped = mask & (advantages < 0) & (total > self.off_policy_bound * count)
+            losses = losses.where(~dropped, 0.0)
             sums["off_policy_masked"] = dropped.sum()
         loss = (weights * losses).sum()
         ratio = masked(importance_ratio(logprobs.detach(), old))
@@ -248,12 +248,18 @@ class ClippedSurrogate(PolicyLoss):
         """Compute the loss of each token; see `PolicyLoss.token_losses`. The sums are "clipped" (tokens whose gradient
         was clipped away) and "dual_clipped" (the part due to the dual clip)."""
         ratio = importance_ratio(logprobs, old)
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        losses = -(ratio * advantages).minimum(clipped * advantages)
+        losses, lost = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
         dual = (advantages < 0) & (ratio > self.dual_clip)
         losses = losses.where(~dual, -self.dual_clip * advantages)
-        lost = ((advantages > 0) & (ratio > 1 + self.clip_high)) | ((advantages < 0) & (ratio < 1 - self.clip_low))
         return losses, {"clipped": (lost | dual).sum(), "dual_clipped": dual.sum()}
+
+
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return -min(r * A, clip(r, 1 - low, 1 + high) * A), [L], and where its gradient is clipped away, [L] bool."""
+    losses = -(ratio * advantages).minimum(ratio.clamp(1 - low, 1 + high) * advantages)
+    return losses, ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
 
 
 def importance_ratio(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -273,7 +279,5 @@ def sequence_sums(values: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tenso
     """
     keys = inputs.episodes.long() * (1 << 32) + inputs.segments.long()
     _, index = keys.where(inputs.mask, -1).unique(return_inverse=True)
-    found = []
-    for each in (values.where(inputs.mask, 0.0), inputs.mask.to(values.dtype)):
-        found.append(values.new_zeros(len(keys)).index_add(0, index, each)[index])
-    return found[0], found[1]
+    total = values.new_zeros(len(keys)).index_add(0, index, values)
+    return total[index], index.bincount()[index].to(values.dtype)

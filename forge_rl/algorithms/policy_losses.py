@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import MAX_LOG_RATIO
-from forge_rl.algorithms.losses import LossInputs, PolicyLoss, importance_ratio, sequence_sums
+from forge_rl.algorithms.losses import LossInputs, PolicyLoss, clipped_surrogate, importance_ratio, sequence_sums
 from forge_rl.errors import ConfigError, check_flags
 
 if TYPE_CHECKING:
@@ -150,10 +150,9 @@ class Gspo(PolicyLoss):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
         total, count = sequence_sums((logprobs - old).detach(), inputs)
-        mean = (total / count.clamp(min=1)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        mean = (total / count).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = mean.exp() * (logprobs - logprobs.detach()).exp()
-        losses = -(ratio * advantages).minimum(ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages)
-        lost = ((advantages > 0) & (ratio > 1 + self.clip_high)) | ((advantages < 0) & (ratio < 1 - self.clip_low))
+        losses, lost = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
         return losses, {"clipped": lost.sum()}
 
 
@@ -183,7 +182,7 @@ class Gmpo(PolicyLoss):
         log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         lost = ((advantages > 0) & (log_ratio > self.clip)) | ((advantages < 0) & (log_ratio < -self.clip))
         total, count = sequence_sums(log_ratio.where(~lost, self.clip * advantages.sign()), inputs)
-        return -advantages * (total / count.clamp(min=1)).exp(), {"clipped": lost.sum()}
+        return -advantages * (total / count).exp(), {"clipped": lost.sum()}
 
 
 @dataclass(frozen=True, kw_only=True)
