@@ -70,6 +70,7 @@ def measure(config: Config, report: Report) -> None:
         plan_itself = planned(config.after, config.small)  # also performs all of a trainer's imports
         process = psutil.Process().memory_info().rss
         errors: list[float] = []
+        peaks: dict[tuple[str, int], float] = {}
 
         def peak(how: str, tokens: int) -> float:
             found = _try(model, how, tokens, limit)
@@ -86,6 +87,7 @@ def measure(config: Config, report: Report) -> None:
                 said += f", planned {expected / 2**30:.2f} GiB ({expected / found['peak'] - 1:+.1%})"
             report.rows.append(row)
             print(said, flush=True)
+            peaks[how, tokens] = found["peak"]
             return found["peak"]
 
         for how in ("none", "selective", "full"):
@@ -99,6 +101,8 @@ def measure(config: Config, report: Report) -> None:
             "plan_error": max(errors),
             "longest_before_tokens": float(before),
             "longest_after_tokens": float(after),
+            "peak_before_gib": peaks["before", before] / 2**30,
+            "peak_after_gib": peaks[config.after, after] / 2**30,
             "longest_after_tokens_planned": most + (limit - process - planned(config.after, most)) / slope,
             "planned_state_gib": plan_itself / 2**30,
         }

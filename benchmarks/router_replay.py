@@ -74,7 +74,8 @@ def measure(config: Config, report: Report) -> None:
         torch.distributed.destroy_process_group()
     for row in report.rows:
         suffix = f"{row['trainer']}_{'replay' if row['replay'] else 'own'}"
-        report.results |= {f"{name}_{suffix}": float(str(row[name])) for name in ("mean_gap", "max_gap", "large_gaps")}
+        names = ("mean_gap", "max_gap", "large_gaps", *(("replay_differs",) if row["replay"] else ()))
+        report.results |= {f"{name}_{suffix}": float(str(row[name])) for name in names}
     Console(highlight=False).print(_table(report))
 
 

@@ -50,7 +50,7 @@ _TOKENS_S = 50.0
 class Config(BenchmarkConfig):
     """Compare the schedules on a virtual clock."""
 
-    engines: tuple[int, ...] = (1024, 8)
+    engines: tuple[int, ...] = (1024, 64)
     """Cluster sizes, in engines; results of the first have no suffix."""
     budget: int = 4
     """Maximum concurrent requests per engine."""

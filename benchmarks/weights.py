@@ -194,6 +194,7 @@ async def _measure_store(config: Config, report: Report) -> None:
     gb = bench.bytes / 1e9
     report.results |= {
         "gb_s_memcpy": gb / memcpy,
+        "gb_s_memcpy_parallel": gb / parallel,
         "gb_s_publish": gb / publish,
         "gb_s_load": gb / report.results["seconds_load_1"],
         "gb_s_end_to_end": gb / ends[1],
@@ -202,6 +203,9 @@ async def _measure_store(config: Config, report: Report) -> None:
         "end_to_end_over_memcpy": memcpy / ends[1],
         "end_to_end_over_parallel_memcpy": parallel / ends[1],
         "end_to_end_over_torchstore": torchstore_s / ends[1],
+        "gb_s_torchstore": gb / torchstore_s,
+        "gb_s_rdma": gb / rdma,
+        "gb_s_load_other_host": gb / remote,
         "four_readers_over_one": ends[4] / ends[1],
         "two_hosts_over_rdma": rdma / remote,
         "attestation_share": 2 * attesting / ends[1],
@@ -305,7 +309,8 @@ async def _measure_model(config: Config, report: Report) -> None:
                 await run.generator.load(run.weights, version)
                 ended = time.perf_counter()
                 write = run.trainer.busy_s
-                stages = {"publish_write": write, "publish_commit": published - began - write}
+                stages = {"publish": published - began, "publish_write": write}
+                stages["publish_commit"] = published - began - write
                 loads = max((report.seconds for report in run.generator.last_load), key=lambda each: sum(each.values()))
                 stages |= {f"load_{name}": value for name, value in loads.items()}
                 stages["load_calls"] = ended - published - sum(loads.values())

@@ -9,10 +9,12 @@ from typing import Any, get_args
 
 import pytest
 
+from benchmarks.demo import DEMO
+from benchmarks.report import Report
 from forge_rl.algorithms.advantages import Estimator
 from forge_rl.algorithms.user_loss import try_loss
 from tests.commands import Command, metrics
-from tools.figures import filled, table
+from tools.figures import FOLDER, filled, pages, table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -60,6 +62,10 @@ def test_each_command_runs(
         assert row["outcomes/completed"] + row["outcomes/truncated"] >= 4
 
 
+def test_the_benchmark_of_the_demo_runs_the_demo() -> None:
+    assert f"-m {' '.join(DEMO)} $(ARGS)" in (ROOT / "Makefile").read_text()
+
+
 def test_the_readme_fits_its_page_and_quotes_the_recipe() -> None:
     assert len(README.splitlines()) <= 160
     quoted = next(
@@ -85,9 +91,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "figures").glob("*.md")), ids=lambda page: page.stem)
-def test_a_page_of_figures_is_what_its_file_says(page: Path) -> None:
-    assert filled(page.read_text(), page.parent) == page.read_text()
+def test_figures_on_all_pages_are_what_their_files_say() -> None:
+    assert [page for page in pages() if filled(page.read_text()) != page.read_text()] == []
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_a_file_of_figures_has_the_keys_of_a_report_and_its_page(path: Path) -> None:
+    report = json.loads(path.read_text())
+    assert report.keys() - {"note"} == Report("any").as_json().keys()
+    assert any(f"<!-- measured: {path.stem} " in page.read_text() for page in pages())
 
 
 def test_a_table_is_written_from_a_report() -> None:
@@ -104,3 +116,15 @@ def test_a_table_is_written_from_a_report() -> None:
     assert "| seconds | 2.5 | 1 to 3 | 3 |" in text
     assert "| speedup | 1.5 |  |  |" in text
     assert "2026-11-23, commit `abc`, 2 cores of a processor, 24.0 GiB." in text
+
+
+def test_cases_are_columns_and_values_stand_in_sentences(tmp_path: Path) -> None:
+    results = {"busy_slow": 0.5, "busy_fast": 1.0, "busy_fast_64": 12345.0, "rate": 1.5}
+    report = json.loads((FOLDER / "weights.json").read_text()) | {"results": results, "spreads": {}}
+    (tmp_path / "race.json").write_text(json.dumps(report))
+    page = "<!-- measured: race by slow fast -->\nold<!-- end --> It is <!-- value: race.rate -->?<!-- end --> times."
+    text = filled(page, tmp_path)
+    assert "| result | slow | fast |\n|---|---|---|\n| busy | 0.5 | 1 |\n| busy_64 |  | 12,340 |" in text
+    assert "| rate | 1.5 |  |  |" in text
+    assert text.endswith("It is <!-- value: race.rate -->1.5<!-- end --> times.")
+    assert filled(text, tmp_path) == text

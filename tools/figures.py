@@ -1,10 +1,12 @@
-"""Write benchmark results into the pages of docs/figures.
+"""Write benchmark results into the pages of the README and docs.
 
     python -m benchmarks.overhead --json docs/figures/overhead.json
     python -m tools.figures
 
-A page has a table between the lines `<!-- measured: NAME -->` and `<!-- end -->`, written from NAME.json next to it.
-With --check nothing is written, and the exit status is 1 if a page differs from its JSON file.
+A page has a table between the lines `<!-- measured: NAME -->` and `<!-- end -->`, written from docs/figures/NAME.json.
+`<!-- measured: NAME by CASE CASE -->` makes a column of each case: RESULT_CASE is then a cell in the row RESULT. Text
+between `<!-- value: NAME.RESULT -->` and `<!-- end -->` is one result. With --check nothing is written, and the exit
+status is 1 if a page differs from its files.
 """
 
 from __future__ import annotations
@@ -12,69 +14,98 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tyro
 
-FOLDER = Path(__file__).parent.parent / "docs" / "figures"
-_REGION = re.compile(r"(?<=<!-- measured: )(\w+)( -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "figures"
+_REGION = re.compile(r"(<!-- measured: (\w+)(?: by ([\w ]+))? -->\n)(?:.*?)(?=<!-- end -->)", re.DOTALL)
+_VALUE = re.compile(r"(<!-- value: (\w+)\.(\w+) -->)(?:.*?)(?=<!-- end -->)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Write benchmark results into the pages of docs/figures."""
+    """Write benchmark results into the pages of the README and docs."""
 
     check: bool = False
     """Only list the pages that differ from their files."""
 
 
-def table(report: dict[str, Any]) -> str:
+def table(report: dict[str, Any], cases: Sequence[str] = ()) -> str:
     """Return a report's results as Markdown, below its command, commit and machine.
 
     Args:
         report: the content of a benchmark's JSON file.
+        cases: columns of a table for the results whose names contain them; other results follow in their own table.
     """
     machine, versions = report["machine"], report["versions"]
     packages = [f"{name} {version}" for name, version in versions.items() if isinstance(version, str)]
+    memory = f", {machine['memory_gib']} GiB" if "memory_gib" in machine else ""
     lines = [
         "## Measured",
         "",
         f"    {report['command']}",
         "",
-        f"{report['date']}, commit `{report['commit']}`, {machine['cores']} cores of {machine['cpu']}, "
-        f"{machine['memory_gib']} GiB.",
-        "",
-        "| result | median | lowest to highest | repeats |",
-        "|---|---|---|---|",
+        f"{report['date']}, commit `{report['commit']}`, {machine['cores']} cores of {machine['cpu']}{memory}.",
     ]
+    if "note" in report:
+        lines += ["", report["note"]]
+    results = dict(report["results"])
+    grid: dict[str, dict[str, float]] = {}
+    for name in report["results"]:
+        if found := re.fullmatch(rf"(\w+?)_({'|'.join(cases)})((?:_\w+)?)", name) if cases else None:
+            grid.setdefault(found[1] + found[3], {})[found[2]] = results.pop(name)
+    if grid:
+        lines += ["", f"| result | {' | '.join(cases)} |", "|---" * (len(cases) + 1) + "|"]
+        for name, row in grid.items():
+            lines.append(f"| {name} | {' | '.join(shown(row[case]) if case in row else '' for case in cases)} |")
     spreads = report["spreads"]
-    for name, value in report["results"].items():
+    if results:
+        lines += ["", "| result | median | lowest to highest | repeats |", "|---|---|---|---|"]
+    for name, value in results.items():
         low, high, repeats = spreads.get(name, ("", "", ""))
-        between = f"{low:.4g} to {high:.4g}" if repeats else ""
-        lines.append(f"| {name} | {value:.4g} | {between} | {repeats} |")
+        between = f"{shown(low)} to {shown(high)}" if repeats else ""
+        lines.append(f"| {name} | {shown(value)} | {between} | {repeats} |")
     return "\n".join([*lines, "", f"<small>{', '.join(packages)}</small>", ""])
 
 
-def filled(page: str, folder: Path) -> str:
-    """Return a page's text with its tables filled in; a table without a file says that it is not measured yet."""
+def shown(value: float) -> str:
+    """Return a number with four significant digits, and commas between thousands."""
+    text = f"{value:.4g}"
+    return f"{float(text):,.0f}" if abs(value) >= 1000 else text
+
+
+def filled(page: str, folder: Path = FOLDER) -> str:
+    """Return a page's text with its tables and values filled in; what has no file says that it is not measured yet."""
 
     def region(found: re.Match[str]) -> str:
-        path = folder / f"{found[1]}.json"
-        text = table(json.loads(path.read_text())) if path.exists() else "Not measured yet.\n"
-        return f"{found[1]}{found[2]}{text}"
+        path = folder / f"{found[2]}.json"
+        cases = (found[3] or "").split()
+        return found[1] + (table(json.loads(path.read_text()), cases) if path.exists() else "Not measured yet.\n")
 
-    return _REGION.sub(region, page)
+    def value(found: re.Match[str]) -> str:
+        path = folder / f"{found[2]}.json"
+        return found[1] + (shown(json.loads(path.read_text())["results"][found[3]]) if path.exists() else "?")
+
+    return _VALUE.sub(value, _REGION.sub(region, page))
 
 
-def main(config: Config, folder: Path = FOLDER) -> int:
+def pages() -> list[Path]:
+    """Return the README and all pages of the docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def main(config: Config) -> int:
     """Write or check all pages; return the exit status."""
     status = 0
-    for path in sorted(folder.glob("*.md")):
+    for path in pages():
         text = path.read_text()
-        if (new := filled(text, folder)) != text:
-            print(f"{path.name}: {'differs from its file' if config.check else 'written'}")
+        if (new := filled(text)) != text:
+            print(f"{path.relative_to(ROOT)}: {'differs from its file' if config.check else 'written'}")
             status = 1
             if not config.check:
                 path.write_text(new)
