@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.advantages import check_group_size as check_group_size
     from forge_rl.algorithms.advantages import gdpo_advantages as gdpo_advantages
     from forge_rl.algorithms.advantages import group_advantages as group_advantages
+    from forge_rl.algorithms.gae import GaeConfig as GaeConfig
+    from forge_rl.algorithms.gae import gae as gae
     from forge_rl.algorithms.losses import ClippedSurrogate as ClippedSurrogate
     from forge_rl.algorithms.losses import LossInputs as LossInputs
     from forge_rl.algorithms.losses import PolicyLoss as PolicyLoss
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.policy_losses import Gspo as Gspo
     from forge_rl.algorithms.policy_losses import Sapo as Sapo
     from forge_rl.algorithms.policy_losses import Topr as Topr
+    from forge_rl.algorithms.returns import by_group as by_group
+    from forge_rl.algorithms.returns import token_rewards as token_rewards
     from forge_rl.data.adaptive import Adapting as Adapting
     from forge_rl.data.data_config import ONE_DIGIT_ADDITION as ONE_DIGIT_ADDITION
     from forge_rl.data.data_config import DataConfig as DataConfig
@@ -72,8 +76,10 @@ _HOMES = {
             "gdpo_advantages",
             "group_advantages",
         ),
+        "algorithms.gae": ("GaeConfig", "gae"),
         "algorithms.losses": ("ClippedSurrogate", "LossInputs", "PolicyLoss"),
         "algorithms.policy_losses": ("Cispo", "Dppo", "Gmpo", "Gspo", "Sapo", "Topr"),
+        "algorithms.returns": ("by_group", "token_rewards"),
         "data.adaptive": ("Adapting",),
         "data.data_config": ("ONE_DIGIT_ADDITION", "DataConfig", "TaskTexts"),
         "data.mixture": ("Mixture",),

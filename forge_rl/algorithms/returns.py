@@ -1,0 +1,113 @@
+"""Rewards of single tokens, their discounted sums, and whitening over all tokens of a batch.
+
+The tokens of an episode, here, are those that the model generated, turn after turn; observations between turns have no
+place in these arrays, so whatever is carried from a token to the one before it is carried over them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from forge_rl.errors import ConfigError
+from forge_rl.types import Batch, Episode
+
+if TYPE_CHECKING:
+    import torch
+
+TokenValues: TypeAlias = "Sequence[npt.NDArray[np.floating] | torch.Tensor]"
+"""For each episode, a number for each token that the model generated in it, [T]."""
+Float64: TypeAlias = npt.NDArray[np.float64]
+
+
+def token_rewards(episodes: Iterable[Episode]) -> list[Float64]:
+    """Place each episode's rewards on its tokens.
+
+        rewards = token_rewards(batch.episodes)
+
+    The total is on the last token of the episode, a turn's value (`Score.turns`) on the last token of the turn, and a
+    token's value (`Score.tokens`) on the token; NaN, a missing value, is 0.
+
+    Returns:
+        For each episode, [T] float64. An episode without tokens has no place for its total.
+    """
+    found = []
+    for episode in episodes:
+        sizes = [len(turn.token_ids) for turn in episode.turns]
+        placed = np.zeros(sum(sizes))
+        if episode.score is not None and len(placed):
+            if len(episode.score.tokens):
+                placed += _known(np.concatenate([np.asarray(each, np.float64) for each in episode.score.tokens]))
+            for end, size, value in zip(np.cumsum(sizes), sizes, episode.score.turns, strict=False):
+                if size:
+                    placed[end - 1] += _known(np.float64(value))
+            placed[-1] += episode.score.total
+        found.append(placed)
+    return found
+
+
+def _known(values: npt.NDArray[np.float64] | np.float64) -> Float64:
+    return np.where(np.isnan(values), 0.0, values)
+
+
+def by_group(batch: Batch, values: Sequence[npt.NDArray[np.float32]]) -> list[list[npt.NDArray[np.float32]]]:
+    """Arrange arrays that are in the order of `batch.episodes` by group, as `pack` needs them."""
+    found = iter(values)
+    return [[next(found) for _ in group.episodes] for group in batch.groups]
+
+
+def discounted(values: Float64, lengths: npt.NDArray[np.int64], decay: float | Float64) -> Float64:
+    """Sum each value with those that follow it in its episode, discounted: y[t] = x[t] + decay * y[t + 1].
+
+        discounted(np.array([0.0, 1.0, 5.0]), np.array([2, 1]), 0.5)  # [0.5, 1.0, 5.0]
+
+    Args:
+        values: values of all episodes, one episode after the other.
+        lengths: [N], number of values of each episode.
+        decay: factor of the next sum, or one for each episode, [N].
+    """
+    order = np.argsort(-lengths, kind="stable")
+    last = np.cumsum(lengths)[order] - 1
+    decays = np.broadcast_to(np.asarray(decay, np.float64), lengths.shape)[order]
+    sums, sorted_lengths = values.astype(np.float64), lengths[order]
+    for step in range(1, int(lengths.max(initial=0))):
+        count = int(np.searchsorted(-sorted_lengths, -step))  # of episodes that have a token this far from their end
+        here = last[:count] - step
+        sums[here] += decays[:count] * sums[here + 1]
+    return sums
+
+
+def whitened(values: Float64) -> Float64:
+    """Subtract the mean and divide by sqrt(variance + 1e-8), as verl does, with the unbiased variance; 0 if all values
+    are equal."""
+    if not len(values) or values.max() == values.min():
+        return np.zeros_like(values)
+    variance = float(values.var(ddof=1))
+    return (values - float(values.mean())) / math.sqrt(variance + 1e-8)
+
+
+def flat(arrays: TokenValues, lengths: npt.NDArray[np.int64], what: str) -> Float64:
+    """Concatenate the arrays of all episodes as float64.
+
+    Raises:
+        ConfigError: their number or lengths are others, or one is not finite; says `what` these values are.
+    """
+    import torch
+
+    made = [
+        np.asarray(each.detach().double().cpu() if isinstance(each, torch.Tensor) else each, np.float64)
+        for each in arrays
+    ]
+    if [each.shape for each in made] != [(length,) for length in lengths]:
+        raise ConfigError(
+            f"the {what} have shapes {[each.shape for each in made][:8]}, but the episodes have {lengths[:8]} tokens",
+            hint="give one array per episode, with one number per token that the model generated",
+        )
+    bad = next((index for index, each in enumerate(made) if not np.isfinite(each).all()), None)
+    if bad is not None:
+        raise ConfigError(f"the {what} of episode {bad} are not all finite", hint="give finite numbers")
+    return np.concatenate([np.zeros(0), *made])
