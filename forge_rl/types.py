@@ -157,6 +157,9 @@ class Score:
     """Named parts, each a metric."""
     turns: Sequence[float] = ()
     """A value per turn, credited only to its tokens, in addition to the total; () for none."""
+    turns_in_total: bool = False
+    """True if the total is the sum of `turns`, which are rewards of an environment's steps. Returns that add up rewards
+    then count each once."""
     tokens: Sequence[Sequence[float] | npt.NDArray[Any]] = field(default=(), compare=False)
     """A value per token of each turn, in addition to the total; NaN for a token without one; () for none."""
     answer: str = ""
@@ -237,6 +240,14 @@ class Episode:
         Rebuilt on each access, as most episodes need them once.
         """
         return tuple(_join(self.turns, run) for run in self._runs)
+
+    def observation(self, turn: int) -> npt.NDArray[np.int32]:
+        """Return the tokens that the model was shown before a turn, and after the turn that it continues: a part of the
+        turn's prompt, or all of it if the turn starts a segment."""
+        shown = self.turns[turn].prompt_ids
+        run = next(run for run in self._runs if turn in run)
+        place = run.index(turn)
+        return shown[_length(self.turns[run[place - 1]]) :] if place else shown
 
     @property
     def response_tokens(self) -> int:

@@ -74,6 +74,7 @@ def test_an_environments_rewards_add_up_and_are_those_of_their_turns(kind, rewar
     episode = run(kind, ["a", "bb", "end"])
     assert (episode.outcome, episode.reward) == (Outcome.COMPLETED, reward)
     assert (episode.score.turns, episode.score.parts) == (values, parts)
+    assert episode.score.turns_in_total == bool(values)
 
 
 class Calculator(World):

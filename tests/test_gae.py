@@ -1,4 +1,4 @@
-"""Generalized advantage estimation and discounted sums, against hand-worked numbers and sums written out in NumPy."""
+"""Generalized advantage estimation, against hand-worked numbers and sums written out in NumPy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from forge_rl.algorithms.gae import GaeConfig, gae
-from forge_rl.algorithms.returns import by_group, discounted, token_rewards
 from forge_rl.errors import ConfigError
-from forge_rl.types import Episode, Score, Turn
-from tests.fakes import TASK, random_batch
 
 PLAIN = GaeConfig(lambda_policy=0.5, lambda_critic=0.5, whiten=False)
 
@@ -125,31 +122,3 @@ def test_arrays_that_do_not_fit_are_refused(values: list[np.ndarray], rewards: l
 def test_discounts_outside_zero_to_one_are_refused(field: str, value: float):
     with pytest.raises(ConfigError, match=f"--gae.{field.replace('_', '-')} is"):
         GaeConfig(**{field: value})
-
-
-def test_sums_stop_at_the_end_of_their_episode():
-    found = discounted(np.array([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), np.array([1, 3, 0, 2]), np.array([9.0, 0.5, 7.0, 0.1]))
-    np.testing.assert_allclose(found, [1.0, 2 + 0.5 * 3 + 0.25 * 4, 3 + 0.5 * 4, 4.0, 5.6, 6.0])
-
-
-def turn(size: int) -> Turn:
-    return Turn(prompt_ids=(1,), token_ids=(10,) * size, logprobs=(-1.0,) * size, versions=(0,) * size, text="")
-
-
-def test_rewards_lie_on_the_tokens_that_end_what_they_are_for():
-    turns = (turn(2), turn(0), turn(3))
-    score = Score(total=1.0, turns=(0.5, 9.0, 0.25), tokens=((0.1, math.nan), (), (0.0, 0.2, 0.0)))
-    scored = Episode(task=TASK, turns=turns, score=score)
-    bare = [Episode(task=TASK, turns=turns), Episode(task=TASK, turns=(), score=score)]
-    placed, none, empty = token_rewards([scored, *bare])
-    np.testing.assert_allclose(placed, [0.1, 0.5, 0.0, 0.2, 1.25])
-    assert not none.any()
-    assert len(none) == 5
-    assert len(empty) == 0
-
-
-def test_flat_arrays_return_to_their_groups():
-    batch = random_batch(0, vocab=43)
-    values = [np.full(each.response_tokens, i, np.float32) for i, each in enumerate(batch.episodes)]
-    grouped = by_group(batch, values)
-    assert [[each[0] for each in group] for group in grouped] == [[0, 1, 2], [3, 4, 5]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from forge_rl.algorithms.returns import TokenValues, discounted, flat, whitened
+from forge_rl.algorithms.returns import TokenValues, discounted, flat, split, whitened
 from forge_rl.errors import check_flags
 
 
@@ -77,8 +77,4 @@ def gae(
     targets = value + discounted(delta, lengths, config.gamma * config.lambda_critic)
     if config.whiten:
         advantages = whitened(advantages)
-    return _split(advantages, lengths), _split(targets, lengths)
-
-
-def _split(values: npt.NDArray[np.float64], lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.float32]]:
-    return np.split(values.astype(np.float32), np.cumsum(lengths)[:-1]) if len(lengths) else []
+    return split(advantages.astype(np.float32), lengths), split(targets.astype(np.float32), lengths)

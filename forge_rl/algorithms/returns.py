@@ -29,28 +29,29 @@ def token_rewards(episodes: Iterable[Episode]) -> list[Float64]:
 
         rewards = token_rewards(batch.episodes)
 
-    The total is on the last token of the episode, a turn's value (`Score.turns`) on the last token of the turn, and a
-    token's value (`Score.tokens`) on the token; NaN, a missing value, is 0.
+    The total is on the last token of the episode, a turn's value (`Score.turns`) on the last token of the turn, or of
+    the turn before if it has none, and a token's value (`Score.tokens`) on the token; NaN, a missing value, is 0. If
+    turns have the rewards of an environment's steps (`Score.turns_in_total`), their sum is not placed once more.
 
     Returns:
-        For each episode, [T] float64. An episode without tokens has no place for its total.
+        For each episode, [T] float64. An episode without tokens has no place for rewards.
     """
     found = []
     for episode in episodes:
-        sizes = [len(turn.token_ids) for turn in episode.turns]
-        placed = np.zeros(sum(sizes))
-        if episode.score is not None and len(placed):
-            if len(episode.score.tokens):
-                placed += _known(np.concatenate([np.asarray(each, np.float64) for each in episode.score.tokens]))
-            for end, size, value in zip(np.cumsum(sizes), sizes, episode.score.turns, strict=False):
-                if size:
-                    placed[end - 1] += _known(np.float64(value))
-            placed[-1] += episode.score.total
+        ends = np.cumsum([len(turn.token_ids) for turn in episode.turns], dtype=np.int64)
+        placed = np.zeros(int(ends[-1]) if len(ends) else 0)
+        if (score := episode.score) is not None and len(placed):
+            if len(score.tokens):
+                placed += _known(np.concatenate([np.asarray(each, np.float64) for each in score.tokens]))
+            if len(score.turns):
+                np.add.at(placed, np.maximum(ends - 1, 0), _known(np.asarray(score.turns, np.float64)))
+            if not score.turns_in_total:
+                placed[-1] += score.total
         found.append(placed)
     return found
 
 
-def _known(values: npt.NDArray[np.float64] | np.float64) -> Float64:
+def _known(values: Float64) -> Float64:
     return np.where(np.isnan(values), 0.0, values)
 
 
@@ -111,3 +112,45 @@ def flat(arrays: TokenValues, lengths: npt.NDArray[np.int64], what: str) -> Floa
     if bad is not None:
         raise ConfigError(f"the {what} of episode {bad} are not all finite", hint="give finite numbers")
     return np.concatenate([np.zeros(0), *made])
+
+
+def reinforce_pp_advantages(
+    batch: Batch, *, gamma: float = 1.0, penalties: TokenValues | None = None
+) -> list[list[npt.NDArray[np.float32]]]:
+    """Whiten the discounted returns of tokens over the batch: REINFORCE++ with a discount and a KL penalty.
+
+        kl = [kl_coef * (policy - reference) for policy, reference in zip(logprobs, reference_logprobs, strict=True)]
+        advantages = reinforce_pp_advantages(batch, gamma=0.99, penalties=kl)
+
+    With r the rewards of `token_rewards` less the penalties, a token's return is the sum of its own and all later
+    rewards of the episode, discounted by gamma per token (REINFORCE++, arXiv 2501.03262). Observations cost no discount
+    and returns are carried over them, so that the first turn is rewarded for the last. Whitening subtracts the mean
+    over the batch's tokens and divides by sqrt(variance + 1e-8), as in verl. Without discount, penalties and values of
+    turns and tokens, this is `batch_advantages(batch, estimator="reinforce_pp")`.
+
+    Args:
+        penalties: of each episode in the order of `batch.episodes`, [T], subtracted from its tokens' rewards.
+
+    Returns:
+        Advantages, [P][G] arrays [T] float32. Episodes without a score have 0, and are in no mean or variance.
+
+    Raises:
+        ConfigError: gamma is not between 0 and 1; the penalties do not fit the tokens; or a reward is not finite.
+    """
+    if not 0 <= gamma <= 1:
+        raise ConfigError(f"gamma is {gamma}", hint="give a discount between 0 and 1")
+    episodes = batch.episodes
+    lengths = np.array([episode.response_tokens for episode in episodes], np.int64)
+    rewards = flat(token_rewards(episodes), lengths, "rewards")
+    if penalties is not None:
+        rewards = rewards - flat(penalties, lengths, "penalties")
+    returns = discounted(rewards, lengths, gamma)
+    scored = np.repeat(np.array([episode.score is not None for episode in episodes], np.bool_), lengths)
+    advantages = np.zeros(len(returns), np.float32)
+    advantages[scored] = whitened(returns[scored])
+    return by_group(batch, split(advantages, lengths))
+
+
+def split(values: npt.NDArray[np.float32], lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.float32]]:
+    """Split an array of all episodes, one after the other, into one array for each."""
+    return np.split(values, np.cumsum(lengths)[:-1]) if len(lengths) else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -102,4 +103,4 @@ def with_score(episode: Episode, score: Score) -> Episode:
             )
     turns = tuple(map(float, score.turns))
     tokens = tuple(np.asarray(values, np.float32) for values in score.tokens)
-    return episode.updated(score=Score(total=total, parts=parts, turns=turns, tokens=tokens, answer=score.answer))
+    return episode.updated(score=replace(score, total=total, parts=parts, turns=turns, tokens=tokens))

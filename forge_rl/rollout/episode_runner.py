@@ -124,4 +124,4 @@ def _own_score(given: Sequence[tuple[float | None, Mapping[str, float]]], turns:
     by_turn = rewards[:turns]
     by_turn[-1] += sum(rewards[turns:])  # of a last step without a turn, after the context was full
     several = any(reward is not None for reward, _ in given[:-1])
-    return Score(total=sum(rewards), parts=parts, turns=by_turn if several else ())
+    return Score(total=sum(rewards), parts=parts, turns=by_turn if several else (), turns_in_total=several)
