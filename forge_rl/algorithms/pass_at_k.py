@@ -1,0 +1,101 @@
+"""Advantages for pass@k: what an episode adds to the best of k."""
+
+from __future__ import annotations
+
+import functools
+from math import comb
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from forge_rl.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_rl.algorithms.returns import Float64
+
+EPSILON = 1e-6
+"""Added to standard deviations, as the authors of Pass@k Training do."""
+
+
+def pass_at_k_advantages(
+    rewards: torch.Tensor, k: int, *, baseline: Literal["mean", "leave_one_out"] = "mean"
+) -> torch.Tensor:
+    """Compare episodes by the best reward of k, averaged over all subsets of k episodes of the group.
+
+        advantages = pass_at_k_advantages(batch.rewards, 4)
+
+    With S a subset of k of the group's G episodes, max S its highest reward, and means over all such subsets:
+
+        mean            (mean of max S for S with the episode - mean of max S) / (std of max S + 1e-6)
+        leave_one_out   mean of (max S - max of S without the episode) for S with the episode
+
+    For rewards of 0 and 1, `mean` is the analytical advantage of Pass@k Training (arXiv 2508.10751, section 2.4): with
+    n failures and R = 1 - C(n, k) / C(G, k), (1 - R) / sqrt(R (1 - R)) for a success, and (1 - R - C(n - 1, k - 1) /
+    C(G - 1, k - 1)) / sqrt(R (1 - R)) for a failure. With k = G, all its advantages are 0. `leave_one_out` is the
+    advantage of arXiv 2503.19595 for k = G, where only the best episode has one, its lead over the second best; verl
+    divides it by the std of rewards, which is not done here. For smaller k it is the mean of that advantage over
+    subsets, as the baseline of PKPO (arXiv 2505.15201).
+
+    A subset's weight is a ratio of exact integers, so no group is too large. Groups of equal rewards have exactly 0.
+
+    Args:
+        rewards: [P, G].
+        k: size of a subset, from 1 to G; at least 2 with leave_one_out.
+
+    Returns:
+        Advantages, [P, G] float32.
+
+    Raises:
+        ConfigError: the rewards are not two-dimensional or not finite, k does not fit, or the baseline is unknown.
+    """
+    import torch
+
+    if baseline not in ("mean", "leave_one_out"):
+        raise ConfigError(f"unknown baseline of pass@k {baseline!r}", hint="use mean or leave_one_out")
+    if rewards.ndim != 2 or not bool(rewards.isfinite().all()):
+        raise ConfigError(
+            f"rewards have shape {list(rewards.shape)}, or are not all finite", hint="give finite numbers, [P, G]"
+        )
+    least, size = (1 if baseline == "mean" else 2), rewards.shape[1]
+    if not least <= k <= size:
+        raise ConfigError(f"k is {k} for groups of {size}", hint=f"choose k from {least} to the group size")
+    given = rewards.detach().double().cpu().numpy()
+    rows = [_of_group(row, k, baseline == "mean") for row in given]
+    return torch.from_numpy(np.array(rows, np.float32).reshape(given.shape))
+
+
+def _of_group(rewards: Float64, k: int, centered: bool) -> Float64:
+    """Return the advantages of one group."""
+    if rewards.max() == rewards.min():
+        return np.zeros_like(rewards)
+    order = np.argsort(rewards, kind="stable")
+    ranked, found = rewards[order], np.empty_like(rewards)
+    own, above, below = _weights(len(ranked), k)
+    if centered:
+        later = np.append(np.cumsum((above * ranked)[::-1])[::-1][1:], 0.0)
+        best = own * ranked + later  # of subsets with the episode of this rank
+        share = own * k / len(ranked)  # of all subsets, those whose highest reward has this rank
+        mean = float((share * ranked).sum())
+        spread = float((share * (ranked - mean) ** 2).sum()) ** 0.5
+        found[order] = (best - mean) / (spread + EPSILON)
+    else:
+        earlier = np.append(0.0, np.cumsum(below * ranked)[:-1])
+        found[order] = own * ranked - earlier
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _weights(size: int, k: int) -> tuple[Float64, Float64, Float64]:
+    """Return, for each rank i from the lowest, the shares of the subsets of k with one given episode in which
+
+    - that episode, of rank i, is the highest,
+    - another, of rank i, is the highest, where the given one is below it,
+    - the best of the others has rank i, where the given one is above it.
+    """
+    subsets = comb(size - 1, k - 1)
+    own = [comb(i, k - 1) / subsets for i in range(size)]
+    above = [comb(i - 1, k - 2) / subsets if i and k > 1 else 0.0 for i in range(size)]
+    below = [comb(i, k - 2) / subsets if k > 1 else 0.0 for i in range(size)]
+    return np.array(own), np.array(above), np.array(below)
