@@ -13,11 +13,15 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.advantages import check_group_size as check_group_size
     from forge_rl.algorithms.advantages import gdpo_advantages as gdpo_advantages
     from forge_rl.algorithms.advantages import group_advantages as group_advantages
+    from forge_rl.algorithms.baselines import RoleBaselines as RoleBaselines
+    from forge_rl.algorithms.baselines import remax_advantages as remax_advantages
     from forge_rl.algorithms.gae import GaeConfig as GaeConfig
     from forge_rl.algorithms.gae import gae as gae
+    from forge_rl.algorithms.gigpo import gigpo_advantages as gigpo_advantages
     from forge_rl.algorithms.losses import ClippedSurrogate as ClippedSurrogate
     from forge_rl.algorithms.losses import LossInputs as LossInputs
     from forge_rl.algorithms.losses import PolicyLoss as PolicyLoss
+    from forge_rl.algorithms.pass_at_k import pass_at_k_advantages as pass_at_k_advantages
     from forge_rl.algorithms.policy_losses import Cispo as Cispo
     from forge_rl.algorithms.policy_losses import Dppo as Dppo
     from forge_rl.algorithms.policy_losses import Gmpo as Gmpo
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.policy_losses import Sapo as Sapo
     from forge_rl.algorithms.policy_losses import Topr as Topr
     from forge_rl.algorithms.returns import by_group as by_group
+    from forge_rl.algorithms.returns import reinforce_pp_advantages as reinforce_pp_advantages
     from forge_rl.algorithms.returns import token_rewards as token_rewards
     from forge_rl.data.adaptive import Adapting as Adapting
     from forge_rl.data.data_config import ONE_DIGIT_ADDITION as ONE_DIGIT_ADDITION
@@ -76,10 +81,13 @@ _HOMES = {
             "gdpo_advantages",
             "group_advantages",
         ),
+        "algorithms.baselines": ("RoleBaselines", "remax_advantages"),
         "algorithms.gae": ("GaeConfig", "gae"),
+        "algorithms.gigpo": ("gigpo_advantages",),
         "algorithms.losses": ("ClippedSurrogate", "LossInputs", "PolicyLoss"),
+        "algorithms.pass_at_k": ("pass_at_k_advantages",),
         "algorithms.policy_losses": ("Cispo", "Dppo", "Gmpo", "Gspo", "Sapo", "Topr"),
-        "algorithms.returns": ("by_group", "token_rewards"),
+        "algorithms.returns": ("by_group", "reinforce_pp_advantages", "token_rewards"),
         "data.adaptive": ("Adapting",),
         "data.data_config": ("ONE_DIGIT_ADDITION", "DataConfig", "TaskTexts"),
         "data.mixture": ("Mixture",),
