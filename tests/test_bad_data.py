@@ -146,6 +146,10 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
         lines({"question": "?", "tools": ["add"]}),
         "column 'tools' has a tool 1 that is not a JSON",
     ),
+    "a rubric without weights": (
+        keyed("rubric=r", raw(b'{"question": "?", "r": [{"criterion": "Names it."}]}')),
+        r"a.jsonl, line 1: column 'r' has a criterion 1 without a number in 'weight': \[.*Names it",
+    ),
     "an id that is none": (keyed("id=n", raw(b'{"question": "?", "n": [1]}')), r"column 'n' is not an id.*: \[1\]"),
     "a column that would write to the terminal": (
         keyed("question=q", raw(b'{"\\u001b[31mred": 1}')),

@@ -13,6 +13,9 @@ from benchmarks.demo import DEMO
 from benchmarks.report import Report
 from forge_rl.algorithms.advantages import Estimator
 from forge_rl.algorithms.user_loss import try_loss
+from forge_rl.criteria import read_criteria
+from forge_rl.data.sources import Columns
+from forge_rl.rewards.reward_flag import REWARDS, build_reward
 from tests.commands import Command, metrics
 from tools.figures import FOLDER, filled, pages, table
 
@@ -82,6 +85,17 @@ def test_the_method_on_its_page_is_accepted() -> None:
     try_loss(names["Truncated"](kl_coef=0.1, decoupled=True))
     for name in get_args(Estimator):
         assert f"| `{name}` |" in page
+
+
+def test_the_rewards_on_their_page_are_accepted_and_all_are_listed() -> None:
+    page = (ROOT / "docs" / "doors" / "reward.md").read_text()
+    for line in re.findall(r"^--reward (.+)$", page, flags=re.MULTILINE):
+        build_reward(shlex.split(line))
+    for name in REWARDS:
+        assert re.search(rf"^\|.*`{name}[`:]", page, flags=re.MULTILINE), name
+    [row] = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
+    task, _ = Columns(rubric="rubric").read(json.loads(row), "sky")
+    assert read_criteria(task.truth["rubric"])[1].weight == -1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from forge_rl.errors import ConfigError, ForgeError, JudgeError, SpendingError
+from forge_rl.errors import ConfigError, ForgeError, JudgeError, SpendingError, TaskError
 from forge_rl.rewards import judge as judge_module
 from forge_rl.rewards.judge import Judge
 from forge_rl.types import Episode, Score, Task
@@ -201,3 +201,67 @@ def test_a_key_is_never_shown():
     with pytest.raises(ConfigError) as caught:
         judge_of("http://x/v1", api_key_env="sk-12345")
     assert "12345" not in str(caught.value)
+
+
+RUBRIC = [
+    {"criterion": "Names the sum.", "weight": 3},
+    {"criterion": "Shows {{ truth }} its steps.", "weight": 1},
+    {"criterion": "Is rude.", "weight": -2},
+]
+
+
+def by_criteria(judge: Judge, rubric: object) -> Score:
+    task = replace(TASK, truth={"rubric": rubric})
+    return asyncio.run(judge(task, Episode(task=task, turns=(), output="5")))
+
+
+def test_each_criterion_of_a_tasks_own_rubric_is_graded_and_pitfalls_count_against_it():
+    with judge_server(reply("Score: 10"), reply("Score: 5"), reply("Score: 2")) as server:
+        score = by_criteria(judge_of(server.url, criteria="rubric", concurrent=1), RUBRIC)
+        asked = [request["messages"][0]["content"] for request in server.requests]
+    # (3 * 1 + 1 * 0.5 - 2 * 0.2) / (3 + 1)
+    assert score.total == pytest.approx(3.1 / 4)
+    assert score.parts == pytest.approx(
+        {"criterion_1": 1, "criterion_2": 0.5, "criterion_3": 0.2, "wanted": 3.5 / 4, "pitfalls": 0.2, "cached": 0}
+    )
+    assert "<criterion>\nShows {{ truth }} its steps.\n</criterion>" in asked[1]
+    for text in ("<question>\n2+3?\n", "<answer>\n5\n", "from 0 (not met) to 10 (fully met)"):
+        assert text in asked[0]
+
+
+def test_a_rubric_without_pitfalls_has_no_part_for_them_and_equal_criteria_are_asked_once():
+    with judge_server(reply("Score: 4")) as server:
+        score = by_criteria(judge_of(server.url, criteria="rubric"), RUBRIC[:1] * 2)
+        assert len(server.requests) == 1
+    assert score.parts == pytest.approx({"criterion_1": 0.4, "criterion_2": 0.4, "wanted": 0.4, "cached": 0.5})
+
+
+def test_nothing_but_pitfalls_that_apply_scores_below_zero():
+    with judge_server(reply("Score: 0"), reply("Score: 10")) as server:
+        assert by_criteria(judge_of(server.url, criteria="rubric", concurrent=1), RUBRIC[::2]).total == -2 / 3
+
+
+def test_a_failure_of_one_criterion_is_the_episodes_and_a_spending_limit_goes_first():
+    with judge_server(reply("Score: 4"), raw(401, "{}")) as server:
+        with pytest.raises(JudgeError, match="status 401") as caught:
+            by_criteria(judge_of(server.url, criteria="rubric", concurrent=1), RUBRIC)
+        assert not isinstance(caught.value, SpendingError)
+        with pytest.raises(SpendingError):
+            by_criteria(judge_of(server.url, criteria="rubric", max_calls=1, concurrent=1), RUBRIC)
+
+
+def test_a_template_is_filled_in_for_each_criterion():
+    with judge_server(reply("1")) as server:
+        by_criteria(judge_of(server.url, criteria="rubric", rubric="{{ criterion }} in {{ answer }}?"), RUBRIC[:1])
+        assert server.requests[0]["messages"][0]["content"].startswith("Names the sum. in 5?\n")
+    with pytest.raises(ConfigError, match="never shows the criterion"):
+        judge_of(server.url, criteria="rubric", rubric="{{ answer }}?")
+    with pytest.raises(ConfigError, match="unknown placeholders: criterion"):
+        judge_of(server.url, rubric="{{ criterion }}")
+
+
+def test_a_task_without_a_rubric_is_named():
+    with pytest.raises(TaskError, match="the rubric of task 't' of 's', its truth's 'points', is missing"):
+        by_criteria(judge_of("http://127.0.0.1:9/v1", criteria="points"), RUBRIC)
+    with pytest.raises(TaskError, match="its truth's 'rubric', has 0 criteria"):
+        by_criteria(judge_of("http://127.0.0.1:9/v1", criteria="rubric"), [])

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 STAGES = (
     ("forge_rl.system.terminal",),
     ("forge_rl.token_arrays", "forge_rl.errors"),
-    ("forge_rl.types",),
+    ("forge_rl.types", "forge_rl.criteria"),
     ("forge_rl.system",),
     ("forge_rl.flags",),
     ("forge_rl.models",),

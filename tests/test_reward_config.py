@@ -81,7 +81,10 @@ def scored(reward: Any) -> Episode:
             functions = {name: function for name, (function, _) in reward.parts.items()}
         actor._given = {0: _with_forms(functions)}
         found = {name: scores[0] for name, scores in (await actor.score(0, TASK, [EPISODE])).items()}
-        return with_score(EPISODE, reward.combine(found) if isinstance(reward, WeightedSum) else found["alone"])
+        if isinstance(reward, WeightedSum):
+            [combined] = reward.combine_all({name: [score] for name, score in found.items()})
+            return with_score(EPISODE, combined)
+        return with_score(EPISODE, found["alone"])
 
     return asyncio.run(main())
 
@@ -102,6 +105,15 @@ def scored(reward: Any) -> Episode:
         (["regex:pattern='it, is|5*5'"], 1.0, {}),
         (["regex:pattern=^is*0.5", "regex:pattern=^it,full=false*0.5"], 0.5, {"regex": 0.0, "regex_2": 1.0}),
         (["diversity", "number"], 2.0, {"diversity": 1.0, "number": 1.0}),
+        # Of four tokens: half a cosine at 4 / 8 is the middle of 2 and 1.
+        (["number=0", "cosine:max_tokens=8"], -5.0, {"number": 1.0, "cosine": -5.0, "cosine/repeated": 0.0}),
+        (
+            ["maths=number=0", "cosine:of=maths,max_tokens=8*2"],
+            3.0,
+            {"maths": 1.0, "cosine": 1.5, "cosine/repeated": 0.0},
+        ),
+        (["number", "adaptive_length:tokens=16*-0.5"], 0.875, {"number": 1.0, "adaptive_length": 0.25}),
+        (["number", "stop_properly"], 1.0, {"number": 1.0, "stop_properly": 0.0}),
     ],
 )
 def test_texts_name_rewards_and_weights(texts: list[str], total: float, parts: dict[str, float], mine: Path):
@@ -154,6 +166,12 @@ def test_options_are_read_as_their_types_say():
             "a fraction of max_tokens",
         ),
         ("regex:pattern=(", r"'\(' is not a regular expression: missing \)", "fix the pattern"),
+        ("stop_properly", "depends on another part of the reward, but there is no other part", "--reward auto"),
+        ("stop_properly:factor=2", "factor is 2.0", "to 1 or less"),
+        ("cosine:max_tokens=8", "--reward cosine depends on another part", "--reward auto cosine:..."),
+        ("cosine:max_tokens=8,exceeded=inf", "exceeded is inf", "a finite number"),
+        ("cosine:max_tokens=8,ngram=0", "ngram is 0", "to 1 or more"),
+        ("adaptive_length:of=math", "adaptive_length needs tokens", "tokens=..."),
         ("json_schema:schema=gone.json", "gone.json has no valid JSON schema: No such file", "schema=FILE.json"),
         ("json_schema:schema=schema.json", "'nonsense' is not valid", "schema=FILE.json"),
         ("judge:rubric=x", "judge needs model", "model=..."),
@@ -215,6 +233,8 @@ def test_each_bundled_reward_is_documented_pickles_and_has_documented_options(
     (mine / "schema.json").write_text(json.dumps({"type": "object"}))
     (mine / "causal" / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
     needed = {
+        "adaptive_length": "tokens=9",
+        "cosine": "max_tokens=9",
         "json_schema": "schema=schema.json",
         "judge": "model=m",
         "length": "tokens=9",
@@ -225,7 +245,8 @@ def test_each_bundled_reward_is_documented_pickles_and_has_documented_options(
     for name, kind in REWARDS.items():
         if name == "math":
             pytest.importorskip("math_verify")
-        reward = build_reward([f"{name}:{needed.get(name, '')}"])
+        beside = ["number"] if hasattr(kind, "shape") else []
+        reward = build_reward([f"{name}:{needed.get(name, '')}", *beside])
         assert pickle.loads(pickle.dumps(reward)) == reward, name
         assert inspect.getdoc(kind), name
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.rewards.protocol import Form, RewardFunction, form_of
+from forge_rl.rewards.protocol import Form, RewardFunction, Shaping, form_of
 from forge_rl.types import Score
 
 
@@ -24,7 +24,7 @@ class WeightedSum:
     The Reward service calls the parts concurrently, sync and async ones alike.
 
     Raises:
-        ConfigError: there are no parts, or a part cannot be called as a reward.
+        ConfigError: there are no parts, a part cannot be called as a reward, or a part depends on a missing one.
     """
 
     parts: Mapping[str, tuple[RewardFunction, float]]
@@ -34,12 +34,33 @@ class WeightedSum:
         if not self.parts:
             raise ConfigError("a sum of rewards has no parts", hint="give at least one reward")
         self.form  # noqa: B018  checks that each part can be called
+        plain = [name for name, (function, _) in self.parts.items() if not isinstance(function, Shaping)]
+        for name, (function, _) in self.parts.items():
+            if isinstance(function, Shaping) and (not plain or function.of not in ("", *plain)):
+                wanted = f"no part {function.of!r}" if function.of else "no other part"
+                raise ConfigError(
+                    f"--reward {name} depends on another part of the reward, but there is {wanted}",
+                    hint=f"name one of: {', '.join(plain)}" if plain else f"add one, such as --reward auto {name}:...",
+                )
 
     @property
     def form(self) -> Form:
         """The most general form among the parts."""
         forms = {form_of(function) for function, _ in self.parts.values()}
         return "group" if "group" in forms else "episode" if "episode" in forms else "text"
+
+    def combine_all(self, scores: Mapping[str, Sequence[Score]]) -> list[Score]:
+        """Shape and combine the scores of a task's episodes, given by part; see `Shaping` and `combine`."""
+        count = len(next(iter(scores.values())))
+        plain = [name for name, (function, _) in self.parts.items() if not isinstance(function, Shaping)]
+        sums = [sum(self.parts[name][1] * scores[name][place].total for name in plain) for place in range(count)]
+        found = dict(scores)
+        for name, (function, _) in self.parts.items():
+            if isinstance(function, Shaping):
+                others = [float(score.total) for score in scores[function.of]] if function.of else sums
+                shaped = function.shape(scores[name], others)
+                found[name] = [replace(own, total=value) for own, value in zip(scores[name], shaped, strict=True)]
+        return [self.combine({name: found[name][place] for name in self.parts}) for place in range(count)]
 
     def combine(self, scores: Mapping[str, Score]) -> Score:
         """Combine an episode's scores by part into one; the answer is the first that a part found.

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from forge_rl.errors import ConfigError, JudgeError, SpendingError, check_flags, check_installed
+from forge_rl.criteria import Criterion, read_criteria
+from forge_rl.errors import ConfigError, JudgeError, SpendingError, TaskError, check_flags, check_installed
 from forge_rl.rewards.judge_store import JudgeStore
 from forge_rl.rewards.rubric import compile_rubric, read_rubric, render
 from forge_rl.system.redaction import without_credentials
@@ -46,6 +47,7 @@ class Judge:
 
     --reward judge:model=gpt-4o-mini,rubric=rubric.md
     --reward judge:model=qwen3,base_url=http://localhost:8000/v1,api_key_env=,max_calls=5000*0.5
+    --reward judge:model=gpt-4o-mini,criteria=rubric
 
     If the endpoint fails or its reply contains no grade, the request is retried; if all retries fail, the episode's
     outcome is a judge error. Replies are cached.
@@ -57,6 +59,10 @@ class Judge:
     """Grading instructions: text, or a file with it. Jinja fills in {{question}}, {{answer}}, {{truth.answer}} and
     other entries of the truth, and {{transcript}}; if it uses none of them, question and answer are appended. By
     default the judge grades how well the answer answers the question, given the true answer if there is one."""
+    criteria: str = ""
+    """Entry of the task's truth with the task's own criteria, see `criteria.read_criteria`; each is graded by a request
+    of its own, in whose rubric {{criterion}} is filled in. The score is the sum of weight times grade over the sum of
+    positive weights: 1 at best, and below 0 if pitfalls, with negative weights, prevail."""
     base_url: str = ""
     """URL of the endpoint, up to and including /v1; defaults to OpenAI."""
     api_key_env: str = "OPENAI_API_KEY"
@@ -101,8 +107,8 @@ class Judge:
         if not self.low < self.high or not math.isfinite(self.high - self.low):
             raise ConfigError(f"--reward judge: low is {self.low}, high is {self.high}", hint="set low below high")
         api_key("--reward judge", self.api_key_env)
-        object.__setattr__(self, "template", read_rubric(self.rubric))
-        compile_rubric(self.template)
+        object.__setattr__(self, "template", read_rubric(self.rubric, criteria=bool(self.criteria)))
+        compile_rubric(self.template, bool(self.criteria))
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -119,18 +125,51 @@ class Judge:
         return self.__dict__ | {"_live": None}
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
-        """Return a score from 0 to 1.
+        """Return a score from 0 to 1, or by the task's criteria.
 
         Raises:
             ForgeError: the rubric uses something that the task lacks.
+            TaskError: the task's criteria are missing or malformed.
             JudgeError: the judge returned no grade.
             SpendingError: a limit is reached.
         """
         if self._live is None:
             self.load(None)
+        if self.criteria:
+            return await self._by_criteria(task, episode)
+        grade, cached = await self._graded(render(self.template, task, episode))
+        return Score(total=grade, parts={"cached": float(cached)})
+
+    async def _by_criteria(self, task: Task, episode: Episode) -> Score:
+        """Grade each criterion of a task. Parts are all grades, and their weighted means by sign of the weight."""
+        criteria = _criteria_of(task, self.criteria)
+        asked = [render(self.template, task, episode, one.text) for one in criteria]
+        try:
+            async with asyncio.TaskGroup() as group:
+                graded = [group.create_task(self._graded(prompt)) for prompt in asked]
+        except ExceptionGroup as errors:
+            raise next(
+                (each for each in errors.exceptions if isinstance(each, SpendingError)), errors.exceptions[0]
+            ) from None
+        grades = [each.result()[0] for each in graded]
+        parts = {f"criterion_{number}": grade for number, grade in enumerate(grades, 1)}
+        sums = {}
+        for name, sign in (("wanted", 1), ("pitfalls", -1)):
+            of_sign = [
+                (abs(one.weight), grade) for one, grade in zip(criteria, grades, strict=True) if one.weight * sign > 0
+            ]
+            sums[name] = math.fsum(weight * grade for weight, grade in of_sign)
+            if of_sign:
+                parts[name] = sums[name] / math.fsum(weight for weight, _ in of_sign)
+        most = math.fsum(one.weight for one in criteria if one.weight > 0)
+        cached = sum(each.result()[1] for each in graded) / len(graded)
+        return Score(total=(sums["wanted"] - sums["pitfalls"]) / most, parts={**parts, "cached": cached})
+
+    async def _graded(self, prompt: str) -> tuple[float, bool]:
+        """Return the grade for a prompt, scaled to 0 to 1, and whether it was cached."""
         live = self._live
         assert live is not None
-        request = self._request(render(self.template, task, episode))
+        request = self._request(prompt)
         key = _digest(self.base_url, request)
         async with live.locks.setdefault(key, asyncio.Lock()):
             reply = live.replies.reply(key)
@@ -141,10 +180,11 @@ class Judge:
                 live.replies.keep(key, reply)
         grade = self._grade(reply)
         assert grade is not None, "only replies with a grade are kept"
-        return Score(total=(grade - self.low) / (self.high - self.low), parts={"cached": float(cached)})
+        return (grade - self.low) / (self.high - self.low), cached
 
     def _request(self, prompt: str) -> dict[str, Any]:
-        span = f"a number from {self.low:g} (worst) to {self.high:g} (best)"
+        worst, best = ("not met", "fully met") if self.criteria else ("worst", "best")
+        span = f"a number from {self.low:g} ({worst}) to {self.high:g} ({best})"
         if self.structured:
             asked = f'Reply with JSON alone: {{"reason": a short text, "score": {span}}}.'
         else:
@@ -251,6 +291,18 @@ class _Live:
 
 def _digest(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _criteria_of(task: Task, entry: str) -> tuple[Criterion, ...]:
+    try:
+        return read_criteria(task.truth[entry])
+    except (KeyError, ValueError) as error:
+        raise TaskError(
+            f"--reward judge: the rubric of task {task.id!r} of {task.source!r}, its truth's {entry!r}, "
+            f"{'is missing' if isinstance(error, KeyError) else error}",
+            hint="name its column with --tasks FILE:rubric=COLUMN; a rubric is a list such as "
+            '[{"criterion": "Names the capital.", "weight": 1}]',
+        ) from None
 
 
 def _text_of(completion: Any) -> str:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from forge_rl.errors import ConfigError
 from forge_rl.types import Episode, Score, Task
@@ -33,6 +33,22 @@ class Reward(Protocol):
     def __call__(self, task: Task, episode: Episode) -> float | Score:
         """Return a finite number, by convention from 0 to 1, or a Score. Bad model output scores 0.0; a bug, or a task
         without its truth, raises."""
+
+
+@runtime_checkable
+class Shaping(Protocol):
+    """A part of a sum whose value depends on the other parts, such as a penalty that counts only for right answers.
+
+    Like a reward, it is called with the task and the episode, or with the whole group; its score is then only a
+    measurement, such as the episode's length, from which `shape` computes the value of the part. `shape` runs in the
+    controller, so it must be fast.
+    """
+
+    of: str
+    """Name of the part to depend on, unweighted; "" for the weighted sum of all parts that do not shape."""
+
+    def shape(self, measured: Sequence[Score], others: Sequence[float]) -> Sequence[float]:
+        """Return the values of this part from its measurements and the values of `of`, one each per episode."""
 
 
 Form = Literal["text", "episode", "group"]

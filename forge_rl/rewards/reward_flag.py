@@ -19,12 +19,15 @@ from forge_rl.rewards.formats import Format, JSONSchema, Regex
 from forge_rl.rewards.judge import Judge
 from forge_rl.rewards.lengths import Length, Overlong
 from forge_rl.rewards.maths import Maths
-from forge_rl.rewards.protocol import RewardFunction, form_of
+from forge_rl.rewards.protocol import RewardFunction, Shaping, form_of
 from forge_rl.rewards.reward_model import RewardModel
+from forge_rl.rewards.shaping import AdaptiveLength, CosineLength, StopProperly
 from forge_rl.rewards.verifiers import ReasoningGymReward
 
 REWARDS: Mapping[str, Callable[..., RewardFunction]] = {
+    "adaptive_length": AdaptiveLength,
     "auto": Auto,
+    "cosine": CosineLength,
     "diversity": Diversity,
     "exact": Exact,
     "format": Format,
@@ -38,6 +41,7 @@ REWARDS: Mapping[str, Callable[..., RewardFunction]] = {
     "overlong": Overlong,
     "reasoning_gym": ReasoningGymReward,
     "regex": Regex,
+    "stop_properly": StopProperly,
 }
 """Bundled rewards by name, each a frozen dataclass whose fields are its options."""
 
@@ -75,7 +79,8 @@ def build_reward(texts: Sequence[str]) -> RewardFunction | WeightedSum:
         same = sum(each == name or each.startswith(f"{name}_") for each in parts)
         parts[f"{name}_{same + 1}" if same else name] = (function, weight)
     [(function, weight), *others] = parts.values()
-    return function if weight == 1 and not others else WeightedSum(parts)
+    alone = weight == 1 and not others and not isinstance(function, Shaping)
+    return function if alone else WeightedSum(parts)
 
 
 def _read(text: str) -> tuple[str, RewardFunction, float]:

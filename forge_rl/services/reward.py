@@ -129,8 +129,7 @@ class Reward:
         if not isinstance(function, WeightedSum):
             [alone] = scores.values()
             return alone
-        rows = zip(*(scores[name] for name in function.parts), strict=True)
-        return [function.combine(dict(zip(function.parts, row, strict=True))) for row in rows]
+        return function.combine_all(scores)
 
     async def replace(self, function: RewardFunction) -> None:
         """Score with another function from now on. Unchanged parts keep their own replicas.
@@ -215,6 +214,11 @@ def _divided(
     function: RewardFunction,
 ) -> tuple[dict[str, protocol.RewardFunction], dict[str, protocol.RewardFunction]]:
     """Return the functions that share replicas, and the functions with their own replicas, by part name."""
+    if isinstance(function, protocol.Shaping):
+        raise ConfigError(
+            f"the reward {type(function).__name__} depends on another reward and cannot score alone",
+            hint='give a sum, such as WeightedSum({"correct": (correct, 1.0), "shaping": (shaping, 1.0)})',
+        )
     parts = parts_of(function)
     own = {name: part for name, part in parts.items() if isinstance(getattr(part, "replicas", None), int)}
     return {name: part for name, part in parts.items() if name not in own}, own

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forge_rl.criteria import read_criteria
 from forge_rl.data.sources.tables import RowError
 from forge_rl.errors import TaskError
 from forge_rl.types import Message, Task
@@ -51,6 +52,8 @@ class Columns:
     """Column of chat messages, used unchanged; defaults to the column messages or prompt if it holds a list."""
     tools: str = ""
     """Column of tool schemas; defaults to the column tools, if it exists."""
+    rubric: str = ""
+    """Column of the task's own rubric, see `criteria.read_criteria`, checked and stored in the truth as "rubric"."""
     id: str = ""
     """Column with a unique string or integer per task; defaults to a digest of the row."""
     problem: str = ""
@@ -86,6 +89,8 @@ class Columns:
             truth["answer"] = _get(row, self.answer)
             if truth["answer"] is None:
                 raise RowError("is null", column=self.answer)
+        if self.rubric:
+            truth["rubric"] = _rubric(self.rubric, _get(row, self.rubric))
         if self.problem:
             asked = problem_key(json.dumps(_get(row, self.problem), sort_keys=True, default=str))
         if self.instruction:
@@ -274,6 +279,14 @@ def _tools(column: str, value: object) -> tuple[Mapping[str, object], ...]:
         if not isinstance(one, Mapping):
             raise RowError(f"has a tool {number} that is not a JSON schema", column=column, value=one)
     return tuple(_without_nulls(one) for one in found)
+
+
+def _rubric(column: str, value: object) -> list[dict[str, object]]:
+    try:
+        return [{"criterion": one.text, "weight": one.weight} for one in read_criteria(value)]
+    except ValueError as error:
+        hint = 'write a list such as [{"criterion": "Names the capital.", "weight": 1}]'
+        raise RowError(str(error), column=column, value=value, hint=hint) from None
 
 
 def _without_nulls(value: object) -> dict[str, object]:
