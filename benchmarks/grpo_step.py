@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from benchmarks.memory import sampled_peak, tree_bytes
+from benchmarks.peer_environments import ROOT, TRL, set_up
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.data.sources import ReasoningGymSource
 from forge_rl.engines.optimizer import OptimizerConfig
@@ -31,19 +31,12 @@ from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.types import Task
 
-ROOT = Path(__file__).resolve().parents[1]
-TRL_FOLDER = ROOT / ".bench" / "trl"
-TRL_PACKAGES = ("torch==2.13.0+cpu", "trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0")
-TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-"""Used only if torch's CPU build is not found elsewhere."""
-
 MODEL = "smollm2-135m"
 TASKS = "basic_arithmetic:min_terms=2,max_terms=2,min_digits=1,max_digits=1,operators=[+],allow_parentheses=false"
 """One-digit addition."""
 SEED = 0
 HELD_OUT_SHARE = 0.1
 LR = 1e-5
-_SETUP_DEADLINE_S = 1800.0
 _RUN_DEADLINE_S = 7200.0
 _MEMORY_EVERY_S = 0.5
 """Time between two looks at a side's memory, each a few milliseconds of one core."""
@@ -113,7 +106,7 @@ def measure(config: Config, report: Report) -> None:
         report.benchmark += " (smoke: no measurement)"
     print("setting up", flush=True)
     model = resolve_model(MODEL, default_cache())
-    python = set_up_trl(TRL_FOLDER)
+    python = set_up(TRL)
     for dtype in config.dtypes:
         with tempfile.TemporaryDirectory(prefix="grpo_step-") as scratch:
             ours, theirs = _take_turns(config, report, dtype, Path(scratch), model, python)
@@ -239,43 +232,6 @@ def trl_settings(
         "temperature": 1.0,
         "seed": SEED,
     }
-
-
-def set_up_trl(folder: Path) -> Path:
-    """Create TRL's environment, unless it exists with exactly these packages.
-
-    Returns:
-        Its Python.
-
-    Raises:
-        BenchmarkError: it cannot be created.
-    """
-    python, record = folder / "bin" / "python", folder / "installed.json"
-    wanted = json.dumps(TRL_PACKAGES)
-    with contextlib.suppress(OSError):
-        if record.read_text() == wanted and python.exists():
-            return python
-    print(f"installing TRL into .bench/{folder.name} (once; minutes)", flush=True)
-    hint = "look at the lines above; the benchmark has no number without its peer"
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *TRL_PACKAGES]
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.mkdir(exist_ok=True)
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=_SETUP_DEADLINE_S)
-        # pip finds torch's CPU build in PIP_FIND_LINKS, if set; otherwise only torch's own index has it.
-        first = subprocess.run(pip, check=False, timeout=_SETUP_DEADLINE_S, capture_output=True, text=True)
-        if first.returncode != 0:
-            print(first.stderr, file=sys.stderr, end="")
-            print(f"trying again with {TORCH_INDEX}", flush=True)
-            subprocess.run([*pip, "--extra-index-url", TORCH_INDEX], check=True, timeout=_SETUP_DEADLINE_S)
-        record.write_text(wanted)
-    except subprocess.TimeoutExpired as error:
-        raise BenchmarkError(f"TRL was not installed within {_SETUP_DEADLINE_S:.0f} s", hint=hint) from error
-    except subprocess.CalledProcessError as error:
-        raise BenchmarkError(f"TRL cannot be installed: exit status {error.returncode}", hint=hint) from error
-    except OSError as error:
-        raise BenchmarkError(f"TRL cannot be installed: {error}", hint=hint) from error
-    return python
 
 
 def gold_answer(task: Task) -> str:

@@ -4,9 +4,10 @@
     python -m tools.figures
 
 A page has a table between the lines `<!-- measured: NAME -->` and `<!-- end -->`, written from docs/figures/NAME.json.
-`<!-- measured: NAME by CASE CASE -->` makes a column of each case: RESULT_CASE is then a cell in the row RESULT. Text
-between `<!-- value: NAME.RESULT -->` and `<!-- end -->` is one result. With --check nothing is written, and the exit
-status is 1 if a page differs from its files.
+`<!-- measured: NAME by CASE CASE -->` makes a column of each case: RESULT_CASE is then a cell in the row RESULT.
+`<!-- rows: NAME by FIELD FIELD -->` begins a table of these fields of the report's rows. Text between
+`<!-- value: NAME.RESULT -->` and `<!-- end -->` is one result. With --check nothing is written, and the exit status is
+1 if a page differs from its files.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tyro
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "figures"
 _REGION = re.compile(r"(<!-- measured: (\w+)(?: by ([\w ]+))? -->\n)(?:.*?)(?=<!-- end -->)", re.DOTALL)
+_ROWS = re.compile(r"(<!-- rows: (\w+) by ([\w ]+) -->\n)(?:.*?)(?=<!-- end -->)", re.DOTALL)
 _VALUE = re.compile(r"(<!-- value: (\w+)\.(\w+) -->)(?:.*?)(?=<!-- end -->)", re.DOTALL)
 
 
@@ -73,6 +75,16 @@ def table(report: dict[str, Any], cases: Sequence[str] = ()) -> str:
     return "\n".join([*lines, "", f"<small>{', '.join(packages)}</small>", ""])
 
 
+def rows(report: dict[str, Any], fields: Sequence[str]) -> str:
+    """Return fields of a report's rows as a Markdown table; a cell is empty if a row lacks the field."""
+    lines = [f"| {' | '.join(field.replace('_', ' ') for field in fields)} |", "|---" * len(fields) + "|"]
+    for row in report["rows"]:
+        cells = [row.get(field, "") for field in fields]
+        texts = [f"{cell:.2g}" if isinstance(cell, float) else str(cell) for cell in cells]
+        lines.append(f"| {' | '.join(texts)} |")
+    return "\n".join([*lines, ""])
+
+
 def shown(value: float) -> str:
     """Return a number with four significant digits, and commas between thousands."""
     text = f"{value:.4g}"
@@ -87,11 +99,15 @@ def filled(page: str, folder: Path = FOLDER) -> str:
         cases = (found[3] or "").split()
         return found[1] + (table(json.loads(path.read_text()), cases) if path.exists() else "Not measured yet.\n")
 
+    def listed(found: re.Match[str]) -> str:
+        path = folder / f"{found[2]}.json"
+        return found[1] + (rows(json.loads(path.read_text()), found[3].split()) if path.exists() else "?\n")
+
     def value(found: re.Match[str]) -> str:
         path = folder / f"{found[2]}.json"
         return found[1] + (shown(json.loads(path.read_text())["results"][found[3]]) if path.exists() else "?")
 
-    return _VALUE.sub(value, _REGION.sub(region, page))
+    return _VALUE.sub(value, _ROWS.sub(listed, _REGION.sub(region, page)))
 
 
 def pages() -> list[Path]:

@@ -1,0 +1,181 @@
+"""Losses and advantages compared with TRL's and verl's own functions on the same random batches.
+
+python -m benchmarks.conformance --json out.json
+
+Each library has an environment of its own under .bench, and runs its own code there: a real TRL trainer, of which only
+forward passes, generation and rewards are replaced, and verl's functions. Batches have uneven lengths, equal rewards,
+masked tokens and episodes, extreme ratios, and are split differently on each side: ours into packed rows, theirs into
+micro-batches of two ranks. All in float64, as far as a peer allows it.
+
+A deviation is the largest of any element on any batch, relative to its size, or to the median size of the elements that
+are not 0 if that is larger.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.conformance.batches import draw
+from benchmarks.conformance.table import COMPARISONS, Comparison
+from benchmarks.peer_environments import ROOT, TRL, VERL, set_up
+from benchmarks.peers.exchange import Job, read_result, read_versions, write_jobs
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
+
+BOUND = 1e-5
+"""Largest deviation of methods that are said to be equal, and less than the smallest of those that are not."""
+_PEERS = {"TRL": (TRL, "trl_methods"), "verl": (VERL, "verl_methods")}
+_DEADLINE_S = 1800.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Compare losses and advantages with those of TRL and verl."""
+
+    draws: int = 5
+    """Random batches of each kind."""
+    smoke: bool = False
+    """One batch of each kind."""
+
+    def __post_init__(self) -> None:
+        if self.draws < 1:
+            raise BenchmarkError(f"--draws is {self.draws}", hint="set --draws to 1 or more")
+
+
+Results = Sequence[Mapping[str, npt.NDArray[Any]]]
+"""A peer's results for the batches of a comparison."""
+
+
+def deviation(ours: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> float:
+    """Return the largest difference relative to the size of an element, see the module; inf if one is not finite."""
+    if ours.shape != theirs.shape or not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+        return math.inf
+    sizes = np.maximum(abs(ours), abs(theirs))
+    if not sizes.any():
+        return 0.0
+    return float((abs(ours - theirs) / np.maximum(sizes, np.median(sizes[sizes > 0]))).max())
+
+
+def compare(comparison: Comparison, seeds: Sequence[int], theirs: Results) -> dict[str, float]:
+    """Compute our side and return its largest deviation from the peer's, by the name of the result."""
+    found: dict[str, float] = {}
+    batches = [draw(kind, seed) for kind in comparison.batches for seed in seeds]
+    for batch, expected in zip(batches, theirs, strict=True):
+        own = comparison.ours(batch)
+        assert own.keys() == expected.keys(), f"{own.keys()} are not {expected.keys()}"
+        for name, values in own.items():
+            found[name] = max(found.get(name, 0.0), deviation(values, expected[name]))
+    return found
+
+
+def run_peer(
+    name: str, comparisons: Sequence[Comparison], seeds: Sequence[int]
+) -> tuple[list[Results], dict[str, str]]:
+    """Let a peer compute its side of its comparisons, in its environment.
+
+    Returns:
+        Its results for each comparison, and the versions of its packages.
+
+    Raises:
+        BenchmarkError: the environment cannot be made, or the peer failed.
+    """
+    peer, module = _PEERS[name]
+    python = set_up(peer)
+    print(f"running {name}", flush=True)
+    kinds = sorted({kind for each in comparisons for kind in each.batches})
+    jobs = [
+        Job(function=each.function, settings=each.settings, batch=f"{kind}-{seed}")
+        for each in comparisons
+        for kind in each.batches
+        for seed in seeds
+    ]
+    with tempfile.TemporaryDirectory(prefix="conformance-") as scratch:
+        folder = Path(scratch)
+        write_jobs(folder, jobs, {f"{kind}-{seed}": draw(kind, seed) for kind in kinds for seed in seeds})
+        command = [str(python), "-m", f"benchmarks.peers.{module}", str(folder)]
+        hidden = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
+        try:
+            subprocess.run(
+                command,
+                cwd=ROOT,
+                env=os.environ | hidden,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=_DEADLINE_S,
+            )
+        except subprocess.CalledProcessError as error:
+            last = "\n".join(error.stderr.splitlines()[-20:])
+            raise BenchmarkError(f"{last}\n{name} ended with status {error.returncode}") from error
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BenchmarkError(f"{name} cannot be run: {error}") from error
+        results = iter([read_result(folder, number) for number in range(len(jobs))])
+        return [[next(results) for _ in each.batches for _ in seeds] for each in comparisons], read_versions(folder)
+
+
+def measure(config: Config, report: Report, comparisons: Sequence[Comparison] = COMPARISONS) -> None:
+    """Compare everything, print the table, and check that what is said to differ does."""
+    seeds = range(1 if config.smoke else config.draws)
+    found: list[tuple[Comparison, dict[str, float]]] = []
+    for name in _PEERS:
+        own = [each for each in comparisons if each.peer == name]
+        theirs, report.versions[name] = run_peer(name, own, seeds)
+        found += [(each, compare(each, seeds, results)) for each, results in zip(own, theirs, strict=True)]
+    for each, deviations in found:
+        row: dict[str, object] = {"method": each.method, "peer": each.peer, "function": each.function}
+        row |= {"batches": each.batches, "settings": each.settings}
+        row |= {name: value if math.isfinite(value) else None for name, value in deviations.items()}
+        report.rows.append(row | {"differs_on_purpose": each.differs})
+    Console(highlight=False).print(table(found))
+    check(found)
+    equal = [(each, deviations) for each, deviations in found if not each.differs]
+    report.results["methods_compared"] = float(len({each.method for each, _ in equal}))
+    report.results["comparisons_equal"] = float(len(equal))
+    report.results["comparisons_different_on_purpose"] = float(len(found) - len(equal))
+    report.results["worst_deviation"] = max(max(deviations.values()) for _, deviations in equal)
+
+
+def check(found: Sequence[tuple[Comparison, Mapping[str, float]]]) -> None:
+    """Refuse results that contradict the table of comparisons.
+
+    Raises:
+        BenchmarkError: methods that are said to differ are equal, or a result that should be equal is not finite.
+    """
+    for each, deviations in found:
+        worst = max(deviations.values())
+        if each.differs and worst <= BOUND:
+            raise BenchmarkError(
+                f"{each.method} is said to differ from {each.peer}'s, and does not ({worst:.1e})",
+                hint="remove its reason from benchmarks/conformance/table.py",
+            )
+        if not each.differs and not math.isfinite(worst):
+            raise BenchmarkError(f"{each.method} or {each.peer}'s form of it has a result that is not finite")
+
+
+def table(found: Sequence[tuple[Comparison, Mapping[str, float]]]) -> Table:
+    """Return the deviations as a table for the terminal; in red what is said to be equal and is not."""
+    made = Table(title="deviation from peers", title_justify="left")
+    for column in ("method", "peer", "loss", "gradient", "advantages", "differs on purpose"):
+        made.add_column(column, justify="right" if column in ("loss", "gradient", "advantages") else "left")
+    for each, deviations in found:
+        values = [
+            f"{deviations[name]:.1e}" if name in deviations else "" for name in ("loss", "gradient", "advantages")
+        ]
+        wrong = not each.differs and max(deviations.values()) > BOUND
+        made.add_row(each.method, each.peer, *values, each.differs, style="red" if wrong else None)
+    return made
+
+
+if __name__ == "__main__":
+    run_benchmark("conformance", Config, measure)

@@ -1,0 +1,88 @@
+"""Random batches on which methods are compared, as arrays with a row for each episode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Batch = Mapping[str, npt.NDArray[Any]]
+"""A batch of N episodes in groups of GROUP_SIZE, padded to T tokens; groups follow each other.
+
+    mask                                      [N, T] bool, True where a token is trained
+    logprobs, behaviour, proximal, reference  [N, T] float64: of the policy, the engine, the policy before the update,
+                                              and the frozen reference; arbitrary where not mask
+    advantages                                [N, T] float64
+    rewards                                   [N] float64, without rounding in float32
+    parts                                     [N, 2] float64, parts of a reward, as are the rewards
+    groups                                    [N] int64, index of the group
+"""
+
+GROUPS, GROUP_SIZE, TOKENS = 4, 6, 24
+KINDS = ("plain", "masked", "extreme", "token_advantages", "far", "missing_parts", "on_policy")
+"""plain: uneven lengths, ratios that a clip reaches, log ratios to the reference below 3, a group with equal rewards.
+masked: as plain, with observations in the middle of episodes, and an episode without a trained token in some groups.
+extreme: as masked, with log ratios of up to +-18 on some tokens of longer episodes.
+token_advantages: as masked, with an advantage of its own for each token.
+far: as masked, with log ratios of up to +-40.
+missing_parts: as plain, where some rewards lack one of their parts (NaN).
+on_policy: as masked, where policy, proximal policy and engine agree."""
+
+
+def draw(kind: str, seed: int) -> Batch:
+    """Draw a batch.
+
+    Args:
+        kind: one of KINDS.
+        seed: the same seed draws the same batch.
+    """
+    random = np.random.default_rng([KINDS.index(kind), seed])
+    shape = (count, _) = GROUPS * GROUP_SIZE, TOKENS
+    lengths = random.integers(1, TOKENS + 1, count)
+    lengths[:2] = TOKENS, 1
+    mask = np.arange(TOKENS) < lengths[:, None]
+    if kind not in ("plain", "missing_parts"):
+        observed = (np.arange(TOKENS) >= TOKENS // 3) & (np.arange(TOKENS) < TOKENS // 2)
+        mask &= ~(observed & (random.random((count, 1)) < 0.5))
+        mask[[GROUP_SIZE, 3 * GROUP_SIZE + 1]] = False
+    logprobs = -random.gamma(2.0, 0.5, shape)
+    proximal = logprobs + random.normal(0.0, 0.3, shape)
+    behaviour = proximal + random.normal(0.0, 0.3, shape)
+    if kind in ("extreme", "far"):
+        size = 18.0 if kind == "extreme" else 40.0
+        rare = (random.random(shape) < 0.1) & (mask.sum(axis=1, keepdims=True) >= TOKENS // 2)
+        rare &= np.cumsum(rare, axis=1) <= 2
+        behaviour = behaviour + np.where(rare, random.uniform(-size, size, shape), 0.0)
+    if kind == "on_policy":
+        behaviour = proximal = logprobs
+    rewards, parts = _rewards(random, kind)
+    advantages = np.repeat(random.normal(0.0, 1.0, (count, 1)), TOKENS, axis=1)
+    if kind == "token_advantages":
+        advantages = advantages + random.normal(0.0, 1.0, shape)
+    advantages[2 * GROUP_SIZE : 3 * GROUP_SIZE] = 0.0
+    return {
+        "mask": mask,
+        "logprobs": logprobs,
+        "behaviour": behaviour,
+        "proximal": proximal,
+        "reference": logprobs + random.uniform(-2.9, 2.9, shape),
+        "advantages": advantages,
+        "rewards": rewards,
+        "parts": parts,
+        "groups": np.repeat(np.arange(GROUPS), GROUP_SIZE),
+    }
+
+
+def _rewards(random: np.random.Generator, kind: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Draw rewards, [N], and their parts, [N, 2]: some groups all equal, some of 0 and 1, some of any value."""
+    count = GROUPS * GROUP_SIZE
+    binary = random.integers(0, 2, count).astype(float)
+    values = np.where(np.arange(count) < count // 2, binary, random.normal(0.5, 1.0, count))
+    values[:GROUP_SIZE] = random.random()
+    values[GROUP_SIZE : 2 * GROUP_SIZE] = 0.0, 1.0, 1.0, 1.0, 1.0, 1.0
+    parts = np.stack([values, random.random(count)], axis=1)
+    if kind == "missing_parts":
+        parts[np.arange(count) % GROUP_SIZE == 2, 1] = np.nan
+    return values.astype(np.float32).astype(float), parts.astype(np.float32).astype(float)

@@ -1,0 +1,353 @@
+"""The comparisons: a loss or estimator of ours, the peer's function and settings, the batches, and why they differ.
+
+To add one, add a line to COMPARISONS: `_trl(method, ours, config)` or `_verl(method, ours, function, settings...)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from benchmarks.conformance.batches import TOKENS
+from benchmarks.conformance.ours import Ours, estimate, gdpo, loss_of
+from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Sapo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A method of ours and of a peer, on the same batches."""
+
+    method: str
+    """Name of the method."""
+    peer: Literal["TRL", "verl"]
+    ours: Ours
+    function: str
+    """The peer's function."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Its settings, as benchmarks.peers.trl_methods and verl_methods describe them."""
+    batches: tuple[str, ...]
+    """Kinds of batches."""
+    differs: str = ""
+    """Why the peer's result differs on purpose; "" if they are equal."""
+
+
+_EPISODES = ("plain", "masked", "extreme")
+"""Batches with one advantage for each episode."""
+_TOKENS = (*_EPISODES, "token_advantages")
+_SHARES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+_WHOLE = {"per_device_train_batch_size": 24, "gradient_accumulation_steps": 1}
+"""One micro-batch, for what a peer averages over each micro-batch alone."""
+
+
+def _trl(
+    method: str,
+    ours: Ours,
+    config: Mapping[str, Any],
+    *,
+    trainer: str = "GRPOTrainer",
+    batches: tuple[str, ...] = _TOKENS,
+    differs: str = "",
+    **settings: Any,
+) -> Comparison:
+    return Comparison(
+        method=method,
+        peer="TRL",
+        ours=ours,
+        function=f"{trainer}._compute_loss",
+        settings={"config": {**_SHARES, "loss_type": "dapo", **config}, **settings},
+        batches=batches,
+        differs=differs,
+    )
+
+
+def _trl_advantages(
+    method: str,
+    ours: Ours,
+    config: Mapping[str, Any],
+    *,
+    trainer: str = "GRPOTrainer",
+    batches: tuple[str, ...] = ("plain", "masked"),
+    differs: str = "",
+) -> Comparison:
+    return Comparison(
+        method=method,
+        peer="TRL",
+        ours=ours,
+        function=f"{trainer}._generate_and_score_completions",
+        settings={"config": {**_SHARES, **config}},
+        batches=batches,
+        differs=differs,
+    )
+
+
+def _verl(
+    method: str,
+    ours: Ours,
+    function: str,
+    actor: Mapping[str, Any] | None = None,
+    *,
+    batches: tuple[str, ...] = _TOKENS,
+    differs: str = "",
+    **settings: Any,
+) -> Comparison:
+    return Comparison(
+        method=method,
+        peer="verl",
+        ours=ours,
+        function=f"compute_policy_loss_{function}",
+        settings={"actor": dict(actor or {}), **settings},
+        batches=batches,
+        differs=differs,
+    )
+
+
+def _verl_advantages(
+    method: str,
+    ours: Ours,
+    function: str,
+    *,
+    batches: tuple[str, ...] = ("plain", "masked"),
+    differs: str = "",
+    **settings: Any,
+) -> Comparison:
+    return Comparison(
+        method=method,
+        peer="verl",
+        ours=ours,
+        function=f"compute_{function}_advantage",
+        settings=settings,
+        batches=batches,
+        differs=differs,
+    )
+
+
+_MEAN = Aggregation(kind="sequence_mean")
+_CONSTANT = Aggregation(kind="constant", tokens=TOKENS)
+_CLIP = ClippedSurrogate(clip_high=0.2, dual_clip=math.inf)
+_HIGHER = ClippedSurrogate(dual_clip=math.inf)
+_TIS = ClippedSurrogate(decoupled=True, behaviour_cap=2.0, behaviour_mode="truncate", dual_clip=math.inf)
+_ICEPOP = ClippedSurrogate(decoupled=True, behaviour_cap=5.0, behaviour_floor=0.5, dual_clip=math.inf)
+_NO_DUAL = {"clip_ratio_high": 0.28, "clip_ratio_c": 1e30}
+"""verl's settings of _HIGHER."""
+_GSPO = {"epsilon": 3e-4, "epsilon_high": 4e-4, "importance_sampling_level": "sequence"}
+
+_TRL_GMPO = {"epsilon": 0.4, "epsilon_high": 0.4}
+_GMPO = {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}
+
+
+def _dppo(threshold: float) -> dict[str, float]:
+    return {"clip_ratio_low": threshold, "clip_ratio_high": threshold, "clip_ratio_c": 20.0}
+
+
+TRL_LOSSES = (
+    _trl("PPO clip", loss_of(_CLIP), {}),
+    _trl("clip-higher (DAPO)", loss_of(_HIGHER), {"epsilon_high": 0.28}),
+    _trl("dual clip", loss_of(ClippedSurrogate()), {"epsilon_high": 0.28, "delta": 3.0}),
+    _trl(
+        "sequence mean",
+        loss_of(ClippedSurrogate(aggregation=_MEAN)),
+        {"loss_type": "grpo", "epsilon_high": 0.28, "delta": 3.0},
+    ),
+    _trl(
+        "constant divisor (Dr. GRPO)",
+        loss_of(ClippedSurrogate(aggregation=_CONSTANT)),
+        {"loss_type": "dr_grpo", "epsilon_high": 0.28, "delta": 3.0, "max_completion_length": TOKENS},
+    ),
+    _trl("token mean", loss_of(_CLIP), {"loss_type": "bnpo", **_WHOLE}, ranks=1),
+    _trl(
+        "token mean of each micro-batch (BNPO)",
+        loss_of(_CLIP),
+        {"loss_type": "bnpo"},
+        differs="TRL divides by the tokens of each micro-batch, so that the split changes the gradient",
+    ),
+    _trl("CISPO", loss_of(Cispo()), {"loss_type": "cispo", "epsilon_high": 5.0}),
+    _trl("SAPO", loss_of(Sapo(aggregation=_MEAN)), {"loss_type": "sapo"}),
+    _trl("GSPO", loss_of(Gspo()), {"loss_type": "grpo", **_GSPO}, batches=_EPISODES),
+    _trl(
+        "GSPO with token advantages",
+        loss_of(Gspo()),
+        {"loss_type": "grpo", **_GSPO},
+        batches=("token_advantages",),
+        differs="ours, as verl's, is the paper's GSPO-token; TRL's gives each token the gradient of all advantages",
+    ),
+    _trl(
+        "LUSPO (GSPO, summed over tokens)",
+        loss_of(Gspo(aggregation=Aggregation(kind="constant", tokens=1))),
+        {"loss_type": "luspo", **_GSPO},
+        batches=_EPISODES,
+    ),
+    _trl("GMPO", loss_of(Gmpo()), _TRL_GMPO, trainer="GMPOTrainer", batches=("plain",)),
+    _trl(
+        "GMPO with episodes of no trained token",
+        loss_of(Gmpo()),
+        _TRL_GMPO,
+        trainer="GMPOTrainer",
+        batches=("masked", "extreme"),
+        differs="TRL adds the advantage of an episode without a trained token to the loss, but not to the gradient",
+    ),
+    _trl(
+        "KL penalty k3 with its ratio",
+        loss_of(ClippedSurrogate(clip_high=0.2, dual_clip=math.inf, kl_coef=0.1, kl_kind="k3")),
+        {"beta": 0.1, "use_bias_correction_kl": True},
+        batches=("plain", "masked", "token_advantages"),
+    ),
+    _trl(
+        "KL penalty k3",
+        loss_of(ClippedSurrogate(clip_high=0.2, dual_clip=math.inf, kl_coef=0.1, kl_kind="k3")),
+        {"beta": 0.1, "use_bias_correction_kl": False},
+        batches=("plain", "masked", "token_advantages"),
+        differs="without the ratio, its gradient is another divergence's (arXiv 2506.09477)",
+    ),
+    _trl(
+        "decoupled, truncated (TIS)",
+        loss_of(_TIS),
+        {
+            "epsilon_high": 0.28,
+            "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_clip_max": 2.0,
+        },
+        attributes={"use_vllm": True},
+        old="proximal",
+    ),
+    _trl(
+        "decoupled, masked (IcePop)",
+        loss_of(_ICEPOP),
+        {
+            "epsilon_high": 0.28,
+            "vllm_importance_sampling_mode": "token_mask",
+            "vllm_importance_sampling_clip_min": 0.5,
+            "vllm_importance_sampling_clip_max": 5.0,
+        },
+        attributes={"use_vllm": True},
+        old="proximal",
+    ),
+    _trl(
+        "off-policy mask of sequences",
+        loss_of(ClippedSurrogate(clip_high=0.2, dual_clip=math.inf, off_policy_bound=0.05)),
+        {"off_policy_mask_threshold": 0.05},
+        batches=_EPISODES,
+    ),
+    _trl(
+        "log ratios beyond 20",
+        loss_of(_CLIP),
+        {},
+        batches=("far",),
+        differs="log ratios are clamped to +-20, as in verl; TRL's have no bound, so that one token decides the update",
+    ),
+)
+
+VERL_LOSSES = (
+    _verl("PPO clip", loss_of(_CLIP), "vanilla", {"clip_ratio_c": 1e30}, batches=(*_TOKENS, "far")),
+    _verl("clip-higher (DAPO)", loss_of(_HIGHER), "vanilla", _NO_DUAL, batches=(*_TOKENS, "far")),
+    _verl("dual clip", loss_of(ClippedSurrogate()), "vanilla", {"clip_ratio_high": 0.28}, batches=(*_TOKENS, "far")),
+    _verl(
+        "sequence mean",
+        loss_of(ClippedSurrogate(aggregation=_MEAN)),
+        "vanilla",
+        {"clip_ratio_high": 0.28, "loss_agg_mode": "seq-mean-token-mean"},
+    ),
+    _verl(
+        "constant divisor (Dr. GRPO)",
+        loss_of(ClippedSurrogate(aggregation=_CONSTANT)),
+        "vanilla",
+        {"clip_ratio_high": 0.28, "loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": TOKENS},
+    ),
+    _verl("CISPO", loss_of(Cispo()), "cispo", {"clip_ratio_low": 1.0, "clip_ratio_high": 4.0}),
+    _verl(
+        "CISPO with a lower bound",
+        loss_of(Cispo()),
+        "cispo",
+        {"clip_ratio_high": 4.0},
+        differs="verl's default also bounds the weight from below, by 0.8; the paper has no lower bound",
+    ),
+    _verl("DPPO-TV", loss_of(Dppo()), "dppo_tv", _dppo(0.15)),
+    _verl("DPPO-KL", loss_of(Dppo(divergence="kl", threshold=0.05)), "dppo_kl", _dppo(0.05)),
+    _verl("SAPO", loss_of(Sapo(aggregation=_MEAN)), "sapo"),
+    _verl(
+        "GSPO",
+        loss_of(Gspo()),
+        "gspo",
+        {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4, "loss_agg_mode": "seq-mean-token-mean"},
+    ),
+    _verl("GMPO", loss_of(Gmpo()), "geo_mean", _GMPO, batches=_EPISODES, shares=(1, 1)),
+    _verl(
+        "GMPO in micro-batches",
+        loss_of(Gmpo()),
+        "geo_mean",
+        _GMPO,
+        batches=_EPISODES,
+        differs="verl takes the mean of each micro-batch, so that their number scales the gradient",
+    ),
+    _verl("REINFORCE (CISPO on-policy)", loss_of(Cispo()), "gpg", batches=("on_policy",)),
+    _verl("decoupled, truncated (TIS)", loss_of(_TIS), "vanilla", _NO_DUAL, rollout_is={"rollout_is_threshold": 2.0}),
+    _verl(
+        "decoupled, masked (IcePop)",
+        loss_of(_ICEPOP),
+        "vanilla",
+        _NO_DUAL,
+        rollout_is={"rollout_is_threshold": "0.5_5.0"},
+    ),
+    _verl(
+        "KL penalty k2",
+        loss_of(ClippedSurrogate(kl_coef=0.1)),
+        "vanilla",
+        {"clip_ratio_high": 0.28},
+        kl_loss={"kl_penalty": "k2", "coef": 0.1},
+    ),
+    _verl(
+        "KL penalty k3",
+        loss_of(ClippedSurrogate(kl_coef=0.1, kl_kind="k3")),
+        "vanilla",
+        {"clip_ratio_high": 0.28},
+        batches=("plain", "masked"),
+        kl_loss={"kl_penalty": "k3", "coef": 0.1},
+        differs="without the ratio, its gradient is another divergence's (arXiv 2506.09477)",
+    ),
+)
+
+TRL_ADVANTAGES = (
+    _trl_advantages("GRPO advantages", estimate("grpo"), {}),
+    _trl_advantages("Dr. GRPO advantages", estimate("dr_grpo"), {"scale_rewards": "none"}),
+    _trl_advantages("batch std (Lite PPO)", estimate("batch_std"), {"scale_rewards": "batch"}),
+    _trl_advantages("REINFORCE with the batch as baseline", estimate("reinforce"), {"num_generations": 24, **_WHOLE}),
+    _trl_advantages("RLOO", estimate("rloo"), {}, trainer="RLOOTrainer"),
+    _trl_advantages(
+        "GDPO",
+        gdpo((1.0, 0.5)),
+        {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]},
+        batches=("plain", "masked", "missing_parts"),
+    ),
+)
+
+VERL_ADVANTAGES = (
+    _verl_advantages("GRPO advantages", estimate("grpo"), "grpo_outcome", epsilon=1e-4),
+    _verl_advantages(
+        "GRPO advantages, default epsilon",
+        estimate("grpo"),
+        "grpo_outcome",
+        differs="verl adds 1e-6 to the standard deviation, we 1e-4 as TRL",
+    ),
+    _verl_advantages("GRPO advantages", estimate("grpo"), "grpo_vectorized_outcome", epsilon=1e-4),
+    _verl_advantages("Dr. GRPO advantages", estimate("dr_grpo"), "grpo_outcome", norm_adv_by_std_in_grpo=False),
+    _verl_advantages("RLOO", estimate("rloo"), "rloo_outcome"),
+    _verl_advantages("RLOO", estimate("rloo"), "rloo_vectorized_outcome"),
+    _verl_advantages("OPO", estimate("opo"), "opo_outcome"),
+    _verl_advantages("REINFORCE++", estimate("reinforce_pp"), "reinforce_plus_plus_outcome"),
+    _verl_advantages(
+        "REINFORCE++ with a group baseline", estimate("reinforce_pp_baseline"), "reinforce_plus_plus_baseline_outcome"
+    ),
+    _verl_advantages(
+        "GDPO",
+        gdpo((1.0, 0.5)),
+        "gdpo_outcome",
+        epsilon=1e-4,
+        config={"gdpo_reward_keys": ["0", "1"], "gdpo_reward_weights": [1.0, 0.5]},
+        differs="verl whitens over tokens, so that long episodes count more; ours, as TRL's, over episodes",
+    ),
+)
+
+COMPARISONS = (*TRL_LOSSES, *VERL_LOSSES, *TRL_ADVANTAGES, *VERL_ADVANTAGES)

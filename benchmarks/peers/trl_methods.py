@@ -1,0 +1,181 @@
+"""Calls TRL's own losses and advantages on given batches; runs in TRL's environment.
+
+    python -m benchmarks.peers.trl_methods FOLDER
+
+A job's function is a trainer with one of its methods, such as GRPOTrainer._compute_loss. A real trainer runs it, of
+which only forward passes, generation and rewards are replaced by the batch: logprobs, engine logprobs, tokens and their
+mask, and parts of rewards. Settings:
+
+    config      fields of the trainer's config
+    attributes  attributes of the trainer that are set once it stands, such as use_vllm, which would start vLLM
+    old         "behaviour" (default) or "proximal": the logprobs that the trainer has kept from before the update
+    ranks       number of ranks that share the rows, by default 2, each with config.gradient_accumulation_steps
+                micro-batches; the losses are summed over these and averaged over ranks, as DDP does
+
+Tensors are float64. Imports nothing from forge_rl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+from benchmarks.peers.exchange import Arrays, read_batch, read_jobs, write_result, write_versions
+
+CLASSES = {
+    "GRPOTrainer": (GRPOTrainer, GRPOConfig),
+    "GMPOTrainer": (GMPOTrainer, GMPOConfig),
+    "RLOOTrainer": (RLOOTrainer, RLOOConfig),
+}
+Result = dict[str, np.ndarray[Any, Any]]
+
+
+class FromBatch:
+    """What a trainer gets from the batch instead of a model, an engine and reward functions."""
+
+    batch: dict[str, torch.Tensor]
+    current: torch.Tensor | None = None
+    """Logprobs of the policy for the rows at hand, with gradient; None before the update."""
+    old: str
+    reward_funcs: list[object]
+
+    def _get_per_token_logps_and_entropies(self, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, None]:
+        logprobs = self.batch[self.old] if self.current is None else self.current
+        return logprobs, torch.zeros_like(logprobs), None
+
+    def _calculate_rewards(self, *_: object) -> torch.Tensor:
+        return self.batch["parts"] if len(self.reward_funcs) > 1 else self.batch["rewards"][:, None]
+
+    def _generate(self, prompts: list[str]) -> tuple[object, ...]:
+        mask = self.batch["mask"]
+        ids, texts = [[1] * mask.shape[1] for _ in mask], ["a"] * len(mask)
+        prompt = [[1]] * len(prompts)
+        if isinstance(self, RLOOTrainer):
+            return prompt, ids, texts
+        return prompt, ids, mask.int().tolist(), texts, self.batch["behaviour"].tolist(), {}, None, None
+
+
+@functools.cache
+def model_folder() -> tempfile.TemporaryDirectory[str]:
+    """Save a tiny model, from which a trainer with a KL penalty also loads its reference."""
+    folder = tempfile.TemporaryDirectory()
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 4)
+    counts = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
+    LlamaForCausalLM(LlamaConfig(**sizes, **counts)).save_pretrained(folder.name)
+    PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "a": 1, "<eos>": 2}, unk_token="a")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    ).save_pretrained(folder.name)
+    return folder
+
+
+@functools.cache
+def trainer(name: str, settings: str) -> Any:
+    """Make a trainer.
+
+    Args:
+        name: name of its class.
+        settings: its fields `config` and `attributes`, as JSON.
+    """
+    base, config_class = CLASSES[name]
+    given = json.loads(settings)
+    functions = [part] * len(given["config"].get("reward_weights", [1.0]))
+    with tempfile.TemporaryDirectory() as output:
+        made = type(name, (FromBatch, base), {})(
+            model=model_folder().name,
+            reward_funcs=functions,
+            args=config_class(
+                output_dir=output,
+                **{
+                    "use_cpu": True,
+                    "bf16": False,
+                    "report_to": "none",
+                    "num_generations": 6,
+                    "max_completion_length": 24,
+                }
+                | given["config"],
+            ),
+            train_dataset=Dataset.from_list([{"prompt": "a"}] * 4),
+        )
+    for attribute, value in given["attributes"].items():
+        assert hasattr(made, attribute), attribute
+        setattr(made, attribute, value)
+    made.model.train()
+    made.current_gradient_accumulation_steps = made.args.gradient_accumulation_steps
+    return made
+
+
+def part(**_: object) -> list[float]:
+    """Stand for a reward function, whose values are the batch's."""
+    raise AssertionError("rewards are the batch's")
+
+
+@contextlib.contextmanager
+def ranks_of(accelerator: Any, count: int) -> Iterator[None]:
+    """Let accelerate believe that there are several processes; nothing is gathered from others meanwhile."""
+    accelerator.state.num_processes = count
+    try:
+        assert accelerator.num_processes == count
+        yield
+    finally:
+        accelerator.state.num_processes = 1
+
+
+def call(function: str, arrays: Arrays, settings: Mapping[str, Any]) -> Result:
+    """Return what a trainer's method computes for a batch."""
+    name, method = function.split(".")
+    kept = {field: settings.get(field, {}) for field in ("config", "attributes")}
+    made = trainer(name, json.dumps(kept))
+    batch = {field: torch.from_numpy(array) for field, array in arrays.items()}
+    made.batch, made.old, made.current = batch, settings.get("old", "behaviour"), None
+    inputs = made._generate_and_score_completions([{"prompt": "a"}] * len(batch["mask"]))
+    if method == "_generate_and_score_completions":
+        return {"advantages": (inputs["advantages"][:, None] * batch["mask"]).numpy()}
+    assert method == "_compute_loss", function
+    uniform = bool((batch["advantages"] == batch["advantages"][:, :1]).all())
+    inputs["advantages"] = batch["advantages"][:, 0] if uniform else batch["advantages"]
+    inputs["old_per_token_logps"] = batch[made.old]
+    inputs["ref_per_token_logps"] = batch["reference"]
+    return _loss(made, inputs, settings.get("ranks", 2))
+
+
+def _loss(made: Any, inputs: Mapping[str, torch.Tensor], ranks: int) -> Result:
+    logprobs = made.batch["logprobs"].clone().requires_grad_()
+    total = logprobs.new_zeros(())
+    shares = torch.arange(len(logprobs)).tensor_split(ranks * made.args.gradient_accumulation_steps)
+    with ranks_of(made.accelerator, ranks):
+        for rows in shares:
+            made.current = logprobs[rows]
+            part = {name: value[rows] if value.ndim else value for name, value in inputs.items()}
+            total = total + made._compute_loss(made.model, part) / ranks
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    return {"loss": total.detach().numpy(), "gradient": gradient.numpy()}
+
+
+def main() -> None:
+    """Run all jobs of a folder."""
+    folder = Path(sys.argv[1])
+    torch.set_default_dtype(torch.float64)
+    write_versions(folder, ("trl", "torch", "transformers", "accelerate"))
+    for number, job in enumerate(read_jobs(folder)):
+        write_result(folder, number, call(job.function, read_batch(folder, job.batch), job.settings))
+
+
+if __name__ == "__main__":
+    main()
