@@ -17,7 +17,7 @@ from forge_rl.criteria import read_criteria
 from forge_rl.data.sources import Columns
 from forge_rl.rewards.reward_flag import REWARDS, build_reward
 from tests.commands import Command, metrics
-from tools.figures import FOLDER, filled, pages, table
+from tools.figures import FOLDER, filled, pages, rows, table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -130,6 +130,11 @@ def test_a_table_is_written_from_a_report() -> None:
     assert "| seconds | 2.5 | 1 to 3 | 3 |" in text
     assert "| speedup | 1.5 |  |  |" in text
     assert "2026-11-23, commit `abc`, 2 cores of a processor, 24.0 GiB." in text
+
+
+def test_fields_of_rows_are_columns() -> None:
+    report = {"rows": [{"name": "one", "loss": 1.26e-9, "other": 1}, {"name": "two"}]}
+    assert rows(report, ["name", "loss"]) == "| name | loss |\n|---|---|\n| one | 1.3e-09 |\n| two |  |\n"
 
 
 def test_cases_are_columns_and_values_stand_in_sentences(tmp_path: Path) -> None:

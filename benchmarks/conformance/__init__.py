@@ -1,1 +1,1 @@
-"""Losses and advantages compared with those of TRL and verl: python -m benchmarks.conformance"""
+"""Compares losses and advantages with TRL and verl: python -m benchmarks.conformance"""

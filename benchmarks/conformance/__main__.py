@@ -41,7 +41,7 @@ _DEADLINE_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Compare losses and advantages with those of TRL and verl."""
+    """Compare losses and advantages with TRL and verl."""
 
     draws: int = 5
     """Random batches of each kind."""
@@ -125,7 +125,7 @@ def run_peer(
 
 
 def measure(config: Config, report: Report, comparisons: Sequence[Comparison] = COMPARISONS) -> None:
-    """Compare everything, print the table, and check that what is said to differ does."""
+    """Compare every method, print the table, and check the reasons for differences."""
     seeds = range(1 if config.smoke else config.draws)
     found: list[tuple[Comparison, dict[str, float]]] = []
     for name in _PEERS:
@@ -164,7 +164,7 @@ def check(found: Sequence[tuple[Comparison, Mapping[str, float]]]) -> None:
 
 
 def table(found: Sequence[tuple[Comparison, Mapping[str, float]]]) -> Table:
-    """Return the deviations as a table for the terminal; in red what is said to be equal and is not."""
+    """Return the deviations as a table for the terminal; a method that should be equal and differs is red."""
     made = Table(title="deviation from peers", title_justify="left")
     for column in ("method", "peer", "loss", "gradient", "advantages", "differs on purpose"):
         made.add_column(column, justify="right" if column in ("loss", "gradient", "advantages") else "left")

@@ -52,9 +52,9 @@ def draw(kind: str, seed: int) -> Batch:
     behaviour = proximal + random.normal(0.0, 0.3, shape)
     if kind in ("extreme", "far"):
         size = 18.0 if kind == "extreme" else 40.0
-        rare = (random.random(shape) < 0.1) & (mask.sum(axis=1, keepdims=True) >= TOKENS // 2)
+        rare = mask & (random.random(shape) < 0.2) & (mask.sum(axis=1, keepdims=True) >= TOKENS // 2)
         rare &= np.cumsum(rare, axis=1) <= 2
-        behaviour = behaviour + np.where(rare, random.uniform(-size, size, shape), 0.0)
+        behaviour = behaviour + np.where(rare, random.choice([-size, size], shape) * random.uniform(0.5, 1, shape), 0.0)
     if kind == "on_policy":
         behaviour = proximal = logprobs
     rewards, parts = _rewards(random, kind)

@@ -1,4 +1,4 @@
-"""Our side of a comparison: losses of rows packed from a batch, and advantages."""
+"""forge_rl's side of a comparison: losses of rows packed from a batch, and advantages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forge_rl.types import Episode, Group, Score, Task, Turn
 Result = dict[str, npt.NDArray[Any]]
 """Either "loss", a scalar, and "gradient", [N, T], by the logprobs; or "advantages", [N, T]. 0 where not mask."""
 Ours = Callable[[Batch], Result]
-"""Our side of a comparison."""
+"""forge_rl's side of a comparison."""
 _ROWS = 3
 """Rows into which a batch is packed, which are not the shares of the peers' ranks."""
 
@@ -49,7 +49,7 @@ def loss_of(loss: Loss, **columns: str) -> Ours:
 def _inputs(
     batch: Batch, columns: Mapping[str, str], loss: Loss, episodes: torch.Tensor, logprobs: torch.Tensor
 ) -> LossInputs:
-    """Lay episodes one behind the other in a row; what is not trained becomes NaN, of which nothing may be seen."""
+    """Lay episodes one behind the other in a row; values that are not trained become NaN, and must have no effect."""
     mask = torch.from_numpy(batch["mask"])[episodes]
 
     def column(name: str) -> torch.Tensor:

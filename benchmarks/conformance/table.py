@@ -1,4 +1,4 @@
-"""The comparisons: a loss or estimator of ours, the peer's function and settings, the batches, and why they differ.
+"""The comparisons: a loss or estimator of forge_rl, the peer's function and settings, the batches, and why they differ.
 
 To add one, add a line to COMPARISONS: `_trl(method, ours, config)` or `_verl(method, ours, function, settings...)`.
 """
@@ -19,7 +19,7 @@ from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Sapo
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A method of ours and of a peer, on the same batches."""
+    """A method of forge_rl and of a peer, on the same batches."""
 
     method: str
     """Name of the method."""
