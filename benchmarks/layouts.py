@@ -31,7 +31,8 @@ from rich.table import Table
 
 from benchmarks.ranks import run_ranks
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
-from forge_rl.algorithms.losses import ClippedSurrogate, Loss
+from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.metrics import Value, merge_all, reduce

@@ -44,6 +44,7 @@ def row_of(tokens: int, vocab: int) -> Row:
         segments=whole,
         turns=whole,
         lengths=whole + tokens,
+        observed=torch.zeros(tokens, dtype=torch.bool),
     )
 
 

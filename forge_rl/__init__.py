@@ -13,13 +13,19 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.advantages import check_group_size as check_group_size
     from forge_rl.algorithms.advantages import gdpo_advantages as gdpo_advantages
     from forge_rl.algorithms.advantages import group_advantages as group_advantages
+    from forge_rl.algorithms.aggregation import Aggregation as Aggregation
     from forge_rl.algorithms.baselines import RoleBaselines as RoleBaselines
     from forge_rl.algorithms.baselines import remax_advantages as remax_advantages
+    from forge_rl.algorithms.components import CrossEntropy as CrossEntropy
+    from forge_rl.algorithms.components import Entropy as Entropy
+    from forge_rl.algorithms.components import LossBySource as LossBySource
+    from forge_rl.algorithms.components import LossSum as LossSum
     from forge_rl.algorithms.gae import GaeConfig as GaeConfig
     from forge_rl.algorithms.gae import gae as gae
     from forge_rl.algorithms.gigpo import gigpo_advantages as gigpo_advantages
+    from forge_rl.algorithms.loss_flag import LossTexts as LossTexts
+    from forge_rl.algorithms.loss_flag import build_loss as build_loss
     from forge_rl.algorithms.losses import ClippedSurrogate as ClippedSurrogate
-    from forge_rl.algorithms.losses import LossInputs as LossInputs
     from forge_rl.algorithms.losses import PolicyLoss as PolicyLoss
     from forge_rl.algorithms.pass_at_k import pass_at_k_advantages as pass_at_k_advantages
     from forge_rl.algorithms.policy_losses import Cispo as Cispo
@@ -28,6 +34,8 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.policy_losses import Gspo as Gspo
     from forge_rl.algorithms.policy_losses import Sapo as Sapo
     from forge_rl.algorithms.policy_losses import Topr as Topr
+    from forge_rl.algorithms.protocol import Loss as Loss
+    from forge_rl.algorithms.protocol import LossInputs as LossInputs
     from forge_rl.algorithms.returns import by_group as by_group
     from forge_rl.algorithms.returns import reinforce_pp_advantages as reinforce_pp_advantages
     from forge_rl.algorithms.returns import token_rewards as token_rewards
@@ -81,28 +89,76 @@ _HOMES = {
             "gdpo_advantages",
             "group_advantages",
         ),
-        "algorithms.baselines": ("RoleBaselines", "remax_advantages"),
-        "algorithms.gae": ("GaeConfig", "gae"),
+        "algorithms.aggregation": ("Aggregation",),
+        "algorithms.baselines": (
+            "RoleBaselines",
+            "remax_advantages",
+        ),
+        "algorithms.components": (
+            "CrossEntropy",
+            "Entropy",
+            "LossBySource",
+            "LossSum",
+        ),
+        "algorithms.gae": (
+            "GaeConfig",
+            "gae",
+        ),
         "algorithms.gigpo": ("gigpo_advantages",),
-        "algorithms.losses": ("ClippedSurrogate", "LossInputs", "PolicyLoss"),
+        "algorithms.loss_flag": (
+            "LossTexts",
+            "build_loss",
+        ),
+        "algorithms.losses": (
+            "ClippedSurrogate",
+            "PolicyLoss",
+        ),
         "algorithms.pass_at_k": ("pass_at_k_advantages",),
-        "algorithms.policy_losses": ("Cispo", "Dppo", "Gmpo", "Gspo", "Sapo", "Topr"),
-        "algorithms.returns": ("by_group", "reinforce_pp_advantages", "token_rewards"),
+        "algorithms.policy_losses": (
+            "Cispo",
+            "Dppo",
+            "Gmpo",
+            "Gspo",
+            "Sapo",
+            "Topr",
+        ),
+        "algorithms.protocol": (
+            "Loss",
+            "LossInputs",
+        ),
+        "algorithms.returns": (
+            "by_group",
+            "reinforce_pp_advantages",
+            "token_rewards",
+        ),
         "data.adaptive": ("Adapting",),
-        "data.data_config": ("ONE_DIGIT_ADDITION", "DataConfig", "TaskTexts"),
+        "data.data_config": (
+            "DataConfig",
+            "ONE_DIGIT_ADDITION",
+            "TaskTexts",
+        ),
         "data.mixture": ("Mixture",),
         "envs.by_source": ("BySource",),
         "envs.calculator": ("calculator",),
-        "envs.env_flag": ("build_environment", "sources_of"),
+        "envs.env_flag": (
+            "build_environment",
+            "sources_of",
+        ),
         "envs.game": ("GuessNumber",),
-        "envs.protocol": ("Observation", "Step"),
+        "envs.protocol": (
+            "Observation",
+            "Step",
+        ),
         "envs.single_turn": ("SingleTurn",),
         "envs.tools": ("ToolEnv",),
         "errors": ("ForgeError",),
         "gateway.gateway_config": ("GatewayConfig",),
         "gateway.sessions": ("Session",),
         "packing.rows": ("pack",),
-        "rewards.reward_flag": ("RewardTexts", "build_reward"),
+        "rewards.reward_flag": (
+            "RewardTexts",
+            "build_reward",
+        ),
         "rewards.verifiers": ("ReasoningGymReward",),
         "rollout.agent_command": ("AgentCommand",),
         "rollout.evaluation": ("EvalConfig",),
@@ -110,10 +166,22 @@ _HOMES = {
         "run.launch": ("launch",),
         "run.run": ("Run",),
         "run.run_config": ("RunConfig",),
-        "run.start": ("Starting", "start"),
+        "run.start": (
+            "Starting",
+            "start",
+        ),
         "services.generator_config": ("GeneratorConfig",),
         "services.trainer_config": ("TrainerConfig",),
-        "types": ("Batch", "Episode", "Group", "Message", "Sampling", "Score", "Task", "Turn"),
+        "types": (
+            "Batch",
+            "Episode",
+            "Group",
+            "Message",
+            "Sampling",
+            "Score",
+            "Task",
+            "Turn",
+        ),
     }.items()
     for name in names
 }

@@ -51,7 +51,8 @@ def check_flags(
     """Check fields of a config against limits: `check_flags(self, "--generator.", least={"replicas": 1})`.
 
     Raises:
-        ConfigError: a field exceeds a limit; names the flag, which is `flags` plus the field's name.
+        ConfigError: a field exceeds a limit; names the flag, which is `flags` plus the field's name, with hyphens
+            unless `flags` ends in a colon.
     """
     for limits, within, words in (
         (least, operator.ge, "{} or more"),
@@ -61,7 +62,7 @@ def check_flags(
     ):
         for name, limit in (limits or {}).items():
             if not within(value := getattr(config, name), limit):
-                flag = flags + name.replace("_", "-")
+                flag = flags + (name if flags.endswith(":") else name.replace("_", "-"))
                 raise ConfigError(f"{flag} is {value}", hint=f"set {flag} to {words.format(limit)}")
 
 

@@ -43,7 +43,7 @@ class Config(rl.RunConfig):
     """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
     data: rl.DataConfig = field(default_factory=rl.DataConfig)
     rewards: rl.RewardTexts = ("auto",)
-    loss: rl.ClippedSurrogate = field(default_factory=rl.ClippedSurrogate)
+    loss: rl.LossTexts = ("clipped",)
     gateway: rl.GatewayConfig = field(default_factory=lambda: rl.GatewayConfig(aliases=("gpt-4o-mini",)))
     """Address at which the agent finds the policy, and model names that it may request."""
 
@@ -58,9 +58,9 @@ async def step(run: rl.Run[Config]) -> None:
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
         advantages = rl.batch_advantages(batch)
-        keep_uniform = run.config.loss.needs_reference
+        keep_uniform = run.loss.keeps_uniform
         packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
-        stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
+        stats = await run.trainer.step(packed, run.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
         await run.generator.load(run.weights, version)
@@ -78,7 +78,7 @@ async def main(config: Config) -> None:
 
         async with rl.start(
             config,
-            loss=config.loss,
+            loss=rl.build_loss(config.loss),
             sources=config.data.build(config.tasks, seed=config.seed, eval_tasks=config.eval_tasks),
             reward=rl.build_reward(config.rewards),
             agent=agent,

@@ -25,7 +25,7 @@ class Config(rl.RunConfig):
     env: str = ""
     """Environment, as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default the model answers once."""
     rewards: rl.RewardTexts = ("auto",)
-    loss: rl.ClippedSurrogate = field(default_factory=rl.ClippedSurrogate)
+    loss: rl.LossTexts = ("clipped",)
     advantages: rl.Estimator = "grpo"
     """Advantage estimator. grpo divides by a group's standard deviation, dr_grpo does not; reinforce and reinforce_pp
     have the whole batch as baseline, which --group-size 1 requires. The documentation has a formula for each."""
@@ -41,7 +41,7 @@ def start(config: Config) -> rl.Starting[Config]:
     tasks = config.tasks or (() if config.env else (rl.ONE_DIGIT_ADDITION,))
     return rl.start(
         config,
-        loss=config.loss,
+        loss=rl.build_loss(config.loss),
         sources=config.data.build(tasks, seed=config.seed, eval_tasks=config.eval_tasks)
         if tasks
         else rl.sources_of(environment, config.seed),
@@ -57,9 +57,9 @@ async def step(run: rl.Run[Config]) -> None:
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
         advantages = rl.batch_advantages(batch, estimator=run.config.advantages)
-        keep_uniform = run.config.loss.needs_reference
+        keep_uniform = run.loss.keeps_uniform
         packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
-        stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
+        stats = await run.trainer.step(packed, run.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
         await run.generator.load(run.weights, version)

@@ -57,7 +57,7 @@ class Config(rl.RunConfig):
     guess: rl.GuessNumber = field(default_factory=lambda: rl.GuessNumber(highest=10, max_turns=4))
     rewards: rl.RewardTexts = ("auto",)
     """Rewards of answers, as in recipes.grpo; the game scores itself."""
-    loss: rl.ClippedSurrogate = field(default_factory=rl.ClippedSurrogate)
+    loss: rl.LossTexts = ("clipped",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +70,7 @@ def start(config: Config) -> rl.Starting[Config]:
     sources = {**config.data.build(texts, seed=config.seed).sources, **config.guess.sources(config.seed)}
     return rl.start(
         config,
-        loss=config.loss,
+        loss=rl.build_loss(config.loss),
         sources=rl.Mixture(sources, {"maths": config.maths, "tools": config.tools, "game": config.game}),
         reward=rl.build_reward(config.rewards),
         environment=rl.BySource({"maths": rl.SingleTurn, "tools": WORLD, "game": config.guess}),
@@ -84,9 +84,9 @@ async def step(run: rl.Run[Config]) -> None:
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
         advantages = rl.batch_advantages(batch)
-        keep_uniform = run.config.loss.needs_reference
+        keep_uniform = run.loss.keeps_uniform
         packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
-        stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
+        stats = await run.trainer.step(packed, run.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
         await run.generator.load(run.weights, version)

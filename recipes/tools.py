@@ -55,7 +55,7 @@ class Config(rl.RunConfig):
     data: rl.DataConfig = field(default_factory=lambda: rl.DataConfig(instruction=""))
     env: str = ""
     """Environment as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default this recipe's calculator."""
-    loss: rl.ClippedSurrogate = field(default_factory=rl.ClippedSurrogate)
+    loss: rl.LossTexts = ("clipped",)
     groups_per_batch: int = 4
     group_size: int = 16
     steps: int = 4
@@ -72,7 +72,7 @@ def start(config: Config) -> rl.Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
     return rl.start(
         config,
-        loss=config.loss,
+        loss=rl.build_loss(config.loss),
         sources=config.data.build(config.tasks, seed=config.seed),
         reward=score,
         environment=rl.build_environment(config.env) if config.env else WORLD,
@@ -86,9 +86,9 @@ async def step(run: rl.Run[Config]) -> None:
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
         advantages = rl.batch_advantages(batch)
-        keep_uniform = run.config.loss.needs_reference
+        keep_uniform = run.loss.keeps_uniform
         packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
-        stats = await run.trainer.step(packed, run.config.loss, temperature=run.generator.sampling.temperature)
+        stats = await run.trainer.step(packed, run.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
         await run.generator.load(run.weights, version)

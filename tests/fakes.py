@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge_rl.algorithms.losses import ClippedSurrogate, Loss
+from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.protocol import TrainEngine
 from forge_rl.metrics import Value, merge_all
 from forge_rl.packing.rows import Layout, Packed, Row, pack
@@ -191,14 +192,8 @@ def make_model(folder: Path, family: str = "llama", **config: object) -> torch.n
 def empty_row() -> Row:
     """Rows of a rank where there are fewer trees than ranks: one token of padding."""
     fields = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1, "turns": -1, "lengths": 1}
-    whole = vars(packed(batch_of([(0.0, [([1], [2])]), (1.0, [([1], [3])])])).rows[0])
-    return Row(
-        **{
-            name: torch.full((1,), fields.get(name, 0)).to(value.dtype)
-            for name, value in whole.items()
-            if value is not None
-        }
-    )
+    whole = packed(batch_of([(0.0, [([1], [2])]), (1.0, [([1], [3])])])).rows[0].tensors()
+    return Row(**{name: torch.full((1,), fields.get(name, 0)).to(value.dtype) for name, value in whole.items()})
 
 
 def hf_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

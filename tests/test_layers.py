@@ -167,9 +167,12 @@ def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
         if any(within(name, own) for own in recipes_own)
     }
     assert found == {
-        ("forge_rl.run.start", "forge_rl.algorithms.losses.Loss"),
+        ("forge_rl.run.start", "forge_rl.algorithms.protocol.Loss"),
+        ("forge_rl.run.assembly", "forge_rl.algorithms.protocol.Loss"),
+        ("forge_rl.run.run", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.start", "forge_rl.algorithms.user_loss.try_loss"),  # whichever the recipe gives
         ("forge_rl.run.plan", "forge_rl.algorithms.user_loss.try_loss"),
+        ("forge_rl.run.plan", "forge_rl.algorithms.loss_flag.build_loss"),  # which the config names
         ("forge_rl.run.preparation", "forge_rl.rewards.confinement.missing_confinement"),  # whichever the rewards
         ("forge_rl.run.live", "forge_rl.rewards.reward_flag.build_reward"),  # one that is named while the run goes
     }

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks import layouts
 from benchmarks.ranks import run_ranks
 from benchmarks.report import BenchmarkError
-from forge_rl.algorithms.logprobs import token_logprobs
-from forge_rl.algorithms.losses import ClippedSurrogate, Loss, LossInputs
+from forge_rl.algorithms.logprobs import Scoring, TokenScores, token_scores
+from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.protocol import TrainSettings
@@ -146,17 +147,26 @@ def test_training_goes_on_in_another_layout_as_if_it_had_never_been_in_the_first
         assert (off / sum(float(each.norm() ** 2) for each in end.values())) ** 0.5 < 1e-10, (first.name, then.name)
 
 
-def split_logprobs(rank: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logprobs, entropy and gradient of the logits of two ranks' parts of a vocabulary, put together."""
-    from forge_rl.engines.titan.vocabulary import split_token_logprobs
+SCORING = Scoring(temperature=0.7, entropy_gradient=True, squares=True)
+
+
+def scores_of(scores: TokenScores, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Scores, and a gradient of both logprobs and entropy by the logits."""
+    logprobs, entropy, squares = scores
+    weights = torch.arange(len(entropy))
+    total = (logprobs * torch.tensor([1, -0.5]) * weights[:, None]).sum() + (weights * entropy).sum()
+    return logprobs.detach(), entropy.detach(), squares, *torch.autograd.grad(total, logits)
+
+
+def split_logprobs(rank: int, vocab: int) -> tuple[torch.Tensor, ...]:
+    """Scores and gradient of the logits of two ranks' parts of a vocabulary, put together."""
+    from forge_rl.engines.titan.vocabulary import split_token_scores
 
     logits, targets = logits_of(vocab)
     first = -(-vocab // 2)
     own = logits[:, :first] if rank == 0 else logits[:, first:]
     own = own.clone().requires_grad_()
-    logprobs, entropy = split_token_logprobs(own, targets, 0.7, init_device_mesh("cpu", (2,)), vocab)
-    (gradient,) = torch.autograd.grad((logprobs * torch.arange(len(targets))).sum(), own)
-    return logprobs.detach(), entropy, gradient
+    return scores_of(split_token_scores(own, targets, SCORING, init_device_mesh("cpu", (2,)), vocab), own)
 
 
 def logits_of(vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,20 +174,19 @@ def logits_of(vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
     logits = 20 * torch.randn(100, vocab, generator=generator, dtype=torch.float64)
     logits[3] *= 100  # the others have a probability of 0
     logits[7, :5] = -torch.inf
-    return logits, torch.randint(5, vocab, (100,), generator=generator)
+    return logits, torch.randint(5, vocab, (100, 2), generator=generator)
 
 
 def test_logprobs_of_a_split_vocabulary_are_those_of_the_whole():
     vocab = 43  # no even number: the second part is shorter
     logits, targets = logits_of(vocab)
     logits.requires_grad_()
-    logprobs, entropy = token_logprobs(logits, targets, 0.7)
-    (gradient,) = torch.autograd.grad((logprobs * torch.arange(len(targets))).sum(), logits)
+    *scores, gradient = scores_of(token_scores(logits, targets, SCORING), logits)
     ranks = run_ranks(split_logprobs, 2, vocab)
     for found in ranks:
-        torch.testing.assert_close(found[0], logprobs.detach(), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(found[1], entropy, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(torch.cat([found[2] for found in ranks], dim=1), gradient, rtol=1e-12, atol=1e-12)
+        for one, other in zip(found[:3], scores, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([found[3] for found in ranks], dim=1), gradient, rtol=1e-12, atol=1e-12)
 
 
 def test_a_part_of_a_row_has_its_part_of_the_mask():

@@ -28,7 +28,7 @@ def test_values_are_read_together_and_merged_without_those_of_nothing():
 
 def test_a_row_is_copied_in_one_piece_and_knows_its_targets():
     (row,) = packed(random_batch(0, vocab=43)).rows
-    tensors = {name: value for name, value in vars(row).items() if value is not None}
+    tensors = row.tensors()
     found = copied(tensors, torch.device("cpu"))
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in tensors.items())

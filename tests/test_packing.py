@@ -4,6 +4,7 @@ import pickle
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -147,8 +148,9 @@ def test_tool_answers_are_context_and_not_targets():
     assert row.mask.tolist() == [False, True, True, False, False, True, True]
     assert row.behaviour.tolist() == [0, -1, -2, 0, 0, -7, -0.5]
     assert row.advantages.tolist() == [0, -0.5, -0.5, 0, 0, -0.5, 0.5]
-    assert row.episodes.tolist() == [-1, 0, 0, -1, -1, 0, 1]
+    assert row.episodes.tolist() == [-1, 0, 0, 0, 0, 0, 1]
     assert row.segments.tolist() == [-1, 0, 0, -1, -1, 0, 0]
+    assert row.observed.tolist() == [False, False, False, True, True, False, False]
 
 
 def test_a_rewritten_history_is_a_branch_of_the_same_episode():
@@ -344,19 +346,23 @@ def test_packing_twice_gives_the_same_rows():
     first, second = (packed(batch, Layout(shares=2, seq_len=32)) for _ in range(2))
     assert len(first.rows) == len(second.rows)
     for a, b in zip(first.rows, second.rows, strict=True):
-        names = Row.__dataclass_fields__.keys() - {"routed"}
+        names = Row.__dataclass_fields__.keys() - {"routed", "columns"}
         assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
 def test_rows_travel_whole_as_arrays():
     [row] = packed(batch_of(simple([[20, 21], [30]], [10, 11]))).rows
-    for sent in (row, replace(row, routed=torch.arange(len(row) * 2, dtype=torch.int16).reshape(-1, 1, 2))):
+    routed = torch.arange(len(row) * 2, dtype=torch.int16).reshape(-1, 1, 2)
+    for sent in (row, replace(row, routed=routed, columns={"values": routed[:, 0, 0].float()})):
         data = pickle.dumps(sent)
         assert b"torch" not in data, "torch pickles a tensor by a class made for it, which is garbage in a circle"
         came = pickle.loads(data)
-        for name, value in vars(sent).items():
-            assert value is None if getattr(came, name) is None else torch.equal(getattr(came, name), value), name
-            assert value is None or getattr(came, name).dtype == value.dtype
+        assert came.tensors().keys() == sent.tensors().keys()
+        assert came.columns.keys() == sent.columns.keys()
+        found = came.tensors() | dict(came.columns)
+        for name, value in (sent.tensors() | dict(sent.columns)).items():
+            assert torch.equal(found[name], value), name
+            assert found[name].dtype == value.dtype
         came.advantages[0] = 7.0  # what came may be written to
 
 
@@ -471,7 +477,8 @@ def test_rows_keep_to_their_layout_and_padding_is_inert(batch, layout):
         assert not visible[padding][:, ~padding].any()
         assert not row.mask[padding].any()
         for name, blank in _BLANK.items():
-            assert (getattr(row, name)[~row.mask] == blank).all()
+            about = ~row.mask & ~row.observed if name == "episodes" else ~row.mask
+            assert (getattr(row, name)[about] == blank).all()
 
 
 @settings(max_examples=75, deadline=None)
@@ -569,3 +576,22 @@ def test_a_model_that_sees_across_branches_scores_differently():
     found = packed_logprobs(model, result, same_tree)
     gaps = [(found[e] - lone_logprobs(model, episode)).abs().max().item() for e, episode in enumerate(batch.episodes)]
     assert max(gaps) > 1e-2
+
+
+def test_columns_follow_their_tokens_through_branches_and_segments():
+    turns = [turn([10, 11], [20, 21]), turn([10, 11, 20, 21, 90], [22]), turn([10, 12], [23])]
+    batch = batch_of([(0.0, turns), (1.0, [turn([10, 11], [30, 31])])])
+    values = [[np.array([1.0, 2.0, 3.0, 4.0], np.float32), np.array([5.0, 6.0], np.float32)]]
+    pairs = [[np.stack([each, -each], axis=1).astype(np.int32) for each in values[0]]]
+    laid = pack(batch, centered(batch), Layout(), drop_uniform=False, columns={"values": values, "pairs": pairs})
+    (row,) = laid.rows
+    by_token = {20: 1.0, 21: 2.0, 22: 3.0, 23: 4.0, 30: 5.0, 31: 6.0}
+    expected = [by_token[t] if m else 0 for t, m in zip(row.targets.tolist(), row.mask.tolist(), strict=True)]
+    assert row.columns["values"].tolist() == expected
+    assert row.columns["pairs"].tolist() == [[each, -each] for each in expected]
+    (minibatch,) = laid.minibatches
+    assert (minibatch.observations, minibatch.group_size, minibatch.sources) == (1, 2, ("toy",))
+    assert minibatch.scattered == frozenset()
+    split = pack(batch, centered(batch), Layout(shares=2, seq_len=8), drop_uniform=False, columns={"values": values})
+    assert split.minibatches[0].scattered == {"episode", "group"}
+    assert all(row.columns["values"].shape == row.targets.shape for row in split.rows), "also in padding rows"

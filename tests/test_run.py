@@ -152,7 +152,7 @@ def run_here(recipe: str, *args: str, monkeypatch: pytest.MonkeyPatch) -> int:
         (("--group-size", "1"), "--group-size"),
         (("--trainer.optimizer.lr", "-1"), "--trainer.optimizer.lr"),
         (("--out", "/proc/forge_rl"), "--out"),
-        (("--loss.kl-kind", "k3"), "--loss.kl-kind"),
+        (("--loss", "clipped:kl_kind=k3"), "kl_kind"),
         (("--plan", "--trainer.seq-len", "262144"), "for each trainer rank, but this machine has"),
         (("--generator.kv-cache-gib", "1e6"), "--generator.kv-cache-gib"),
         (("--trainer.enable-cpu-offload",), "--trainer.enable-cpu-offload"),

@@ -95,7 +95,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
     before = shared_memory()
     out = tmp_path / "run"
     arguments = (*COLOCATED, "--generator.replicas", "2", "--reward.replicas", "2", "--trainer.ranks", "2")
-    arguments += ("--trainer.minibatches", "2", "--loss.kl-coef", "0.1", "--checkpoint-every", "10")
+    arguments += ("--trainer.minibatches", "2", "--loss", "clipped:kl_coef=0.1", "--checkpoint-every", "10")
     arguments += ("--weights.shm", str(shm))
     command = tiny_run(commands, tiny_model, out, "--steps", "100000", *arguments)
     command.wait_for("step +3/")

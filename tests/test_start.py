@@ -231,16 +231,25 @@ def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
     assert sorted(stopped) == sorted({*NAMES} - {*instead})
 
 
+BAD_LOSS = """import forge_rl as rl
+
+
+class Bad(rl.Loss):
+    def __call__(self, inputs):
+        return inputs.no_such_field
+"""
+
+
 def test_a_loss_that_fails_in_a_run_is_in_its_events_with_the_users_line_and_the_trace(
     staged: tuple[list[str], dict[str, Any]], tmp_path: Path
 ) -> None:
-    (tmp_path / "badloss.py").write_text("def loss(inputs):\n    return inputs.no_such_field\n")
-    loss: Any = load(f"{tmp_path}/badloss.py:loss", "--loss")
+    (tmp_path / "badloss.py").write_text(BAD_LOSS)
+    loss: Any = load(f"{tmp_path}/badloss.py:Bad", "--loss")
 
     async def check() -> None:
         async with start(config_of(tmp_path / "run")):
             try:
-                call_loss(loss, None)  # type: ignore[arg-type]  # as a rank of the trainer does
+                call_loss(loss(), None)  # type: ignore[arg-type]  # as a rank of the trainer does
             except LossError as error:
                 raise pickle.loads(pickle.dumps(error)) from None
 
@@ -248,8 +257,8 @@ def test_a_loss_that_fails_in_a_run_is_in_its_events_with_the_users_line_and_the
         asyncio.run(check())
     (ended,) = [json.loads(line) for line in events(tmp_path / "run").splitlines() if "ended by" in line]
     assert "the loss raised AttributeError" in ended["text"]
-    assert f"({tmp_path}/badloss.py:2)" in ended["text"]
-    assert 'badloss.py", line 2, in loss' in ended["text"], "the trace, which other processes' errors lose"
+    assert f"({tmp_path}/badloss.py:6)" in ended["text"]
+    assert 'badloss.py", line 6, in __call__' in ended["text"], "the trace, which other processes' errors lose"
 
 
 def test_a_fatal_fault_ends_the_body_with_its_name(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forge_rl.algorithms.logprobs import token_logprobs
+from forge_rl.algorithms.logprobs import Scoring, token_scores
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.optimizer import OptimizerConfig
@@ -96,6 +96,7 @@ def row_of(token_ids: torch.Tensor) -> Row:
         segments=zeros - 1,
         turns=zeros - 1,
         lengths=zeros + 1,
+        observed=torch.zeros(length, dtype=torch.bool),
     )
 
 
@@ -290,15 +291,15 @@ def test_a_head_that_scores_in_chunks_gives_the_same_logprobs_and_gradients(monk
         sizes: list[int] = []
         monkeypatch.setattr(
             titan_head,
-            "token_logprobs",
-            lambda logits, *args, sizes=sizes, **how: sizes.append(len(logits)) or token_logprobs(logits, *args, **how),
+            "token_scores",
+            lambda logits, *args, sizes=sizes, **how: sizes.append(len(logits)) or token_scores(logits, *args, **how),
         )
-        logprobs, entropy = head(given, targets, 0.7)
+        logprobs, entropy, _ = head(given, targets, Scoring(temperature=0.7))
         gradients = torch.autograd.grad(logprobs.exp().sum(), [given, head.weight])
         results.append((logprobs, entropy, *gradients))
         assert sizes == ([10] if chunk == 10 else [4, 4, 2, 4, 4, 2]), "the backward pass computes chunks again"
-    expected = token_logprobs(hidden @ head.weight.T, targets, 0.7)
-    torch.testing.assert_close(results[0][:2], expected)
+    expected = token_scores(hidden @ head.weight.T, targets, Scoring(temperature=0.7))
+    torch.testing.assert_close(results[0][:2], expected[:2])
     torch.testing.assert_close(results[1], results[0])
 
 
@@ -312,7 +313,7 @@ def test_chunks_of_a_bfloat16_head_add_up_as_exactly_as_one(monkeypatch: pytest.
     off = []
     for tokens in (2048, 16):
         monkeypatch.setattr(titan_head, "HEAD_CHUNK_BYTES", tokens * 200 * 4)
-        logprobs, _ = head(hidden, targets)
+        logprobs, *_ = head(hidden, targets)
         (found,) = torch.autograd.grad((logprobs * torch.linspace(-1, 1, 2048)).sum(), head.weight)
         assert found.dtype == torch.bfloat16
         off.append(float((found - exact).norm() / exact.norm()))
@@ -368,8 +369,7 @@ def test_padding_changes_nothing(tmp_path: Path):
         row,
         **{
             name: torch.cat([value, torch.full((9,), fill.get(name, 0), dtype=value.dtype)])
-            for name, value in vars(row).items()
-            if value is not None
+            for name, value in row.tensors().items()
         },
     )
     plain, more = (engine.logprobs([r], temperature=1.0)[0] for r in (row, padded))

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from forge_rl.algorithms.losses import ClippedSurrogate, LossInputs
+from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.algorithms.protocol import LossInputs
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.optimizer import OptimizerConfig

@@ -16,7 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from forge_rl.algorithms.aggregation import Aggregation
-from forge_rl.algorithms.losses import ClippedSurrogate, Loss, LossInputs
+from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.titan.index import TensorReader
 from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError
@@ -38,12 +39,11 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @dataclass(frozen=True)
-class Deadly:
+class Deadly(Loss):
     """A loss in which a rank gets a signal, while the others go on to wait for it; or sleeps, without one."""
 
     signal: signal.Signals | None
     rank: int = 1
-    needs_reference = needs_proximal = False
     aggregation = Aggregation()
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -56,11 +56,10 @@ class Deadly:
 
 
 @dataclass(frozen=True)
-class Severed:
+class Severed(Loss):
     """A loss beside which rank 0 meets an error that is not the loss's, and only then rank 1 dies, or never."""
 
     dies: bool
-    needs_reference = needs_proximal = False
 
     @property
     def aggregation(self) -> Aggregation:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from forge_rl.algorithms.aggregation import Aggregation
-from forge_rl.algorithms.losses import ClippedSurrogate, LossInputs
+from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.algorithms.user_loss import call_loss, try_loss
 from forge_rl.errors import LossError
 from forge_rl.flags.user_code import load
@@ -31,18 +32,17 @@ class Bad(ClippedSurrogate):
 
 
 @dataclass
-class Custom:
+class Custom(Loss):
     """What a user's loss may be."""
 
     body: Callable[[LossInputs], Any]
-    needs_reference = needs_proximal = False
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     def __call__(self, inputs: LossInputs) -> Any:
         return self.body(inputs)
 
 
-class Held:
+class Held(Loss):
     """What cannot be sent."""
 
     def __init__(self) -> None:

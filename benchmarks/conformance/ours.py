@@ -11,7 +11,9 @@ import torch
 
 from benchmarks.conformance.batches import GROUP_SIZE, Batch
 from forge_rl.algorithms.advantages import Estimator, batch_advantages, gdpo_advantages
-from forge_rl.algorithms.losses import Loss, LossInputs
+from forge_rl.algorithms.aggregation import Counts
+from forge_rl.algorithms.protocol import Loss, LossInputs
+from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.types import Batch as Episodes
 from forge_rl.types import Episode, Group, Score, Task, Turn
 
@@ -35,11 +37,11 @@ def loss_of(loss: Loss, **columns: str) -> Ours:
         mask = torch.from_numpy(batch["mask"])
         logprobs = torch.from_numpy(batch["logprobs"]).clone().requires_grad_()
         lengths = mask.sum(dim=1)
-        divisor = loss.aggregation.divisor(tokens=int(lengths.sum()), sequences=len(mask))
+        divisor = loss.divisor(Counts(tokens=int(lengths.sum()), sequences=len(mask)))
         order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(len(mask)))
         total = logprobs.new_zeros(())
         for episodes in order.tensor_split(_ROWS):
-            total = total + loss(_inputs(batch, columns, loss, episodes, logprobs))[0] / divisor
+            total = total + call_loss(loss, _inputs(batch, columns, loss, episodes, logprobs))[0] / divisor
         (gradient,) = torch.autograd.grad(total, logprobs)
         return {"loss": total.detach().numpy(), "gradient": gradient.numpy()}
 
@@ -58,9 +60,13 @@ def _inputs(
 
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1).double().expand(mask.shape).flatten()
     zeros = torch.zeros(mask.numel(), dtype=torch.int32)
+    others: dict[str, Any] = {name: column(name) for name in ("behaviour", "advantages", "reference", "proximal")}
     return LossInputs(
         logprobs=logprobs[episodes].where(mask, torch.nan).flatten(),
-        **{name: column(name) for name in ("behaviour", "advantages", "reference", "proximal")},
+        **others,
+        lengths=lengths,
+        counts=Counts(tokens=int(batch["mask"].sum()), sequences=len(batch["mask"])),
+        group_size=GROUP_SIZE,
         weights=loss.aggregation.weights(lengths),
         mask=mask.flatten(),
         versions=zeros,

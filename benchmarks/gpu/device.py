@@ -7,6 +7,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -77,7 +78,8 @@ def attention() -> dict[str, float]:
     flex, counts, seconds = FlexAttention(FlexAttention.Config()), [], []
     for blocks in (3, 8, 5, 12, 20, 30, 40, 11, 25, 60, 4, 33):
         row = row_of(128 * blocks, 43)
-        here = Row(**{name: value.cuda() for name, value in vars(row).items() if value is not None})
+        there: dict[str, Any] = {name: value.cuda() for name, value in row.tensors().items()}
+        here = Row(**there)
         q, k, v = (
             torch.randn(1, len(row), heads, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             for heads in (16, 8, 8)

@@ -12,6 +12,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Numbers of a minibatch over all rows and ranks, including groups that are left out of training."""
+
+    tokens: int
+    """Number of trained tokens."""
+    sequences: int
+    """Number of episodes."""
+    observations: int = 0
+    """Number of observation tokens between the turns of episodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Aggregation:
     """Mean that reduces token losses to one number.
 
@@ -38,12 +50,12 @@ class Aggregation:
         if self.kind not in ("token_mean", "sequence_mean", "constant"):
             raise ConfigError(
                 f"unknown aggregation {self.kind!r}",
-                hint="set --loss.aggregation.kind to token_mean, sequence_mean or constant",
+                hint="set aggregation.kind to token_mean, sequence_mean or constant",
             )
         if (self.tokens > 0) != (self.kind == "constant") or self.tokens < 0:
             raise ConfigError(
                 f"the aggregation {self.kind} has a divisor of {self.tokens} tokens",
-                hint="set --loss.aggregation.tokens with --loss.aggregation.kind constant, and only with it",
+                hint="set aggregation.tokens with aggregation.kind=constant, and only with it",
             )
 
     def weights(self, lengths: torch.Tensor) -> torch.Tensor:
@@ -56,6 +68,10 @@ class Aggregation:
         lengths = lengths.to(torch.promote_types(lengths.dtype, torch.float32))
         return lengths.reciprocal() if self.kind == "sequence_mean" else torch.ones_like(lengths)
 
-    def divisor(self, *, tokens: int, sequences: int) -> int:
-        """Return the divisor of the weighted sum over a minibatch with these numbers of tokens and sequences."""
-        return {"token_mean": tokens, "sequence_mean": sequences, "constant": sequences * self.tokens}[self.kind]
+    def divisor(self, counts: Counts) -> int:
+        """Return the divisor of the weighted sum over a minibatch."""
+        return {
+            "token_mean": counts.tokens,
+            "sequence_mean": counts.sequences,
+            "constant": counts.sequences * self.tokens,
+        }[self.kind]

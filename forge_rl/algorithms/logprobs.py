@@ -2,54 +2,81 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from forge_rl.errors import ConfigError
 
 
-def token_logprobs(
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """What to compute of each target's distribution, softmax(logits / temperature)."""
+
+    temperature: float = 1.0
+    """The engine's sampling temperature, so that logprobs are comparable with behaviour logprobs."""
+    entropy_gradient: bool = False
+    """Give the entropy a gradient."""
+    squares: bool = False
+    """Compute the sum of the squared probabilities."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < float("inf"):
+            raise ConfigError(
+                f"the sampling temperature is {self.temperature}",
+                hint="train on episodes sampled at a temperature above 0: greedy decoding has no logprobs",
+            )
+
+
+DEFAULT_SCORING = Scoring()
+
+
+class TokenScores(NamedTuple):
+    """Scores of N targets; float32, or float64 for float64 logits."""
+
+    logprobs: torch.Tensor
+    """[N], or [N, K] for several targets each, with gradient."""
+    entropy: torch.Tensor
+    """[N], in nats."""
+    squares: torch.Tensor | None
+    """[N], without gradient; None unless asked for."""
+
+    @property
+    def first(self) -> torch.Tensor:
+        """Return the logprobs of the first, or only, target of each position, [N]."""
+        return self.logprobs[:, 0] if self.logprobs.ndim == 2 else self.logprobs
+
+
+def token_scores(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    temperature: float = 1.0,
+    scoring: Scoring = DEFAULT_SCORING,
     *,
     chunk_tokens: int | None = None,
     overwrite_logits: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> TokenScores:
     """Return the logprob of each target, and the entropy of its distribution softmax(logits / temperature).
 
     Logits at position t score token t+1. Packed rows already hold that token as targets[t], so nothing is shifted here:
-    entry t of both results belongs to targets[t].
+    entry t of all results belongs to targets[t].
 
     Computes in float32, or float64 for float64 logits, in chunks, forward and backward; saves only the logits for the
     backward pass.
 
     Args:
         logits: [N, V], any float dtype.
-        targets: [N] int64; any valid token id at positions without a target.
-        temperature: the engine's sampling temperature, so that logprobs are comparable with behaviour logprobs.
+        targets: [N] int64, or [N, K] for K targets of the same distribution; any valid token id at positions without a
+            target.
         chunk_tokens: positions per chunk; float32 temporaries are [chunk_tokens, V]. By default 16 on CPU, to stay in
             its cache, else 64.
         overwrite_logits: overwrite the logits with the gradient in the backward pass, which saves their size in memory.
             Only for logits that nothing else reads; a second backward pass fails.
-
-    Returns:
-        logprobs [N] with gradient, entropy [N] in nats without gradient; float32, or float64 for float64 logits.
-
-    Raises:
-        ConfigError: the temperature is not above 0.
     """
-    if not 0 < temperature < float("inf"):
-        raise ConfigError(
-            f"the sampling temperature is {temperature}",
-            hint="train on episodes sampled at a temperature above 0: greedy decoding has no logprobs to correct by",
-        )
     chunk_tokens = chunk_tokens or (16 if logits.device.type == "cpu" else 64)
     assert logits.ndim == 2, f"logits have shape {list(logits.shape)}, not [N, V]"
-    assert targets.shape == logits.shape[:1], f"targets {list(targets.shape)}, logits {list(logits.shape)}"
-    logprobs, entropy = _TokenLogprobs.apply(logits, targets, temperature, chunk_tokens, overwrite_logits)
-    return logprobs, entropy
+    assert targets.shape[:1] == logits.shape[:1], f"targets {list(targets.shape)}, logits {list(logits.shape)}"
+    return TokenScores(*_TokenScores.apply(logits, targets, scoring, chunk_tokens, overwrite_logits))
 
 
 def widened(values: torch.Tensor) -> torch.Tensor:
@@ -71,50 +98,79 @@ def logprob_gap(trainer: torch.Tensor, behaviour: torch.Tensor, mask: torch.Tens
     return {"abs_sum": gap.sum(), "max": largest, "count": mask.sum().to(torch.float32)}
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """Handwritten gradient, so that no [N, V] softmax is saved: d logprob / d logits = (onehot - p) / temperature."""
+class _TokenScores(torch.autograd.Function):
+    """Handwritten gradients, so that no [N, V] softmax is saved. With z = logits / temperature:
+    d logprob / d z = onehot - p, and d entropy / d z = -p * (log p + entropy)."""
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: torch.Tensor,
         targets: torch.Tensor,
-        temperature: float,
+        scoring: Scoring,
         chunk_tokens: int,
         overwrite_logits: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         wide = torch.promote_types(logits.dtype, torch.float32)
-        logprobs, entropy = (logits.new_empty(len(targets), dtype=wide) for _ in range(2))
+        logprobs, entropy = logits.new_empty(targets.shape, dtype=wide), logits.new_empty(len(targets), dtype=wide)
+        squares = torch.empty_like(entropy) if scoring.squares else None
         room = _room(logits, chunk_tokens), _room(logits, chunk_tokens)
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            scaled = _scaled(logits[rows], temperature)
+            scaled = _scaled(logits[rows], scoring.temperature)
             logp, p = (each[: len(scaled)] for each in room)
             torch.log_softmax(scaled, dim=1, out=logp)
-            logprobs[rows] = logp.gather(1, targets[rows, None]).squeeze(1)
+            logprobs[rows] = logp.gather(1, targets[rows].view(len(scaled), -1)).view(targets[rows].shape)
             torch.exp(logp, out=p)
+            if squares is not None:
+                squares[rows] = p.square().sum(dim=1)
             # The bound avoids 0 * -inf in the sum; it only changes entries of probability 0.
-            entropy[rows] = -p.mul_(logp.clamp_(min=-1e4)).sum(dim=1)
-        ctx.save_for_backward(logits, targets)
-        ctx.options = temperature, chunk_tokens, overwrite_logits
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+            entropy[rows] = -p.mul_(logp.clamp_(min=_LEAST)).sum(dim=1)
+        ctx.save_for_backward(logits, targets, entropy)
+        ctx.options = scoring, chunk_tokens, overwrite_logits
+        fixed = [entropy] if not scoring.entropy_gradient else []
+        ctx.mark_non_differentiable(*fixed, *([] if squares is None else [squares]))
+        return logprobs, entropy, squares
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor | None
+        ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor, _: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, targets = ctx.saved_tensors
-        temperature, chunk_tokens, overwrite_logits = ctx.options
+        logits, targets, entropy = ctx.saved_tensors
+        scoring, chunk_tokens, overwrite_logits = ctx.options
         grad_logits = logits.detach() if overwrite_logits else torch.empty_like(logits)
         room = _room(logits, chunk_tokens)
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            scaled, slope = _scaled(logits[rows], temperature), grad_logprobs[rows, None] / temperature
-            grad = torch.softmax(scaled, dim=1, out=room[: len(scaled)])
-            grad_logits[rows] = grad.mul_(-slope).scatter_add_(1, targets[rows, None], slope)
+            scaled = _scaled(logits[rows], scoring.temperature)
+            slope = (grad_logprobs[rows] / scoring.temperature).view(len(scaled), -1)
+            all_slopes = slope.sum(dim=1, keepdim=True)
+            if scoring.entropy_gradient:
+                logp = torch.log_softmax(scaled, dim=1, out=room[: len(scaled)])
+                grad = entropy_slope(logp, entropy[rows], grad_entropy[rows] / scoring.temperature, all_slopes)
+            else:
+                grad = torch.softmax(scaled, dim=1, out=room[: len(scaled)]).mul_(-all_slopes)
+            grad_logits[rows] = grad.scatter_add_(1, targets[rows].view(slope.shape), slope)
         return grad_logits, None, None, None, None
+
+
+_LEAST = -1e4
+"""Log of a probability that is 0 in every dtype, and finite."""
+
+
+def entropy_slope(
+    logp: torch.Tensor, entropy: torch.Tensor, grad_entropy: torch.Tensor, slopes: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient by logits / temperature without the targets' own part, -p * (slopes + g * (log p + entropy)).
+
+    Args:
+        logp: [n, V], log probabilities.
+        entropy: [n], as is its gradient g, `grad_entropy`.
+        slopes: [n, 1], sums of the gradients by the logprobs of each position.
+    """
+    factor = (logp.clamp(min=_LEAST) + entropy[:, None]).mul_(grad_entropy[:, None]).add_(slopes)
+    return logp.exp().mul_(factor.neg_())
 
 
 def _room(logits: torch.Tensor, tokens: int) -> torch.Tensor:

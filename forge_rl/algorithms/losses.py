@@ -1,91 +1,23 @@
-"""Losses over a packed row's trained tokens: weighted sums, which the caller divides by one number per minibatch."""
+"""Policy losses: their common part, the clipped surrogate, and what several methods share."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_estimate, kl_penalty
+from forge_rl.algorithms.protocol import Loss, LossInputs, Need, Scope
 from forge_rl.errors import ConfigError, check_flags
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LossInputs:
-    """One packed row as a loss sees it.
-
-    All tensors are [L] and aligned: entry t of each belongs to the same token, the target of position t. Values where
-    mask is False are arbitrary, even NaN. float32 tensors are float64 if the trainer computes in float64.
-    """
-
-    logprobs: torch.Tensor
-    """float32, the policy's logprobs, with gradient."""
-    behaviour: torch.Tensor
-    """float32, the engine's logprobs when it sampled the tokens."""
-    advantages: torch.Tensor
-    """float32, advantages of the tokens."""
-    weights: torch.Tensor
-    """float32, weight of each token's loss in the sum; see `Aggregation.weights`."""
-    mask: torch.Tensor
-    """bool, True where the token is trained."""
-    versions: torch.Tensor
-    """int32, version of the weights that produced the token."""
-    episodes: torch.Tensor
-    """int32, index into batch.episodes of the token's episode."""
-    turns: torch.Tensor
-    """int32, index of the token's turn within its episode."""
-    segments: torch.Tensor
-    """int32, index of the token's segment within its episode. The tokens of a segment all lie in the same row."""
-    reference: torch.Tensor | None = None
-    """float32, the frozen reference's logprobs; None unless the loss needs them."""
-    proximal: torch.Tensor | None = None
-    """float32, logprobs of the policy before the batch's first update; None unless the loss needs them."""
-
-
-class Loss(Protocol):
-    """Sums a loss over one row's tokens. Must be picklable: the trainer ranks receive it.
-
-    class Reinforce:
-        needs_reference = needs_proximal = False
-        aggregation = Aggregation()
-
-        def __call__(self, inputs):
-            loss = -inputs.weights * inputs.logprobs * inputs.advantages
-            return torch.where(inputs.mask, loss, 0.0).sum(), {}
-    """
-
-    @property
-    def needs_reference(self) -> bool:
-        """True if the trainer must hold a frozen reference; groups with zero advantages then also have a gradient."""
-        ...
-
-    @property
-    def needs_proximal(self) -> bool:
-        """True if the loss needs the logprobs before the batch's first update: one more forward pass per batch."""
-        ...
-
-    @property
-    def aggregation(self) -> Aggregation:
-        """Mean that reduces token losses to one number."""
-        ...
-
-    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Sum the weighted loss over the tokens where mask is True.
-
-        Returns:
-            The sum, a scalar with gradient, and unweighted sums for metrics, detached scalars. The caller divides the
-            former by the aggregation's divisor over all rows and ranks, so that neither the split into microbatches nor
-            the number of ranks changes the gradient, and the latter by the number of tokens.
-        """
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss:
+class PolicyLoss(Loss):
     """Common part of policy losses: importance ratios, decoupling, and the KL penalty to a frozen reference.
 
     A method is a subclass with one function, `token_losses`; `policy_losses` has several. The loss of a token is
@@ -108,13 +40,14 @@ class PolicyLoss:
     truncate: bound the weight, as truncated importance sampling (TIS) does, with a cap of 2."""
     off_policy_bound: float = math.inf
     """Drop tokens with a negative advantage if the mean of behaviour - logprobs over their sequence (see
-    `sequence_sums`) is above this, as DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) does; inf drops none."""
+    `sequence_means`) is above this, as DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) does; inf drops none."""
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     def __post_init__(self) -> None:
+        flag = self.flag
         check_flags(
             self,
-            "--loss.",
+            flag,
             least={"kl_coef": 0, "behaviour_floor": 0},
             most={"behaviour_floor": self.behaviour_cap},
             above={"behaviour_cap": 0, "off_policy_bound": 0},
@@ -122,23 +55,41 @@ class PolicyLoss:
         )
         if self.behaviour_mode not in ("mask", "truncate"):
             raise ConfigError(
-                f"behaviour_mode is {self.behaviour_mode!r}", hint="set --loss.behaviour-mode to mask or truncate"
+                f"behaviour_mode is {self.behaviour_mode!r}", hint=f"set {flag}behaviour_mode to mask or truncate"
             )
         if self.kl_kind not in ("k2", "k3"):
-            raise ConfigError(f"kl_kind is {self.kl_kind!r}", hint="set --loss.kl-kind to k2 or k3")
+            raise ConfigError(f"kl_kind is {self.kl_kind!r}", hint=f"set {flag}kl_kind to k2 or k3")
         if self.kl_kind != "k2" and not self.kl_coef:
             raise ConfigError(
                 f"kl_kind {self.kl_kind} has no effect while kl_coef is 0",
-                hint="set --loss.kl-coef above 0, or leave --loss.kl-kind out",
+                hint=f"set {flag}kl_coef above 0, or leave kl_kind out",
             )
 
     @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0
+    def flag(self) -> str:
+        """Prefix of a setting's name in errors."""
+        return f"--loss {type(self).__name__.lower()}:"
 
     @property
-    def needs_proximal(self) -> bool:
-        return self.decoupled
+    def needs(self) -> Collection[Need]:
+        needed: list[Need] = ["reference"] if self.kl_coef > 0 else []
+        return [*needed, "proximal"] if self.decoupled else needed
+
+    @property
+    def scope(self) -> Scope:
+        return "episode" if self.off_policy_bound < math.inf else ""
+
+    def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
+        if self.off_policy_bound == math.inf:
+            return {}
+        return {"off_policy": sequence_means(tokens.behaviour - tokens.logprobs, tokens)}
+
+    def old_logprobs(self, tokens: LossInputs) -> torch.Tensor:
+        """Return the logprobs that ratios are relative to: the engine's, or if decoupled the proximal policy's."""
+        if not self.decoupled:
+            return tokens.behaviour
+        assert tokens.proximal is not None, "needs has proximal"
+        return tokens.proximal
 
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
@@ -164,14 +115,12 @@ class PolicyLoss:
         Raises:
             ConfigError: kl_coef is above 0 without a reference.
         """
-        if self.needs_reference and inputs.reference is None:
+        if self.kl_coef > 0 and inputs.reference is None:
             raise ConfigError(
                 f"kl_coef is {self.kl_coef} and the trainer has no reference",
-                hint="give the trainer a frozen reference, or set --loss.kl-coef 0",
+                hint=f"give the trainer a frozen reference, or set {self.flag}kl_coef=0",
             )
-        for each in fields(inputs):
-            other = getattr(inputs, each.name)
-            assert other is None or other.shape == inputs.mask.shape, f"{each.name} has shape {list(other.shape)}"
+        inputs.check()
         mask = inputs.mask
 
         def masked(values: torch.Tensor) -> torch.Tensor:
@@ -182,8 +131,7 @@ class PolicyLoss:
         weights, old = masked(inputs.weights), behaviour
         sums: dict[str, torch.Tensor] = {}
         if self.decoupled:
-            assert inputs.proximal is not None, "needs_proximal asks for it"
-            old = masked(inputs.proximal)
+            old = masked(self.old_logprobs(inputs))
             behaviour_weight = importance_ratio(old, behaviour)
             bounded = behaviour_weight.clamp(self.behaviour_floor, self.behaviour_cap)
             capped = behaviour_weight != bounded
@@ -195,8 +143,7 @@ class PolicyLoss:
             }
         losses, own = self.token_losses(logprobs, old, advantages, inputs)
         if self.off_policy_bound < math.inf:
-            total, count = sequence_sums((behaviour - logprobs).detach(), inputs)
-            dropped = mask & (advantages < 0) & (total > self.off_policy_bound * count)
+            dropped = mask & (advantages < 0) & (inputs.statistics["off_policy"] > self.off_policy_bound)
             losses = losses.where(~dropped, 0.0)
             sums["off_policy_masked"] = dropped.sum()
         loss = (weights * losses).sum()
@@ -205,7 +152,7 @@ class PolicyLoss:
         if inputs.reference is not None:
             reference = masked(inputs.reference)
             sums["kl"] = kl_estimate(logprobs.detach(), reference).sum()
-            if self.needs_reference:
+            if self.kl_coef > 0:
                 penalty = kl_penalty(logprobs, reference, logprobs - behaviour, self.kl_kind)
                 loss = loss + self.kl_coef * (masked(inputs.weights) * penalty).sum()
         return loss, {name: value.detach().to(logprobs.dtype) for name, value in sums.items()}
@@ -235,7 +182,7 @@ class ClippedSurrogate(PolicyLoss):
         super().__post_init__()
         check_flags(
             self,
-            "--loss.",
+            self.flag,
             least={"clip_low": 0, "clip_high": 0},
             most={"clip_low": 1},
             above={"dual_clip": 1},
@@ -267,17 +214,16 @@ def importance_ratio(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tens
     return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def sequence_sums(values: torch.Tensor, inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum values, [L], over the trained tokens of each token's sequence.
+def sequence_sums(values: torch.Tensor, tokens: LossInputs) -> torch.Tensor:
+    """Sum values, [N], over the sequence of each token, [N]; for `Loss.statistics`.
 
-    A sequence is a segment: all trained tokens of an episode, unless its history was rewritten on the way (an agent
-    that summarises, a sub-agent), which begins another segment. It always lies in one row.
-
-    Returns:
-        For each token, the sum over its sequence, and the sequence's number of trained tokens; both [L], and arbitrary
-        where the mask is False.
+    A sequence is an episode: all of its trained tokens, over all turns and segments.
     """
-    keys = inputs.episodes.long() * (1 << 32) + inputs.segments.long()
-    _, index = keys.where(inputs.mask, -1).unique(return_inverse=True)
-    total = values.new_zeros(len(keys)).index_add(0, index, values)
-    return total[index], index.bincount()[index].to(values.dtype)
+    _, index = tokens.episodes.unique(return_inverse=True)
+    total: torch.Tensor = values.new_zeros(len(values)).index_add(0, index, values)[index]
+    return total
+
+
+def sequence_means(values: torch.Tensor, tokens: LossInputs) -> torch.Tensor:
+    """Average values, [N], over the sequence of each token, [N]; see `sequence_sums`."""
+    return sequence_sums(values, tokens) / tokens.lengths

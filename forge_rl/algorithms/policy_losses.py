@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import MAX_LOG_RATIO
-from forge_rl.algorithms.losses import LossInputs, PolicyLoss, clipped_surrogate, importance_ratio, sequence_sums
+from forge_rl.algorithms.losses import (
+    PolicyLoss,
+    clipped_surrogate,
+    importance_ratio,
+    sequence_means,
+    sequence_sums,
+)
+from forge_rl.algorithms.protocol import LossInputs, Scope
 from forge_rl.errors import ConfigError, check_flags
 
 if TYPE_CHECKING:
@@ -30,7 +38,7 @@ class Cispo(PolicyLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flags(self, "--loss.", above={"ratio_max": 0})
+        check_flags(self, self.flag, above={"ratio_max": 0})
 
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
@@ -63,9 +71,9 @@ class Dppo(PolicyLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flags(self, "--loss.", above={"threshold": 0, "ratio_max": 0}, below={"threshold": math.inf})
+        check_flags(self, self.flag, above={"threshold": 0, "ratio_max": 0}, below={"threshold": math.inf})
         if self.divergence not in ("tv", "kl"):
-            raise ConfigError(f"divergence is {self.divergence!r}", hint="set --loss.divergence to tv or kl")
+            raise ConfigError(f"divergence is {self.divergence!r}", hint=f"set {self.flag}divergence to tv or kl")
 
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
@@ -92,7 +100,7 @@ class Sapo(PolicyLoss):
 
     The loss of a token is -sigmoid(tau * (r - 1)) * 4 / tau * A, with one tau for positive and one for other
     advantages (arXiv 2511.20347); its gradient at r = 1 is -A, as without a gate. The paper averages over tokens and
-    then over sequences: `--loss.aggregation.kind sequence_mean`.
+    then over sequences: aggregation.kind=sequence_mean.
     """
 
     tau_positive: float = 1.0
@@ -103,7 +111,7 @@ class Sapo(PolicyLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         limits = {"tau_positive": math.inf, "tau_negative": math.inf}
-        check_flags(self, "--loss.", above=dict.fromkeys(limits, 0), below=limits)
+        check_flags(self, self.flag, above=dict.fromkeys(limits, 0), below=limits)
 
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
@@ -139,18 +147,25 @@ class Gspo(PolicyLoss):
         super().__post_init__()
         check_flags(
             self,
-            "--loss.",
+            self.flag,
             least={"clip_low": 0, "clip_high": 0},
             most={"clip_low": 1},
             below={"clip_high": math.inf},
         )
 
+    @property
+    def scope(self) -> Scope:
+        return "episode"
+
+    def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
+        log_ratio = tokens.logprobs - self.old_logprobs(tokens)
+        return {**super().statistics(tokens), "log_ratio": sequence_means(log_ratio, tokens)}
+
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
-        total, count = sequence_sums((logprobs - old).detach(), inputs)
-        mean = (total / count).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        mean = inputs.statistics["log_ratio"].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = mean.exp() * (logprobs - logprobs.detach()).exp()
         losses, lost = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
         return losses, {"clipped": lost.sum()}
@@ -163,8 +178,9 @@ class Gmpo(PolicyLoss):
         loss: rl.Gmpo = field(default_factory=rl.Gmpo)  # in a recipe's Config
 
     The loss of every token of a sequence (see `sequence_sums`) is -A * exp(mean of c), where c is logprob - old,
-    at most clip if A is positive and at least -clip if A is negative: GMPO (arXiv 2507.20673) equation 4. The sum
-    "clipped" counts tokens without gradient.
+    at most clip if A is positive and at least -clip if A is negative, and a token's logprob has the gradient of its own
+    c alone: GMPO (arXiv 2507.20673) equation 4 if a sequence's tokens have one advantage. The sum "clipped" counts
+    tokens without gradient.
     """
 
     clip: float = 0.4
@@ -173,16 +189,31 @@ class Gmpo(PolicyLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_flags(self, "--loss.", above={"clip": 0}, below={"clip": math.inf})
+        check_flags(self, self.flag, above={"clip": 0}, below={"clip": math.inf})
+
+    @property
+    def scope(self) -> Scope:
+        return "episode"
+
+    def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
+        log_ratio, _ = self._clipped(tokens.logprobs, self.old_logprobs(tokens), tokens.advantages)
+        return {**super().statistics(tokens), "log_ratio": sequence_means(log_ratio, tokens)}
+
+    def _clipped(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the clipped log ratios, and where they have no gradient."""
+        log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        lost = ((advantages > 0) & (log_ratio > self.clip)) | ((advantages < 0) & (log_ratio < -self.clip))
+        return log_ratio.where(~lost, self.clip * advantages.sign()), lost
 
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
-        log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        lost = ((advantages > 0) & (log_ratio > self.clip)) | ((advantages < 0) & (log_ratio < -self.clip))
-        total, count = sequence_sums(log_ratio.where(~lost, self.clip * advantages.sign()), inputs)
-        return -advantages * (total / count).exp(), {"clipped": lost.sum()}
+        log_ratio, lost = self._clipped(logprobs, old, advantages)
+        own = 1 + log_ratio - log_ratio.detach()
+        return -advantages * inputs.statistics["log_ratio"].exp() * own, {"clipped": lost.sum()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,10 +227,17 @@ class Topr(PolicyLoss):
     has become unlikely to give has no influence, so tokens may be very stale. The sum "weight" adds up w.
     """
 
+    @property
+    def scope(self) -> Scope:
+        return "episode"
+
+    def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
+        log_ratio = tokens.logprobs - self.old_logprobs(tokens)
+        return {**super().statistics(tokens), "log_ratio": sequence_sums(log_ratio, tokens)}
+
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
-        total, _ = sequence_sums((logprobs - old).detach(), inputs)
-        weight = total.clamp(max=0.0).exp().where(advantages < 0, 1.0)
+        weight = inputs.statistics["log_ratio"].clamp(max=0.0).exp().where(advantages < 0, 1.0)
         return -weight * advantages * logprobs, {"weight": weight.where(inputs.mask, 0.0).sum()}

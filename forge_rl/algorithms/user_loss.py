@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
-from forge_rl.algorithms.losses import Loss, LossInputs
+from forge_rl.algorithms.aggregation import Counts
+from forge_rl.algorithms.components import LossBySource
+from forge_rl.algorithms.protocol import Loss, LossInputs, Sum
 from forge_rl.errors import ForgeError, LossError
 from forge_rl.flags.user_code import line_of
 
@@ -18,8 +22,10 @@ _OF_DEVICE = re.compile(r"(?:CUDA (?:driver )?|cuDNN |NCCL )error")
 """Prefix of PyTorch's RuntimeError messages for failures of the device or its libraries."""
 
 
-def call_loss(loss: Loss, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+def call_loss(loss: Loss, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, Sum]]:
     """Call the loss and validate its result; see `Loss.__call__`.
+
+    If the loss needs statistics and the inputs have none, they are computed from this row.
 
     Raises:
         LossError: it raised, or its result is not a loss.
@@ -27,8 +33,46 @@ def call_loss(loss: Loss, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str
         it.
         RuntimeError: a device library reports a failure.
     """
+    if loss.scope and not inputs.statistics:
+        tokens = inputs.mask.nonzero()[:, 0]
+        found = call_statistics(loss, inputs.at(tokens))
+        inputs = replace(inputs, statistics=spread(found, tokens, len(inputs.mask)))
+    return _check(_call(lambda: loss(inputs)))
+
+
+def call_statistics(loss: Loss, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
+    """Call `Loss.statistics` and validate its result, without gradient; errors as in call_loss."""
+    with torch.no_grad():
+        found = _call(lambda: loss.statistics(tokens))
+    count = len(tokens.mask)
+    wrong = [name for name, each in found.items() if each.shape[:1] != (count,) and each.ndim]
+    if wrong:
+        raise LossError(
+            f"the loss's statistic {wrong[0]!r} has shape {list(found[wrong[0]].shape)}",
+            hint=f"return one value, or one for each of the {count} tokens",
+        )
+    return found
+
+
+def spread(statistics: Mapping[str, torch.Tensor], tokens: torch.Tensor, length: int) -> dict[str, torch.Tensor]:
+    """Put the statistics of a row's trained tokens at their positions, 0 elsewhere; scalars stay.
+
+    Args:
+        tokens: [n], positions of the tokens.
+        length: L of the row.
+    """
+    return {
+        name: each.new_zeros(length, *each.shape[1:]).index_put((tokens,), each) if each.ndim else each
+        for name, each in statistics.items()
+    }
+
+
+_T = TypeVar("_T")
+
+
+def _call(function: Callable[[], _T]) -> _T:
     try:
-        found = loss(inputs)
+        return function()
     except (ForgeError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
@@ -40,12 +84,17 @@ def call_loss(loss: Loss, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str
             hint="fix it; the whole trace is in events.jsonl and in the trainer's log",
             trace="".join(traceback.format_exception(error)),
         ) from error
+
+
+def _check(found: object) -> tuple[torch.Tensor, Mapping[str, Sum]]:
+    """Validate what a loss returned."""
     match found:
         case (torch.Tensor() as total, Mapping() as sums) if total.ndim == 0:
-            wrong = [name for name, value in sums.items() if torch.as_tensor(value).numel() != 1]
+            read = {name: _scalars(value) for name, value in sums.items()}
+            wrong = [(name, each) for name, parts in read.items() for each in parts if each.numel() != 1]
             if not wrong:
-                return total, {name: torch.as_tensor(value).detach() for name, value in sums.items()}
-            seen = f"a sum {wrong[0]!r} of {torch.as_tensor(sums[wrong[0]]).numel()} values"
+                return total, {name: (each[0], each[1]) if len(each) == 2 else each[0] for name, each in read.items()}
+            seen = f"a sum {wrong[0][0]!r} of {wrong[0][1].numel()} values"
         case (torch.Tensor() as total, Mapping()):
             seen = f"a tensor of shape {list(total.shape)}"
         case _:
@@ -53,15 +102,28 @@ def call_loss(loss: Loss, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str
     raise LossError(f"the loss returned {seen}", hint="return the sum, a scalar tensor, and a dict of sums for metrics")
 
 
-def try_loss(loss: Loss) -> None:
+def _scalars(value: Any) -> list[torch.Tensor]:
+    parts = value if isinstance(value, tuple) and len(value) == 2 else (value,)
+    return [torch.as_tensor(each).detach() for each in parts]
+
+
+def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
     """Try a loss on a small row in host memory, so that a broken one is refused before anything starts.
 
+    Args:
+        sources: names of the mixture's sources, if known.
+
     Raises:
+        ConfigError: a source has no loss, or a loss no source.
         LossError: it cannot be sent to the trainer ranks, raised, returned something other than a loss, or has no
             finite gradient.
     """
     import cloudpickle  # type: ignore[import-untyped]
 
+    if not isinstance(loss, Loss):
+        raise LossError(f"the loss is a {type(loss).__name__}, not a Loss", hint="make its class a subclass of rl.Loss")
+    if isinstance(loss, LossBySource) and sources:
+        loss.check_sources(sources)
     try:
         loss = cloudpickle.loads(cloudpickle.dumps(loss))
     except Exception as error:
@@ -74,6 +136,7 @@ def try_loss(loss: Loss) -> None:
     others = logprobs.detach() - 0.05
     mask = index % 4 != 3  # like the second episode's prompt
     lengths = torch.where(mask, 3, 1)
+    unit = torch.ones(_TRIED)
     inputs = LossInputs(
         logprobs=logprobs,
         behaviour=torch.where(mask, others, 0.0),
@@ -84,8 +147,19 @@ def try_loss(loss: Loss) -> None:
         episodes=torch.where(mask, index // 4, -1).int(),
         turns=torch.where(mask, 0, -1).int(),
         segments=torch.where(mask, 0, -1).int(),
-        reference=others if loss.needs_reference else None,
-        proximal=others if loss.needs_proximal else None,
+        lengths=lengths,
+        counts=Counts(tokens=6, sequences=2, observations=2),
+        group_size=2,
+        sources=("tried",),
+        entropy=unit.clone().requires_grad_() if "entropy_gradient" in loss.needs else unit,
+        squares=0.5 * unit if "squares" in loss.needs else None,
+        reference=others if "reference" in loss.needs else None,
+        proximal=others if "proximal" in loss.needs else None,
+        observed=~mask if "observations" in loss.needs else None,
+        top_logprobs=(logprobs - 1).unsqueeze(1).expand(-1, loss.columns["top_ids"])
+        if "top_ids" in loss.columns
+        else None,
+        columns={name: torch.zeros((_TRIED, k) if k else _TRIED) for name, k in loss.columns.items()},
     )
     total, _ = call_loss(loss, inputs)
     if total.requires_grad:

@@ -20,7 +20,7 @@ from forge_rl.weights.manifest import LoadReport, Manifest, TensorSpec
 if TYPE_CHECKING:  # importing torch takes seconds, and a process that only holds settings does not need it
     import torch
 
-    from forge_rl.algorithms.losses import Loss
+    from forge_rl.algorithms.protocol import Loss
     from forge_rl.metrics import Value
     from forge_rl.packing.rows import Minibatch, Row
     from forge_rl.weights.transports.protocol import LocalShard, TensorBucket

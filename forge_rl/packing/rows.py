@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +70,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """One packed row. All fields are [L]; in those from `targets` to `lengths`, entry t describes targets[t], that is,
+    """One packed row. All fields are [L]; in those from `targets` to `columns`, entry t describes targets[t], that is,
     token t+1."""
 
     token_ids: torch.Tensor
@@ -91,13 +92,17 @@ class Row:
     versions: torch.Tensor
     """int32, version of the weights that produced the target; -1 where not mask."""
     episodes: torch.Tensor
-    """int32, index into batch.episodes of the target's episode; -1 where not mask."""
+    """int32, index into batch.episodes of the target's episode; -1 where neither mask nor observed."""
     segments: torch.Tensor
     """int32, index of the target's segment within its episode; -1 where not mask."""
     turns: torch.Tensor
     """int32, index of the target's turn within its episode; -1 where not mask."""
     lengths: torch.Tensor
     """int32, number of trained tokens of the target's episode, over all rows; 1 where not mask."""
+    observed: torch.Tensor
+    """bool, True where the target is an observation: not trained, but between two turns of its episode."""
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the recipe gave `pack` for each trained token, by name: [L], or [L, k]; 0 where not mask."""
     routed: torch.Tensor | None = None
     """Experts to which the engine routed the token itself, [L, layers, top_k] int16, dense layers included; -1 in
     padding and where unknown. None if unknown for all tokens."""
@@ -107,11 +112,17 @@ class Row:
 
     def __reduce__(self) -> tuple[object, ...]:
         # Pickling a tensor makes torch create a class for each, which only the garbage collector frees.
-        return _read_row, ({name: each.numpy() for name, each in vars(self).items() if each is not None},)
+        columns = {name: each.numpy() for name, each in self.columns.items()}
+        return _read_row, ({name: each.numpy() for name, each in self.tensors().items()}, columns)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the fields that are tensors, by name."""
+        return {name: each for name, each in vars(self).items() if isinstance(each, torch.Tensor)}
 
 
-def _read_row(arrays: Mapping[str, npt.NDArray[Any]]) -> Row:
-    return Row(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+def _read_row(arrays: Mapping[str, npt.NDArray[Any]], columns: Mapping[str, npt.NDArray[Any]]) -> Row:
+    read = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return Row(**read, columns={name: torch.from_numpy(array) for name, array in columns.items()})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,6 +135,14 @@ class Minibatch:
     """Number of trained tokens, including groups that were left out."""
     sequences: int
     """Number of episodes, including groups that were left out."""
+    observations: int = 0
+    """Number of observation tokens, see `Row.observed`, including groups that were left out."""
+    group_size: int = 1
+    """Episodes per group of the batch."""
+    sources: tuple[str, ...] = ()
+    """Source of each of the batch's groups."""
+    scattered: frozenset[str] = frozenset()
+    """"episode" if an episode's trained tokens lie in several rows, "group" if a group's do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +196,19 @@ def dense_mask(row: Row, first: int = 0, end: int | None = None) -> torch.Tensor
     return attends(row.trees, row.branches, index[:, None], index[None, :])
 
 
-def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: bool = True) -> Packed:
+Columns: TypeAlias = Mapping[str, Sequence[Sequence[npt.NDArray[Any]]]]
+"""Values of each episode's trained tokens by name, as columns[name][group][episode], [T] or [T, k]; in the order of the
+episode's turns, like token advantages."""
+
+
+def pack(
+    batch: Batch,
+    advantages: Advantages,
+    layout: Layout,
+    *,
+    drop_uniform: bool = True,
+    columns: Columns = MappingProxyType({}),
+) -> Packed:
     """Lay the segments of a batch into rows with shared prefixes, balanced over data-parallel shares; deterministic.
 
         packed = pack(batch, batch_advantages(batch), run.trainer.layout)
@@ -191,6 +222,7 @@ def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: 
         advantages: [P, G] float32, one per episode, shared by its segments; or one per token of each episode.
         drop_uniform: leave out groups whose advantages are all 0, where the surrogate has no gradient. They still count
             in the loss's mean. Keep them if another term (such as a KL penalty) should apply to them.
+        columns: other values that the loss needs for each token; see `Loss.columns`.
 
     Raises:
         ConfigError: a segment does not fit in a row, there are fewer groups than minibatches, or the advantages do not
@@ -203,7 +235,10 @@ def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: 
             f"{len(batch.groups)} groups cannot be split into {layout.minibatches} minibatches",
             hint="lower --trainer.minibatches, or raise --groups-per-batch",
         )
-    groups = [_lay(group, p, advantages[p], layout, drop_uniform=drop_uniform) for p, group in enumerate(batch.groups)]
+    groups = []
+    for p, group in enumerate(batch.groups):
+        own = {name: values[p] for name, values in columns.items()}
+        groups.append(_lay(group, p, advantages[p], layout, drop_uniform=drop_uniform, columns=own))
     packed = [branch for group in groups for tree in group.trees for branch in tree.branches]
     needed = max((branch.inputs for branch in packed), default=0)
     if needed > layout.longest:
@@ -219,7 +254,7 @@ def pack(batch: Batch, advantages: Advantages, layout: Layout, *, drop_uniform: 
     seeds = [(layout.seed % 2**32, max(0, batch.version), epoch) for epoch in range(epochs)]
     parts = [part for seed in seeds for part in deal(sources, has_trees, layout.minibatches, seed=seed)]
     return Packed(
-        minibatches=tuple(_minibatch([groups[p] for p in part], layout) for part in parts),
+        minibatches=tuple(_minibatch([groups[p] for p in part], layout, shape[1], tuple(sources)) for part in parts),
         epochs=epochs,
         trained_tokens=sum(int(branch.mask.sum()) for branch in packed),
         sequence_tokens=sum(branch.inputs for branch in packed),
@@ -245,16 +280,12 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int]) -> None:
                 )
 
 
-def _of_segment(
-    advantages: torch.Tensor | npt.NDArray[np.float32], episode: Episode, segment: Segment
-) -> float | npt.NDArray[np.float32]:
-    """Return the advantage of an episode, or the advantages of a segment's tokens, [T]."""
-    if isinstance(advantages, torch.Tensor):
-        return float(advantages)
+def _of_segment(values: npt.NDArray[Any], episode: Episode, segment: Segment) -> npt.NDArray[Any]:
+    """Return the values of a segment's tokens, from those of all tokens that the episode generated."""
     ends = np.cumsum([len(turn.token_ids) for turn in episode.turns])
-    found = np.zeros(len(segment.token_ids), np.float32)
+    found = np.zeros((len(segment.token_ids), *values.shape[1:]), values.dtype)
     for turn in np.unique(segment.turns[segment.trained]):
-        found[segment.turns == turn] = advantages[ends[turn] - len(episode.turns[turn].token_ids) : ends[turn]]
+        found[segment.turns == turn] = values[ends[turn] - len(episode.turns[turn].token_ids) : ends[turn]]
     return found
 
 
@@ -266,6 +297,8 @@ class _Group:
     """Trees; empty if the group is left out."""
     lengths: dict[int, int]
     """Number of trained tokens of each episode, even if the group is left out."""
+    observations: int
+    """Number of observation tokens, even if the group is left out."""
     unscored: int
     """Number of completion tokens without a finite logprob."""
     uniform: bool
@@ -279,38 +312,58 @@ def _lay(
     layout: Layout,
     *,
     drop_uniform: bool,
+    columns: Mapping[str, Sequence[npt.NDArray[Any]]],
 ) -> _Group:
     """Lay the segments of group `index` of a batch into trees."""
     branches: list[Branch] = []
     lengths: dict[int, int] = {}
     for number, (episode, given) in enumerate(zip(group.episodes, advantages, strict=True)):
         place = index * len(group.episodes) + number
-        own = [
-            make_branch(segment, place, at, _of_segment(given, episode, segment))
-            for at, segment in enumerate(episode.segments)
-        ]
+        own = []
+        for at, segment in enumerate(episode.segments):
+            of = float(given) if isinstance(given, torch.Tensor) else _of_segment(given, episode, segment)
+            others = {name: _of_segment(values[number], episode, segment) for name, values in columns.items()}
+            own.append(make_branch(segment, place, at, of, others))
         lengths[place] = sum(int(branch.mask.sum()) for branch in own)
         branches += [branch for branch in own if branch.mask.any()]
     uniform = not any(bool(each.any()) for each in advantages)
     left_out = drop_uniform and uniform
+    observations = sum(int(branch.observed.sum()) for branch in branches)
     return _Group(
         trees=[] if left_out else build_trees(branches, index, share_prefixes=layout.share_prefixes),
         lengths=lengths,
+        observations=observations,
         unscored=sum(episode.response_tokens for episode in group.episodes) - sum(lengths.values()),
         uniform=uniform,
     )
 
 
-def _minibatch(groups: list[_Group], layout: Layout) -> Minibatch:
+def _minibatch(groups: list[_Group], layout: Layout, group_size: int, sources: tuple[str, ...]) -> Minibatch:
     lengths = {episode: length for group in groups for episode, length in group.lengths.items()}
     trees = [tree for group in groups for tree in group.trees]
     rows = assign_rows(trees, seq_len=layout.longest, shares=layout.shares)
+    columns = trees[0].branches[0].columns if trees else {}
     multiple = math.lcm(layout.pad_multiple, layout.tensor_parallel_degree) * layout.context_parallel_degree
     least = layout.least_tokens * layout.context_parallel_degree
     return Minibatch(
-        rows=tuple(_row(row, multiple, least, lengths) for row in rows),
+        rows=tuple(_row(row, multiple, least, lengths, columns) for row in rows),
         tokens=sum(lengths.values()),
         sequences=len(lengths),
+        observations=sum(group.observations for group in groups),
+        group_size=group_size,
+        sources=sources,
+        scattered=_scattered(rows, group_size),
+    )
+
+
+def _scattered(rows: Sequence[Sequence[Tree]], group_size: int) -> frozenset[str]:
+    """Return what lies in several rows: "episode", "group"."""
+    held = [{branch.episode for tree in row for branch in tree.branches} for row in rows]
+    of_groups = [{episode // group_size for episode in episodes} for episodes in held]
+    return frozenset(
+        name
+        for name, parts in (("episode", held), ("group", of_groups))
+        if sum(map(len, parts)) > len(set().union(*parts))
     )
 
 
@@ -318,14 +371,22 @@ _PADDING = (
     dict.fromkeys(("token_ids", "positions", "targets"), np.int64(0))
     | dict.fromkeys(("trees", "versions", "episodes", "segments", "turns"), np.int32(-1))
     | dict.fromkeys(("behaviour", "advantages"), np.float32(0))
-    | {"branches": np.int32(0), "lengths": np.int32(1), "mask": np.bool_(False)}
+    | {"branches": np.int32(0), "lengths": np.int32(1), "mask": np.bool_(False), "observed": np.bool_(False)}
 )
 """Padding value and dtype of each field of a row."""
 
 
-def _row(trees: list[Tree], pad_multiple: int, least: int, lengths: Mapping[int, int]) -> Row:
+def _row(
+    trees: list[Tree],
+    pad_multiple: int,
+    least: int,
+    lengths: Mapping[int, int],
+    like: Mapping[str, npt.NDArray[Any]],
+) -> Row:
+    """Lay trees into a row; `like` are the columns of any branch of the minibatch."""
     length = round_up(max(least, row_size(trees)), pad_multiple)
     row = {name: np.full(length, padding) for name, padding in _PADDING.items()}
+    columns = {name: np.zeros((length, *each.shape[1:]), each.dtype) for name, each in like.items()}
     routings = [branch.routed for tree in trees for branch in tree.branches if branch.routed is not None]
     if routings:
         row["routed"] = np.full((length, *routings[0].shape[1:]), -1, np.int16)
@@ -355,10 +416,14 @@ def _row(trees: list[Tree], pad_multiple: int, least: int, lengths: Mapping[int,
             row["advantages"][here] = branch.advantages[following]
             row["versions"][here] = branch.versions[following]
             row["turns"][here] = branch.turns[following]
+            row["observed"][here] = branch.observed[following]
+            for name, values in branch.columns.items():
+                columns[name][here][trained] = values[following][trained]
             if branch.routed is not None:
                 row["routed"][here] = branch.routed[tree.prefix : branch.inputs]
             row["lengths"][here][trained] = lengths[branch.episode]
-            row["episodes"][here][trained] = branch.episode
+            row["episodes"][here][trained | branch.observed[following]] = branch.episode
             row["segments"][here][trained] = branch.segment
             at = here.stop
-    return Row(**{name: torch.from_numpy(values) for name, values in row.items()})
+    read = {name: torch.from_numpy(values) for name, values in row.items()}
+    return Row(**read, columns={name: torch.from_numpy(values) for name, values in columns.items()})

@@ -5,8 +5,10 @@ from __future__ import annotations
 import heapq
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,10 @@ class Branch:
     versions: npt.NDArray[np.int32]
     turns: npt.NDArray[np.int32]
     advantages: npt.NDArray[np.float32]
+    observed: npt.NDArray[np.bool_]
+    """True for tokens between two turns: the environment's answers, and what the template puts around them."""
+    columns: Mapping[str, npt.NDArray[Any]]
+    """[T] or [T, k] each, 0 where the mask is False."""
     episode: int
     segment: int
     routed: npt.NDArray[Any] | None
@@ -73,11 +79,18 @@ _place = operator.attrgetter("episode", "segment")
 """Sort key of branches: their order in the batch."""
 
 
-def make_branch(segment: Segment, episode: int, index: int, advantages: float | npt.NDArray[np.float32]) -> Branch:
+def make_branch(
+    segment: Segment,
+    episode: int,
+    index: int,
+    advantages: float | npt.NDArray[np.float32],
+    columns: Mapping[str, npt.NDArray[Any]] = MappingProxyType({}),
+) -> Branch:
     """Turn segment `index` of an episode into a branch; tokens without a finite logprob are not trained.
 
     Args:
         advantages: the episode's advantage, or one per token of the segment, [T].
+        columns: other values of the segment's tokens, [T] or [T, k].
     """
     mask = segment.trained & np.isfinite(segment.logprobs)
     assert not mask[:1].any(), "the first token of a segment has no context that could predict it"
@@ -89,6 +102,8 @@ def make_branch(segment: Segment, episode: int, index: int, advantages: float | 
         versions=np.where(mask, segment.versions, np.int32(-1))[:end],
         turns=np.where(mask, segment.turns, np.int32(-1))[:end],
         advantages=np.where(mask, advantages, np.float32(0))[:end].astype(np.float32, copy=False),
+        observed=(~segment.trained & np.logical_or.accumulate(segment.trained))[:end],
+        columns={name: each[:end] for name, each in columns.items()},
         episode=episode,
         segment=index,
         routed=segment.routed,

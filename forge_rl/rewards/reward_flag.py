@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias, cast
 
 import tyro
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.flags.texts import FlagText, parse, suggest
+from forge_rl.flags.options import read_options
+from forge_rl.flags.texts import parse, suggest
 from forge_rl.flags.user_code import load
 from forge_rl.rewards.answers import Diversity, Exact, Match, Number
 from forge_rl.rewards.auto import Auto
@@ -93,36 +92,15 @@ def _read(text: str) -> tuple[str, RewardFunction, float]:
         name = name.rpartition(":")[2].replace(".", "_")
         return parsed.title or name, _users(parsed.name), parsed.weight
     if name in REWARDS:
-        return parsed.title or name, _made(f"--reward {text}", REWARDS[name], _options(parsed)), parsed.weight
+        return (
+            parsed.title or name,
+            _made(f"--reward {text}", REWARDS[name], read_options(parsed, cast(type[Any], REWARDS[name]))),
+            parsed.weight,
+        )
     bundled = suggest(name, REWARDS, "bundled rewards")
     raise parsed.wrong(
         f"there is no reward {name!r}", f"{bundled}; or give your own as MODULE:FUNCTION or FILE.py:FUNCTION"
     )
-
-
-def _options(parsed: FlagText) -> dict[str, object]:
-    """Convert the options of a bundled reward to the types of its fields."""
-    import pydantic
-
-    name = parsed.name
-    fields = {field.name: field for field in dataclasses.fields(cast(Any, REWARDS[name])) if field.init}
-    kinds = typing.get_type_hints(REWARDS[name])
-    found: dict[str, object] = {}
-    for key, value in parsed.written.items():
-        if key not in fields:
-            raise parsed.wrong(f"{name} has no option {key!r}", suggest(key, fields, "it has"), at=key)
-        try:
-            found[key] = pydantic.TypeAdapter(kinds[key]).validate_strings(value)
-        except pydantic.ValidationError as error:
-            raise parsed.wrong(f"{key} is {value!r}: {error.errors()[0]['msg']}", "set a valid value", at=key) from None
-    unset = (dataclasses.MISSING, dataclasses.MISSING)
-    missing = [
-        key for key, field in fields.items() if (field.default, field.default_factory) == unset and key not in found
-    ]
-    if missing:
-        wanted = ",".join(f"{key}=..." for key in missing)
-        raise parsed.wrong(f"{name} needs {' and '.join(missing)}", f"write {name}:{wanted}")
-    return found
 
 
 def _users(text: str) -> RewardFunction:

@@ -7,6 +7,7 @@ import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
+from forge_rl.algorithms.protocol import Loss
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.gateway import GatewayConfig, GeneratorBackend
@@ -38,6 +39,7 @@ async def assemble(
     services: Services,
     mixture: Mixture,
     *,
+    loss: Loss,
     agent: Agent | str | None,
     gateway: GatewayConfig,
     close: Callable[[], Awaitable[object]],
@@ -79,7 +81,7 @@ async def assemble(
         monitor.display.startup("first weights", "starting", "trainer to engines")
         version = await checkpointer.publish()
         monitor.display.startup("first weights", "ready", f"version {version}, attested")
-        run = Run(config, services, rollouts, evaluator, checkpointer, live, monitor, close=close)
+        run = Run(config, services, rollouts, evaluator, checkpointer, live, monitor, loss, close=close)
         policy = PolicyGateway(backend, tokenizer, log.warn)
         stack.push_async_callback(policy.close)
         await stack.enter_async_context(serving_control(prepared.folder, Control(run, live, policy), log.warn))

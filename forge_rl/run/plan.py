@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from forge_rl.algorithms.loss_flag import build_loss
 from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.engines.architecture import Architecture, read_architecture
 from forge_rl.engines.context import check_context
@@ -61,9 +62,10 @@ def show_plan(config: object) -> None:
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
     loss = getattr(config, "loss", None)
     if loss is not None:
+        loss = build_loss(loss)
         try_loss(loss)
     model = resolve_model(config.model, config.cache).resolve()
-    reference = bool(getattr(loss, "needs_reference", False))
+    reference = loss is not None and "reference" in loss.needs
     config, chosen = with_defaults(config, model, reference=reference)
     needs = plan_run(config, model, reference=reference)
     table = Table(title=f"memory of a run of {config.model}", title_justify="left", caption_justify="left")

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
+from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.errors import ForgeError, ReplicaError, ServiceError
 from forge_rl.metrics import Metric, batch_metrics
@@ -45,10 +46,12 @@ class Run(Generic[C]):
         checkpointer: Checkpointer,
         live: LiveSettings,
         monitor: RunMonitor,
+        loss: Loss,
         *,
         close: Callable[[], Awaitable[object]],
     ) -> None:
         self.config = config
+        self.loss = loss
         self.folder = monitor.folder
         self.trainer = services.trainer
         self.generator = services.generator

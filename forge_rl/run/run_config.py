@@ -28,7 +28,7 @@ class RunConfig:
 
     @dataclass(frozen=True, kw_only=True)
     class Config(RunConfig):
-        loss: ClippedSurrogate = field(default_factory=ClippedSurrogate)
+        loss: LossTexts = ("clipped",)
     """
 
     USED: ClassVar[tuple[str, ...]] = (

@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from forge_rl.algorithms.losses import Loss
+from forge_rl.algorithms.protocol import Loss
 from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.data.mixture import AnySources, as_mixture
 from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
@@ -34,7 +34,7 @@ C = TypeVar("C", bound=RunConfig)
 class Starting(Generic[C]):
     """Starts everything that a recipe needs, or resumes where the same command stopped.
 
-        async with start(config, loss=config.loss, sources=sources, reward=score) as run:
+        async with start(config, loss=build_loss(["clipped"]), sources=sources, reward=score) as run:
             batch = await run.rollouts.next_batch()
 
     Raises:
@@ -87,7 +87,7 @@ class Starting(Generic[C]):
     @contextlib.asynccontextmanager
     async def _run(self) -> AsyncIterator[Run[C]]:
         """Prepare, check, start the services, assemble; and save what a run that is interrupted has done."""
-        try_loss(self.loss)
+        try_loss(self.loss, self.mixture.sources)
         async with contextlib.AsyncExitStack() as stack:
             prepared = await stack.enter_async_context(prepare(self.config, self.recipe, self._code()))
             monitor, run = prepared.monitor, None
@@ -97,7 +97,7 @@ class Starting(Generic[C]):
                         self.config,
                         prepared,
                         self.mixture,
-                        reference=self.loss.needs_reference,
+                        reference="reference" in self.loss.needs,
                         evaluation=self.evaluation,
                     )
                     environment = self.environment if self.agent is None and callable(self.environment) else None
@@ -110,6 +110,7 @@ class Starting(Generic[C]):
                         checked,
                         services,
                         self.mixture,
+                        loss=self.loss,
                         agent=self.agent,
                         gateway=self.gateway,
                         close=partial(self.__aexit__, None, None, None),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from forge_rl.algorithms.losses import Loss
+from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import train_environment
 from forge_rl.errors import (

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from monarch.actor import concurrent_endpoint
 
-from forge_rl.algorithms.losses import Loss
+from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.platform import device_threads, init_distributed

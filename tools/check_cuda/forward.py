@@ -96,6 +96,7 @@ def fake_engine(
     Args:
         backend: torch.compile backend for the functions that torchtitan compiles.
     """
+    from forge_rl.algorithms.logprobs import Scoring
     from forge_rl.engines.titan.rows import on_device
     from forge_rl.engines.titan.train import TitanEngine
 
@@ -109,11 +110,12 @@ def fake_engine(
             def score(row: Row) -> tuple[torch.Tensor, torch.Tensor]:
                 with unset_fake_temporarily():
                     given = on_device(row, engine._parallelism.chunk(len(row)), torch.device("cpu"))
-                    tensors = {name: value.clone() for name, value in vars(row).items() if value is not None}
+                    tensors = {name: value.clone() for name, value in row.tensors().items()}
                     wanted = given.wanted.clone()
-                moved = {name: mode.from_tensor(value).to("cuda") for name, value in tensors.items()}
+                moved: dict[str, Any] = {name: mode.from_tensor(value).to("cuda") for name, value in tensors.items()}
                 given = replace(given, row=replace(row, **moved), wanted=mode.from_tensor(wanted).to("cuda"))
-                return engine._score(engine.model, given, 0.7)
+                scores = engine._score(engine.model, given, Scoring(temperature=0.7))
+                return scores.logprobs, scores.entropy
 
             yield score
     finally:

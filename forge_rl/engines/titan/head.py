@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
 
-from forge_rl.algorithms.logprobs import token_logprobs, widened
+from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores, token_scores, widened
 from forge_rl.engines.titan.shards import local
-from forge_rl.engines.titan.vocabulary import split_token_logprobs
+from forge_rl.engines.titan.vocabulary import split_token_scores
 
 HEAD_CHUNK_BYTES = 256 << 20
 """Maximum bytes of logits held at a time; their gradient overwrites them."""
@@ -27,9 +27,9 @@ class FloatHead(Linear):
         pass
 
     def forward(
-        self, hidden: torch.Tensor, targets: torch.Tensor | None = None, temperature: float = 1.0
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Project [..., dim] to [..., V], float32 or float64; or score `targets` from [N, dim], see `token_logprobs`.
+        self, hidden: torch.Tensor, targets: torch.Tensor | None = None, scoring: Scoring = DEFAULT_SCORING
+    ) -> torch.Tensor | TokenScores:
+        """Project [..., dim] to [..., V], float32 or float64; or score `targets` from [N, dim], see `token_scores`.
 
         Many targets are scored in chunks, whose logits are recomputed for the backward pass, so that [N, V] is never
         held.
@@ -39,17 +39,16 @@ class FloatHead(Linear):
             logits: torch.Tensor = _product(hidden.flatten(0, -2), _factor(weight)).unflatten(0, hidden.shape[:-1])
             return logits
 
-        def score(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def score(logits: torch.Tensor, targets: torch.Tensor) -> TokenScores:
             if isinstance(self.weight, DTensor):
-                return split_token_logprobs(logits, targets, temperature, self.weight.device_mesh, self.out_features)
-            return token_logprobs(logits, targets, temperature, overwrite_logits=True)
+                return split_token_scores(logits, targets, scoring, self.weight.device_mesh, self.out_features)
+            return token_scores(logits, targets, scoring, overwrite_logits=True)
 
         tokens = max(1, HEAD_CHUNK_BYTES // (4 * self.weight.shape[0]))
         keeps_sums = hidden.is_cuda and hidden.dtype.itemsize < 4  # torch gives such a product no gradient
         if len(targets) <= tokens and not keeps_sums:
             return score(_product(hidden, _factor(weight)), targets)
-        logprobs, entropy = _ChunkedScores.apply(hidden, weight, targets, score, tokens)
-        return logprobs, entropy
+        return TokenScores(*_ChunkedScores.apply(hidden, weight, targets, score, tokens, scoring.entropy_gradient))
 
 
 class _ChunkedScores(torch.autograd.Function):
@@ -60,23 +59,32 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, score: _Scorer, tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score [N] targets from [N, dim] and [V, dim], a chunk of tokens at a time."""
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        score: _Scorer,
+        tokens: int,
+        entropy_gradient: bool,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Score [N] or [N, K] targets from [N, dim] and [V, dim], a chunk of tokens at a time."""
         factor = _factor(weight)
         chunks = zip(hidden.split(tokens), targets.split(tokens), strict=True)
         scored = [score(_product(rows, factor), wanted) for rows, wanted in chunks]
-        logprobs, entropy = (torch.cat(parts) for parts in zip(*scored, strict=True))
+        logprobs, entropy = torch.cat([each.logprobs for each in scored]), torch.cat([each.entropy for each in scored])
+        squares = [each.squares for each in scored if each.squares is not None]
+        found = logprobs, entropy, torch.cat(squares) if squares else None
         ctx.save_for_backward(hidden, weight, targets)
-        ctx.score, ctx.tokens = score, tokens
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        ctx.score, ctx.tokens, ctx.entropy_gradient = score, tokens, entropy_gradient
+        fixed = found[2 if entropy_gradient else 1 :]
+        ctx.mark_non_differentiable(*(each for each in fixed if each is not None))
+        return found
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: torch.Tensor, _: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
+        ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor, _: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None, None]:
         hidden, weight, targets = ctx.saved_tensors
         factor, grad_hidden = _factor(weight), torch.empty_like(hidden)
         grad_weight = None
@@ -87,9 +95,13 @@ class _ChunkedScores(torch.autograd.Function):
             rows = hidden[chunk]
             logits = _product(rows, factor).requires_grad_()
             with torch.enable_grad():
-                logprobs, _ = ctx.score(logits, targets[chunk])
-            (grad,) = torch.autograd.grad(logprobs, logits, grad_logprobs[chunk])
-            del logprobs, logits
+                logprobs, entropy, _ = ctx.score(logits, targets[chunk])
+            outputs, grads = [logprobs], [grad_logprobs[chunk]]
+            if ctx.entropy_gradient:
+                outputs.append(entropy)
+                grads.append(grad_entropy[chunk])
+            (grad,) = torch.autograd.grad(outputs, logits, grads)
+            del logprobs, entropy, outputs, logits
             if factor.dtype == hidden.dtype:
                 grad = grad.to(hidden.dtype)
             grad_hidden[chunk] = grad.mm(factor)
@@ -98,11 +110,11 @@ class _ChunkedScores(torch.autograd.Function):
                     grad_weight.addmm_(grad.t(), rows.to(grad.dtype))
                 else:
                     grad_weight += torch.mm(grad.t(), rows, out_dtype=torch.float32)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
-_Scorer = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Returns logprobs and entropy of targets from their logits."""
+_Scorer = Callable[[torch.Tensor, torch.Tensor], TokenScores]
+"""Scores targets from their logits."""
 
 
 def _factor(weight: torch.Tensor) -> torch.Tensor:

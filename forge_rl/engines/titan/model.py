@@ -15,6 +15,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
+from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.protocol import TrainSettings
@@ -34,7 +35,7 @@ class PolicyModel(Decoder):
     """torchtitan's decoder, which also scores targets without holding a row's logits.
 
     logits = model(token_ids[None], positions[None], masks)  # [1, L, V]
-    logprobs, entropy = model(token_ids[None], positions[None], masks, wanted=wanted, targets=targets)
+    scores = model(token_ids[None], positions[None], masks, wanted=wanted, targets=targets)
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -53,9 +54,9 @@ class PolicyModel(Decoder):
         *,
         wanted: torch.Tensor | slice | None = None,
         targets: torch.Tensor | None = None,
-        temperature: float = 1.0,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return logits `[1, L, V]`, or logprobs and entropy of targets, `[N]` each.
+        scoring: Scoring = DEFAULT_SCORING,
+    ) -> torch.Tensor | TokenScores:
+        """Return logits `[1, L, V]`, or scores of N targets.
 
         Args:
             tokens: [1, L] int64.
@@ -63,8 +64,7 @@ class PolicyModel(Decoder):
             attention_masks: see `masks.attention_mask`.
             wanted: the N positions to score; the output projection, a fifth of a small model's compute, runs on these
                 only. None for logits.
-            targets: [N] int64, see `token_logprobs`.
-            temperature: see `token_logprobs`.
+            targets: [N] or [N, K] int64, see `token_scores`.
         """
         hidden = self.tok_embeddings(tokens)
         for layer in self.layers.values():
@@ -75,8 +75,7 @@ class PolicyModel(Decoder):
             hidden = hidden.to_local(grad_placements=[Partial()])
         if wanted is None:
             return cast(torch.Tensor, self.lm_head(hidden))
-        logprobs, entropy = self.lm_head(hidden[0, wanted], targets, temperature)
-        return logprobs, entropy
+        return cast(TokenScores, self.lm_head(hidden[0, wanted], targets, scoring))
 
 
 def build_model(architecture: Architecture, settings: TrainSettings) -> PolicyModel:

@@ -100,7 +100,7 @@ class Parallelism:
         return slice(first, first + size)
 
     def gather(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Gather a row, `[L]`, from its peers' chunks, with gradient.
+        """Gather a row, `[L]` or `[L, k]`, from its peers' chunks, with gradient.
 
         Every peer computes the same loss over the whole row and backpropagates only through its own chunk, so that
         FSDP's sum over peers is the gradient of one loss.
@@ -133,7 +133,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chunk: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         ctx.place, ctx.ranks = mesh.get_local_rank(), mesh.size()
-        row = chunk.new_empty(ctx.ranks * len(chunk))
+        row = chunk.new_empty(ctx.ranks * len(chunk), *chunk.shape[1:])
         dist.all_gather_single(row, chunk.contiguous(), group=mesh.get_group())
         return row
 

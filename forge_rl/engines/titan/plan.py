@@ -106,7 +106,7 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
     for score in (False, True):
         chosen = slice(None) if score else slice(0, 1)
         with _without_autocast(), _LiveBytes() as live:
-            logprobs, _ = model(ids, positions, masks, wanted=chosen, targets=targets[0, chosen])
+            logprobs, *_ = model(ids, positions, masks, wanted=chosen, targets=targets[0, chosen])
             logprobs.sum().backward()
         del logprobs, _
         peaks.append(live.most)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -21,19 +22,22 @@ class DeviceRow:
     own: slice
     """This rank's part of the row."""
     wanted: torch.Tensor
-    """[n] int64, positions in that part whose targets are trained."""
+    """[n] int64, positions in that part whose targets are scored: the trained ones, and observations if wanted."""
     tokens: int
     """Number of trained targets in the whole row."""
 
 
-def on_device(row: Row, own: slice, device: torch.device) -> DeviceRow:
-    """Copy a row in host memory to the device."""
-    tensors = {name: value for name, value in vars(row).items() if value is not None}
-    tensors["wanted"], tokens = row.mask[own].nonzero()[:, 0], int(row.mask.sum())
-    if device.type == "cuda":
-        tensors = copied(tensors, device)
-    wanted = tensors.pop("wanted")
-    return DeviceRow(row=replace(row, **tensors), own=own, wanted=wanted, tokens=tokens)
+def on_device(row: Row, own: slice, device: torch.device, *, observations: bool = False) -> DeviceRow:
+    """Copy a row in host memory to the device; `observations` are then wanted, too."""
+    scored = row.mask | row.observed if observations else row.mask
+    wanted, tokens = scored[own].nonzero()[:, 0], int(row.mask.sum())
+    if device.type != "cuda":
+        return DeviceRow(row=row, own=own, wanted=wanted, tokens=tokens)
+    tensors = row.tensors() | {f".{name}": each for name, each in row.columns.items()} | {".wanted": wanted}
+    there = copied(tensors, device)
+    wanted = there.pop(".wanted")
+    moved: dict[str, Any] = {name: there.pop(f".{name}") for name in row.columns}
+    return DeviceRow(row=replace(row, **there, columns=moved), own=own, wanted=wanted, tokens=tokens)
 
 
 def copied(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,14 +16,15 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.tools.utils import set_default_dtype
 
-from forge_rl.algorithms.logprobs import logprob_gap
-from forge_rl.algorithms.losses import Loss, LossInputs
+from forge_rl.algorithms.logprobs import Scoring, TokenScores, logprob_gap
+from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.memory import adds_up_once
 from forge_rl.engines.platform import local_device, release_memory, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.host_memory import OffloadedTensors
+from forge_rl.engines.titan.inputs import RowInputs, minibatch_statistics
 from forge_rl.engines.titan.loading import load_training_state, load_weights
 from forge_rl.engines.titan.masks import attention_mask, compile_once
 from forge_rl.engines.titan.measures import Measures
@@ -83,8 +83,8 @@ class TitanEngine:
         try:
             rows = [row for minibatch in minibatches for row in minibatch.rows]
             nothing: list[torch.Tensor | None] = [None] * len(rows)
-            references = self._logprobs(self._reference, rows, temperature) if loss.needs_reference else nothing
-            proximals = self._logprobs(self.model, rows, temperature) if loss.needs_proximal else nothing
+            references = self._logprobs(self._reference, rows, temperature) if "reference" in loss.needs else nothing
+            proximals = self._logprobs(self.model, rows, temperature) if "proximal" in loss.needs else nothing
             found: list[dict[str, Value] | None] = []
             before = self.updates
             for _ in range(epochs):
@@ -115,21 +115,26 @@ class TitanEngine:
         self.planned += 1
         if not minibatch.rows:
             return {}
-        measures, counts, failed = Measures(), list[torch.Tensor](), list[ForgeError]()
+        measures, routed, failed = Measures(), list[torch.Tensor](), list[ForgeError]()
+        inputs_of = RowInputs(minibatch, loss)
+        statistics = self._first_pass(inputs_of, minibatch, scored, temperature)
         # A sum over the rows of all shares: the mean is over updates.
         share = 1 / (len(minibatch.rows) * self._parallelism.shares)
-        divisor = loss.aggregation.divisor(tokens=minibatch.tokens, sequences=minibatch.sequences)
-        for number, (row, (reference, proximal)) in enumerate(zip(minibatch.rows, scored, strict=True), start=1):
+        divisor = loss.divisor(inputs_of.counts)
+        for index, (row, others) in enumerate(zip(minibatch.rows, scored, strict=True)):
             if isinstance(self.model, FSDPModule):
-                self.model.set_requires_gradient_sync(number == len(minibatch.rows) or not self._adds_up_once)
-            inputs = self._score_row(row, loss, temperature, measures, version)
+                last = index == len(minibatch.rows) - 1
+                self.model.set_requires_gradient_sync(last or not self._adds_up_once)
+            given = self._on_device(row, observations="observations" in loss.needs)
+            scores = self._score(self.model, given, inputs_of.scoring(temperature))
             if (counted := routing_counts(self.model)) is not None:
-                counts.append(counted)
-            row_loss = self._loss_of(replace(inputs, reference=reference, proximal=proximal), loss, measures, failed)
-            row_loss = row_loss / divisor
+                routed.append(counted)
+            self._measure(given, scores, measures, version)
+            inputs = inputs_of.of(given.row, scores, *others, statistics[index])
+            row_loss = self._loss_of(inputs, loss, measures, failed) / divisor
             row_loss.backward()
             measures.add("loss", Mean, row_loss.detach(), share)
-        routing = self._routing(counts) if counts else {}
+        routing = self._routing(routed) if routed else {}
         norm = clip_grad_norm_(
             self.model.parameters(),
             self._settings.optimizer.max_grad_norm,
@@ -188,7 +193,7 @@ class TitanEngine:
                 "the loss needs a frozen reference, and the trainer has none",
                 hint="pass start() the loss to train with",
             )
-        found = [self._score(model, self._on_device(row), temperature)[0] for row in rows]
+        found = [self._score(model, self._on_device(row), Scoring(temperature=temperature)).first for row in rows]
         _reshard(model)
         return found
 
@@ -239,35 +244,39 @@ class TitanEngine:
         for state in self.optimizer.state.values():
             yield from (values_of(value) for value in state.values() if value.dim())
 
-    def _score_row(
-        self, row: Row, loss: Loss, temperature: float, measures: Measures, version: int | None
-    ) -> LossInputs:
-        """Score a row, measure its tokens, and return the loss's inputs without other policies' logprobs.
+    @torch.no_grad()
+    def _first_pass(
+        self,
+        inputs_of: RowInputs,
+        minibatch: Minibatch,
+        scored: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
+        temperature: float,
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """Compute the loss's statistics over all rows and ranks; {} for each row if it needs none of other rows."""
+        loss = inputs_of.loss
+        if not loss.scope or not (loss.scope == "minibatch" or loss.scope in minibatch.scattered):
+            return [{}] * len(minibatch.rows)
+        parts, places = [], []
+        for row, others in zip(minibatch.rows, scored, strict=True):
+            given = self._on_device(row)
+            scores = self._score(self.model, given, inputs_of.scoring(temperature))
+            tokens = given.row.mask.nonzero()[:, 0]
+            parts.append(inputs_of.of(given.row, scores, *others, {}).at(tokens))
+            places.append((tokens, len(row)))
+        _reshard(self.model)
+        return minibatch_statistics(loss, parts, places, peers=self._settings.peers)
 
-        `version` is the weights' version, if they have one.
-        """
-        given = self._on_device(row)
-        row = given.row
-        logprobs, entropy = self._score(self.model, given, temperature)
-        measures.add("entropy", Mean, entropy.sum(), given.tokens)
+    def _measure(self, given: DeviceRow, scores: TokenScores, measures: Measures, version: int | None) -> None:
+        """Measure a row's trained tokens; `version` is the weights' version, if they have one."""
+        row, logprobs = given.row, scores.first.detach()
+        measures.add("entropy", Mean, scores.entropy.detach().where(row.mask, 0.0).sum(), given.tokens)
         measures.add("tokens/trained", Sum, given.tokens)
         # On tokens sampled from these weights, the gap shows whether trainer and engine agree; on others it is drift.
         fresh = torch.zeros_like(row.mask) if version is None else row.mask & (row.versions == version)
         for name, compared in (("logprob_gap", fresh), ("logprob_drift", row.mask & ~fresh)):
-            gap = logprob_gap(logprobs.detach(), row.behaviour, compared)
+            gap = logprob_gap(logprobs, row.behaviour, compared)
             measures.add(name, Mean, gap["abs_sum"], gap["count"])
             measures.add(f"{name}/max", Max, torch.where(gap["count"] > 0, gap["max"], -math.inf))
-        return LossInputs(
-            logprobs=logprobs,
-            behaviour=row.behaviour.to(logprobs.dtype),
-            advantages=row.advantages.to(logprobs.dtype),
-            weights=loss.aggregation.weights(row.lengths.to(logprobs.dtype)),
-            mask=row.mask,
-            versions=row.versions,
-            episodes=row.episodes,
-            turns=row.turns,
-            segments=row.segments,
-        )
 
     def _loss_of(self, inputs: LossInputs, loss: Loss, measures: Measures, failed: list[ForgeError]) -> torch.Tensor:
         """Return a row's loss. If it raises and there are other ranks, append the error to `failed` and return NaN.
@@ -285,30 +294,37 @@ class TitanEngine:
             return inputs.logprobs.sum() * math.nan
         tokens = inputs.mask.sum()
         for name, value in sums.items():
-            measures.add(f"loss/{name}", Mean, value, tokens)
+            if isinstance(value, tuple):
+                measures.add(f"loss/{name}", Mean, *value)
+            elif name.endswith("/max"):
+                measures.add(f"loss/{name}", Max, value)
+            else:
+                measures.add(f"loss/{name}", Mean, value, tokens)
         return total
 
-    def _score(self, model: PolicyModel, given: DeviceRow, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logprob and entropy of each target where the mask is True, [L] with 0 elsewhere."""
+    def _score(self, model: PolicyModel, given: DeviceRow, scoring: Scoring) -> TokenScores:
+        """Score each wanted target, [L] with 0 elsewhere; logprobs are [L, 1 + k] if the row has k "top_ids"."""
         row, own, wanted = given.row, given.own, given.wanted
         token_ids, positions, targets = (values[own] for values in (row.token_ids, row.positions, row.targets))
+        if "top_ids" in row.columns and model is self.model:
+            targets = torch.cat([targets[:, None], row.columns["top_ids"][own].long()], dim=1)
         # A chunk without targets (or a row that pads a share) must still run every layer, for the collectives.
         chosen = wanted if len(wanted) else wanted.new_zeros(1)
         replayed = row.routed if self._settings.router_replay and model is self.model else None
         set_routing(model, row.trees[own] >= 0, None if replayed is None else replayed[own])
         masks = attention_mask(row, own, window=self.architecture.window)
-        picked, entropy = model(
-            token_ids[None], positions[None], masks, wanted=chosen, targets=targets[chosen], temperature=temperature
-        )
-        scatter = picked.new_zeros(len(targets))
-        if len(wanted):
-            found = scatter.index_put((wanted,), picked), scatter.index_put((wanted,), entropy)
-        else:
-            found = scatter + 0.0 * picked.sum(), scatter
-        return self._parallelism.gather(found[0]), self._parallelism.gather(found[1])
+        picked = model(token_ids[None], positions[None], masks, wanted=chosen, targets=targets[chosen], scoring=scoring)
 
-    def _on_device(self, row: Row) -> DeviceRow:
-        return on_device(row, self._parallelism.chunk(len(row)), self.device)
+        def everywhere(values: torch.Tensor) -> torch.Tensor:
+            scatter = values.new_zeros(len(targets), *values.shape[1:])
+            found = scatter.index_put((wanted,), values) if len(wanted) else scatter + 0.0 * values.sum()
+            return self._parallelism.gather(found)
+
+        squares = None if picked.squares is None else everywhere(picked.squares)
+        return TokenScores(everywhere(picked.logprobs), everywhere(picked.entropy), squares)
+
+    def _on_device(self, row: Row, *, observations: bool = False) -> DeviceRow:
+        return on_device(row, self._parallelism.chunk(len(row)), self.device, observations=observations)
 
     @property
     def parameters(self) -> int:

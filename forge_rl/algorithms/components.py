@@ -1,0 +1,200 @@
+"""Losses made of others: a sum of named components, and a loss for each source; and components of such sums."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, cast
+
+from forge_rl.algorithms.aggregation import Counts
+from forge_rl.algorithms.protocol import Loss, LossInputs, Need, Scope, Sum
+from forge_rl.errors import ConfigError
+from forge_rl.flags.texts import suggest
+
+if TYPE_CHECKING:
+    import torch
+
+_SCOPES: tuple[Scope, ...] = ("", "episode", "group", "minibatch")
+
+
+@dataclass(frozen=True)
+class _Several(Loss):
+    """Several losses by name; what they need together."""
+
+    losses: Mapping[str, Loss]
+
+    def __post_init__(self) -> None:
+        if not self.losses:
+            raise ConfigError("a sum of no losses", hint="give at least one")
+        for name, loss in self.losses.items():
+            if not isinstance(loss, Loss):
+                raise ConfigError(f"{name!r} is a {type(loss).__name__}, not a loss", hint="give a subclass of rl.Loss")
+
+    @property
+    def needs(self) -> Collection[Need]:
+        return frozenset(need for loss in self.losses.values() for need in loss.needs)
+
+    @property
+    def columns(self) -> Mapping[str, int]:
+        return {name: k for loss in self.losses.values() for name, k in loss.columns.items()}
+
+    @property
+    def scope(self) -> Scope:
+        return max((loss.scope for loss in self.losses.values()), key=_SCOPES.index)
+
+    @property
+    def keeps_uniform(self) -> bool:
+        return any(loss.keeps_uniform for loss in self.losses.values())
+
+    def divisor(self, counts: Counts) -> float:
+        return 1.0  # each has been divided by its own
+
+    def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
+        return {
+            f"{name}/{key}": value
+            for name, loss in self.losses.items()
+            if loss.scope
+            for key, value in loss.statistics(tokens).items()
+        }
+
+    def _call(self, name: str, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Sum]]:
+        """Call one loss; returns its mean over the minibatch, as far as it lies in this row, and its metrics."""
+        loss, start = self.losses[name], f"{name}/"
+        own = {key.removeprefix(start): each for key, each in inputs.statistics.items() if key.startswith(start)}
+        weights = loss.aggregation.weights(inputs.lengths.to(inputs.logprobs.dtype))
+        total, sums = loss(replace(inputs, weights=weights, statistics=own))
+        return total / max(1.0, loss.divisor(inputs.counts)), {f"{start}{key}": each for key, each in sums.items()}
+
+
+@dataclass(frozen=True)
+class LossSum(_Several):
+    """A weighted sum of named losses, each with its own mean, so that none dilutes another.
+
+        LossSum({"policy": Cispo(), "entropy": Entropy()}, {"entropy": -0.01})
+
+    The metrics of a component are those of its loss, after its name, as "policy/clipped".
+    """
+
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+    """Factor of each component; 1 where absent."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, coefficient in self.coefficients.items():
+            if name not in self.losses or not math.isfinite(coefficient):
+                raise ConfigError(
+                    f"the coefficient {name!r} is {coefficient}",
+                    hint=f"give a finite number to one of {', '.join(self.losses)}",
+                )
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, Sum]]:
+        total, sums = inputs.logprobs.new_zeros(()), dict[str, Sum]()
+        for name in self.losses:
+            mean, own = self._call(name, inputs)
+            total = total + self.coefficients.get(name, 1.0) * mean
+            sums |= own
+        return total, sums
+
+
+@dataclass(frozen=True)
+class LossBySource(_Several):
+    """A loss for each source of the mixture, and one, "", for all other sources.
+
+        LossBySource({"math": ClippedSurrogate(), "": Cispo()})
+
+    A source's tokens count in the mean of their loss as they would if all sources had it: with the same loss for each,
+    this is that loss. Statistics are computed over the source's tokens alone.
+    """
+
+    def check_sources(self, sources: Collection[str]) -> None:
+        """Check that each of a mixture's sources has a loss, and each loss a source.
+
+        Raises:
+            ConfigError: it has not.
+        """
+        for name in (name for name in self.losses if name and name not in sources):
+            raise ConfigError(f"--loss {name}=...: no source is called {name}", hint=suggest(name, sources, "sources"))
+        for name in (name for name in sources if not {name, ""} & self.losses.keys()):
+            raise ConfigError(
+                f"the source {name} has no loss", hint=f"add --loss {name}=..., or one without a source for all others"
+            )
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, Sum]]:
+        total, sums = 0.0 * inputs.logprobs.where(inputs.mask, 0.0).sum(), dict[str, Sum]()
+        for name in self.losses:
+            own = self._of(name, inputs)
+            if not own.any():
+                continue
+            observed = None if inputs.observed is None else inputs.observed & own
+            mean, found = self._call(name, replace(inputs, mask=inputs.mask & own, observed=observed))
+            total = total + mean
+            count = (inputs.mask & own).sum()
+            for key, each in found.items():
+                sums[key.removeprefix("/")] = (each, count) if not isinstance(each, tuple) else each
+        return total, sums
+
+    def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for name, loss in self.losses.items():
+            own = self._of(name, tokens)
+            if not loss.scope or not own.any():
+                continue
+            for key, value in loss.statistics(tokens.at(own)).items():
+                spread = value.new_zeros(len(own), *value.shape[1:]).masked_scatter(own, value) if value.ndim else value
+                found[f"{name}/{key}"] = spread
+        return found
+
+    def _of(self, name: str, inputs: LossInputs) -> torch.Tensor:
+        """Return which tokens are of the loss's sources, [L] bool."""
+        import torch
+
+        wanted = [source == name or (name == "" and source not in self.losses) for source in inputs.sources]
+        lookup = torch.tensor([*wanted, False], device=inputs.mask.device)
+        return lookup[inputs.groups.long().clamp(min=-1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entropy(Loss):
+    """The mean entropy of the policy's distributions, as a component with a negative coefficient: an entropy bonus."""
+
+    @property
+    def needs(self) -> Collection[Need]:
+        return ["entropy_gradient"]
+
+    @property
+    def keeps_uniform(self) -> bool:
+        return True
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, Sum]]:
+        assert inputs.entropy is not None
+        return (inputs.weights * inputs.entropy).where(inputs.mask, 0.0).sum(), {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropy(Loss):
+    """The negative logprob of tokens, whatever their advantages: supervised learning.
+
+    On observations it is ECHO (arXiv 2605.24517): the policy also learns to predict what its environment answers. Their
+    mean is over all observation tokens of the minibatch.
+    """
+
+    on: Literal["trained", "observations"] = "trained"
+    """Tokens to learn: those that the policy is trained on, or what the environment answered between turns."""
+
+    @property
+    def needs(self) -> Collection[Need]:
+        return ["observations"] if self.on == "observations" else []
+
+    @property
+    def keeps_uniform(self) -> bool:
+        return True
+
+    def divisor(self, counts: Counts) -> float:
+        return counts.observations if self.on == "observations" else super().divisor(counts)
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, Sum]]:
+        if self.on == "observations":
+            return -inputs.logprobs.where(cast("torch.Tensor", inputs.observed), 0.0).sum(), {}
+        losses = -inputs.logprobs.where(inputs.mask, 0.0)
+        return (inputs.weights.where(inputs.mask, 0.0) * losses).sum(), {"cross_entropy": losses.detach().sum()}

@@ -1,0 +1,99 @@
+"""Builds losses from the flag `--loss`: methods by name, user code by module or file, and one for each source."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias, cast
+
+import tyro
+
+from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.components import LossBySource
+from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Sapo, Topr
+from forge_rl.algorithms.protocol import Loss
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.flags.options import read_options
+from forge_rl.flags.texts import FlagText, parse, suggest
+from forge_rl.flags.user_code import load
+
+_SEQUENCES = Aggregation(kind="sequence_mean")
+
+METHODS: Mapping[str, Callable[..., Loss]] = {
+    "cispo": Cispo,
+    "clipped": ClippedSurrogate,
+    "dapo": functools.partial(ClippedSurrogate, clip_high=0.28),
+    "dppo": Dppo,
+    "dppo_kl": functools.partial(Dppo, divergence="kl", threshold=0.05),
+    "gmpo": Gmpo,
+    "grpo": functools.partial(ClippedSurrogate, clip_high=0.2, aggregation=_SEQUENCES),
+    "gspo": Gspo,
+    "ppo": functools.partial(ClippedSurrogate, clip_high=0.2),
+    "sapo": functools.partial(Sapo, aggregation=_SEQUENCES),
+    "topr": Topr,
+}
+"""Losses by name, each a frozen dataclass whose fields are its options, some with other defaults."""
+
+LossTexts: TypeAlias = Annotated[
+    tuple[str, ...],
+    tyro.conf.arg(
+        help="Loss, as NAME[:KEY=VALUE,...], or your own as MODULE:NAME or FILE.py:NAME. With SOURCE= before it, the "
+        "loss of a source's episodes; one without SOURCE is for all others. Names: " + ", ".join(METHODS),
+    ),
+]
+"""Type of a field of texts for `build_loss`."""
+
+
+def build_loss(texts: Sequence[str] | Loss) -> Loss:
+    """Build the loss that `texts` name, or a `LossBySource` if they name sources; a loss is returned as it is.
+
+        build_loss(["clipped:clip_high=0.3,kl_coef=0.01"])
+        build_loss(["math=dapo", "code=cispo:ratio_max=4", "gspo"])
+        build_loss(["mine.py:MyLoss"])
+
+    Each text has the form of `flags.texts.parse`, with a source as its title. A name is one of METHODS, or refers to a
+    Loss, a subclass of it, or a function that returns one.
+
+    Raises:
+        ConfigError: a text does not have this form, names an unknown method, option or object, or is no loss; two texts
+            are for the same source.
+    """
+    if isinstance(texts, Loss):
+        return texts
+    losses: dict[str, Loss] = {}
+    for text in texts:
+        parsed = parse(text, "--loss", bundled=METHODS, takes_weight=False)
+        if parsed.title in losses:
+            of = f"the source {parsed.title}" if parsed.title else "all sources"
+            raise parsed.wrong(f"{of} already has a loss", "name each source once, as SOURCE=NAME")
+        losses[parsed.title] = _loss_of(parsed)
+    if not losses:
+        raise ConfigError("no loss is given", hint="set --loss to one, such as clipped")
+    return losses[""] if losses.keys() == {""} else LossBySource(losses)
+
+
+def _loss_of(parsed: FlagText) -> Loss:
+    """Return the loss of one text."""
+    if not parsed.is_code and parsed.name not in METHODS:
+        hint = f"{suggest(parsed.name, METHODS, 'methods')}; or give your own as MODULE:NAME or FILE.py:NAME"
+        raise parsed.wrong(f"there is no method {parsed.name!r}", hint)
+    make: Any = load(parsed.name, "--loss") if parsed.is_code else METHODS[parsed.name]
+    if not isinstance(make, Loss):
+        kind: Any = make.func if isinstance(make, functools.partial) else make
+        options = read_options(parsed, cast(type[Any], kind)) if dataclasses.is_dataclass(kind) else dict(parsed.params)
+        try:
+            make = make(**options)
+        except ForgeError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"--loss {parsed.text}: {parsed.name} cannot be created: {type(error).__name__}: {error}",
+                hint="give a Loss, a subclass of it, or a function that returns one",
+            ) from error
+    elif parsed.params:
+        raise parsed.wrong("a loss that exists takes no options", "name its class", at=next(iter(parsed.params)))
+    if not isinstance(make, Loss):
+        raise parsed.wrong(f"{parsed.name} is a {type(make).__name__}, not a loss", "return a subclass of rl.Loss")
+    return make
