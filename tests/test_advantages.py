@@ -1,6 +1,7 @@
 """Advantage estimators, against hand-worked numbers, the papers' formulas in NumPy, and TRL's."""
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -141,6 +142,52 @@ def test_each_estimator_is_its_papers_formula(estimator: Estimator):
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-7)
 
 
+def without(estimator: str, groups: list[np.ndarray], lengths: list[np.ndarray]) -> np.ndarray:
+    """The papers' formulas for groups of several sizes, one after the other."""
+    together, tokens = np.concatenate(groups), np.concatenate(lengths)
+    centered = np.concatenate([group - group.mean() for group in groups])
+    match estimator:
+        case "batch_std":
+            return centered / (together.std(ddof=1) + 1e-4)
+        case "reinforce" | "reinforce_pp":
+            return formula(estimator, together[None], tokens[None])[0]
+        case "reinforce_pp_baseline":
+            return by_token(centered, tokens)
+    return np.concatenate(
+        [formula(estimator, group[None], own[None])[0] for group, own in zip(groups, lengths, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+def test_episodes_without_a_score_are_in_no_mean_std_or_count(estimator: Estimator):
+    rewards = torch.tensor([[0.0, math.nan, 1.0, 0.0], [1.0, 0.2, 1.0, -9.0], [0.2, 0.0, 0.9, 0.4]])
+    scored = torch.tensor([[True, False, True, True], [True, True, True, False], [True] * 4])
+    found = group_advantages(rewards, estimator=estimator, lengths=LENGTHS, scored=scored)
+    groups = [row[known].double().numpy() for row, known in zip(rewards, scored, strict=True)]
+    lengths = [row[known].numpy() for row, known in zip(LENGTHS, scored, strict=True)]
+    np.testing.assert_allclose(found[scored].numpy(), without(estimator, groups, lengths), rtol=1e-5, atol=1e-6)
+    assert not found[~scored].any()
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+@pytest.mark.parametrize("size", [3, 7, 10])
+def test_equal_rewards_beside_an_episode_without_a_score_give_exactly_zero(estimator: Estimator, size: int):
+    scored = torch.arange(size + 1)[None] > 0
+    rewards = torch.full((1, size + 1), 0.1).where(scored, 5.0)
+    found = group_advantages(rewards, estimator=estimator, lengths=torch.ones(1, size + 1), scored=scored)
+    assert torch.equal(found, torch.zeros(1, size + 1))
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+def test_no_score_and_one_score_give_zero(estimator: Estimator):
+    rewards, scored = torch.tensor([[5.0, 7.0, 9.0]]), torch.tensor([[False, True, False]])
+    for known in (scored, scored & False):
+        found = group_advantages(rewards, estimator=estimator, lengths=torch.ones(1, 3), scored=known)
+        assert torch.equal(found, torch.zeros(1, 3))
+    with pytest.raises(ConfigError, match="`scored` has shape"):
+        group_advantages(rewards, estimator=estimator, scored=scored[0])
+
+
 def test_max_rl_ignores_groups_without_success_and_bounds_what_rewards_below_zero_do():
     rewards = torch.tensor([[0.0, 0.0, 0.0], [-1.0, 0.5, 0.0], [-1.0, 1.0, 0.003]])  # means 0, below 0, 0.001
     expected = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [-2.0, 2.0, 2.0]])
@@ -195,3 +242,59 @@ def test_gdpo_names_a_part_that_no_episode_has():
     assert caught.value.hint == "parts of these episodes: a, b"
     endless = gdpo_advantages(scored([{"a": 1.0}, {"a": 0.0}, {"a": math.inf}]), {"a": 1.0})
     assert torch.equal(endless[0].sign(), torch.tensor([1.0, -1.0, 0.0]))
+
+
+def valued(
+    total: float, turns: tuple[float, ...], tokens: tuple[tuple[float, ...], ...], *, scored: bool = True
+) -> Episode:
+    """An episode of turns of these tokens, whose score has these values."""
+    made = [
+        Turn(prompt_ids=(1,) * (place + 1), token_ids=(9,) * len(each), logprobs=(-1.0,) * len(each),
+             versions=(0,) * len(each), text="")
+        for place, each in enumerate(tokens)
+    ]  # fmt: skip
+    score = Score(total=total, turns=turns, tokens=tokens) if scored else None
+    return Episode(task=TASK, turns=tuple(made), score=score)
+
+
+VALUED = [
+    valued(1.0, (0.5, -1.0), ((0.1, math.nan), (0.4, 0.0, 0.2))),
+    valued(0.0, (0.0, 2.0), ((0.3,), (math.nan, -0.6))),
+    valued(0.0, (0.25,), ((1.0, 0.0),)),
+]
+
+
+@pytest.mark.parametrize(("estimator", "scaled"), [("grpo", True), ("dr_grpo", False)])
+def test_episodes_turns_and_tokens_add_up(estimator: Estimator, scaled: bool):
+    def normalised(values: np.ndarray) -> np.ndarray:
+        centered = values - np.nanmean(values)
+        return np.nan_to_num(centered / (np.nanstd(values, ddof=1) + 1e-4) if scaled else centered)
+
+    of_episodes = normalised(np.array([1.0, 0.0, 0.0]))
+    of_turns = normalised(np.array([0.5, -1.0, 0.0, 2.0, 0.25]))
+    of_tokens = normalised(np.array([0.1, np.nan, 0.4, 0.0, 0.2, 0.3, np.nan, -0.6, 1.0, 0.0]))
+    expected = np.repeat(of_episodes, [5, 3, 2]) + np.repeat(of_turns, [2, 3, 1, 2, 2]) + of_tokens
+    batch = Batch(groups=(Group(task=TASK, episodes=tuple(VALUED)),), version=0)
+    (found,) = batch_advantages(batch, estimator=estimator)
+    assert [len(each) for each in found] == [5, 3, 2]
+    np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+def test_a_batch_leaves_episodes_without_a_score_out(estimator: Estimator):
+    failed = valued(0.0, (7.0,), ((8.0,) * 6,), scored=False)
+    whole = Batch(groups=(Group(task=TASK, episodes=tuple(VALUED)),), version=0)
+    with_failed = Batch(groups=(Group(task=TASK, episodes=(VALUED[0], failed, *VALUED[1:])),), version=0)
+    (expected,), (found,) = (batch_advantages(each, estimator=estimator) for each in (whole, with_failed))
+    assert not found[1].any()
+    assert len(found[1]) == 6
+    for own, same in zip([found[0], *found[2:]], expected, strict=True):
+        np.testing.assert_allclose(own, same, rtol=1e-6)
+
+
+def test_gdpo_leaves_episodes_without_a_score_out():
+    whole = scored([{"a": 1.0, "b": 0.2}, {"a": 0.0, "b": 0.1}, {"a": 1.0, "b": 0.9}])
+    failed = replace(whole.groups[0].episodes[0], score=None)
+    mixed = Batch(groups=(replace(whole.groups[0], episodes=(failed, *whole.groups[0].episodes)),), version=0)
+    expected = gdpo_advantages(whole, {"a": 1.0, "b": 0.5})
+    torch.testing.assert_close(gdpo_advantages(mixed, {"a": 1.0, "b": 0.5}), torch.nn.functional.pad(expected, (1, 0)))

@@ -19,6 +19,9 @@ from tests.fakes import TASK
 def test_remax_subtracts_each_groups_greedy_reward():
     found = remax_advantages(torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]]), torch.tensor([0.25, 1.0]))
     torch.testing.assert_close(found, torch.tensor([[-0.25, 0.75, 0.25], [0.0, 0.0, 0.0]]))
+    scored = torch.tensor([[True, False]])
+    found = remax_advantages(torch.tensor([[1.0, math.nan]]), torch.tensor([0.5]), scored=scored)
+    torch.testing.assert_close(found, torch.tensor([[0.5, 0.0]]))
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,15 @@ def test_large_groups_neither_overflow_nor_vanish(baseline: str):
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_episodes_without_a_score_are_in_no_subset(baseline: str):
+    rewards = torch.tensor([[math.nan, 1.0, 0.0, 0.4], [1.0, 5.0, 5.0, 0.0]])
+    scored = torch.tensor([[False, True, True, True], [True, False, False, False]])
+    found = pass_at_k_advantages(rewards, 2, baseline=baseline, scored=scored)
+    expected = pass_at_k_advantages(rewards[:1, 1:], 2, baseline=baseline)
+    torch.testing.assert_close(found, torch.cat([torch.nn.functional.pad(expected, (1, 0)), torch.zeros(1, 4)]))
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("size", [3, 7, 16])
 def test_equal_rewards_give_exactly_zero(baseline: str, size: int):
     assert not pass_at_k_advantages(torch.full((2, size), 0.1), 2, baseline=baseline).any()

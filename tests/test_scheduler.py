@@ -564,6 +564,7 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
                 assert Counter(g.task.source for g in taken) == Counter(expected.source_order(groups))
             for group in taken:
                 assert len(group.results) == 2
+                assert all(each.outcome.scored for each in group.results), "failures enter no group, nor its baseline"
                 assert group.task.source != "held"
                 assert all(published - begun[episode] <= policy.lag for episode in group.episodes)
             delivered += taken

@@ -36,7 +36,11 @@ _UNSCALED = ("dr_grpo", "rloo", "opo", "max_rl")
 
 
 def group_advantages(
-    rewards: torch.Tensor, *, estimator: Estimator = "grpo", lengths: torch.Tensor | None = None
+    rewards: torch.Tensor,
+    *,
+    estimator: Estimator = "grpo",
+    lengths: torch.Tensor | None = None,
+    scored: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute one advantage per episode from the rewards of its group, or of the batch.
 
@@ -67,46 +71,60 @@ def group_advantages(
     Args:
         rewards: [P, G], of any float or integer dtype.
         lengths: [P, G], generated tokens of each episode; only opo and the two forms of REINFORCE++ need them.
+        scored: [P, G] bool, False for an episode without a score, which gets 0 and is in no mean, standard deviation or
+            count; by default all are scored. Its reward is not read.
 
     Returns:
         Advantages, [P, G] float32, without gradient.
 
     Raises:
         ConfigError: rewards are not two-dimensional, or one is not finite; lengths are missing, of another shape or
-            below 0; the estimator is unknown.
+            below 0; `scored` is of another shape; the estimator is unknown.
     """
     import torch
 
+    known = torch.ones(rewards.shape, dtype=torch.bool) if scored is None else scored
+    if known.shape != rewards.shape:
+        raise ConfigError(f"`scored` has shape {list(known.shape)}", hint="give one value to each reward")
+    rewards = rewards.detach().to(torch.float32).double().where(known, 0.0)
     _check(rewards, estimator)
-    rewards = rewards.detach().to(torch.float32).double()
-    if rewards.numel() == 0:
+    if not bool(known.any()):
         return torch.zeros(rewards.shape)
     tokens = _lengths(rewards, lengths) if estimator in ("opo", "reinforce_pp", "reinforce_pp_baseline") else rewards
-    if estimator == "reinforce":
-        return group_advantages(rewards.reshape(1, -1)).reshape(rewards.shape)
-    if estimator == "reinforce_pp":
-        return _whitened(rewards, tokens).float()
-    return _in_groups(rewards, estimator, tokens).float()
-
-
-def _in_groups(rewards: torch.Tensor, estimator: Estimator, tokens: torch.Tensor) -> torch.Tensor:
-    """Compare each reward with the others of its group; float64, as are the rewards."""
-    size, mean = rewards.shape[1], rewards.mean(dim=1, keepdim=True)
-    uniform = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
-    centered = (rewards - mean).where(~uniform, 0.0)
+    tokens = tokens.where(known, 0.0)
     match estimator:
-        case "grpo" if size > 1:
-            centered = centered / (rewards.std(dim=1, keepdim=True) + EPSILON)
-        case "rloo" if size > 1:
-            centered = centered * (size / (size - 1))
+        case "reinforce":
+            found = _in_groups(rewards.reshape(1, -1), "grpo", tokens, known.reshape(1, -1)).reshape(rewards.shape)
+        case "reinforce_pp":
+            found = _whitened(rewards, tokens)
+        case _:
+            found = _in_groups(rewards, estimator, tokens, known)
+    return found.where(known, 0.0).float()
+
+
+def _in_groups(rewards: torch.Tensor, estimator: Estimator, tokens: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Compare each reward with the others of its group; float64, as are the rewards. Unknown rewards are 0, and what
+    they get has no meaning."""
+    count = known.sum(dim=1, keepdim=True)
+    mean = rewards.sum(dim=1, keepdim=True) / count.clamp(min=1)
+    low, high = (rewards.where(known, end * math.inf) for end in (1, -1))
+    differ = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
+    centered = (rewards - mean).where(differ & known, 0.0)
+    match estimator:
+        case "grpo":
+            variance = centered.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
+            centered = centered / (variance.sqrt() + EPSILON)
+        case "rloo":
+            centered = centered * (count / (count - 1).clamp(min=1))
         case "opo":
             total = tokens.sum(dim=1, keepdim=True)
             baseline = (tokens * rewards).sum(dim=1, keepdim=True) / total.clamp(min=1)
-            centered = (rewards - baseline.where(total > 0, mean)).where(~uniform, 0.0)
+            centered = (rewards - baseline.where(total > 0, mean)).where(differ, 0.0)
         case "max_rl":
-            centered = (centered / mean).clamp(1 - size, size - 1).where(~uniform & (mean > 0), 0.0)
-        case "batch_std" if rewards.numel() > 1:
-            centered = centered / (rewards.std() + EPSILON)
+            most = (count - 1).clamp(min=0).double()
+            centered = (centered / mean).clamp(-most, most).where(differ & (mean > 0), 0.0)
+        case "batch_std" if int(known.sum()) > 1:
+            centered = centered / (rewards[known].std() + EPSILON)
         case "reinforce_pp_baseline":
             centered = _whitened(centered, tokens)
     return centered
@@ -170,7 +188,8 @@ def batch_advantages(batch: Batch, *, estimator: Estimator = "grpo") -> Advantag
     all turns, or all tokens, of the group, or of the batch if the estimator has no groups. They are divided by their
     standard deviation if the estimator divides by one, like the steps of process supervision in DeepSeekMath (arXiv
     2402.03300) section 4.1.3. A turn's value is added to the advantage of its own tokens, as in MT-GRPO (arXiv
-    2505.11821) equation 5; a token's value to its own. Values that are all equal add nothing.
+    2505.11821) equation 5; a token's value to its own. Values that are all equal add nothing. Episodes without a score
+    have 0, and are in no mean or standard deviation.
 
     Raises:
         ConfigError: as group_advantages, or a value is infinite.
@@ -178,7 +197,7 @@ def batch_advantages(batch: Batch, *, estimator: Estimator = "grpo") -> Advantag
     import torch
 
     lengths = torch.tensor([[each.response_tokens for each in group.episodes] for group in batch.groups])
-    advantages = group_advantages(batch.rewards, estimator=estimator, lengths=lengths)
+    advantages = group_advantages(batch.rewards, estimator=estimator, lengths=lengths, scored=_scored(batch))
     if not any(each.score and (each.score.turns or each.score.tokens) for each in batch.episodes):
         return advantages
     scaled = estimator not in _UNSCALED
@@ -228,7 +247,16 @@ def gdpo_advantages(batch: Batch, weights: Mapping[str, float]) -> torch.Tensor:
         low, high = (values.where(known, end * math.inf) for end in (1, -1))
         differ = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
         total += weight * (centered / (std + EPSILON)).where(differ, 0.0)
-    return group_advantages(total, estimator="reinforce")
+    return group_advantages(total, estimator="reinforce", scored=_scored(batch))
+
+
+def _scored(batch: Batch) -> torch.Tensor:
+    """Return which episodes have a score, [P, G] bool. Batches of a run have no others: those that fail through no
+    fault of the policy are retried, or their group is replaced."""
+    import torch
+
+    rows = [[each.score is not None for each in group.episodes] for group in batch.groups]
+    return torch.tensor(rows, dtype=torch.bool).reshape(batch.rewards.shape)
 
 
 def _with_values(

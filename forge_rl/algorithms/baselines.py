@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def remax_advantages(rewards: torch.Tensor, baselines: torch.Tensor) -> torch.Tensor:
+def remax_advantages(
+    rewards: torch.Tensor, baselines: torch.Tensor, *, scored: torch.Tensor | None = None
+) -> torch.Tensor:
     """Subtract from each reward the reward of the greedy answer to the same task.
 
         remax_advantages(torch.tensor([[0.0, 1.0]]), torch.tensor([1.0]))  # [[-1.0, 0.0]]
@@ -24,6 +26,7 @@ def remax_advantages(rewards: torch.Tensor, baselines: torch.Tensor) -> torch.Te
     Args:
         rewards: [P, G].
         baselines: [P], the reward of each group's greedy episode.
+        scored: [P, G] bool, False for an episode without a score, which gets 0; by default all are scored.
 
     Returns:
         Advantages, [P, G] float32.
@@ -36,9 +39,12 @@ def remax_advantages(rewards: torch.Tensor, baselines: torch.Tensor) -> torch.Te
             f"rewards have shape {list(rewards.shape)} and baselines {list(baselines.shape)}",
             hint="give one baseline to each group, [P] for rewards of [P, G]",
         )
-    if not bool(rewards.isfinite().all() and baselines.isfinite().all()):
+    found = (rewards.detach().double() - baselines.detach().double()[:, None]).float()
+    if scored is not None:
+        found = found.where(scored, 0.0)
+    if not bool(found.isfinite().all()):
         raise ConfigError("a reward or baseline is not finite", hint="score a bad answer 0.0")
-    return (rewards.detach().double() - baselines.detach().double()[:, None]).float()
+    return found
 
 
 class RoleBaselines:

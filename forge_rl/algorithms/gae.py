@@ -52,7 +52,8 @@ def gae(
     and temporal differences skip observations, as in verl. Values after an episode's last token are 0, also if it was
     truncated.
 
-    Whitening subtracts the mean over the batch's tokens and divides by sqrt(variance + 1e-8), as in verl.
+    Whitening subtracts the mean over the batch's tokens and divides by sqrt(variance + 1e-8), as in verl. Episodes
+    without a score, which batches of a run do not have, must be left out, or their rewards count as 0.
 
     Args:
         values: of each episode, [T].

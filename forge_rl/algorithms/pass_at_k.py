@@ -20,7 +20,11 @@ EPSILON = 1e-6
 
 
 def pass_at_k_advantages(
-    rewards: torch.Tensor, k: int, *, baseline: Literal["mean", "leave_one_out"] = "mean"
+    rewards: torch.Tensor,
+    k: int,
+    *,
+    baseline: Literal["mean", "leave_one_out"] = "mean",
+    scored: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compare episodes by the best reward of k, averaged over all subsets of k episodes of the group.
 
@@ -43,32 +47,38 @@ def pass_at_k_advantages(
     Args:
         rewards: [P, G].
         k: size of a subset, from 1 to G; at least 2 with leave_one_out.
+        scored: [P, G] bool, False for an episode without a score, which gets 0 and is in no subset; by default all are
+            scored. A group with fewer than k scores gets 0.
 
     Returns:
         Advantages, [P, G] float32.
 
     Raises:
-        ConfigError: the rewards are not two-dimensional or not finite, k does not fit, or the baseline is unknown.
+        ConfigError: the rewards are not two-dimensional or not finite, k or `scored` does not fit, or the baseline is
+            unknown.
     """
     import torch
 
     if baseline not in ("mean", "leave_one_out"):
         raise ConfigError(f"unknown baseline of pass@k {baseline!r}", hint="use mean or leave_one_out")
-    if rewards.ndim != 2 or not bool(rewards.isfinite().all()):
+    known = torch.ones(rewards.shape, dtype=torch.bool) if scored is None else scored
+    if known.shape != rewards.shape or rewards.ndim != 2 or not bool(rewards[known].isfinite().all()):
         raise ConfigError(
-            f"rewards have shape {list(rewards.shape)}, or are not all finite", hint="give finite numbers, [P, G]"
+            f"rewards have shape {list(rewards.shape)}, for scores of {list(known.shape)}, or are not all finite",
+            hint="give finite numbers, [P, G]",
         )
     least, size = (1 if baseline == "mean" else 2), rewards.shape[1]
     if not least <= k <= size:
         raise ConfigError(f"k is {k} for groups of {size}", hint=f"choose k from {least} to the group size")
-    given = rewards.detach().double().cpu().numpy()
-    rows = [_of_group(row, k, baseline == "mean") for row in given]
-    return torch.from_numpy(np.array(rows, np.float32).reshape(given.shape))
+    found = np.zeros(rewards.shape, np.float32)
+    for row, given, used in zip(found, rewards.detach().double().cpu().numpy(), known.cpu().numpy(), strict=True):
+        row[used] = _of_group(given[used], k, baseline == "mean")
+    return torch.from_numpy(found)
 
 
 def _of_group(rewards: Float64, k: int, centered: bool) -> Float64:
     """Return the advantages of one group."""
-    if rewards.max() == rewards.min():
+    if len(rewards) < k or rewards.max() == rewards.min():
         return np.zeros_like(rewards)
     order = np.argsort(rewards, kind="stable")
     ranked, found = rewards[order], np.empty_like(rewards)
