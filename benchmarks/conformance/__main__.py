@@ -37,6 +37,7 @@ BOUND = 1e-5
 """Largest deviation of methods that are said to be equal, and less than the smallest of those that are not."""
 _PEERS = {"TRL": (TRL, "trl_methods"), "verl": (VERL, "verl_methods")}
 _DEADLINE_S = 1800.0
+_RESULTS = ("loss", "gradient", "advantages", "returns")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +167,10 @@ def check(found: Sequence[tuple[Comparison, Mapping[str, float]]]) -> None:
 def table(found: Sequence[tuple[Comparison, Mapping[str, float]]]) -> Table:
     """Return the deviations as a table for the terminal; a method that should be equal and differs is red."""
     made = Table(title="deviation from peers", title_justify="left")
-    for column in ("method", "peer", "loss", "gradient", "advantages", "differs on purpose"):
-        made.add_column(column, justify="right" if column in ("loss", "gradient", "advantages") else "left")
+    for column in ("method", "peer", *_RESULTS, "differs on purpose"):
+        made.add_column(column, justify="right" if column in _RESULTS else "left")
     for each, deviations in found:
-        values = [
-            f"{deviations[name]:.1e}" if name in deviations else "" for name in ("loss", "gradient", "advantages")
-        ]
+        values = [f"{deviations[name]:.1e}" if name in deviations else "" for name in _RESULTS]
         wrong = not each.differs and max(deviations.values()) > BOUND
         made.add_row(each.method, each.peer, *values, each.differs, style="red" if wrong else None)
     return made

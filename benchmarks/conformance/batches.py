@@ -18,6 +18,9 @@ Batch = Mapping[str, npt.NDArray[Any]]
     rewards                                   [N] float64, without rounding in float32
     parts                                     [N, 2] float64, parts of a reward, as are the rewards
     groups                                    [N] int64, index of the group
+    penalties                                 [N, T] float64, subtracted from the rewards of tokens
+    values                                    [N, T] float64, a critic's; arbitrary where not mask
+    greedy                                    [N] float64, reward of the greedy answer to the episode's task
 """
 
 GROUPS, GROUP_SIZE, TOKENS = 4, 6, 24
@@ -72,6 +75,9 @@ def draw(kind: str, seed: int) -> Batch:
         "rewards": rewards,
         "parts": parts,
         "groups": np.repeat(np.arange(GROUPS), GROUP_SIZE),
+        "penalties": random.normal(0.0, 0.1, shape),
+        "values": random.normal(0.5, 0.5, shape),
+        "greedy": np.repeat(random.random(GROUPS), GROUP_SIZE),
     }
 
 

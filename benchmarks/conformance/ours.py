@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,18 @@ import torch
 from benchmarks.conformance.batches import GROUP_SIZE, Batch
 from forge_rl.algorithms.advantages import Estimator, batch_advantages, gdpo_advantages
 from forge_rl.algorithms.aggregation import Counts
+from forge_rl.algorithms.baselines import remax_advantages
+from forge_rl.algorithms.gae import GaeConfig, gae
+from forge_rl.algorithms.pass_at_k import pass_at_k_advantages
 from forge_rl.algorithms.protocol import Loss, LossInputs
-from forge_rl.algorithms.user_loss import call_loss
+from forge_rl.algorithms.returns import reinforce_pp_advantages, token_rewards
+from forge_rl.algorithms.user_loss import call_loss, call_statistics, spread
 from forge_rl.types import Batch as Episodes
 from forge_rl.types import Episode, Group, Score, Task, Turn
 
 Result = dict[str, npt.NDArray[Any]]
-"""Either "loss", a scalar, and "gradient", [N, T], by the logprobs; or "advantages", [N, T]. 0 where not mask."""
+"""Either "loss", a scalar, and "gradient", [N, T], by the logprobs; or "advantages" and perhaps "returns", value
+targets, [N, T]. 0 where not mask."""
 Ours = Callable[[Batch], Result]
 """forge_rl's side of a comparison."""
 _ROWS = 3
@@ -34,14 +40,21 @@ def loss_of(loss: Loss, **columns: str) -> Ours:
     """
 
     def compute(batch: Batch) -> Result:
-        mask = torch.from_numpy(batch["mask"])
         logprobs = torch.from_numpy(batch["logprobs"]).clone().requires_grad_()
-        lengths = mask.sum(dim=1)
-        divisor = loss.divisor(Counts(tokens=int(lengths.sum()), sequences=len(mask)))
-        order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(len(mask)))
+        whole = _inputs(batch, columns, loss, torch.arange(len(logprobs)), logprobs)
+        trained = whole.mask.nonzero()[:, 0]
+        # The trainer gathers the tokens that statistics are about from all rows, whatever the rows are.
+        found = call_statistics(loss, whole.at(trained)) if loss.scope else {}
+        placed = spread(found, trained, len(whole.mask))
+        order = torch.randperm(len(logprobs), generator=torch.Generator().manual_seed(len(logprobs)))
         total = logprobs.new_zeros(())
         for episodes in order.tensor_split(_ROWS):
-            total = total + call_loss(loss, _inputs(batch, columns, loss, episodes, logprobs))[0] / divisor
+            row = _inputs(batch, columns, loss, episodes, logprobs)
+            own = {
+                name: each.reshape(logprobs.shape)[episodes].flatten() if each.ndim else each
+                for name, each in placed.items()
+            }
+            total = total + call_loss(loss, replace(row, statistics=own))[0] / loss.divisor(row.counts)
         (gradient,) = torch.autograd.grad(total, logprobs)
         return {"loss": total.detach().numpy(), "gradient": gradient.numpy()}
 
@@ -85,6 +98,57 @@ def gdpo(weights: tuple[float, float]) -> Ours:
     """Compute GDPO's advantages with these weights of the two parts of a reward."""
     by_name = {str(at): weight for at, weight in enumerate(weights)}
     return _advantages(lambda batch: gdpo_advantages(_episodes(batch), by_name))
+
+
+def discounted_reinforce_pp(gamma: float) -> Ours:
+    """Compute REINFORCE++'s advantages with a discount and penalties."""
+
+    def compute(batch: Batch) -> Result:
+        penalties = [row[mask] for row, mask in zip(batch["penalties"], batch["mask"], strict=True)]
+        groups = reinforce_pp_advantages(_episodes(batch), gamma=gamma, penalties=penalties)
+        return {"advantages": _tokens(batch, [own for group in groups for own in group])}
+
+    return compute
+
+
+def gae_of(config: GaeConfig) -> Ours:
+    """Compute generalized advantages and value targets of tokens with penalties."""
+
+    def compute(batch: Batch) -> Result:
+        columns = [[row[mask] for row, mask in zip(batch[name], batch["mask"], strict=True)] for name in _OF_TOKENS]
+        values, penalties = columns
+        rewards = token_rewards(_episodes(batch).episodes)
+        less = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+        advantages, targets = gae(values, less, config)
+        return {"advantages": _tokens(batch, advantages), "returns": _tokens(batch, targets)}
+
+    return compute
+
+
+_OF_TOKENS = ("values", "penalties")
+
+
+def remax() -> Ours:
+    """Compute ReMax's advantages."""
+    return _advantages(lambda batch: remax_advantages(_grouped(batch, "rewards"), _grouped(batch, "greedy")[:, 0]))
+
+
+def pass_at_k() -> Ours:
+    """Compute the lead of the best of each group over its second best."""
+    return _advantages(
+        lambda batch: pass_at_k_advantages(_grouped(batch, "rewards"), GROUP_SIZE, baseline="leave_one_out")
+    )
+
+
+def _grouped(batch: Batch, name: str) -> torch.Tensor:
+    return torch.from_numpy(batch[name].reshape(-1, GROUP_SIZE))
+
+
+def _tokens(batch: Batch, of_episodes: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Place numbers of trained tokens in [N, T]."""
+    placed = np.zeros(batch["mask"].shape)
+    placed[batch["mask"]] = np.concatenate(of_episodes)
+    return placed
 
 
 def _advantages(compute: Callable[[Batch], Any]) -> Ours:

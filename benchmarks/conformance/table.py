@@ -11,8 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from benchmarks.conformance.batches import TOKENS
-from benchmarks.conformance.ours import Ours, estimate, gdpo, loss_of
+from benchmarks.conformance.ours import (
+    Ours,
+    discounted_reinforce_pp,
+    estimate,
+    gae_of,
+    gdpo,
+    loss_of,
+    pass_at_k,
+    remax,
+)
 from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.gae import GaeConfig
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Sapo
 
@@ -118,7 +128,7 @@ def _verl_advantages(
         method=method,
         peer="verl",
         ours=ours,
-        function=f"compute_{function}_advantage",
+        function=f"compute_{function}_advantage" + ("_return" if function == "gae" else ""),
         settings=settings,
         batches=batches,
         differs=differs,
@@ -339,6 +349,29 @@ VERL_ADVANTAGES = (
     _verl_advantages("REINFORCE++", estimate("reinforce_pp"), "reinforce_plus_plus_outcome"),
     _verl_advantages(
         "REINFORCE++ with a group baseline", estimate("reinforce_pp_baseline"), "reinforce_plus_plus_baseline_outcome"
+    ),
+    _verl_advantages(
+        "REINFORCE++ with discount and penalties",
+        discounted_reinforce_pp(0.9),
+        "reinforce_plus_plus_outcome",
+        config={"gamma": 0.9},
+        penalties=True,
+    ),
+    _verl_advantages(
+        "GAE",
+        gae_of(GaeConfig(gamma=0.9, lambda_policy=0.8, lambda_critic=0.8)),
+        "gae",
+        gamma=0.9,
+        lam=0.8,
+        penalties=True,
+    ),
+    _verl_advantages("ReMax", remax(), "remax_outcome"),
+    _verl_advantages("pass@k", pass_at_k(), "grpo_passk_outcome", config={"norm_adv_by_std_in_grpo": False}),
+    _verl_advantages(
+        "pass@k, scaled",
+        pass_at_k(),
+        "grpo_passk_outcome",
+        differs="verl divides by the std of rewards, which arXiv 2503.19595 does not",
     ),
     _verl_advantages(
         "GDPO",

@@ -12,7 +12,8 @@ A job's function is one of verl.trainer.ppo.core_algos. Settings of a loss:
     rollout_rs          arguments of compute_rollout_rejection_mask, of the same policies
     kl_loss             arguments of kl_penalty, with its weight `coef`
 
-Settings of an advantage are its arguments, and `config`, the fields of AlgoConfig. Tensors are float64; verl itself
+Settings of an advantage are its arguments, `config`, the fields of AlgoConfig, and `penalties`, whether the batch's are
+subtracted from the rewards of tokens. Tensors are float64; verl itself
 computes some in float32. Imports nothing from forge_rl.
 """
 
@@ -84,23 +85,28 @@ def loss(function: Callable[..., Any], arrays: Arrays, settings: Mapping[str, An
 
 
 def advantages(function: Callable[..., Any], arrays: Arrays, settings: Mapping[str, Any]) -> Result:
-    """Return the advantages of a batch, [rows, tokens], 0 where masked."""
+    """Return the advantages of a batch, [rows, tokens], 0 where masked, and with a critic its returns."""
     mask = torch.from_numpy(arrays["mask"]).double()
     last = arrays["mask"].shape[1] - 1 - arrays["mask"][:, ::-1].argmax(axis=1)
     rewards = torch.zeros_like(mask)
     rewards[torch.arange(len(mask)), torch.from_numpy(last)] = torch.from_numpy(arrays["rewards"])
+    if settings.get("penalties"):
+        rewards = rewards - torch.from_numpy(arrays["penalties"]) * mask
     given: dict[str, Any] = {
         "token_level_rewards": rewards,
         "response_mask": mask,
         "index": arrays["groups"],
+        "values": torch.from_numpy(arrays["values"]),
+        "reward_baselines": torch.from_numpy(arrays["greedy"]),
         "config": AlgoConfig(**settings.get("config", {})),
         "non_tensor_batch": {str(part): values for part, values in enumerate(arrays["parts"].T)},
         "batch": {"prompts": mask[:, :1], "attention_mask": torch.ones(len(mask), mask.shape[1] + 1, dtype=torch.long)},
-        **{name: value for name, value in settings.items() if name != "config"},
+        **{name: value for name, value in settings.items() if name not in ("config", "penalties")},
     }
     wanted = function.__code__.co_varnames[: function.__code__.co_argcount]
-    found, _ = function(**{name: value for name, value in given.items() if name in wanted})
-    return {"advantages": (found * mask).numpy()}
+    found, returns = function(**{name: value for name, value in given.items() if name in wanted})
+    result = {"advantages": (found * mask).numpy()}
+    return result | ({"returns": (returns * mask).numpy()} if "values" in wanted else {})
 
 
 def main() -> None:
