@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.components import LossSum as LossSum
     from forge_rl.algorithms.gae import GaeConfig as GaeConfig
     from forge_rl.algorithms.gae import gae as gae
+    from forge_rl.algorithms.gates import gate_advantages as gate_advantages
     from forge_rl.algorithms.gigpo import gigpo_advantages as gigpo_advantages
     from forge_rl.algorithms.loss_flag import LossTexts as LossTexts
     from forge_rl.algorithms.loss_flag import build_loss as build_loss
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.returns import reinforce_pp_advantages as reinforce_pp_advantages
     from forge_rl.algorithms.returns import token_rewards as token_rewards
     from forge_rl.data.adaptive import Adapting as Adapting
+    from forge_rl.data.curriculum import Curriculum as Curriculum
     from forge_rl.data.data_config import ONE_DIGIT_ADDITION as ONE_DIGIT_ADDITION
     from forge_rl.data.data_config import DataConfig as DataConfig
     from forge_rl.data.data_config import TaskTexts as TaskTexts
@@ -104,6 +106,7 @@ _HOMES = {
             "GaeConfig",
             "gae",
         ),
+        "algorithms.gates": ("gate_advantages",),
         "algorithms.gigpo": ("gigpo_advantages",),
         "algorithms.loss_flag": (
             "LossTexts",
@@ -132,6 +135,7 @@ _HOMES = {
             "token_rewards",
         ),
         "data.adaptive": ("Adapting",),
+        "data.curriculum": ("Curriculum",),
         "data.data_config": (
             "DataConfig",
             "ONE_DIGIT_ADDITION",

@@ -19,11 +19,12 @@ class Plan:
     def __init__(self, **policy: object) -> None:
         self.planned: list[GroupState] = []
         self.dropped: list[GroupState] = []
+        self.tasks = Drawn()
         self.planner = BatchPlanner(
             ScheduleConfig(**policy),  # type: ignore[arg-type]
             groups=3,
             episodes=2,
-            tasks=Drawn(),
+            tasks=self.tasks,
             on_planned=self.planned.append,
             on_dropped=self.dropped.append,
         )
@@ -68,6 +69,38 @@ def test_a_group_that_is_replaced_is_told_of_and_so_is_the_one_in_its_place() ->
     plan.planner.replace(plan.planned[-1], "failed", "it broke", "mend it")
     assert plan.planned[-1].place == (0, 0, 2)
     assert plan.planner.replaced == {"uniform": 1, "failed": 1}
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_a_group_whose_rewards_are_close_to_their_mean_is_replaced_and_observed(max_lag: int) -> None:
+    plan = Plan(max_lag=max_lag, dynamic_sampling=True, least_advantage=0.5)
+    plan.planner.fill(0, idle=False)
+    first, second, third = plan.planned
+    for group, spread in ((first, 0.98), (second, 1.0), (third, 0.0)):
+        plan.planner.start(group)
+        for episode in group.episodes:
+            episode.result = result(episode, spread * episode.index, Outcome.COMPLETED)
+        plan.planner.complete(group)
+    assert plan.planner.pop_batch() is None
+    assert {id(group) for group in plan.dropped} == {id(first), id(third)}
+    assert plan.planner.replaced == {"weak": 1, "uniform": 1}
+    observed = {group.task.id: group.rewards for group in plan.tasks.observed}
+    assert observed == {first.task.id: (0.0, 0.98), third.task.id: (0.0, 0.0)}
+
+
+def test_too_many_weak_groups_are_an_error_that_names_their_rewards() -> None:
+    plan = Plan(max_lag=1, dynamic_sampling=True, least_advantage=0.6, max_replaced=1)
+    plan.planner.fill(0, idle=False)
+
+    def complete() -> None:
+        plan.complete(next(group for group in plan.planner.groups() if group.task.source == "a"))
+
+    for _ in range(3):
+        complete()
+    with pytest.raises(
+        TaskError, match="4 unusable groups in a row; the rewards of the last one, from 0 to 1, are with"
+    ):
+        complete()
 
 
 def test_a_surplus_group_is_carried_on_until_its_deadline_and_then_dropped() -> None:

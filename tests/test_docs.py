@@ -15,7 +15,9 @@ from forge_rl.algorithms.advantages import Estimator
 from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.criteria import read_criteria
 from forge_rl.data.sources import Columns
+from forge_rl.flags.command_line import parse
 from forge_rl.rewards.reward_flag import REWARDS, build_reward
+from recipes.grpo import Config
 from tests.commands import Command, metrics
 from tools.figures import FOLDER, filled, pages, rows, table
 
@@ -96,6 +98,17 @@ def test_the_rewards_on_their_page_are_accepted_and_all_are_listed() -> None:
     [row] = re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)
     task, _ = Columns(rubric="rubric").read(json.loads(row), "sky")
     assert read_criteria(task.truth["rubric"])[1].weight == -1
+
+
+def test_the_flags_of_the_curriculum_on_their_page_are_accepted() -> None:
+    page = (ROOT / "docs" / "doors" / "data.md").read_text()
+    configs = [
+        parse(Config, "grpo", shlex.split(line))
+        for line in re.findall(r"^python -m recipes.grpo (.*--(?:curriculum|schedule)\..*)$", page, flags=re.MULTILINE)
+    ]
+    assert [each.curriculum.pools for each in configs] == ["solve_rate", "solve_rate", "off"]
+    assert configs[1].curriculum.part in build_reward(configs[1].rewards).parts
+    assert configs[2].schedule.least_advantage == 0.2
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -16,7 +16,7 @@ from forge_rl.errors import ConfigError, ContextError, TaskError
 from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import EVALUATION, GroupState, InflightEpisode, ScheduleConfig
-from forge_rl.types import Episode, Outcome, Sampling, Score, Task, Turn
+from forge_rl.types import Episode, Group, Outcome, Sampling, Score, Task, Turn
 
 
 class Drawn:
@@ -24,6 +24,7 @@ class Drawn:
 
     def __init__(self) -> None:
         self.drawn: Counter[str] = Counter()
+        self.observed: list[Group] = []
         self._turn = 0
 
     def source_order(self, groups: int) -> list[str]:
@@ -34,6 +35,9 @@ class Drawn:
     def draw_from(self, source: str) -> Task:
         self.drawn[source] += 1
         return Task(id=f"{source}{self.drawn[source]}", source=source, messages=())
+
+    def observe(self, groups: list[Group]) -> None:
+        self.observed += groups
 
 
 def result(episode: InflightEpisode, reward: float, outcome: Outcome = Outcome.COMPLETED, tokens: int = 1) -> Episode:
@@ -636,6 +640,8 @@ def test_settings_that_cannot_be_name_their_flag():
         ({"over_sampling": 2.0, "max_lag": 0}, "over-sampling"),
         ({"kind": "asynchronous", "max_lag": 0}, "max-lag"),
         ({"retries": -1}, "retries"),
+        ({"least_advantage": 0.1}, "least-advantage"),
+        ({"least_advantage": -0.1, "dynamic_sampling": True}, "least-advantage"),
     ):
         with pytest.raises(ConfigError, match=f"--schedule.{flag}"):
             ScheduleConfig(**settings_)

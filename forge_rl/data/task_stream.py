@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from forge_rl.data.curriculum import DifficultyPools
 from forge_rl.data.mixture import Mixture
 from forge_rl.errors import TaskError
 from forge_rl.types import Group, Task
@@ -18,11 +20,15 @@ class ResumableTaskStream:
 
     A saved state is a checkpoint of the mixture before the oldest undelivered batch, and the already consumed tasks
     that were drawn after it. A resumed stream draws from the checkpoint on and skips those, each as often as it was
-    consumed.
+    consumed. Weights and solve rates are always the current ones.
+
+    Args:
+        pools: choose among the tasks of each source; without them, tasks are taken as they come.
     """
 
-    def __init__(self, mixture: Mixture) -> None:
+    def __init__(self, mixture: Mixture, pools: DifficultyPools | None = None) -> None:
         self._mixture = mixture
+        self._pools = pools
         self._checkpoints: list[tuple[dict[str, object], int]] = []
         """State of the mixture before each undelivered batch, and the number of entries of `_drawn` before it."""
         self._drawn: list[tuple[str, str]] = []
@@ -32,20 +38,21 @@ class ResumableTaskStream:
 
     def source_order(self, groups: int) -> list[str]:
         """Allot the next batch's groups to sources."""
-        self._checkpoints.append((self._mixture.state(), len(self._drawn)))
+        self._checkpoints.append((self._position(), len(self._drawn)))
         return self._mixture.source_order(groups)
 
     def draw_from(self, source: str) -> Task:
         """Return the next unconsumed task of a source."""
+        draw = functools.partial(self._mixture.draw_from, source)
         while True:
-            task = self._mixture.draw_from(source)
+            task = draw() if self._pools is None else self._pools.choose(source, draw, chosen_before=self._is_consumed)
             self._drawn.append((task.source, task.id))
             if self._consumed[task.source, task.id] <= 0:
                 return task
             self._consumed[task.source, task.id] -= 1
 
     def batch_delivered(self, groups: Sequence[Group] = (), *, pending: Iterable[Task] | None = None) -> None:
-        """Drop the checkpoint of the oldest batch, which need not be drawn again; the mixture observes its groups.
+        """Drop the checkpoint of the oldest batch, which need not be drawn again; mixture and pools observe its groups.
 
         Args:
             groups: the batch's groups.
@@ -53,6 +60,7 @@ class ResumableTaskStream:
                 these tasks are dropped.
         """
         self._mixture.observe(groups)
+        self.observe(groups)
         if pending is None:
             del self._checkpoints[:1]
         else:
@@ -61,6 +69,27 @@ class ResumableTaskStream:
         keep_from = self._checkpoints[0][1] if self._checkpoints else len(self._drawn)
         del self._drawn[:keep_from]
         self._checkpoints = [(state, drawn - keep_from) for state, drawn in self._checkpoints]
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """Update the solve rates by scored groups, such as groups that are replaced because their rewards are equal.
+
+        Raises:
+            ConfigError: a reward lacks the part that the curriculum measures.
+        """
+        if self._pools is not None:
+            self._pools.observe(groups)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the curriculum since the last call, if there is one."""
+        return {} if self._pools is None else self._pools.metrics()
+
+    def _is_consumed(self, task: Task) -> bool:
+        return self._consumed[task.source, task.id] > 0
+
+    def _position(self) -> dict[str, object]:
+        """Return the state of mixture and pools, without the solve rates, which are large."""
+        found = self._mixture.state()
+        return found if self._pools is None else {**found, "pools": self._pools.position()}
 
     def _oldest(self, pending: Iterable[Task]) -> int:
         """Return the index in `_drawn` of the oldest pending task, or len(_drawn) if none is pending."""
@@ -75,9 +104,10 @@ class ResumableTaskStream:
         return oldest
 
     def state(self) -> dict[str, object]:
-        """Return the mixture's state before the oldest undelivered batch, with its current weights."""
-        now = self._mixture.state()
-        return self._checkpoints[0][0] | {name: now[name] for name in _OF_NOW} if self._checkpoints else now
+        """Return the state before the oldest undelivered batch, with the current weights and solve rates."""
+        now = self._position()
+        found = self._checkpoints[0][0] | {name: now[name] for name in _OF_NOW} if self._checkpoints else now
+        return found if self._pools is None else {**found, "solve_rates": self._pools.rates()}
 
     def consumed(self, pending: Sequence[Task]) -> list[list[str]]:
         """Return source and id of each task drawn after `state()` that must not be drawn again: all except pending."""
@@ -92,7 +122,13 @@ class ResumableTaskStream:
         Raises:
             TaskError: they have other sources, or are malformed.
         """
+        pools = self._pools
+        if pools is not None and ("pools" in state or "solve_rates" in state):
+            pools = pools.restored(state.get("pools"), state.get("solve_rates"))
+        elif pools is not None:  # saved before there was a curriculum
+            pools = DifficultyPools(pools.config)
         self._mixture.restore(state)
+        self._pools = pools
         self._checkpoints, self._drawn = [], []
         try:
             self._consumed = Counter((str(source), str(id_)) for source, id_ in consumed)

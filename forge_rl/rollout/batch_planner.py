@@ -17,6 +17,7 @@ from typing import Literal
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import TaskError
 from forge_rl.rollout.state import GroupState, InflightEpisode, ScheduleConfig
+from forge_rl.types import Group
 
 _ANY = "*"
 _REMEMBERED = 16
@@ -24,8 +25,8 @@ _REMEMBERED = 16
 _MOST_FAILED = 4
 """Maximum consecutive failed groups of a source, in batches' worth of groups."""
 
-Reason = Literal["uniform", "failed", "too_long"]
-"""Why a group cannot be used: equal rewards, failed episodes, or a prompt too long for the context."""
+Reason = Literal["uniform", "weak", "failed", "too_long"]
+"""Why a group cannot be used: equal or almost equal rewards, failed episodes, or a prompt too long for the context."""
 
 
 @dataclass(kw_only=True)
@@ -75,7 +76,7 @@ class BatchPlanner:
         self.served = self.published = 0
         """Version that the engines serve, and the latest published one; see `set_versions`."""
         self.replaced: Counter[str] = Counter()
-        """Number of unused groups by reason: uniform, failed, too_long, aged."""
+        """Number of unused groups by reason: uniform, weak, failed, too_long, aged."""
         self._config = config
         self._groups, self._episodes = groups, episodes
         self._tasks = tasks
@@ -226,10 +227,10 @@ class BatchPlanner:
         self._completed += 1
         self._batches[group.batch].completed += 1
         self._unused[group.task.source, "failed"] = self._unused[group.task.source, "too_long"] = 0
-        if not group.is_uniform:
-            self._unused[group.task.source, "uniform"] = 0
+        if not self._teaches_little(group):
+            self._unused[group.task.source, "uniform"] = self._unused[group.task.source, "weak"] = 0
         elif self._config.dynamic_sampling and not self._config.in_rounds:
-            self._replace_uniform([group])
+            self._resample([group])
 
     def replace(
         self, group: GroupState, reason: Reason, problem: str, hint: str, error: type[TaskError] = TaskError
@@ -255,7 +256,7 @@ class BatchPlanner:
         batch.completed -= group.completed is not None
         self._drop(group, reason)
         self._unused[source, reason] += 1
-        batches = self._config.max_replaced if reason == "uniform" else _MOST_FAILED
+        batches = self._config.max_replaced if reason in ("uniform", "weak") else _MOST_FAILED
         if (found := self._unused[source, reason]) > batches * self._groups:
             self._unused[source, reason] = 0
             raise error(f"source {source} yielded {found} unusable groups in a row; {problem}", hint=hint)
@@ -286,9 +287,9 @@ class BatchPlanner:
         if batch.completed < (len(batch.groups) if self._config.in_rounds else self._groups):
             return None
         if self._config.in_rounds and self._config.dynamic_sampling:
-            uniform = [group for group in batch.groups if group.is_uniform]
-            self._replace_uniform(uniform)
-            if uniform:
+            little = [group for group in batch.groups if self._teaches_little(group)]
+            self._resample(little)
+            if little:
                 return None
         done = [group for group in batch.groups if group.completed is not None]
         for group in batch.groups:
@@ -322,12 +323,25 @@ class BatchPlanner:
                     return False
         return True
 
-    def _replace_uniform(self, groups: Iterable[GroupState]) -> None:
-        for group in sorted(groups, key=lambda group: group.place):
+    def _teaches_little(self, group: GroupState) -> bool:
+        return group.is_uniform or group.is_weak(self._config.least_advantage)
+
+    def _resample(self, groups: Iterable[GroupState]) -> None:
+        """Replace groups by their rewards, which still count as observations of their tasks' difficulty."""
+        ordered = sorted(groups, key=lambda group: group.place)
+        self._tasks.observe([Group(task=group.task, episodes=group.results) for group in ordered])
+        for group in ordered:
+            rewards = [result.reward for result in group.results]
+            said = f"all rewards of the last one were {rewards[0]:g}"
+            if not group.is_uniform:
+                said = (
+                    f"the rewards of the last one, from {min(rewards):g} to {max(rewards):g}, are within "
+                    f"--schedule.least-advantage {self._config.least_advantage:g} of their mean"
+                )
             self.replace(
                 group,
-                "uniform",
-                f"all rewards of the last one were {group.results[0].reward:g}",
+                "uniform" if group.is_uniform else "weak",
+                said,
                 "its tasks may be too easy or too hard for this model, or its answers not recognised: see "
                 "episodes.jsonl; choose other --tasks, raise --group-size or --schedule.max-replaced, or drop "
                 "--schedule.dynamic-sampling",

@@ -197,8 +197,8 @@ class RolloutExecutor:
         await self._cancel_all()
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics since the last call: engine utilisation, attempts by outcome, and unused groups by reason; and
-        the current number of episodes in flight."""
+        """Return metrics since the last call: engine utilisation, attempts by outcome, unused groups by reason, and the
+        curriculum's; and the current number of episodes in flight."""
         scheduler, replaced = self._scheduler, self._scheduler.planner.replaced
         busy, offered = scheduler.capacity.pop_busy()
         values = {f"outcomes/{outcome}": float(scheduler.outcomes[outcome]) for outcome in Outcome}
@@ -208,7 +208,7 @@ class RolloutExecutor:
             values["rollouts/slots_busy"] = busy / offered
         scheduler.outcomes.clear()
         replaced.clear()
-        return values
+        return values | scheduler.tasks.metrics()
 
     def status(self) -> RolloutStatus:
         """Return the progress of the next batch and the number of episodes by state."""

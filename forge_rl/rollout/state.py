@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +27,8 @@ class ScheduleConfig:
     over to the next. The rare group that is then too old is dropped and counted as groups/replaced_aged."""
     dynamic_sampling: bool = False
     """Dynamic sampling: replace a group whose rewards are all equal by another task of the same source."""
+    least_advantage: float = 0.0
+    """With dynamic_sampling, also replace a group in which no reward is this far from the group's mean."""
     max_replaced: int = 64
     """Stop after this many batches' worth of consecutive groups of a source were replaced by dynamic_sampling."""
     retries: int = 2
@@ -38,9 +41,15 @@ class ScheduleConfig:
         check_flags(
             self,
             "--schedule.",
-            least={"max_lag": 0, "over_sampling": 1, "max_replaced": 1, "retries": 0, "max_episodes": 1},
+            least={"max_lag": 0, "over_sampling": 1, "max_replaced": 1, "retries": 0, "max_episodes": 1}
+            | {"least_advantage": 0},
             most={"over_sampling": 8},
         )
+        if self.least_advantage > 0 and not self.dynamic_sampling:
+            raise ConfigError(
+                f"--schedule.least-advantage is {self.least_advantage:g}, but no group is replaced by its rewards",
+                hint="add --schedule.dynamic-sampling",
+            )
         if self.over_sampling > 1 and (self.kind != "pipelined" or self.max_lag == 0):
             raise ConfigError(
                 f"--schedule.over-sampling is {self.over_sampling:g}, but no later batch can use the surplus",
@@ -114,12 +123,23 @@ class GroupState:
 
         A group of one episode is never uniform, as its advantage does not come from the group.
         """
-        results = self.results
-        if len(self.episodes) == 1:
-            return False
-        rewards = [result.reward for result in results]
-        valued = any(each.score and (each.score.turns or each.score.tokens) for each in results)
-        return max(rewards) == min(rewards) and not valued
+        return self._compared and max(self._rewards) == min(self._rewards)
+
+    def is_weak(self, least: float) -> bool:
+        """True if no reward is `least` or more from the mean of all, and no turn or token has its own value."""
+        rewards = self._rewards
+        mean = math.fsum(rewards) / len(rewards)
+        return self._compared and max(abs(reward - mean) for reward in rewards) < least
+
+    @property
+    def _rewards(self) -> list[float]:
+        return [result.reward for result in self.results]
+
+    @property
+    def _compared(self) -> bool:
+        """True if advantages come from nothing but the rewards of this group's episodes."""
+        valued = any(each.score and (each.score.turns or each.score.tokens) for each in self.results)
+        return len(self.episodes) > 1 and not valued
 
 
 @dataclass(eq=False, slots=True)

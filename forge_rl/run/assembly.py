@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from forge_rl.algorithms.protocol import Loss
+from forge_rl.data.curriculum import DifficultyPools
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.gateway import GatewayConfig, GeneratorBackend
@@ -97,11 +98,12 @@ def _rollouts(
     tokenizer: Tokenizer,
     run_episode: RunEpisode,
 ) -> RolloutExecutor:
+    pools = None if config.curriculum.pools == "off" else DifficultyPools(config.curriculum)
     scheduler = Scheduler(
         config.schedule,
         groups=config.groups_per_batch,
         episodes=config.group_size,
-        tasks=ResumableTaskStream(mixture),
+        tasks=ResumableTaskStream(mixture, pools),
     )
     rollouts = RolloutExecutor(
         Dispatcher(scheduler, services.generator, tokenizer),

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 
 from forge_rl.data.adaptive import Adapting
+from forge_rl.data.curriculum import Curriculum
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.models.bundled import default_cache
 from forge_rl.rollout.evaluation import EvalConfig
@@ -48,6 +49,7 @@ class RunConfig:
     """G: episodes per task, the group over which advantages are centered. 1 requires --advantages reinforce."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     mixture: Adapting = field(default_factory=Adapting)
+    curriculum: Curriculum = field(default_factory=Curriculum)
     placement: Placement = "auto"
     """colocated: trainer and engines share devices; engines sleep while the trainer trains, and its state is offloaded
     while they decode. separate: each has its own devices. auto: colocated if there are too few GPUs, or if trainer and

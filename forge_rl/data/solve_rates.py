@@ -1,0 +1,95 @@
+"""Solve rates of tasks, for a bounded number of tasks; 12 bytes each in a checkpoint."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from array import array
+from collections.abc import Mapping
+
+import numpy as np
+
+
+class SolveRates:
+    """Rates from 0 to 1 by the 64-bit key of a task. Of more than `most` tasks, the first ones added are forgotten.
+
+        rates = SolveRates(most=1_000_000)
+        rates[17] = 0.25
+        rates.get(17)  # 0.25, rounded to float32
+
+    Args:
+        most: maximum number of tasks; memory grows with the tasks seen, up to about 120 bytes for each of these.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._places: dict[int, int] = {}
+        """Index of each key in the arrays."""
+        self._keys, self._rates = array("Q"), array("f")
+        self._oldest = 0
+        """Index of the next key to be forgotten, once there are `most`."""
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def get(self, key: int) -> float | None:
+        """Return a task's rate, or None if it is unknown."""
+        place = self._places.get(key)
+        return None if place is None else self._rates[place]
+
+    def __setitem__(self, key: int, rate: float) -> None:
+        place = self._places.get(key)
+        if place is None and len(self._keys) < self._most:
+            place = len(self._keys)
+            self._keys.append(key)
+            self._rates.append(rate)
+        elif place is None:
+            place, self._oldest = self._oldest, (self._oldest + 1) % self._most
+            del self._places[self._keys[place]]
+            self._keys[place] = key
+        self._places[key] = place
+        self._rates[place] = rate
+
+    def count(self, low: float, high: float) -> tuple[int, int, int]:
+        """Return the number of tasks with rates up to `low`, between, and from `high` on."""
+        rates = np.array(self._rates)
+        below, above = int((rates <= low).sum()), int((rates >= high).sum())
+        return below, len(rates) - below - above, above
+
+    def state(self) -> dict[str, object]:
+        """Return all keys and rates as JSON, from the oldest to the newest."""
+        keys, rates = (np.roll(np.array(each), -self._oldest) for each in (self._keys, self._rates))
+        return {"keys": _text(keys.astype("<u8")), "rates": _text(rates.astype("<f4"))}
+
+    @classmethod
+    def restored(cls, state: object, most: int) -> SolveRates:
+        """Return the rates of a saved state; if it has more than `most` tasks, the newest ones.
+
+        Raises:
+            ValueError: the state is malformed.
+        """
+        if not isinstance(state, Mapping):
+            raise ValueError("the solve rates are not a mapping")
+        keys, rates = _array(state.get("keys"), "<u8"), _array(state.get("rates"), "<f4")
+        if len(keys) != len(rates):
+            raise ValueError(f"there are {len(keys)} keys, but {len(rates)} solve rates")
+        if not bool(((rates >= 0) & (rates <= 1)).all()):  # false for NaN, too
+            raise ValueError("a solve rate is not from 0 to 1")
+        if len(np.unique(keys)) != len(keys):
+            raise ValueError("a task has several solve rates")
+        found = cls(most)
+        found._keys = array("Q", keys[-most:].tolist())
+        found._rates = array("f", rates[-most:].tolist())
+        found._places = {key: place for place, key in enumerate(found._keys)}
+        return found
+
+
+def _text(numbers: np.ndarray) -> str:
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+def _array(text: object, kind: str) -> np.ndarray:
+    try:
+        return np.frombuffer(base64.b64decode(str(text), validate=True), kind)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"the solve rates cannot be decoded: {error}") from None
