@@ -50,11 +50,13 @@ VERL = Peer(
         "ray==2.60.0",
         "omegaconf==2.4.0",
         "codetiming==1.4.0",
+        "datasets==5.2.0",
+        "pillow==13.0.0",
         "numpy==2.3.5",
     ),
     alone=("verl==0.9.1",),
 )
-"""verl with what importing verl.trainer.ppo.core_algos needs."""
+"""verl with what importing verl.workers.utils.losses needs."""
 
 
 def set_up(peer: Peer) -> Path:

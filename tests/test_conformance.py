@@ -31,7 +31,8 @@ def test_our_side_of_every_comparison_is_finite_and_reproducible(comparison: Com
     assert set(comparison.batches) <= set(KINDS)
     json.dumps(comparison.settings)
     found = conformance.compare(comparison, SEEDS, theirs(comparison))
-    assert found in ({"loss": 0.0, "gradient": 0.0}, {"advantages": 0.0}, {"advantages": 0.0, "returns": 0.0})
+    assert set(found.values()) == {0.0}
+    assert found.keys() >= {"loss", "gradient"} or found.keys() >= {"advantages"}
 
 
 def test_batches_hold_what_methods_stumble_over() -> None:
@@ -54,7 +55,12 @@ def test_batches_tell_methods_apart(losses: tuple[Comparison, ...]) -> None:
     by_name = {each.method: each.ours for each in losses if not each.differs}
     by_name.pop("token mean", None)  # by another path of the peer, but the same loss of ours as the plain clip
     batches = [draw(kind, seed) for kind in ("masked", "extreme") for seed in SEEDS]
-    found = {name: np.stack([ours(batch)["gradient"] for batch in batches]) for name, ours in by_name.items()}
+    found: dict[str, np.ndarray] = {}
+    for name, ours in by_name.items():
+        results = [ours(batch) for batch in batches]
+        found[name] = np.stack(
+            [[each["gradient"], each.get("entropy_gradient", 0 * each["gradient"])] for each in results]
+        )
     by_name.pop("REINFORCE (CISPO on-policy)", None)
     for one, other in itertools.combinations(by_name, 2):
         assert not np.allclose(found[one], found[other], rtol=1e-3, atol=0), f"{one} and {other}"

@@ -37,7 +37,7 @@ BOUND = 1e-5
 """Largest deviation of methods that are said to be equal, and less than the smallest of those that are not."""
 _PEERS = {"TRL": (TRL, "trl_methods"), "verl": (VERL, "verl_methods")}
 _DEADLINE_S = 1800.0
-_RESULTS = ("loss", "gradient", "advantages", "returns")
+_RESULTS = ("loss", "gradient", "entropy_gradient", "advantages", "returns")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def measure(config: Config, report: Report, comparisons: Sequence[Comparison] = 
         theirs, report.versions[name] = run_peer(name, own, seeds)
         found += [(each, compare(each, seeds, results)) for each, results in zip(own, theirs, strict=True)]
     for each, deviations in found:
-        row: dict[str, object] = {"method": each.method, "peer": each.peer, "function": each.function}
+        row: dict[str, object] = {"method": each.method, "peer": each.peer, "function": each.shown_function}
         row |= {"batches": each.batches, "settings": each.settings}
         row |= {name: value if math.isfinite(value) else None for name, value in deviations.items()}
         report.rows.append(row | {"differs_on_purpose": each.differs})

@@ -15,23 +15,25 @@ Batch = Mapping[str, npt.NDArray[Any]]
     logprobs, behaviour, proximal, reference  [N, T] float64: of the policy, the engine, the policy before the update,
                                               and the frozen reference; arbitrary where not mask
     advantages                                [N, T] float64
-    rewards                                   [N] float64, without rounding in float32
+    rewards                                   [N] float64, without rounding in float32; NaN without a score
     parts                                     [N, 2] float64, parts of a reward, as are the rewards
     groups                                    [N] int64, index of the group
     penalties                                 [N, T] float64, subtracted from the rewards of tokens
     values                                    [N, T] float64, a critic's; arbitrary where not mask
+    entropy                                   [N, T] float64, of the policy; arbitrary where not mask
     greedy                                    [N] float64, reward of the greedy answer to the episode's task
 """
 
 GROUPS, GROUP_SIZE, TOKENS = 4, 6, 24
-KINDS = ("plain", "masked", "extreme", "token_advantages", "far", "missing_parts", "on_policy")
+KINDS = ("plain", "masked", "extreme", "token_advantages", "far", "missing_parts", "on_policy", "unscored")
 """plain: uneven lengths, ratios that a clip reaches, log ratios to the reference below 3, a group with equal rewards.
 masked: as plain, with observations in the middle of episodes, and an episode without a trained token in some groups.
 extreme: as masked, with log ratios of up to +-18 on some tokens of longer episodes.
 token_advantages: as masked, with an advantage of its own for each token.
 far: as masked, with log ratios of up to +-40.
 missing_parts: as plain, where some rewards lack one of their parts (NaN).
-on_policy: as masked, where policy, proximal policy and engine agree."""
+on_policy: as masked, where policy, proximal policy and engine agree.
+unscored: as masked, where some episodes have no reward (NaN), and of one group all but one."""
 
 
 def draw(kind: str, seed: int) -> Batch:
@@ -77,6 +79,7 @@ def draw(kind: str, seed: int) -> Batch:
         "groups": np.repeat(np.arange(GROUPS), GROUP_SIZE),
         "penalties": random.normal(0.0, 0.1, shape),
         "values": random.normal(0.5, 0.5, shape),
+        "entropy": random.gamma(1.0, 0.5, shape),
         "greedy": np.repeat(random.random(GROUPS), GROUP_SIZE),
     }
 
@@ -91,4 +94,8 @@ def _rewards(random: np.random.Generator, kind: str) -> tuple[npt.NDArray[Any], 
     parts = np.stack([values, random.random(count)], axis=1)
     if kind == "missing_parts":
         parts[np.arange(count) % GROUP_SIZE == 2, 1] = np.nan
+    if kind == "unscored":
+        lacking = random.random(count) < 0.2
+        lacking[-GROUP_SIZE:] = np.arange(GROUP_SIZE) != 2
+        values[lacking] = parts[lacking] = np.nan
     return values.astype(np.float32).astype(float), parts.astype(np.float32).astype(float)

@@ -40,8 +40,9 @@ def loss_of(loss: Loss, **columns: str) -> Ours:
     """
 
     def compute(batch: Batch) -> Result:
-        logprobs = torch.from_numpy(batch["logprobs"]).clone().requires_grad_()
-        whole = _inputs(batch, columns, loss, torch.arange(len(logprobs)), logprobs)
+        logprobs, entropy = (torch.from_numpy(batch[name]).clone().requires_grad_() for name in ("logprobs", "entropy"))
+        given = {"logprobs": logprobs, "entropy": entropy}
+        whole = _inputs(batch, columns, loss, torch.arange(len(logprobs)), given)
         trained = whole.mask.nonzero()[:, 0]
         # The trainer gathers the tokens that statistics are about from all rows, whatever the rows are.
         found = call_statistics(loss, whole.at(trained)) if loss.scope else {}
@@ -49,34 +50,36 @@ def loss_of(loss: Loss, **columns: str) -> Ours:
         order = torch.randperm(len(logprobs), generator=torch.Generator().manual_seed(len(logprobs)))
         total = logprobs.new_zeros(())
         for episodes in order.tensor_split(_ROWS):
-            row = _inputs(batch, columns, loss, episodes, logprobs)
+            row = _inputs(batch, columns, loss, episodes, given)
             own = {
                 name: each.reshape(logprobs.shape)[episodes].flatten() if each.ndim else each
                 for name, each in placed.items()
             }
             total = total + call_loss(loss, replace(row, statistics=own))[0] / loss.divisor(row.counts)
-        (gradient,) = torch.autograd.grad(total, logprobs)
-        return {"loss": total.detach().numpy(), "gradient": gradient.numpy()}
+        gradients = torch.autograd.grad(total, [logprobs, entropy], materialize_grads=True)
+        result = {"loss": total.detach().numpy(), "gradient": gradients[0].numpy()}
+        return result | ({"entropy_gradient": gradients[1].numpy()} if "entropy_gradient" in loss.needs else {})
 
     return compute
 
 
 def _inputs(
-    batch: Batch, columns: Mapping[str, str], loss: Loss, episodes: torch.Tensor, logprobs: torch.Tensor
+    batch: Batch, columns: Mapping[str, str], loss: Loss, episodes: torch.Tensor, given: Mapping[str, torch.Tensor]
 ) -> LossInputs:
     """Lay episodes one behind the other in a row; values that are not trained become NaN, and must have no effect."""
     mask = torch.from_numpy(batch["mask"])[episodes]
 
     def column(name: str) -> torch.Tensor:
-        values = torch.from_numpy(batch[columns.get(name, name)])[episodes]
-        return values.where(mask, torch.nan).flatten()
+        name = columns.get(name, name)
+        values = given[name] if name in given else torch.from_numpy(batch[name])
+        return values[episodes].where(mask, torch.nan).flatten()
 
     lengths = mask.sum(dim=1, keepdim=True).clamp(min=1).double().expand(mask.shape).flatten()
     zeros = torch.zeros(mask.numel(), dtype=torch.int32)
-    others: dict[str, Any] = {name: column(name) for name in ("behaviour", "advantages", "reference", "proximal")}
+    names = ("logprobs", "entropy", "behaviour", "advantages", "reference", "proximal")
+    by_name: dict[str, Any] = {name: column(name) for name in names}
     return LossInputs(
-        logprobs=logprobs[episodes].where(mask, torch.nan).flatten(),
-        **others,
+        **by_name,
         lengths=lengths,
         counts=Counts(tokens=int(batch["mask"].sum()), sequences=len(batch["mask"])),
         group_size=GROUP_SIZE,
@@ -168,7 +171,9 @@ def _episodes(batch: Batch) -> Episodes:
         ones = (1,) * length
         turn = Turn(prompt_ids=(1,), token_ids=ones, logprobs=(-1.0,) * length, versions=ones, text="")
         parts = {str(part): float(value) for part, value in enumerate(batch["parts"][at]) if np.isfinite(value)}
-        return Episode(task=task, turns=(turn,), score=Score(total=float(batch["rewards"][at]), parts=parts))
+        reward = float(batch["rewards"][at])
+        score = None if np.isnan(reward) else Score(total=reward, parts=parts)
+        return Episode(task=task, turns=(turn,), score=score)
 
     groups = range(0, len(batch["mask"]), GROUP_SIZE)
     return Episodes(

@@ -1,6 +1,6 @@
 """The comparisons: a loss or estimator of forge_rl, the peer's function and settings, the batches, and why they differ.
 
-To add one, add a line to COMPARISONS: `_trl(method, ours, config)` or `_verl(method, ours, function, settings...)`.
+To add one, add a line to COMPARISONS: `_trl(method, ours, config)` or `_verl(method, ours, mode, actor)`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks.conformance.ours import (
     remax,
 )
 from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.components import CrossEntropy, Entropy, LossSum
 from forge_rl.algorithms.gae import GaeConfig
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Sapo
@@ -43,6 +44,12 @@ class Comparison:
     """Kinds of batches."""
     differs: str = ""
     """Why the peer's result differs on purpose; "" if they are equal."""
+
+    @property
+    def shown_function(self) -> str:
+        """The peer's function, with its mode if it has several."""
+        mode = self.settings.get("policy_loss", {}).get("loss_mode")
+        return self.function if mode is None else f"{self.function}, {mode}"
 
 
 _EPISODES = ("plain", "masked", "extreme")
@@ -80,7 +87,7 @@ def _trl_advantages(
     config: Mapping[str, Any],
     *,
     trainer: str = "GRPOTrainer",
-    batches: tuple[str, ...] = ("plain", "masked"),
+    batches: tuple[str, ...] = ("plain", "masked", "unscored"),
     differs: str = "",
 ) -> Comparison:
     return Comparison(
@@ -97,9 +104,10 @@ def _trl_advantages(
 def _verl(
     method: str,
     ours: Ours,
-    function: str,
+    mode: str,
     actor: Mapping[str, Any] | None = None,
     *,
+    function: str = "ppo_loss",
     batches: tuple[str, ...] = _TOKENS,
     differs: str = "",
     **settings: Any,
@@ -108,8 +116,8 @@ def _verl(
         method=method,
         peer="verl",
         ours=ours,
-        function=f"compute_policy_loss_{function}",
-        settings={"actor": dict(actor or {}), **settings},
+        function=function,
+        settings={"actor": dict(actor or {}), **({"policy_loss": {"loss_mode": mode}} if mode else {}), **settings},
         batches=batches,
         differs=differs,
     )
@@ -141,6 +149,7 @@ _CLIP = ClippedSurrogate(clip_high=0.2, dual_clip=math.inf)
 _HIGHER = ClippedSurrogate(dual_clip=math.inf)
 _TIS = ClippedSurrogate(decoupled=True, behaviour_cap=2.0, behaviour_mode="truncate", dual_clip=math.inf)
 _ICEPOP = ClippedSurrogate(decoupled=True, behaviour_cap=5.0, behaviour_floor=0.5, dual_clip=math.inf)
+_ENTROPY = loss_of(LossSum({"policy": ClippedSurrogate(), "entropy": Entropy()}, {"entropy": -0.01}))
 _NO_DUAL = {"clip_ratio_high": 0.28, "clip_ratio_c": 1e30}
 """verl's settings of _HIGHER."""
 _GSPO = {"epsilon": 3e-4, "epsilon_high": 4e-4, "importance_sampling_level": "sequence"}
@@ -241,6 +250,13 @@ TRL_LOSSES = (
         {"off_policy_mask_threshold": 0.05},
         batches=_EPISODES,
     ),
+    _trl("entropy bonus", _ENTROPY, {"epsilon_high": 0.28, "delta": 3.0, "entropy_coef": 0.01, **_WHOLE}, ranks=1),
+    _trl(
+        "entropy bonus in micro-batches",
+        _ENTROPY,
+        {"epsilon_high": 0.28, "delta": 3.0, "entropy_coef": 0.01},
+        differs="TRL averages entropies over each micro-batch, so that the split changes the gradient",
+    ),
     _trl(
         "log ratios beyond 20",
         loss_of(_CLIP),
@@ -305,18 +321,18 @@ VERL_LOSSES = (
         "KL penalty k2",
         loss_of(ClippedSurrogate(kl_coef=0.1)),
         "vanilla",
-        {"clip_ratio_high": 0.28},
-        kl_loss={"kl_penalty": "k2", "coef": 0.1},
+        {"clip_ratio_high": 0.28, "use_kl_loss": True, "kl_loss_type": "k2", "kl_loss_coef": 0.1},
     ),
     _verl(
         "KL penalty k3",
         loss_of(ClippedSurrogate(kl_coef=0.1, kl_kind="k3")),
         "vanilla",
-        {"clip_ratio_high": 0.28},
+        {"clip_ratio_high": 0.28, "use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.1},
         batches=("plain", "masked"),
-        kl_loss={"kl_penalty": "k3", "coef": 0.1},
         differs="without the ratio, its gradient is another divergence's (arXiv 2506.09477)",
     ),
+    _verl("entropy bonus", _ENTROPY, "vanilla", {"clip_ratio_high": 0.28, "entropy_coeff": 0.01}),
+    _verl("supervised (SFT)", loss_of(CrossEntropy()), "", function="sft_loss"),
 )
 
 TRL_ADVANTAGES = (
@@ -329,7 +345,7 @@ TRL_ADVANTAGES = (
         "GDPO",
         gdpo((1.0, 0.5)),
         {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]},
-        batches=("plain", "masked", "missing_parts"),
+        batches=("plain", "masked", "missing_parts", "unscored"),
     ),
 )
 

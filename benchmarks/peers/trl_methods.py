@@ -49,14 +49,13 @@ class FromBatch:
     """What a trainer gets from the batch instead of a model, an engine and reward functions."""
 
     batch: dict[str, torch.Tensor]
-    current: torch.Tensor | None = None
-    """Logprobs of the policy for the rows at hand, with gradient; None before the update."""
+    current: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Logprobs and entropies of the policy for the rows at hand, with gradient; None before the update."""
     old: str
     reward_funcs: list[object]
 
     def _get_per_token_logps_and_entropies(self, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, None]:
-        logprobs = self.batch[self.old] if self.current is None else self.current
-        return logprobs, torch.zeros_like(logprobs), None
+        return *(self.current or (self.batch[self.old], self.batch["entropy"])), None
 
     def _calculate_rewards(self, *_: object) -> torch.Tensor:
         return self.batch["parts"] if len(self.reward_funcs) > 1 else self.batch["rewards"][:, None]
@@ -156,16 +155,17 @@ def call(function: str, arrays: Arrays, settings: Mapping[str, Any]) -> Result:
 
 
 def _loss(made: Any, inputs: Mapping[str, torch.Tensor], ranks: int) -> Result:
-    logprobs = made.batch["logprobs"].clone().requires_grad_()
-    total = logprobs.new_zeros(())
-    shares = torch.arange(len(logprobs)).tensor_split(ranks * made.args.gradient_accumulation_steps)
+    leaves = [made.batch[name].clone().requires_grad_() for name in ("logprobs", "entropy")]
+    total = leaves[0].new_zeros(())
+    shares = torch.arange(len(leaves[0])).tensor_split(ranks * made.args.gradient_accumulation_steps)
     with ranks_of(made.accelerator, ranks):
         for rows in shares:
-            made.current = logprobs[rows]
+            made.current = tuple(leaf[rows] for leaf in leaves)
             part = {name: value[rows] if value.ndim else value for name, value in inputs.items()}
             total = total + made._compute_loss(made.model, part) / ranks
-    (gradient,) = torch.autograd.grad(total, logprobs)
-    return {"loss": total.detach().numpy(), "gradient": gradient.numpy()}
+    gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
+    result = {"loss": total.detach().numpy(), "gradient": gradients[0].numpy()}
+    return result | ({"entropy_gradient": gradients[1].numpy()} if getattr(made, "entropy_coef", 0.0) else {})
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
     python -m benchmarks.peers.verl_methods FOLDER
 
-A job's function is one of verl.trainer.ppo.core_algos. Settings of a loss:
+A job's function is a loss of verl.workers.utils.losses, which calls and combines those of core_algos, or an advantage
+of core_algos. Settings of a loss:
 
     actor, policy_loss  fields of ActorConfig and of its PolicyLossConfig
     shares              ranks and micro-batches, by default [2, 3]; their losses are added up as the trainer does:
@@ -10,11 +11,10 @@ A job's function is one of verl.trainer.ppo.core_algos. Settings of a loss:
     rollout_is          arguments of compute_rollout_correction_weights, for old_log_prob = the proximal policy's;
                         without it old_log_prob is the engine's
     rollout_rs          arguments of compute_rollout_rejection_mask, of the same policies
-    kl_loss             arguments of kl_penalty, with its weight `coef`
 
 Settings of an advantage are its arguments, `config`, the fields of AlgoConfig, and `penalties`, whether the batch's are
-subtracted from the rewards of tokens. Tensors are float64; verl itself
-computes some in float32. Imports nothing from forge_rl.
+subtracted from the rewards of tokens. Tensors are float64; verl itself computes some in float32. Imports nothing from
+forge_rl.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
+from verl.utils.dataset.dataset_utils import DatasetPadMode
+from verl.utils.tensordict_utils import assign_non_tensor
 from verl.workers.config import ActorConfig, PolicyLossConfig
+from verl.workers.utils import losses
 
 from benchmarks.peers.exchange import Arrays, read_batch, read_jobs, write_result, write_versions
 
@@ -37,51 +41,41 @@ Result = dict[str, np.ndarray[Any, Any]]
 
 
 def loss(function: Callable[..., Any], arrays: Arrays, settings: Mapping[str, Any]) -> Result:
-    """Return the loss of a batch and its gradient by the logprobs."""
+    """Return the loss of a batch and its gradients by logprobs and, if they have any, entropies."""
     batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
     ranks, micro_batches = settings.get("shares", (2, 3))
-    logprobs = batch["logprobs"].clone().requires_grad_()
-    mask, old = batch["mask"].to(logprobs.dtype), batch["behaviour"]
-    weights = None
+    leaves = [batch[name].clone().requires_grad_() for name in ("logprobs", "entropy")]
+    mask, old = batch["mask"].to(torch.float64), batch["behaviour"]
+    whole = {"dp_size": ranks, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
+    columns = {"advantages": batch["advantages"], "ref_log_prob": batch["reference"]}
     if "rollout_is" in settings or "rollout_rs" in settings:
         old = batch["proximal"]
     if given := settings.get("rollout_is"):
-        weights, _ = compute_rollout_correction_weights(old - batch["behaviour"], mask, **given)
+        columns["rollout_is_weights"], _ = compute_rollout_correction_weights(old - batch["behaviour"], mask, **given)
     if given := settings.get("rollout_rs"):
         mask, _ = compute_rollout_rejection_mask(old - batch["behaviour"], mask, **given)
-    actor = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1, **settings.get("actor", {})}
     config = ActorConfig(
-        **actor,
+        **{"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1} | settings.get("actor", {}),
         policy_loss=PolicyLossConfig(**settings.get("policy_loss", {})),
-        global_batch_info={
-            "dp_size": ranks,
-            "batch_num_tokens": int(batch["mask"].sum()),
-            "global_batch_size": len(mask),
-            "loss_scale_factor": actor.get("loss_scale_factor"),
-        },
     )
-    total = logprobs.new_zeros(())
+    total = leaves[0].new_zeros(())
     for rows in torch.arange(len(mask)).tensor_split(ranks * micro_batches):
-        part, _ = function(
-            old_log_prob=old[rows],
-            log_prob=logprobs[rows],
-            advantages=batch["advantages"][rows],
-            response_mask=mask[rows],
-            loss_agg_mode=config.loss_agg_mode,
-            config=config,
-            rollout_is_weights=None if weights is None else weights[rows],
+        prompts, responses = torch.ones(len(rows), 1), torch.ones_like(mask[rows])
+        data = TensorDict(
+            {name: column[rows] for name, column in columns.items()}
+            | {"old_log_probs": old[rows], "response_mask": mask[rows], "prompts": prompts, "responses": responses}
+            | {"attention_mask": torch.cat([prompts, responses], dim=1).long()},
+            batch_size=len(rows),
         )
-        if given := settings.get("kl_loss"):
-            penalty = core_algos.kl_penalty(logprobs[rows], batch["reference"][rows], given["kl_penalty"])
-            part = part + given["coef"] * core_algos.agg_loss(
-                loss_mat=penalty,
-                loss_mask=mask[rows],
-                loss_agg_mode=config.loss_agg_mode,
-                **config.global_batch_info,
-            )
+        assign_non_tensor(data, pad_mode=DatasetPadMode.RIGHT, **whole)
+        logprobs, entropy = (leaf[rows] for leaf in leaves)
+        if function is losses.ppo_loss:  # it shifts the outputs, of all tokens, by one
+            logprobs, entropy = (torch.nn.functional.pad(each, (0, 1)).flatten() for each in (logprobs, entropy))
+        part, _ = function(config, {"log_probs": logprobs, "entropy": entropy}, data)
         total = total + part / ranks
-    (gradient,) = torch.autograd.grad(total, logprobs)
-    return {"loss": total.detach().numpy(), "gradient": gradient.numpy()}
+    gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
+    result = {"loss": total.detach().numpy(), "gradient": gradients[0].numpy()}
+    return result | ({"entropy_gradient": gradients[1].numpy()} if config.entropy_coeff else {})
 
 
 def advantages(function: Callable[..., Any], arrays: Arrays, settings: Mapping[str, Any]) -> Result:
@@ -115,8 +109,11 @@ def main() -> None:
     torch.set_default_dtype(torch.float64)
     write_versions(folder, ("verl", "torch", "transformers"))
     for number, job in enumerate(read_jobs(folder)):
-        call = loss if job.function.startswith("compute_policy_loss") else advantages
-        result = call(getattr(core_algos, job.function), read_batch(folder, job.batch), job.settings)
+        batch = read_batch(folder, job.batch)
+        if job.function.endswith("_loss"):
+            result = loss(getattr(losses, job.function), batch, job.settings)
+        else:
+            result = advantages(getattr(core_algos, job.function), batch, job.settings)
         write_result(folder, number, result)
 
 
