@@ -1,14 +1,20 @@
 """What an update reads from the device at once, what it brings there at once, and what runs there beside it."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from forge_rl.algorithms.logprobs import TokenScores
+from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines import platform
+from forge_rl.engines.titan.diagnostics import measure_tokens
+from forge_rl.engines.titan.inputs import RowInputs
 from forge_rl.engines.titan.measures import Measures
 from forge_rl.engines.titan.rows import copied, on_device
-from forge_rl.metrics import Max, Mean, Sum
+from forge_rl.metrics import EffectiveShare, Max, Mean, Sum, Tail, merge_all, reduce
 from tests.fakes import packed, random_batch
 
 
@@ -46,3 +52,49 @@ def test_threads_of_a_rank_work_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch):
     with platform.device_threads(3, "save", 2) as threads:
         list(threads.map(len, ["a"]))
     assert set(chosen) == {torch.device("cuda", 3)}
+
+
+def test_diagnostics_are_those_of_all_tokens_and_of_each_source_however_rows_are_laid():
+    generator = torch.Generator().manual_seed(0)
+    batch = random_batch(1, vocab=43, groups=4)
+    sources = ("a", "b", "a", "c")
+    named = [replace(g, task=replace(g.task, source=name)) for g, name in zip(batch.groups, sources, strict=True)]
+    batch = replace(batch, groups=tuple(named))
+    noise = {}  # by the token's place in the batch, so that it is the same in both layouts
+    results, flat = [], []
+    for seq_len in (256, 32):
+        (minibatch,) = packed(batch, seq_len=seq_len).minibatches
+        measures = Measures()
+        for row in minibatch.rows:
+            logprobs, at = row.behaviour.clone(), row.mask.nonzero()[:, 0]
+            for t in at.tolist():
+                key = (int(row.episodes[t]), int(row.segments[t]), int(row.positions[t]))
+                if key not in noise:
+                    noise[key] = torch.randn((), generator=generator).item()
+                logprobs[t] += noise[key]
+                if seq_len == 256:
+                    flat.append((sources[key[0] // 3], noise[key]))
+            scores = TokenScores(logprobs.where(row.mask, torch.nan), torch.full_like(logprobs, 0.5), None)
+            inputs = RowInputs(minibatch, ClippedSurrogate()).of(row, scores, None, None, {})
+            measure_tokens(inputs, len(at), measures, version=5)
+        results.append(reduce(measures.read()[0]))
+    assert results[0] == pytest.approx(results[1])
+    found = results[0]
+    for ending, own in [("", flat), *((f"/{name}", [each for each in flat if each[0] == name]) for name in "abc")]:
+        x = np.array([value for _, value in own])
+        r = np.exp(x)
+        assert found[f"entropy{ending}"] == pytest.approx(0.5)
+        assert found[f"kl/behaviour{ending}"] == pytest.approx(np.mean(r - 1 - x), rel=1e-5)
+        assert found[f"ratio/ess{ending}"] == pytest.approx(r.sum() ** 2 / len(r) / (r**2).sum(), rel=1e-5)
+        assert found[f"ratio/max{ending}"] == pytest.approx(np.exp(abs(x)).max(), rel=1e-5)
+        nearest = np.quantile(abs(x), 0.99, method="inverted_cdf")
+        assert nearest <= np.log(found[f"ratio/p99{ending}"]) <= nearest * 1.15
+
+
+def test_tails_and_effective_shares_merge_and_nothing_has_none():
+    tail = Tail(tuple([98.0, 0.0, 1.0, 1.0] + [0.0] * 124))
+    assert merge_all([{"a": tail}, {"a": tail}]) == {"a": Tail(tuple(2 * each for each in tail.counts))}
+    assert math.log(tail.percentile) == pytest.approx(1e-6 * math.exp(3 * Tail.STEP))
+    assert math.isnan(Tail((0.0,) * 128).percentile)
+    shares = [{"a": EffectiveShare(3.0, 5.0, 2.0)}, {"a": EffectiveShare(1.0, 1.0, 1.0)}]
+    assert reduce(merge_all(shares)) == {"a": pytest.approx(16 / 18)}

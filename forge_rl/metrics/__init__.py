@@ -8,10 +8,22 @@ from forge_rl.metrics.phases import PhaseClock
 from forge_rl.metrics.sinks import EpisodeSink, EventSink, JSONLSink, Level, Metric, RunInfo, Sink
 from forge_rl.metrics.status import Recovery, RolloutStatus
 from forge_rl.metrics.trace import Trace
-from forge_rl.metrics.values import Histogram, Max, Mean, Sum, Value, lag_histogram, merge_all, reduce
+from forge_rl.metrics.values import (
+    EffectiveShare,
+    Histogram,
+    Max,
+    Mean,
+    Sum,
+    Tail,
+    Value,
+    lag_histogram,
+    merge_all,
+    reduce,
+)
 
 __all__ = [
     "Display",
+    "EffectiveShare",
     "EpisodeSink",
     "EventSink",
     "Histogram",
@@ -28,6 +40,7 @@ __all__ = [
     "RunLog",
     "Sink",
     "Sum",
+    "Tail",
     "TensorBoardSink",
     "Trace",
     "Value",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -61,7 +63,38 @@ class Histogram:
         return counts, [low - 0.5 + width * i for i in range(len(counts) + 1)]
 
 
-Value = Sum | Mean | Max
+@dataclass(frozen=True, slots=True)
+class EffectiveShare:
+    """Effective sample size of importance weights as a share of the samples, (sum w)^2 / (n * sum w^2)."""
+
+    total: float
+    squares: float
+    count: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The 99th percentile of exp(x), for distances x of at least 0, within 14%; from counts in geometric bins."""
+
+    BINS: ClassVar[int] = 128
+    LEAST: ClassVar[float] = 1e-6
+    """Distances below this are in the first bin."""
+    STEP: ClassVar[float] = math.log(20 / 1e-6) / 128
+    """Logarithm of the ratio of a bin's ends: the last bin ends at a distance of 20."""
+    counts: tuple[float, ...]
+
+    @property
+    def percentile(self) -> float:
+        """exp of the upper end of the bin that holds the 99th percentile; NaN of nothing."""
+        wanted, seen = 0.99 * sum(self.counts), 0.0
+        for number, count in enumerate(self.counts):
+            seen += count
+            if count and seen >= wanted:
+                return math.exp(self.LEAST * math.exp(self.STEP * (number + 1)))
+        return math.nan
+
+
+Value = Sum | Mean | Max | EffectiveShare | Tail
 
 
 def merge_all(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
@@ -80,6 +113,10 @@ def merge_all(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
                     merged[name] = Sum(x + y)
                 case Mean(x, m), Mean(y, n):
                     merged[name] = Mean(x + y, m + n)
+                case EffectiveShare(x, s, m), EffectiveShare(y, t, n):
+                    merged[name] = EffectiveShare(x + y, s + t, m + n)
+                case Tail(a), Tail(b):
+                    merged[name] = Tail(tuple(x + y for x, y in zip(a, b, strict=True)))
                 case Max(x), Max(y):
                     merged[name] = Max(x if x != x or x > y else y)
                 case held, _:
@@ -97,7 +134,11 @@ def _number(value: Value) -> float:
         case Sum(number) | Max(number):
             return float(number)
         case Mean(total, count):
-            return total / count if count else float("nan")
+            return total / count if count else math.nan
+        case EffectiveShare(total, squares, count):
+            return total**2 / (count * squares) if squares else math.nan
+        case Tail():
+            return value.percentile
 
 
 def lag_histogram(batch: Batch) -> Histogram:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from forge_rl.metrics import Max, Mean, Sum, Value, merge_all
+from forge_rl.metrics import EffectiveShare, Max, Mean, Sum, Tail, Value, merge_all
 
-_KINDS: dict[type[Value], int] = {Sum: 1, Max: 1, Mean: 2}
-"""Kinds of values, with the number of scalars that each takes."""
+_KINDS: dict[type[Value], int] = {Sum: 1, Max: 1, Mean: 2, EffectiveShare: 3, Tail: 1}
+"""Kinds of values, with the number of scalars that each takes; a tail takes a tensor of counts."""
 
 
 class Measures:
@@ -26,7 +26,7 @@ class Measures:
         self._numbers: list[torch.Tensor | float] = []
 
     def add(self, name: str, kind: type[Value], *numbers: torch.Tensor | float) -> None:
-        """Add a value of a metric, given the numbers that its kind takes; tensors must be scalars."""
+        """Add a value of a metric, given the numbers that its kind takes; tensors must be scalars, but a tail's."""
         assert len(numbers) == _KINDS[kind], f"{kind.__name__} of {len(numbers)} numbers"
         self._values.append((name, kind))
         self._numbers += numbers
@@ -37,13 +37,26 @@ class Measures:
         Means and maxima over nothing are left out; such a maximum is -inf.
         """
         numbers = [*self._numbers, *others]
-        tensors = [each.detach().double() for each in numbers if isinstance(each, torch.Tensor)]
-        known = iter(torch.stack(tensors).tolist() if tensors else ())
-        found = [next(known) if isinstance(each, torch.Tensor) else float(each) for each in numbers]
+        tensors = [each.detach().double().reshape(-1) for each in numbers if isinstance(each, torch.Tensor)]
+        known = iter(torch.cat(tensors).tolist() if tensors else ())
+        found = [
+            [next(known) for _ in range(each.numel())] if isinstance(each, torch.Tensor) else [float(each)]
+            for each in numbers
+        ]
         rest = iter(found)
-        values = [(name, kind(*(next(rest) for _ in range(_KINDS[kind])))) for name, kind in self._values]
-        return merge_all({name: value} for name, value in values if not _is_empty(value)), list(rest)
+        values = [(name, _value(kind, [next(rest) for _ in range(_KINDS[kind])])) for name, kind in self._values]
+        scalars = [number for (number,) in rest]
+        return merge_all({name: value} for name, value in values if not _is_empty(value)), scalars
+
+
+def _value(kind: type[Value], numbers: Sequence[Sequence[float]]) -> Value:
+    return Tail(tuple(numbers[0])) if kind is Tail else kind(*(number for (number,) in numbers))  # type: ignore[arg-type]
 
 
 def _is_empty(value: Value) -> bool:
-    return (isinstance(value, Mean) and not value.count) or value == Max(-math.inf)
+    match value:
+        case Mean(count=count) | EffectiveShare(count=count):
+            return not count
+        case Tail(counts):
+            return not any(counts)
+    return value == Max(-math.inf)

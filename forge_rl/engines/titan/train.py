@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.tools.utils import set_default_dtype
 
-from forge_rl.algorithms.logprobs import Scoring, TokenScores, logprob_gap
+from forge_rl.algorithms.logprobs import Scoring, TokenScores
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.memory import adds_up_once
 from forge_rl.engines.platform import local_device, release_memory, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.diagnostics import measure_tokens
 from forge_rl.engines.titan.host_memory import OffloadedTensors
 from forge_rl.engines.titan.inputs import RowInputs, minibatch_statistics
 from forge_rl.engines.titan.loading import load_training_state, load_weights
@@ -35,7 +36,7 @@ from forge_rl.engines.titan.rows import DeviceRow, on_device
 from forge_rl.engines.titan.saving import CheckpointWriter
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.metrics import Max, Mean, Sum, Value
+from forge_rl.metrics import Max, Mean, Value
 from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.weights.manifest import TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
@@ -129,8 +130,8 @@ class TitanEngine:
             scores = self._score(self.model, given, inputs_of.scoring(temperature))
             if (counted := routing_counts(self.model)) is not None:
                 routed.append(counted)
-            self._measure(given, scores, measures, version)
             inputs = inputs_of.of(given.row, scores, *others, statistics[index])
+            measure_tokens(inputs, given.tokens, measures, version)
             row_loss = self._loss_of(inputs, loss, measures, failed) / divisor
             row_loss.backward()
             measures.add("loss", Mean, row_loss.detach(), share)
@@ -265,18 +266,6 @@ class TitanEngine:
             places.append((tokens, len(row)))
         _reshard(self.model)
         return minibatch_statistics(loss, parts, places, peers=self._settings.peers)
-
-    def _measure(self, given: DeviceRow, scores: TokenScores, measures: Measures, version: int | None) -> None:
-        """Measure a row's trained tokens; `version` is the weights' version, if they have one."""
-        row, logprobs = given.row, scores.first.detach()
-        measures.add("entropy", Mean, scores.entropy.detach().where(row.mask, 0.0).sum(), given.tokens)
-        measures.add("tokens/trained", Sum, given.tokens)
-        # On tokens sampled from these weights, the gap shows whether trainer and engine agree; on others it is drift.
-        fresh = torch.zeros_like(row.mask) if version is None else row.mask & (row.versions == version)
-        for name, compared in (("logprob_gap", fresh), ("logprob_drift", row.mask & ~fresh)):
-            gap = logprob_gap(logprobs, row.behaviour, compared)
-            measures.add(name, Mean, gap["abs_sum"], gap["count"])
-            measures.add(f"{name}/max", Max, torch.where(gap["count"] > 0, gap["max"], -math.inf))
 
     def _loss_of(self, inputs: LossInputs, loss: Loss, measures: Measures, failed: list[ForgeError]) -> torch.Tensor:
         """Return a row's loss. If it raises and there are other ranks, append the error to `failed` and return NaN.

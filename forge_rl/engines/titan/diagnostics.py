@@ -1,0 +1,70 @@
+"""Measures a row's trained tokens: entropy, the gap to the engine, and importance ratios, over all and by source."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from forge_rl.algorithms.kl import kl_estimate
+from forge_rl.algorithms.logprobs import logprob_gap
+from forge_rl.algorithms.protocol import LossInputs
+from forge_rl.engines.titan.measures import Measures
+from forge_rl.metrics import EffectiveShare, Max, Mean, Sum, Tail
+
+
+@torch.no_grad()
+def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version: int | None) -> None:
+    """Measure the trained tokens of a row.
+
+    Args:
+        tokens: number of trained tokens.
+        version: the weights' version, if they have one.
+    """
+    mask, logprobs, entropy = inputs.mask, inputs.logprobs, inputs.entropy
+    measures.add("tokens/trained", Sum, tokens)
+    # On tokens sampled from these weights, the gap shows whether trainer and engine agree; on others it is drift.
+    fresh = torch.zeros_like(mask) if version is None else mask & (inputs.versions == version)
+    for name, compared in (("logprob_gap", fresh), ("logprob_drift", mask & ~fresh)):
+        gap = logprob_gap(logprobs, inputs.behaviour, compared)
+        measures.add(name, Mean, gap["abs_sum"], gap["count"])
+        measures.add(f"{name}/max", Max, torch.where(gap["count"] > 0, gap["max"], -math.inf))
+    names = sorted(set(inputs.sources))
+    index = {name: at for at, name in enumerate(names)}
+    of_group = torch.tensor([*(index[name] for name in inputs.sources), 0], device=mask.device)
+    places = of_group[inputs.groups.long().clamp(min=-1)] if names else torch.zeros_like(mask, dtype=torch.int64)
+    log_ratio = (logprobs - inputs.behaviour).where(mask, 0.0).clamp(-20, 20)
+    ratio, distance = log_ratio.exp(), log_ratio.abs()
+    size, kinds = max(1, len(names)), mask.to(logprobs.dtype)
+
+    def sums(values: torch.Tensor) -> torch.Tensor:
+        """Sum the trained tokens' values by source, [sources]."""
+        return values.new_zeros(size).index_add_(0, places, values.where(mask, 0.0))
+
+    counts = sums(kinds)
+    # How far the policy is from the one that sampled the token, KL(behaviour || policy) by its unbiased estimate.
+    means = {"kl/behaviour": sums(kl_estimate(inputs.behaviour, logprobs))}
+    if entropy is not None:
+        means["entropy"] = sums(entropy)
+    if inputs.reference is not None:
+        means["kl/reference"] = sums(kl_estimate(logprobs, inputs.reference))
+    of_ratio, of_squares = sums(ratio), sums(ratio.square())
+    largest = logprobs.new_full((size,), -math.inf).index_reduce_(
+        0, places, distance.where(mask, -math.inf), "amax", include_self=True
+    )
+    tails = logprobs.new_zeros(size * Tail.BINS).index_add_(0, places * Tail.BINS + _bin(distance), kinds)
+    tails = tails.view(size, Tail.BINS)
+    parts = [("", slice(None))] + ([(f"/{name}", at) for name, at in index.items()] if size > 1 else [])
+    for ending, at in parts:
+        count = counts[at].sum()
+        for name, totals in means.items():
+            measures.add(f"{name}{ending}", Mean, totals[at].sum(), count)
+        measures.add(f"ratio/ess{ending}", EffectiveShare, of_ratio[at].sum(), of_squares[at].sum(), count)
+        measures.add(f"ratio/max{ending}", Max, largest[at].max().exp().where(count > 0, -math.inf))
+        measures.add(f"ratio/p99{ending}", Tail, tails[at].reshape(-1, Tail.BINS).sum(dim=0))
+
+
+def _bin(distance: torch.Tensor) -> torch.Tensor:
+    """Return the bin of each distance from 0, see `Tail`."""
+    bins = (distance.clamp(min=Tail.LEAST) / Tail.LEAST).log() / Tail.STEP
+    return bins.long().clamp(0, Tail.BINS - 1)
