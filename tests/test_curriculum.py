@@ -192,9 +192,9 @@ def saved(tasks: ResumableTaskStream, pending: list[Task]) -> tuple[dict[str, An
 
 def test_the_mixture_stays_exact_and_a_resumed_run_draws_the_same_tasks():
     whole = stream(DifficultyPools(ON))
-    for _ in range(60):  # both sources come again
-        drawn = batch(whole)
-        assert Counter(task.source for task in drawn) == {"a": 4, "b": 2}
+    for _ in range(61):  # both sources come again
+        drawn = batch(whole, 9)
+        assert Counter(task.source for task in drawn) == {"a": 6, "b": 3}
         whole.batch_delivered(results(drawn))
     state, consumed = saved(whole, [])
     assert consumed == []
@@ -202,25 +202,26 @@ def test_the_mixture_stays_exact_and_a_resumed_run_draws_the_same_tasks():
     resumed.restore(state, consumed)
     assert saved(resumed, []) == (state, consumed)
     for _ in range(60):
-        drawn = batch(whole)
-        assert batch(resumed) == drawn
+        drawn = batch(whole, 9)
+        assert batch(resumed, 9) == drawn
         for each in (whole, resumed):
             each.batch_delivered(results(drawn))
     assert saved(resumed, []) == saved(whole, [])
 
 
-def test_undelivered_batches_are_drawn_again_although_difficulties_changed():
+@pytest.mark.parametrize("done", range(1, 14))
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_undelivered_batches_are_drawn_again_although_difficulties_changed(done: int, rate: float):
     tasks = stream(learned())
-    first, second = batch(tasks), batch(tasks)
-    # All of the first batch are done, and one of the second; their difficulty is another now.
-    done = [*first, second[0]]
-    tasks.observe([solved(task.source, task.id, 0.45) for task in done])
+    tasks.batch_delivered(results(batch(tasks, 5)))
+    drawn = [*batch(tasks, 7), *batch(tasks, 7)]
+    tasks.observe([solved(task.source, task.id, rate) for task in drawn[:done]])
     resumed = stream(DifficultyPools(ON))
-    resumed.restore(*saved(tasks, second[1:]))
-    drawn = batch(resumed)
+    resumed.restore(*saved(tasks, drawn[done:]))
+    again = [*batch(resumed, 7), *batch(resumed, 7)]
     for source in "ab":
-        pending = [task for task in second[1:] if task.source == source]
-        assert [task for task in drawn if task.source == source][: len(pending)] == pending
+        pending = [task for task in drawn[done:] if task.source == source]
+        assert [task for task in again if task.source == source][: len(pending)] == pending
 
 
 def test_a_state_from_before_the_curriculum_starts_it_and_one_with_it_is_ignored_without():

@@ -44,7 +44,7 @@ class Curriculum:
     """Part of the reward whose mean over a group, clipped to 0 to 1, is its solve rate; by default the total. Set it if
     the total also has penalties, such as for length."""
     most_tasks: int = 1_000_000
-    """Maximum number of tasks whose solve rates are kept, in memory (120 bytes each) and in checkpoints (16 bytes);
+    """Maximum number of tasks whose solve rates are kept, in memory (150 bytes each) and in checkpoints (16 bytes);
     beyond it, those first seen are new again."""
 
     def __post_init__(self) -> None:

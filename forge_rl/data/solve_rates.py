@@ -18,7 +18,7 @@ class SolveRates:
         rates.get(17)  # 0.25, rounded to float32
 
     Args:
-        most: maximum number of tasks; memory grows with the tasks seen, up to about 120 bytes for each of these.
+        most: maximum number of tasks; memory grows with the tasks seen, about 150 bytes for each.
     """
 
     def __init__(self, most: int) -> None:
