@@ -112,7 +112,8 @@ class AdaptiveLength:
 
     An answer of n tokens in a group of K, of which the share p is right, scores n / tokens * max(p, 1 / K), without an
     upper bound; the paper's beta is the negative weight divided by `tokens`. Lengths differ, so rewards of a group are
-    hardly ever equal with it, and --schedule.dynamic-sampling replaces hardly any group.
+    hardly ever equal with it, and --schedule.dynamic-sampling replaces hardly any group unless
+    --schedule.least-advantage is above the differences that lengths make.
     """
 
     form: ClassVar[Form] = "group"
