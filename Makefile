@@ -74,7 +74,7 @@ docs: $(STAMP)  ## build the site into .site, offline; a broken link or name is 
 demo: $(STAMP)  ## train the bundled model with GRPO, and show that it learned
 	$(BIN)/python -m recipes.grpo --steps 10 --evaluation.every 10 --evaluation.tasks 64 --trainer.minibatches 2 $(ARGS)
 
-# A file's tests share what they start, so a worker takes whole files, in the order of tests/conftest.py.
+# A file's tests share what they start, so a worker takes whole files, in the order of tests/conftest.py; one takes all of the gateway.
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 check: $(STAMP)  ## lint, types and the tests that start no services; run before each commit

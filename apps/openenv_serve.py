@@ -298,6 +298,7 @@ async def main(config: Config) -> None:
         listening = sockets.create_server((config.host, config.port))
     except OSError as error:
         raise ConfigError(f"cannot listen on {config.host}:{config.port}: {error}", hint="set another --port") from None
+    listening.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)  # accepted sockets inherit it
     server = uvicorn.Server(uvicorn.Config(app_of(world, key), log_level="warning", lifespan="off"))
     port, shell_key = listening.getsockname()[1], f"$(cat {shlex.quote(str(file.resolve()))})"
     print(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import mmap
 import os
@@ -108,6 +109,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     for item in items:
         chosen[item.path] += seconds[item.nodeid]
     items.sort(key=lambda item: -chosen[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Gives all files with a gateway to one worker: vLLM's server and what tries constraints take seconds to import."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduler(LoadFileScheduling):
+        @functools.cache  # noqa: B019  one object, for the whole session
+        def _split_scope(self, nodeid: str) -> str:
+            file = str(super()._split_scope(nodeid))
+            return "gateway" if "FakeBackend" in (ROOT / file).read_text() else file
+
+    return Scheduler(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import uvicorn.server
 from openai import AsyncOpenAI
 
 from forge_rl.gateway import Gateway, GatewayConfig, Session
@@ -20,6 +21,19 @@ from forge_rl.services.completion import Observer
 from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
+
+
+class _Impatient:
+    """asyncio for uvicorn, which checks ten times a second whether to stop: hundreds of tests would wait for that."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(min(seconds, 0.005))
+
+
+uvicorn.server.asyncio = _Impatient()  # type: ignore[assignment]
 
 EOS = 2
 VERSION = 3

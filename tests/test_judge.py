@@ -110,7 +110,7 @@ MISBEHAVIOUR = {
 @pytest.mark.parametrize("name", MISBEHAVIOUR)
 def test_after_each_kind_of_misbehaviour_it_is_asked_again(name: str):
     with judge_server(MISBEHAVIOUR[name], reply("Score: 6")) as server:
-        [score] = grade(judge_of(server.url, timeout_s=1.0 if name == "drips for ever" else 60.0), "5")
+        [score] = grade(judge_of(server.url, timeout_s=0.4 if name == "drips for ever" else 60.0), "5")
         assert score.total == 0.6
         assert len(server.requests) == 2 or name == "drips for ever"
 
@@ -119,7 +119,7 @@ def test_after_each_kind_of_misbehaviour_it_is_asked_again(name: str):
 def test_what_goes_on_misbehaving_is_a_judge_error_that_says_how(name: str):
     with judge_server(MISBEHAVIOUR[name]) as server:
         with pytest.raises(JudgeError, match=r"judge m at http://127.*returned no grade: .*asked 2 times") as caught:
-            grade(judge_of(server.url, timeout_s=1.0 if name == "drips for ever" else 60.0, retries=1), "5")
+            grade(judge_of(server.url, timeout_s=0.4 if name == "drips for ever" else 60.0, retries=1), "5")
         assert len(server.requests) == 2
     assert not isinstance(caught.value, SpendingError)
 

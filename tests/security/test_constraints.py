@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 
-from forge_rl.gateway.constraint_worker import repeats_too_much
 from forge_rl.gateway.constraints import ConstraintChecker, TrialLimits
 from forge_rl.gateway.errors import ApiError
 from tests.fake_backend import tokenizer
@@ -27,6 +26,8 @@ from tests.fake_backend import tokenizer
     ],
 )
 def test_repeats_are_bounded_over_rules(rules: str, problem: str):
+    from forge_rl.gateway.constraint_worker import repeats_too_much  # imports transformers, by way of xgrammar
+
     found = repeats_too_much(rules)
     assert (problem in found) if problem else not found, found
 

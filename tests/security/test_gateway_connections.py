@@ -116,7 +116,7 @@ def test_a_connection_that_does_not_ask_is_closed(sent: bytes, monkeypatch: pyte
 
 
 def test_a_head_that_comes_a_byte_at_a_time_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "HEAD_DEADLINE_S", 1.0)
+    monkeypatch.setattr(connections, "HEAD_DEADLINE_S", 0.3)
     monkeypatch.setattr(connections, "_SWEEP_S", 0.05)
 
     async def check() -> None:
