@@ -5,7 +5,7 @@ python -m benchmarks.conformance --json out.json
 Each library has an environment of its own under .bench, and runs its own code there: a real TRL trainer, of which only
 forward passes, generation and rewards are replaced, and verl's functions. Batches have uneven lengths, equal rewards,
 masked tokens and episodes, extreme ratios, and are split differently on each side: ours into packed rows, theirs into
-micro-batches of two ranks. All in float64, as far as a peer allows it.
+micro-batches of two ranks (for TRL, two processes). All in float64, as far as a peer allows it.
 
 A deviation is the largest of any element on any batch, relative to its size, or to the median size of the elements that
 are not 0 if that is larger.
@@ -35,7 +35,9 @@ from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_bench
 
 BOUND = 1e-5
 """Largest deviation of methods that are said to be equal, and less than the smallest of those that are not."""
-_PEERS = {"TRL": (TRL, "trl_methods"), "verl": (VERL, "verl_methods")}
+_RANKS = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+_PEERS = {"TRL": (TRL, (*_RANKS, "benchmarks.peers.trl_methods")), "verl": (VERL, ("benchmarks.peers.verl_methods",))}
+"""Environment and module of each peer; TRL has two ranks, verl's functions take their number."""
 _DEADLINE_S = 1800.0
 _RESULTS = ("loss", "gradient", "entropy_gradient", "advantages", "returns")
 
@@ -104,8 +106,8 @@ def run_peer(
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch:
         folder = Path(scratch)
         write_jobs(folder, jobs, {f"{kind}-{seed}": draw(kind, seed) for kind in kinds for seed in seeds})
-        command = [str(python), "-m", f"benchmarks.peers.{module}", str(folder)]
-        hidden = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
+        command = [str(python), "-m", *module, str(folder)]
+        hidden = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
         try:
             subprocess.run(
                 command,
@@ -117,7 +119,7 @@ def run_peer(
                 timeout=_DEADLINE_S,
             )
         except subprocess.CalledProcessError as error:
-            last = "\n".join(error.stderr.splitlines()[-20:])
+            last = "\n".join(error.stderr.splitlines()[-40:])
             raise BenchmarkError(f"{last}\n{name} ended with status {error.returncode}") from error
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BenchmarkError(f"{name} cannot be run: {error}") from error

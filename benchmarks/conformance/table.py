@@ -108,16 +108,18 @@ def _verl(
     actor: Mapping[str, Any] | None = None,
     *,
     function: str = "ppo_loss",
+    policy: Mapping[str, Any] | None = None,
     batches: tuple[str, ...] = _TOKENS,
     differs: str = "",
     **settings: Any,
 ) -> Comparison:
+    policy = {"loss_mode": mode} | dict(policy or {}) if mode else {}
     return Comparison(
         method=method,
         peer="verl",
         ours=ours,
         function=function,
-        settings={"actor": dict(actor or {}), **({"policy_loss": {"loss_mode": mode}} if mode else {}), **settings},
+        settings={"actor": dict(actor or {}), "policy_loss": policy, **settings},
         batches=batches,
         differs=differs,
     )
@@ -176,7 +178,7 @@ TRL_LOSSES = (
         loss_of(ClippedSurrogate(aggregation=_CONSTANT)),
         {"loss_type": "dr_grpo", "epsilon_high": 0.28, "delta": 3.0, "max_completion_length": TOKENS},
     ),
-    _trl("token mean", loss_of(_CLIP), {"loss_type": "bnpo", **_WHOLE}, ranks=1),
+    _trl("token mean", loss_of(_CLIP), {"loss_type": "bnpo", **_WHOLE}, whole=True),
     _trl(
         "token mean of each micro-batch (BNPO)",
         loss_of(_CLIP),
@@ -250,7 +252,7 @@ TRL_LOSSES = (
         {"off_policy_mask_threshold": 0.05},
         batches=_EPISODES,
     ),
-    _trl("entropy bonus", _ENTROPY, {"epsilon_high": 0.28, "delta": 3.0, "entropy_coef": 0.01, **_WHOLE}, ranks=1),
+    _trl("entropy bonus", _ENTROPY, {"epsilon_high": 0.28, "delta": 3.0, "entropy_coef": 0.01, **_WHOLE}, whole=True),
     _trl(
         "entropy bonus in micro-batches",
         _ENTROPY,
@@ -292,6 +294,12 @@ VERL_LOSSES = (
     ),
     _verl("DPPO-TV", loss_of(Dppo()), "dppo_tv", _dppo(0.15)),
     _verl("DPPO-KL", loss_of(Dppo(divergence="kl", threshold=0.05)), "dppo_kl", _dppo(0.05)),
+    _verl(
+        "CISPO",
+        loss_of(Cispo(ratio_max=2.0)),
+        "bypass_mode",
+        policy={"rollout_correction": {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": 2.0}},
+    ),
     _verl("SAPO", loss_of(Sapo(aggregation=_MEAN)), "sapo"),
     _verl(
         "GSPO",

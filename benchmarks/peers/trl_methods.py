@@ -1,6 +1,6 @@
 """Calls TRL's own losses and advantages on given batches; runs in TRL's environment.
 
-    python -m benchmarks.peers.trl_methods FOLDER
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.peers.trl_methods FOLDER
 
 A job's function is a trainer with one of its methods, such as GRPOTrainer._compute_loss. A real trainer runs it, of
 which only forward passes, generation and rewards are replaced by the batch: logprobs, engine logprobs, tokens and their
@@ -9,25 +9,26 @@ mask, and parts of rewards. Settings:
     config      fields of the trainer's config
     attributes  attributes of the trainer that are set once it stands, such as use_vllm, which would start vLLM
     old         "behaviour" (default) or "proximal": the logprobs that the trainer has kept from before the update
-    ranks       number of ranks that share the rows, by default 2, each with config.gradient_accumulation_steps
-                micro-batches; the losses are summed over these and averaged over ranks, as DDP does
+    whole       whether each rank has all rows, instead of its share of them
 
+Each rank has config.gradient_accumulation_steps micro-batches; losses and gradients are summed over these and averaged
+over ranks, as DDP does.
 Tensors are float64. Imports nothing from forge_rl.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -49,16 +50,18 @@ class FromBatch:
     """What a trainer gets from the batch instead of a model, an engine and reward functions."""
 
     batch: dict[str, torch.Tensor]
+    """This rank's rows."""
+    rewards: torch.Tensor
+    """[N, parts], of all ranks."""
     current: tuple[torch.Tensor, torch.Tensor] | None = None
     """Logprobs and entropies of the policy for the rows at hand, with gradient; None before the update."""
     old: str
-    reward_funcs: list[object]
 
     def _get_per_token_logps_and_entropies(self, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, None]:
         return *(self.current or (self.batch[self.old], self.batch["entropy"])), None
 
     def _calculate_rewards(self, *_: object) -> torch.Tensor:
-        return self.batch["parts"] if len(self.reward_funcs) > 1 else self.batch["rewards"][:, None]
+        return self.rewards
 
     def _generate(self, prompts: list[str]) -> tuple[object, ...]:
         mask = self.batch["mask"]
@@ -125,56 +128,56 @@ def part(**_: object) -> list[float]:
     raise AssertionError("rewards are the batch's")
 
 
-@contextlib.contextmanager
-def ranks_of(accelerator: Any, count: int) -> Iterator[None]:
-    """Let accelerate believe that there are several processes; nothing is gathered from others meanwhile."""
-    accelerator.state.num_processes = count
-    try:
-        assert accelerator.num_processes == count
-        yield
-    finally:
-        accelerator.state.num_processes = 1
-
-
 def call(function: str, arrays: Arrays, settings: Mapping[str, Any]) -> Result:
-    """Return what a trainer's method computes for a batch."""
+    """Return what a trainer's method computes for a batch on all ranks."""
     name, method = function.split(".")
     kept = {field: settings.get(field, {}) for field in ("config", "attributes")}
     made = trainer(name, json.dumps(kept))
     batch = {field: torch.from_numpy(array) for field, array in arrays.items()}
-    made.batch, made.old, made.current = batch, settings.get("old", "behaviour"), None
-    inputs = made._generate_and_score_completions([{"prompt": "a"}] * len(batch["mask"]))
+    rows = torch.arange(len(batch["mask"]))
+    if not settings.get("whole"):
+        rows = rows.tensor_split(made.accelerator.num_processes)[made.accelerator.process_index]
+    made.batch = {field: column[rows] for field, column in batch.items()}
+    made.rewards = batch["parts"] if len(made.reward_funcs) > 1 else batch["rewards"][:, None]
+    made.old, made.current = settings.get("old", "behaviour"), None
+    inputs = made._generate_and_score_completions([{"prompt": "a"}] * len(rows))
     if method == "_generate_and_score_completions":
-        return {"advantages": (inputs["advantages"][:, None] * batch["mask"]).numpy()}
+        own = inputs["advantages"][:, None] * made.batch["mask"]
+        return {"advantages": made.accelerator.gather(own).numpy()}
     assert method == "_compute_loss", function
     uniform = bool((batch["advantages"] == batch["advantages"][:, :1]).all())
-    inputs["advantages"] = batch["advantages"][:, 0] if uniform else batch["advantages"]
-    inputs["old_per_token_logps"] = batch[made.old]
-    inputs["ref_per_token_logps"] = batch["reference"]
-    return _loss(made, inputs, settings.get("ranks", 2))
+    inputs["advantages"] = made.batch["advantages"][:, 0] if uniform else made.batch["advantages"]
+    inputs["old_per_token_logps"] = made.batch[made.old]
+    inputs["ref_per_token_logps"] = made.batch["reference"]
+    return _loss(made, inputs, batch, rows)
 
 
-def _loss(made: Any, inputs: Mapping[str, torch.Tensor], ranks: int) -> Result:
-    leaves = [made.batch[name].clone().requires_grad_() for name in ("logprobs", "entropy")]
+def _loss(
+    made: Any, inputs: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], rows: torch.Tensor
+) -> Result:
+    leaves = [batch[name].clone().requires_grad_() for name in ("logprobs", "entropy")]
     total = leaves[0].new_zeros(())
-    shares = torch.arange(len(leaves[0])).tensor_split(ranks * made.args.gradient_accumulation_steps)
-    with ranks_of(made.accelerator, ranks):
-        for rows in shares:
-            made.current = tuple(leaf[rows] for leaf in leaves)
-            part = {name: value[rows] if value.ndim else value for name, value in inputs.items()}
-            total = total + made._compute_loss(made.model, part) / ranks
+    for micro_batch in torch.arange(len(rows)).tensor_split(made.args.gradient_accumulation_steps):
+        made.current = tuple(leaf[rows[micro_batch]] for leaf in leaves)
+        part = {name: value[micro_batch] if value.ndim else value for name, value in inputs.items()}
+        total = total + made._compute_loss(made.model, part)
     gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
-    result = {"loss": total.detach().numpy(), "gradient": gradients[0].numpy()}
-    return result | ({"entropy_gradient": gradients[1].numpy()} if getattr(made, "entropy_coef", 0.0) else {})
+    found = [made.accelerator.reduce(each, "mean").numpy() for each in (total.detach(), *gradients)]
+    result = dict(zip(("loss", "gradient", "entropy_gradient"), found, strict=True))
+    return result if getattr(made, "entropy_coef", 0.0) else {name: result[name] for name in ("loss", "gradient")}
 
 
 def main() -> None:
     """Run all jobs of a folder."""
     folder = Path(sys.argv[1])
     torch.set_default_dtype(torch.float64)
-    write_versions(folder, ("trl", "torch", "transformers", "accelerate"))
     for number, job in enumerate(read_jobs(folder)):
-        write_result(folder, number, call(job.function, read_batch(folder, job.batch), job.settings))
+        result = call(job.function, read_batch(folder, job.batch), job.settings)
+        if PartialState().is_main_process:
+            write_result(folder, number, result)
+    if PartialState().is_main_process:
+        write_versions(folder, ("trl", "torch", "transformers", "accelerate"))
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers.verl_methods FOLDER
 
-A job's function is a loss of verl.workers.utils.losses, which calls and combines those of core_algos, or an advantage
-of core_algos. Settings of a loss:
+A job's function is a loss of verl.workers.utils.losses, which combines the terms of core_algos, or an advantage of
+core_algos. Settings of a loss:
 
     actor, policy_loss  fields of ActorConfig and of its PolicyLossConfig
     shares              ranks and micro-batches, by default [2, 3]; their losses are added up as the trainer does:
