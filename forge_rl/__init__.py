@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.components import Entropy as Entropy
     from forge_rl.algorithms.components import LossBySource as LossBySource
     from forge_rl.algorithms.components import LossSum as LossSum
+    from forge_rl.algorithms.distillation import Distillation as Distillation
+    from forge_rl.algorithms.distillation import teacher_advantages as teacher_advantages
     from forge_rl.algorithms.gae import GaeConfig as GaeConfig
     from forge_rl.algorithms.gae import gae as gae
     from forge_rl.algorithms.gates import gate_advantages as gate_advantages
@@ -101,6 +103,10 @@ _HOMES = {
             "Entropy",
             "LossBySource",
             "LossSum",
+        ),
+        "algorithms.distillation": (
+            "Distillation",
+            "teacher_advantages",
         ),
         "algorithms.gae": (
             "GaeConfig",

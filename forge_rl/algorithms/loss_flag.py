@@ -11,6 +11,7 @@ import tyro
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.components import LossBySource
+from forge_rl.algorithms.distillation import Distillation
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Sapo, Topr
 from forge_rl.algorithms.protocol import Loss
@@ -25,6 +26,7 @@ METHODS: Mapping[str, Callable[..., Loss]] = {
     "cispo": Cispo,
     "clipped": ClippedSurrogate,
     "dapo": functools.partial(ClippedSurrogate, clip_high=0.28),
+    "distill": Distillation,
     "dppo": Dppo,
     "dppo_kl": functools.partial(Dppo, divergence="kl", threshold=0.05),
     "gmpo": Gmpo,

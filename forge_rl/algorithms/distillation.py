@@ -1,0 +1,161 @@
+"""Distillation from a teacher: its logprobs as advantages, and divergences over its most likely tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.kl import MAX_LOG_RATIO
+from forge_rl.algorithms.losses import importance_ratio
+from forge_rl.algorithms.protocol import Loss, LossInputs, Need
+from forge_rl.errors import check_flags
+from forge_rl.types import Batch
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_TOP = 1024
+"""Maximum number of a teacher's most likely tokens; engines return no more."""
+_LEAST_LOGPROB = -50.0
+"""Logprob of a token that has none: a divergence from a distribution without the token would be infinite."""
+_TAIL_EPS = 16
+"""Least probability of a tail, in units of the dtype's rounding: of a sum of k probabilities close to 1, the rest is
+known no better."""
+
+
+def teacher_advantages(
+    batch: Batch, teacher: Sequence[Sequence[npt.NDArray[np.float32]]], *, coef: float = 1.0
+) -> list[list[npt.NDArray[np.float32]]]:
+    """Return coef * (teacher's logprob - policy's logprob) for each token, [P][G] arrays [T]: on-policy distillation.
+
+    With tokens from the policy, the policy gradient with these advantages is that of -KL(policy || teacher) at each
+    token, given its context; its effect on later contexts is ignored, as in "On-Policy Distillation" (Lu et al.,
+    Thinking Machines, 2025), a discount of 0. Differences are clamped to +-20. The advantage is 0 for tokens without a
+    teacher's logprob (NaN) and without a finite one of the policy.
+
+    Args:
+        teacher: logprob of each token that the episode generated, turn after turn, at the temperature of the rollout;
+            [P][G] arrays [T].
+        coef: factor of the advantages.
+    """
+    found = []
+    for group, given in zip(batch.groups, teacher, strict=True):
+        rows = []
+        for episode, own in zip(group.episodes, given, strict=True):
+            policy = np.concatenate([turn.logprobs for turn in episode.turns] or [np.zeros(0, np.float32)])
+            known = ~np.isnan(own) & np.isfinite(policy)
+            difference = np.where(known, own, 0) - np.where(known, policy, 0)
+            rows.append((coef * difference.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)).astype(np.float32))
+        found.append(rows)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation(Loss):
+    """Divergence between policy and teacher at each token, over the teacher's k most likely tokens and one bucket for
+    all others.
+
+        loss = Distillation(k=20, beta=0.5)
+        columns = {"top_ids": ..., "top_teacher": ...}  # for `pack`: [T, k] int32, and float32 logprobs
+
+    With P the teacher's distribution, Q the policy's and M = beta P + (1 - beta) Q, the loss of a token is the
+    generalised Jensen-Shannon divergence beta KL(P || M) + (1 - beta) KL(Q || M): GKD (arXiv 2306.13649) section 2. At
+    its ends, where that is 0, it is KL(P || Q) for beta 0, and KL(Q || P) for beta 1. With k the size of the vocabulary
+    this is exact; else it is a lower bound, as merging tokens into a bucket lowers a divergence.
+
+    Tokens whose teacher's logprobs are NaN have no loss, and are counted as "unscored". A teacher's logprob below -50,
+    such as that of a token that it excludes, counts as -50. The sums are "divergence", "tail" (the policy's probability
+    of the tail) and "unscored", and "ratio_capped" with a ratio_max.
+    """
+
+    k: int = 20
+    """Number of the teacher's most likely tokens; SDPO (arXiv 2601.20802) has 100."""
+    beta: float = 1.0
+    """0: forward KL, which covers all that the teacher does. 1: reverse KL, which keeps to what it does most. Between
+    them, the divergence above; SDPO has 0.5."""
+    clip: float = math.inf
+    """Maximum of the term of a single entry of the vocabulary, which has no gradient above it, so that few tokens of
+    style do not outweigh all others; OPSD (arXiv 2601.18734, version 3) has 0.05. The sum of clipped terms may be
+    negative."""
+    ratio_max: float = 0.0
+    """Weight each token by the ratio of the policy to the engine that sampled it, at most this, for several updates on
+    the same tokens; SDPO has 2. 0 gives all tokens the weight 1."""
+    aggregation: Aggregation = field(default_factory=Aggregation)
+
+    def __post_init__(self) -> None:
+        check_flags(
+            self,
+            "--loss distill:",
+            least={"k": 1, "beta": 0, "ratio_max": 0},
+            most={"k": MOST_TOP, "beta": 1},
+            above={"clip": 0},
+        )
+
+    @property
+    def needs(self) -> Collection[Need]:
+        return ()
+
+    @property
+    def columns(self) -> Mapping[str, int]:
+        return {"top_ids": self.k, "top_teacher": self.k}
+
+    @property
+    def keeps_uniform(self) -> bool:
+        return True
+
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        import torch
+
+        assert inputs.top_logprobs is not None, "columns has top_ids"
+        inputs.check()
+        given = inputs.columns["top_teacher"].to(inputs.logprobs.dtype)
+        missing = given.isnan().any(dim=1)
+        known = inputs.mask & ~missing
+        # Apply where before exp: a masked inf or NaN must reach neither the sum nor, as 0 * inf, the gradient.
+        filler = torch.full_like(given, -math.log(2 * self.k))
+        teacher = with_tail(given.clamp(min=_LEAST_LOGPROB).where(known[:, None], filler))
+        top = inputs.top_logprobs.where(inputs.top_logprobs.isfinite(), _LEAST_LOGPROB)
+        policy = with_tail(top.where(known[:, None], filler))
+        terms = divergence_terms(teacher, policy, self.beta)
+        divergence = terms.clamp(max=self.clip).sum(dim=1).where(known, 0.0)
+        weights = inputs.weights.where(known, 0.0)
+        sums = {
+            "divergence": divergence.sum(),
+            "tail": policy[:, -1].exp().where(known, 0.0).sum(),
+            "unscored": (inputs.mask & missing).sum(),
+        }
+        if self.ratio_max:
+            ratio = importance_ratio(inputs.logprobs.detach().where(known, 0.0), inputs.behaviour.where(known, 0.0))
+            weights = weights * ratio.clamp(max=self.ratio_max)
+            sums["ratio_capped"] = (known & (ratio > self.ratio_max)).sum()
+        return (weights * divergence).sum(), {name: each.detach() for name, each in sums.items()}
+
+
+def with_tail(top: torch.Tensor) -> torch.Tensor:
+    """Append the logprob of all other tokens to those of some: [L, k] -> [L, k + 1].
+
+    The tail is 1 - sum(exp(top)), computed by expm1, but at least 16 roundings of the dtype, as that is how far the sum
+    may be off. That least value keeps the gradient of the sum, without which a policy could not leave the top k.
+    """
+    import torch
+
+    rest = -torch.expm1(top.logsumexp(dim=1, keepdim=True))
+    known = rest.detach().clamp(min=_TAIL_EPS * torch.finfo(top.dtype).eps)
+    return torch.cat([top, (rest + (known - rest.detach())).log()], dim=1)
+
+
+def divergence_terms(teacher: torch.Tensor, policy: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return each entry's term of the divergence of `Distillation`, [L, n], from the logprobs of n entries, [L, n]."""
+    import torch
+
+    if beta in (0, 1):
+        first, second = (teacher, policy) if beta == 0 else (policy, teacher)
+        return first.exp() * (first - second)
+    mixed = torch.logaddexp(teacher + math.log(beta), policy + math.log1p(-beta))
+    return beta * teacher.exp() * (teacher - mixed) + (1 - beta) * policy.exp() * (policy - mixed)
