@@ -141,8 +141,8 @@ def test_a_small_tail_is_exact_in_float64_and_bounded_in_float32():
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_a_policy_that_is_certain_of_the_top_has_the_gradient_of_the_softmax_in_float32(beta: float):
-    # The teacher has 0.3 in its tail, of which the policy has e^-14, close to float32's rounding of 1; as the least tail
-    # is above that, the forward KL's gradient is up to half too small, but has its direction.
+    # The teacher has 0.3 in its tail, of which the policy has e^-14, close to the rounding of 1 in float32. The least
+    # tail is above that, so the gradient of the forward KL is up to half too small, but has its direction.
     logits = torch.tensor([[14.0, 0.0, -1.0]], requires_grad=True)
     ids = torch.tensor([[0]])
     total, _ = on_logits(Distillation(k=1, beta=beta), logits, torch.tensor([[0.7]]).log(), ids)
