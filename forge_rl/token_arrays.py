@@ -12,6 +12,9 @@ import numpy.typing as npt
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.int32]
 """Token ids as an argument."""
 
+MOST_TOP = 1024
+"""Maximum number of most likely tokens that engines return for each token."""
+
 D = TypeVar("D", bound=np.generic)
 
 
@@ -107,6 +110,18 @@ def _read_chunk(
         routed=routed,
         prompt=prompt,
     )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoredTokens(ByValue):
+    """A model's logprobs of given tokens, and its most likely tokens at each of them. All fields are aligned."""
+
+    logprobs: TokenArray[np.float32] = TokenArray(np.float32)
+    """[T], logprob of each token, given all tokens before it."""
+    top_ids: TokenArray[np.int32] = TokenArray(np.int32)
+    """[T, k], the most likely tokens in its place, most likely first."""
+    top_logprobs: TokenArray[np.float32] = TokenArray(np.float32)
+    """[T, k], their logprobs."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

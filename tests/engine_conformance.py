@@ -263,7 +263,36 @@ async def the_likeliest_tokens_are_those_of_transformers(decoder: Decoder) -> No
 async def a_request_that_cannot_be_served_is_a_config_error(decoder: Decoder) -> None:
     await decoder.load_next()
     with pytest.raises(ConfigError, match=r"does not take the request: .*logprobs"):
-        await decoder.complete(completion(0, max_tokens=8, top_logprobs=50))
+        await decoder.complete(completion(0, max_tokens=8, top_logprobs=5000))
+
+
+async def given_tokens_are_scored_as_transformers_does_at_any_temperature(decoder: Decoder) -> None:
+    await decoder.load_next()
+    turn = await decoder.complete(completion(1, max_tokens=20), LONG_PROMPT)
+    with torch.no_grad():
+        logits = decoder.model(torch.tensor([tuple(turn.context)])).logits[0].float()[len(LONG_PROMPT) - 1 : -1]
+    requests = [(1.0, 3), (0.7, 5), (1.0, 0), (2.0, 40)]  # together, so that vLLM scores them in one step
+    found = await asyncio.gather(
+        *(decoder.engine.score(LONG_PROMPT, turn.token_ids, temperature=t, top_k=k) for t, k in requests)
+    )
+    for (temperature, k), scored in zip(requests, found, strict=True):
+        expected = (logits / temperature).log_softmax(-1)
+        own = expected.gather(1, torch.tensor(turn.token_ids).long()[:, None])[:, 0]
+        assert (torch.tensor(scored.logprobs) - own).abs().max() < 1e-4
+        assert scored.top_ids.shape == scored.top_logprobs.shape == (20, k)
+        if k:
+            top = expected.topk(k)
+            assert (torch.tensor(scored.top_logprobs) - top.values).abs().max() < 1e-4
+            assert scored.top_ids[:, :3].tolist() == top.indices[:, :3].tolist()
+    assert torch.tensor(found[0].logprobs).sub(torch.tensor(turn.logprobs)).abs().max() < 1e-4
+    assert decoder.unfinished() == 0
+    old = found[0]
+    await decoder.load_next()
+    new = await decoder.engine.score(LONG_PROMPT, turn.token_ids)
+    assert torch.tensor(new.logprobs).sub(torch.tensor(old.logprobs)).abs().max() > 1e-2, "those of the old weights"
+    assert len((await decoder.engine.score(PROMPT, ())).logprobs) == 0
+    with pytest.raises(ConfigError, match="does not take the request"):
+        await decoder.engine.score(LONG_PROMPT * 5, turn.token_ids)
 
 
 async def closing_a_stream_ends_its_request(decoder: Decoder) -> None:
@@ -440,6 +469,7 @@ DECODE: dict[str, Callable[[Decoder], Awaitable[None]]] = {
         a_stop_text_ends_a_completion,
         the_likeliest_tokens_are_those_of_transformers,
         a_request_that_cannot_be_served_is_a_config_error,
+        given_tokens_are_scored_as_transformers_does_at_any_temperature,
         closing_a_stream_ends_its_request,
         buckets_may_be_small_and_gone_with_the_next_one,
         requests_in_flight_go_on_under_the_new_version,

@@ -15,13 +15,12 @@ from forge_rl.algorithms.kl import MAX_LOG_RATIO
 from forge_rl.algorithms.losses import importance_ratio
 from forge_rl.algorithms.protocol import Loss, LossInputs, Need
 from forge_rl.errors import check_flags
+from forge_rl.token_arrays import MOST_TOP
 from forge_rl.types import Batch
 
 if TYPE_CHECKING:
     import torch
 
-MOST_TOP = 1024
-"""Maximum number of a teacher's most likely tokens; engines return no more."""
 _LEAST_LOGPROB = -50.0
 """Logprob of a token that has none: a divergence from a distribution without the token would be infinite."""
 _TAIL_EPS = 16

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.token_arrays import Chunk, TokenIds
+from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest, TensorSpec
 
@@ -91,6 +91,23 @@ class DecodeEngine(Protocol):
         Raises:
             WeightsError: the last load failed.
             ConfigError: the engine rejects the request.
+        """
+
+    async def score(
+        self, prompt_ids: TokenIds, token_ids: TokenIds, *, temperature: float = 1.0, top_k: int = 0
+    ) -> ScoredTokens:
+        """Score given tokens after a prompt of at least one token, instead of sampling some.
+
+        Logprobs are of logits divided by the temperature, exactly: normalised over the whole vocabulary. Nothing is
+        read from the prefix cache, so that all are of the engine's current weights.
+
+        Args:
+            temperature: above 0.
+            top_k: k, number of most likely tokens to return for each token; at most MOST_TOP.
+
+        Raises:
+            WeightsError: the last load failed.
+            ConfigError: the engine rejects the request; prompt and tokens must be shorter than max_model_len.
         """
 
     async def hold(self, *, paused: bool, asleep: bool) -> bool:

@@ -11,7 +11,7 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.engines.factory import start_decode_engine
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings
 from forge_rl.runtime.service import ServiceActor
-from forge_rl.token_arrays import Chunk, TokenIds
+from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest
 from forge_rl.weights.transports.protocol import Transport
@@ -38,6 +38,9 @@ class GeneratorActor(ServiceActor):
 
     def stream(self, prompt_ids: TokenIds, sampling: Sampling, gather_s: float) -> AsyncGenerator[Chunk, None]:
         return self.engine.stream(prompt_ids, sampling, gather_s=gather_s)
+
+    async def score(self, prompt_ids: TokenIds, token_ids: TokenIds, temperature: float, top_k: int) -> ScoredTokens:
+        return await self.engine.score(prompt_ids, token_ids, temperature=temperature, top_k=top_k)
 
     @concurrent_endpoint
     async def load(self, manifest: Manifest, transport: Transport) -> LoadReport:

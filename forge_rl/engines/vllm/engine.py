@@ -20,7 +20,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import StructuredOutputsConfig, WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 from vllm.exceptions import VLLMValidationError
-from vllm.logprobs import Logprob
+from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -39,13 +39,14 @@ from forge_rl.engines.vllm.internals import (
     stop_decoding,
     version_starts,
 )
+from forge_rl.engines.vllm.prompt_scores import TEMPERATURE
 from forge_rl.engines.vllm.steps import watch_steps
 from forge_rl.engines.vllm.transfer import Owner, WorkerExtension, WorkerReport
 from forge_rl.errors import ConfigError, ModelError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.runtime.processes import clean_up_after, when_process_ends
 from forge_rl.runtime.signals import children_outlive_stop_signals
-from forge_rl.token_arrays import Chunk, TokenIds
+from forge_rl.token_arrays import MOST_TOP, Chunk, ScoredTokens, TokenIds
 from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest, combine_shards
 from forge_rl.weights.transports.protocol import TensorBucket
@@ -94,6 +95,7 @@ class VLLMEngine:
             with children_outlive_stop_signals():  # vLLM's processes have handlers that end them
                 engine = cls(AsyncLLM.from_engine_args(_arguments(folder, settings, seed)), settings)
             await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+            await engine._all_workers("scale_prompt_logits")
             if settings.routed_experts and device_type() == "cpu":
                 await engine._all_workers("capture_routing")
             for pid in await engine._all_workers("process_id"):
@@ -155,6 +157,36 @@ class VLLMEngine:
             raise
         finally:
             self._requests -= 1
+
+    async def score(
+        self, prompt_ids: TokenIds, token_ids: TokenIds, *, temperature: float = 1.0, top_k: int = 0
+    ) -> ScoredTokens:
+        if self._failure:
+            raise WeightsError(f"the engine serves nothing: {self._failure}", hint="load a version that can be read")
+        ids = np.concatenate([np.asarray(prompt_ids, np.int32), np.asarray(token_ids, np.int32)])
+        params = SamplingParams(
+            temperature=0.0,  # of the one token that vLLM must decode
+            max_tokens=1,
+            prompt_logprobs=top_k,
+            flat_logprobs=True,
+            detokenize=False,
+            extra_args=None if temperature == 1 else {TEMPERATURE: temperature},
+        )
+        prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
+        self._requests += 1
+        try:
+            async with contextlib.aclosing(self._llm.generate(prompt, params, request_id=uuid.uuid4().hex)) as outputs:
+                found = [output.prompt_logprobs async for output in outputs if output.prompt_logprobs]
+        except VLLMValidationError as error:
+            raise ConfigError(
+                f"vLLM does not take the request: {error}", hint="shorten prompt and tokens, or raise max_model_len"
+            ) from error
+        except EngineDeadError:
+            self._on_engine_death()
+            raise
+        finally:
+            self._requests -= 1
+        return _scored(found[0], len(ids) - len(prompt_ids), top_k)
 
     async def _routing_of(self, request: str, completion: CompletionOutput) -> npt.NDArray[Any]:
         """Return the experts of an ended request, `[tokens, layers, top_k]`."""
@@ -304,6 +336,7 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
         enable_chunked_prefill=not on_cpu,
         max_num_batched_tokens=max(settings.max_model_len, 4096),
         logprobs_mode="processed_logprobs",
+        max_logprobs=MOST_TOP,
         # Output projection in float32, as in the trainer: rounding logits to bfloat16 costs 0.03 per logprob.
         hf_overrides={"head_dtype": "float32"},
         enable_prefix_caching=True,
@@ -357,6 +390,16 @@ def _prompt_logprobs(positions: Sequence[Mapping[int, Logprob] | None]) -> Promp
         tuple((token, entry.logprob, entry.rank or 0) for token, entry in (position or {}).items())
         for position in positions
     )
+
+
+def _scored(positions: object, count: int, top_k: int) -> ScoredTokens:
+    """Read vLLM's logprobs of the last `count` tokens of a prompt: each token's own, then the top k."""
+    assert isinstance(positions, FlatLogprobs), "flat_logprobs was asked for"
+    end = len(positions.token_ids)
+    last = slice(end - count * (1 + top_k), end)
+    ids = np.array(positions.token_ids[last], np.int32).reshape(count, 1 + top_k)
+    logprobs = np.array(positions.logprobs[last], np.float32).reshape(count, 1 + top_k)
+    return ScoredTokens(logprobs=logprobs[:, 0], top_ids=ids[:, 1:], top_logprobs=logprobs[:, 1:])
 
 
 def _versions(starts: list[tuple[str, int]], first: int, end: int) -> list[int]:

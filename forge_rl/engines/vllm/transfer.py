@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from forge_rl.engines.vllm import cpu, internals
+from forge_rl.engines.vllm.prompt_scores import scale_prompt_logits
 from forge_rl.engines.vllm.slicing import SliceWatch
 from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
@@ -108,6 +109,11 @@ class WorkerExtension:
     def forge_rl_give_up_load(self) -> None:
         """Reset the worker after a load that failed here or in another worker."""
         self.weight_transfer_engine.give_up()
+
+    @_answered
+    def forge_rl_scale_prompt_logits(self) -> None:
+        worker: Any = self
+        scale_prompt_logits(worker.model_runner)
 
     @_answered
     def forge_rl_capture_routing(self) -> None:
