@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forge_rl.errors import ConfigError, ForgeError
 
@@ -83,57 +83,64 @@ def parse(
     Raises:
         ForgeError: the text does not have this form; marks the place.
     """
-    places: dict[str, tuple[int, int]] = {}
-
-    def wrong(problem: str, column: int, length: int) -> ForgeError:
-        there = FlagText(name="", flag=flag, text=text, places={"name": (column, length)}, error=error)
-        return there.wrong(problem, _FORM)
-
+    blank = FlagText(name="", flag=flag, text=text, error=error)
     found = _TITLE.match(text)
     title = found if found and not _is_number(text[found.end() :]) else None
-    start, end = title.end() if title else 0, len(text)
-    weight = 1.0
+    start, end, weight = title.end() if title else 0, len(text), 1.0
+    places: dict[str, tuple[int, int]] = {}
     if takes_weight and (at := _weight_at(text[start:], bundled)) is not None:
         end = start + at
         written_weight = text[end + 1 :]
         places["weight"] = end + 1, len(written_weight)
         weight = float(written_weight) if _is_number(written_weight) else math.nan
         if not math.isfinite(weight):
-            raise wrong(f"the weight {written_weight!r} is not a finite number", *places["weight"])
+            problem = f"the weight {written_weight!r} is not a finite number"
+            raise replace(blank, places=places).wrong(problem, _FORM, "weight")
     length, options_at, is_code = _name(text[start:end], bundled)
     name = text[start : start + length].strip()
     places["name"] = start, length
     if not name:
-        raise wrong("there is no name", start, 1)
-    argument, params, written = "", dict[str, object](), dict[str, str]()
-    for number, (column, part) in enumerate(_split_commas(text[start + options_at : end])):
-        column += start + options_at
-        option = _OPTION.fullmatch(part)
-        if option is None and number == 0 and takes_argument and not is_code:
-            argument = part.strip()
-        elif option is None:
-            raise wrong(f"{part.strip()!r} is not KEY=VALUE", column, len(part))
-        elif option[1] in params:
-            raise wrong(f"{option[1]!r} is given twice", column, len(part))
-        else:
-            key, value = option[1], option[2].strip()
-            places[key] = column, len(part)
-            params[key] = _value(value)
-            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
-            written[key] = value[1:-1] if quoted else value
-    return FlagText(
+        raise replace(blank, places=places).wrong("there is no name", _FORM)
+    argument, written, at_keys = _options(blank, start + options_at, end, takes_argument and not is_code)
+    return replace(
+        blank,
         name=name,
-        params=params,
+        params={key: _value(value) for key, value in written.items()},
         weight=weight,
         title=title[1] if title else "",
         argument=argument,
         is_code=is_code,
-        written=written,
-        flag=flag,
-        text=text,
-        places=places,
-        error=error,
+        written={key: _unquoted(value) for key, value in written.items()},
+        places=places | at_keys,
     )
+
+
+def _options(
+    blank: FlagText, start: int, end: int, takes_argument: bool
+) -> tuple[str, dict[str, str], dict[str, tuple[int, int]]]:
+    """Read the options between two columns of the text.
+
+    Returns:
+        The first option if it has no key, or ""; the others' values as written, and their places, by key.
+    """
+    argument, written, places = "", dict[str, str](), dict[str, tuple[int, int]]()
+    for number, (column, part) in enumerate(_split_commas(blank.text[start:end])):
+        at = replace(blank, places={"name": (start + column, len(part))})
+        option = _OPTION.fullmatch(part)
+        if option is None and number == 0 and takes_argument:
+            argument = part.strip()
+        elif option is None:
+            raise at.wrong(f"{part.strip()!r} is not KEY=VALUE", _FORM)
+        elif option[1] in written:
+            raise at.wrong(f"{option[1]!r} is given twice", _FORM)
+        else:
+            written[option[1]] = option[2].strip()
+            places[option[1]] = start + column, len(part)
+    return argument, written, places
+
+
+def _unquoted(value: str) -> str:
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
 def names_code(text: str) -> bool:
