@@ -203,10 +203,6 @@ def test_without_room_nothing_is_taken(shared, monkeypatch: pytest.MonkeyPatch):
     run(main())
 
 
-def test_the_free_memory_is_that_of_this_machine():
-    assert 0 < module.available_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def test_a_store_that_hangs_or_dies_is_told_and_another_one_goes_on(
     shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

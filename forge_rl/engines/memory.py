@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forge_rl.engines.platform import gpu_bytes, host_bytes
+from forge_rl.engines.platform import gpu_bytes
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.system.memory import host_bytes
 
 _GRADIENTS_SHARE = 4
 """Whole gradients may take 1/4 of a GPU's memory, or of each rank's share of the host's."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -17,6 +14,7 @@ from forge_rl.engines.cpu import OneThreadGloo, release_heap
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.protocol import Dtype, TrainDtype
 from forge_rl.errors import ConfigError
+from forge_rl.system.memory import available_bytes, host_bytes
 
 
 def local_device(rank: int) -> torch.device:
@@ -70,30 +68,6 @@ def cpu_cores() -> int:
 def gpu_bytes() -> int:
     """Return the memory of the first GPU in bytes; 0 without a GPU."""
     return int(torch.cuda.get_device_properties(0).total_memory) if device_type() == "cuda" else 0
-
-
-def host_bytes() -> int:
-    """Return this machine's memory in bytes, or its container's limit if lower."""
-    limits = [limit for limit, _ in _container_memory()]
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
-
-
-def available_bytes() -> int:
-    """Return the bytes of memory still available on this machine or in its container."""
-    return min([int(psutil.virtual_memory().available), *(limit - used for limit, used in _container_memory())])
-
-
-def _container_memory() -> list[tuple[int, int]]:
-    """Return limit and use of the container's memory, in bytes, for each cgroup version that sets a limit."""
-    found = []
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            folder = Path("/sys/fs/cgroup")
-            found.append((int((folder / limit).read_text()), int((folder / used).read_text())))
-    return found
 
 
 def release_memory() -> None:

@@ -15,11 +15,12 @@ from forge_rl.engines.architecture import Architecture, read_architecture
 from forge_rl.engines.context import check_context
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import plan_training
-from forge_rl.engines.platform import gpu_bytes, host_bytes, resolve_dtype
+from forge_rl.engines.platform import gpu_bytes, resolve_dtype
 from forge_rl.errors import ConfigError
 from forge_rl.models.resolve import resolve_model
 from forge_rl.run.defaults import colocated, with_defaults
 from forge_rl.run.run_config import RunConfig
+from forge_rl.system.memory import host_bytes
 
 _TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing full, or lower --trainer.seq-len"
 _ENGINE_FLAGS = "lower --generator.replicas, --generator.kv-cache-gib or --generator.gpu-memory-utilization"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import re
 import secrets
 import stat
 import struct
@@ -65,13 +64,6 @@ def create_anonymous(size: int) -> tuple[SegmentRef, int]:
         os.close(fd)
         raise
     return _stamp(fd, f"/proc/{os.getpid()}/fd/{fd}", size), fd
-
-
-def available_bytes() -> int:
-    """Bytes of memory available on this machine; beyond them the kernel kills processes."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    assert found is not None, "/proc/meminfo has MemAvailable since Linux 3.14"
-    return int(found[1]) << 10
 
 
 def renew(ref: SegmentRef) -> SegmentRef:

@@ -17,8 +17,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from forge_rl.errors import WeightsError
+from forge_rl.system.memory import available_bytes
 from forge_rl.weights.manifest import SegmentRef
-from forge_rl.weights.segment import PAGE, available_bytes, create, release, renew
+from forge_rl.weights.segment import PAGE, create, release, renew
 
 _LOCK = "lock"
 

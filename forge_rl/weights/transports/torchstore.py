@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from forge_rl.errors import WeightsError
+from forge_rl.system.memory import available_bytes
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Bucket, Manifest, Piece, SegmentRef, ShardReport, TensorEntry
-from forge_rl.weights.segment import SegmentBucket, available_bytes, create_anonymous, release, writable
+from forge_rl.weights.segment import SegmentBucket, create_anonymous, release, writable
 from forge_rl.weights.transports.protocol import LocalShard, to_write
 
 if TYPE_CHECKING:

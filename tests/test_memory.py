@@ -1,0 +1,36 @@
+"""Memory of the machine and of a container, whose files are written out here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from forge_rl.system import memory
+from forge_rl.system.memory import available_bytes, host_bytes
+
+MACHINE = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("version", "limit", "used"),
+    [("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")],
+)
+def test_a_containers_limit_counts_and_its_copies_of_files_are_available(
+    version: str, limit: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    folder = tmp_path / version
+    folder.mkdir(exist_ok=True)
+    assert host_bytes() == MACHINE
+    (folder / limit).write_text("1000\n")
+    (folder / used).write_text("900\n")
+    (folder / "memory.stat").write_text("anon 500\ninactive_file 300\nactive_file 50\n")
+    assert (host_bytes(), available_bytes()) == (1000, 1000 - (900 - 350))
+    (folder / used).write_text("1400\n")
+    assert available_bytes() == 0
+    (folder / limit).write_text("max\n")
+    assert host_bytes() == MACHINE
+    assert 0 < available_bytes() <= psutil.virtual_memory().total
