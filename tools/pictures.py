@@ -189,7 +189,9 @@ def timeline(above: Axes, below: Axes) -> None:
 def demo(axes: Axes, folder: Path) -> None:
     """Draw the reward of each batch and the held-out scores of a run."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rewards = [(row["step"], row["reward"]) for row in rows if "reward" in row]
+    rewards = [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
+    if not rewards:
+        raise SystemExit(f"error: {folder} has no rewards")
     summary = json.loads((folder / "summary.json").read_text())
     axes.plot(*zip(*rewards, strict=True), marker="o", color=_COLOURS[0], label="mean reward of the training batch")
     scores = [(0, summary["score_before"]), (summary["steps"], summary["score_after"])]
