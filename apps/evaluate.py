@@ -21,7 +21,6 @@ import itertools
 import json
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,7 +58,6 @@ from forge_rl.run.lm_eval import (
     with_longest_context,
 )
 from forge_rl.run.run_dir import as_json, code_digests, versions, write_json
-from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import interrupted_by, task_group
@@ -402,7 +400,7 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
         isolation=config.isolation,
     )
     async with gateway.serving(served, key) as (server, generator, faults):
-        with _interrupted_by(faults):
+        with interrupted_by(faults.raise_fatal):
             yield Endpoint(
                 url=server.base_url,
                 key=key,
@@ -473,17 +471,8 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
             reward=reward,
         )
         services.stack.push_async_callback(rollouts.close)
-        with _interrupted_by(services.faults):
+        with interrupted_by(services.faults.raise_fatal):
             yield rollouts
-
-
-def _interrupted_by(faults: Faults) -> AbstractContextManager[None]:
-    async def raise_fault() -> None:
-        error = await faults.wait()
-        await asyncio.sleep(0.5)  # a call in flight fails too, with a better error
-        raise error
-
-    return interrupted_by(raise_fault)
 
 
 def _progress(console: Console) -> Progress:

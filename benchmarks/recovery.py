@@ -25,12 +25,12 @@ from benchmarks.staged_services import Kind, Printed, StagedSource
 from benchmarks.watched_generator import Request, Watched
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.errors import Fault
 from forge_rl.rollout.dispatcher import Dispatcher, PolicyClient
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.runtime.faults import Fault
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator

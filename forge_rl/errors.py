@@ -7,6 +7,7 @@ import importlib.util
 import operator
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from forge_rl.system.terminal import visible
 
@@ -122,6 +123,29 @@ class JudgeError(ForgeError):
 
 class SpendingError(JudgeError):
     """A spending limit was reached; ends the run."""
+
+
+@dataclass(kw_only=True)
+class Fault:
+    """A failure of a replica or a service, and its outcome."""
+
+    service: str
+    replica: int | None
+    """None if the whole service failed."""
+    cause: str
+    phase: str = ""
+    """The controller's phase at the time; "" between phases."""
+    at_s: float = 0.0
+    """Time of the failure: on the monotonic clock, or since the run began in its summary."""
+    fatal: bool = False
+    """True if the run cannot continue."""
+    recovered_s: float | None = None
+    """Seconds until the replica served again; None until then."""
+
+    @property
+    def name(self) -> str:
+        """Service and replica: `generator/1`."""
+        return self.service if self.replica is None else f"{self.service}/{self.replica}"
 
 
 class ServiceError(ForgeError):

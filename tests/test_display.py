@@ -12,8 +12,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from forge_rl.errors import ConfigError
-from forge_rl.metrics import Display, Histogram, Mode, PhaseClock, Recovery, RolloutStatus, RunInfo
+from forge_rl.errors import ConfigError, Fault
+from forge_rl.metrics import Display, Histogram, Mode, PhaseClock, RolloutStatus, RunInfo
 from forge_rl.metrics.display.format import duration, number, sparkline
 
 STEP = {
@@ -430,7 +430,7 @@ def test_a_histogram_is_no_number_for_the_console() -> None:
 
 def test_the_summary_has_a_table_of_faults_and_recoveries_in_the_order_of_time() -> None:
     bench = Bench(width=100)
-    killed = Recovery(
+    killed = Fault(
         service="generator", replica=1, cause="its process was ended by SIGKILL", phase="rollout", at_s=3725.0
     )
     bench.display.summary(
@@ -470,7 +470,7 @@ def test_episodes_that_were_lost_stand_beside_the_faults() -> None:
 def test_a_long_cause_is_told_whole_in_a_narrow_summary(width: int) -> None:
     bench = Bench(width=width)
     cause = "died 5 times in a row; the last: ImportError: no module named something_with_a_long_name [red]x[/red]"
-    bench.display.summary(faults=[Recovery(service="reward", replica=12, cause=cause, phase="evaluate", at_s=1.0)])
+    bench.display.summary(faults=[Fault(service="reward", replica=12, cause=cause, phase="evaluate", at_s=1.0)])
     table = bench.lines()[2 : bench.lines().index("", 2)]
     assert max(cell_len(line) for line in table) <= width
     column = table[0].index("cause")

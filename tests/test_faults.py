@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from forge_rl.errors import DeadlineError
-from forge_rl.runtime.faults import Fault, Faults
+from forge_rl.errors import DeadlineError, Fault
+from forge_rl.runtime.faults import Faults
 
 
 class Clock:

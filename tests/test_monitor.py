@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from forge_rl.errors import Fault
 from forge_rl.metrics import Display, EventSink, PhaseClock, RolloutStatus, RunInfo, RunLog
+from forge_rl.metrics.status import outcome_of
 from forge_rl.run.monitor import RunMonitor
-from forge_rl.runtime.faults import Fault, Faults
+from forge_rl.runtime.faults import Faults
 
 
 class Bench:
@@ -60,8 +62,8 @@ def test_phases_and_faults_are_in_the_trace_and_among_the_events(bench: Bench) -
         bench.faults.seen.append(fault)
         for listener in bench.faults.listeners:
             listener(fault)
-    (recovery,) = bench.monitor.recoveries()
-    assert (recovery.name, recovery.at_s, recovery.outcome) == ("reward/0", 5.0, "no")
+    (fault,) = bench.monitor.recoveries()
+    assert (fault.name, fault.at_s, outcome_of(fault)) == ("reward/0", 5.0, "no")
     bench.monitor.close()
     assert [(event["name"], event["dur"]) for event in bench.events("X")] == [("rollout", 5_000_490)]
     assert [event["args"] for event in bench.events("i")] == [{"cause": "hung"}]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from forge_rl.errors import CheckpointError
+from forge_rl.errors import CheckpointError, Fault
 from forge_rl.metrics import (
     Display,
     EpisodeSink,
@@ -23,13 +23,13 @@ from forge_rl.metrics import (
     Level,
     Metric,
     PhaseClock,
-    Recovery,
     RunInfo,
     RunLog,
     Sink,
     TensorBoardSink,
     WandbSink,
 )
+from forge_rl.metrics.status import event_of
 from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
 
 
@@ -491,13 +491,13 @@ def test_the_run_log_writes_steps_and_samples_and_gives_a_resumed_display_its_pa
 def test_a_fault_and_its_recovery_are_two_events(tmp_path: Path) -> None:
     log = RunLog(quiet(), EventSink(tmp_path / "events.jsonl"))
     log.start(info(tmp_path))
-    fault = Recovery(service="generator", replica=1, cause="its process was ended by SIGTERM", phase="rollout", at_s=65)
+    fault = Fault(service="generator", replica=1, cause="its process was ended by SIGTERM", phase="rollout", at_s=65)
     for seen in (
         fault,
         replace(fault, recovered_s=12.34),
         replace(fault, service="trainer", replica=None, phase="", fatal=True),
     ):
-        log.event(*seen.event)
+        log.event(*event_of(seen))
     log.close()
     assert [(row["level"], row["text"]) for row in rows(tmp_path / "events.jsonl")] == [
         ("fault", "generator/1 failed in phase rollout: its process was ended by SIGTERM"),

@@ -6,7 +6,7 @@ from forge_rl.metrics.display.console import Display, Mode
 from forge_rl.metrics.logger import RunLog
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.metrics.sinks import EpisodeSink, EventSink, JSONLSink, Level, Metric, RunInfo, Sink
-from forge_rl.metrics.status import Recovery, RolloutStatus
+from forge_rl.metrics.status import RolloutStatus
 from forge_rl.metrics.trace import Trace
 from forge_rl.metrics.values import (
     EffectiveShare,
@@ -34,7 +34,6 @@ __all__ = [
     "Metric",
     "Mode",
     "PhaseClock",
-    "Recovery",
     "RolloutStatus",
     "RunInfo",
     "RunLog",

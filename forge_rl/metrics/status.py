@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forge_rl.errors import Fault
 from forge_rl.metrics.display.format import duration
 from forge_rl.metrics.sinks import Level
 
@@ -53,38 +54,15 @@ class RolloutStatus:
         return f"batch {self.batch}: " + ", ".join(f"{name} {number}" for name, number in self.parts().items())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """A fault and its outcome."""
+def outcome_of(fault: Fault) -> str:
+    """Return the formatted duration of the recovery, "fatal", or "no"."""
+    if fault.recovered_s is not None:
+        return duration(fault.recovered_s)
+    return "fatal" if fault.fatal else "no"
 
-    service: str
-    replica: int | None
-    """None if the whole service failed."""
-    cause: str
-    phase: str
-    """The controller's phase at the time; "" between phases."""
-    at_s: float
-    """Seconds since the run began."""
-    fatal: bool = False
-    """True if it ended the run."""
-    recovered_s: float | None = None
-    """Seconds from the fault to full strength; None until then."""
 
-    @property
-    def name(self) -> str:
-        """Service and replica: `generator/1`."""
-        return self.service if self.replica is None else f"{self.service}/{self.replica}"
-
-    @property
-    def outcome(self) -> str:
-        """Formatted duration of the recovery, "fatal", or "no"."""
-        if self.recovered_s is not None:
-            return duration(self.recovered_s)
-        return "fatal" if self.fatal else "no"
-
-    @property
-    def event(self) -> tuple[str, Level]:
-        """Text and level for the event log: the recovery if there was one, otherwise the fault."""
-        if self.recovered_s is not None:
-            return f"{self.name} has recovered after {self.outcome}", "info"
-        return f"{self.name} failed{f' in phase {self.phase}' if self.phase else ''}: {self.cause}", "fault"
+def event_of(fault: Fault) -> tuple[str, Level]:
+    """Return text and level for the event log: the recovery if there was one, otherwise the fault."""
+    if fault.recovered_s is not None:
+        return f"{fault.name} has recovered after {outcome_of(fault)}", "info"
+    return f"{fault.name} failed{f' in phase {fault.phase}' if fault.phase else ''}: {fault.cause}", "fault"

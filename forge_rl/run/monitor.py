@@ -7,16 +7,15 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-from forge_rl.errors import CheckpointError
+from forge_rl.errors import CheckpointError, Fault
 from forge_rl.metrics import (
     Display,
     Max,
     Mean,
     PhaseClock,
-    Recovery,
     RolloutStatus,
     RunLog,
     Trace,
@@ -25,9 +24,10 @@ from forge_rl.metrics import (
     reduce,
 )
 from forge_rl.metrics.sinks import writing
+from forge_rl.metrics.status import event_of
 from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.run_dir import write_json
-from forge_rl.runtime.faults import Fault, Faults
+from forge_rl.runtime.faults import Faults
 
 
 class RunMonitor:
@@ -73,16 +73,6 @@ class RunMonitor:
             self.faults.closing = True
             watching.cancel()
 
-    async def raise_fault(self) -> None:
-        """Wait for the first fatal fault.
-
-        Raises:
-            ServiceError: the fault.
-        """
-        error = await self.faults.wait()
-        await asyncio.sleep(0.5)  # a call in flight fails by itself, with a better message
-        raise error
-
     def follow(self, status: Callable[[], RolloutStatus], missing: Callable[[], str]) -> None:
         """Watch the rollouts too: `status` returns their progress, `missing` what the next batch still needs."""
         self._status, self._missing = status, missing
@@ -117,9 +107,16 @@ class RunMonitor:
         depths, self._depths = self._depths, {}
         return reduce(depths)
 
-    def recoveries(self) -> list[Recovery]:
-        """List all faults so far and their outcomes."""
-        return [self._recovery(fault) for fault in self.faults.seen]
+    def recoveries(self) -> list[Fault]:
+        """List all faults so far and their outcomes, with times since the run began."""
+        return [
+            replace(
+                fault,
+                at_s=round(fault.at_s - self._begun, 3),
+                recovered_s=None if fault.recovered_s is None else round(fault.recovered_s, 3),
+            )
+            for fault in self.faults.seen
+        ]
 
     def span(self, lane: str, name: str, begin_s: float, end_s: float, overlapping: bool = False) -> None:
         """Draw a span in the trace."""
@@ -165,17 +162,11 @@ class RunMonitor:
         self._draw(lambda trace: trace.close())
 
     def _on_fault(self, fault: Fault) -> None:
-        recovery = self._recovery(fault)
-        self.log.event(*recovery.event)
+        self.log.event(*event_of(fault))
         if fault.recovered_s is None:
-            self._draw(lambda trace: trace.instant(recovery.name, "fault", cause=fault.cause))
+            self._draw(lambda trace: trace.instant(fault.name, "fault", cause=fault.cause))
         else:
-            self.span(recovery.name, "recovery", fault.at_s, fault.at_s + fault.recovered_s, True)
-
-    def _recovery(self, fault: Fault) -> Recovery:
-        recovered_s = None if fault.recovered_s is None else round(fault.recovered_s, 3)
-        at_s = round(fault.at_s - self._begun, 3)
-        return Recovery(**{**vars(fault), "at_s": at_s, "recovered_s": recovered_s})
+            self.span(fault.name, "recovery", fault.at_s, fault.at_s + fault.recovered_s, True)
 
     def _draw(self, draw: Callable[[Trace], None]) -> None:
         """Draw into the trace; if that fails, the run continues without one."""

@@ -116,7 +116,7 @@ class Starting(Generic[C]):
                         close=partial(self.__aexit__, None, None, None),
                     )
                     run = await stack.enter_async_context(assembling)
-                    with interrupted_by(monitor.raise_fault):
+                    with interrupted_by(monitor.faults.raise_fatal):
                         yield run
                         await run.finish()
                 except asyncio.CancelledError:

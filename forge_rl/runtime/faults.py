@@ -8,10 +8,9 @@ import re
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from forge_rl.errors import DeadlineError, ServiceError
+from forge_rl.errors import DeadlineError, Fault, ServiceError
 from forge_rl.runtime.tasks import interrupted_by
 
 
@@ -22,24 +21,6 @@ class CallInFlight(NamedTuple):
     replica: int | None
     method: str
     since: float
-
-
-@dataclass(kw_only=True)
-class Fault:
-    """A failure of a replica or a service, for the log and the summary."""
-
-    service: str
-    replica: int | None
-    """None if the whole service failed."""
-    cause: str
-    phase: str = ""
-    """The controller's phase at the time."""
-    at_s: float = 0.0
-    """Time of the failure, on the monotonic clock."""
-    fatal: bool = True
-    """True if the run cannot continue."""
-    recovered_s: float | None = None
-    """Seconds until the replica served again; None until then."""
 
 
 class Faults:
@@ -159,6 +140,16 @@ class Faults:
         error = ServiceError(fault.cause, service=fault.service, replica=fault.replica)
         error.phase = fault.phase
         return error
+
+    async def raise_fatal(self) -> None:
+        """Wait for the first fatal fault.
+
+        Raises:
+            ServiceError: the fault, after half a second: a call in flight fails by itself, with a better message.
+        """
+        error = await self.wait()
+        await asyncio.sleep(0.5)
+        raise error
 
     def record(self, service: str, replica: int | None, cause: str, *, fatal: bool = True) -> None:
         """Record a fault, unless services are stopping on purpose."""

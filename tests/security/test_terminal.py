@@ -9,9 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from apps.evaluate import print_scores
-from forge_rl.errors import ForgeError
+from forge_rl.errors import Fault, ForgeError
 from forge_rl.metrics import Display, PhaseClock, RunInfo
-from forge_rl.metrics.status import Recovery
 from forge_rl.run.attach import Events, LastBatch
 from forge_rl.system.terminal import visible
 from tests.security.other_user import ROOT
@@ -55,8 +54,8 @@ def test_events_and_the_table_of_faults_are_text():
         display.event(EVIL, level)
     display.startup("engine", "failed", EVIL)
     display.log(1, {f"eval/{EVIL}": 0.5})
-    recovery = Recovery(service=EVIL, replica=None, cause=EVIL, phase="train", at_s=1.0)
-    display.summary({"folder": EVIL}, [recovery])
+    fault = Fault(service=EVIL, replica=None, cause=EVIL, phase="train", at_s=1.0)
+    display.summary({"folder": EVIL}, [fault])
     shown = out.file.getvalue()
     assert unharmed(shown)
     assert shown.count("[bold red]no markup[/bold red]") >= 7

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, Fault
 from forge_rl.metrics.display.format import duration, number
 from forge_rl.metrics.display.output import Output
 from forge_rl.metrics.display.panel import RunPanel
@@ -22,7 +22,7 @@ from forge_rl.metrics.display.state import REWARD, UPDATE, RunState, held_out_sc
 from forge_rl.metrics.display.summary import print_summary
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, Steps
-from forge_rl.metrics.status import Recovery, RolloutStatus
+from forge_rl.metrics.status import RolloutStatus
 from forge_rl.metrics.values import Histogram
 from forge_rl.system.terminal import visible
 from forge_rl.types import Batch
@@ -204,7 +204,7 @@ class Display(Sink):
         at = f"{duration(self._clock() - self._begun)}  " if self.mode == "live" else ""
         self._print(at + (text if level == "info" else f"{level}: {text}"), style, live=True)
 
-    def summary(self, places: Mapping[str, object] | None = None, faults: Sequence[Recovery] = ()) -> None:
+    def summary(self, places: Mapping[str, object] | None = None, faults: Sequence[Fault] = ()) -> None:
         """End the display and print the run's summary: a table of the faults, scores, and `places`.
 
         `places` holds paths and follow-up commands: {"run folder": path, "curves": "tensorboard ..."}.

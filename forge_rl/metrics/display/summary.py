@@ -8,14 +8,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from forge_rl.errors import Fault
 from forge_rl.metrics.display.format import duration
 from forge_rl.metrics.display.state import RunState
-from forge_rl.metrics.status import Recovery
+from forge_rl.metrics.status import outcome_of
 from forge_rl.system.terminal import visible
 
 
 def print_summary(
-    console: Console, state: RunState, seconds: float, places: Mapping[str, str], faults: Sequence[Recovery]
+    console: Console, state: RunState, seconds: float, places: Mapping[str, str], faults: Sequence[Fault]
 ) -> None:
     """Print first and last scores, steps, wall time, faults and places; see Display.summary."""
     console.print()
@@ -42,12 +43,12 @@ def print_summary(
         console.print(Text.assemble((visible(f"{name:<{widest}}  "), "dim"), content), soft_wrap=True)
 
 
-def _table(faults: Sequence[Recovery]) -> Table:
+def _table(faults: Sequence[Fault]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in ("at", "fault of", "phase", "recovered"):
         table.add_column(name, justify="right" if name in ("at", "recovered") else "left", no_wrap=True)
     table.add_column("cause", overflow="fold")
     for row in sorted(faults, key=lambda row: row.at_s):
-        outcome = Text(row.outcome, style="green" if row.recovered_s is not None else "bold red")
+        outcome = Text(outcome_of(row), style="green" if row.recovered_s is not None else "bold red")
         table.add_row(duration(row.at_s), Text(visible(row.name)), row.phase, outcome, Text(row.cause.strip()))
     return table
