@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import WeightsError
 from forge_rl.runtime.service import ServiceActor
-from forge_rl.token_arrays import Chunk
+from forge_rl.token_arrays import Chunk, ScoredTokens
 from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest, TensorEntry
 
@@ -171,6 +172,21 @@ class FakeEngine(ServiceActor):
                 await asyncio.sleep(0)
         finally:
             self._note("closed", tokens=len(ids) - len(prompt_ids))
+
+    async def score(self, prompt_ids: Any, token_ids: Any, temperature: float, top_k: int) -> ScoredTokens:
+        """Score by the number of tokens before each; orders: `score`: "raise", "die" or "garbage"."""
+        order = self._orders().get("score")
+        if order == "raise":
+            raise RuntimeError("the engine has a bug")
+        if order == "die":
+            os._exit(1)
+        places = len(prompt_ids) + np.arange(len(token_ids))
+        top = np.arange(top_k)[None, :]
+        return ScoredTokens(
+            logprobs=-places / temperature,
+            top_ids=places[:, None] + top + (10**6 if order == "garbage" else 0),
+            top_logprobs=-places[:, None] - top,
+        )
 
     def _next(self, ids: list[int], orders: dict[str, Any]) -> tuple[int, str]:
         if "say" not in orders:

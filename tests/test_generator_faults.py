@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forge_rl.errors import ConfigError, PoisonError, ReplicaError, ServiceError, WeightsError
+from forge_rl.errors import ConfigError, ContextError, PoisonError, ReplicaError, ServiceError, WeightsError
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
@@ -514,5 +514,24 @@ def test_a_completion_that_is_left_ends_in_the_engine(tmp_path: Path, nothing_le
             await on.until(lambda: len(on.orders.notes("closed")) == 2)
             assert {note["engine"] for note in on.orders.notes("closed")} == {1}
             assert not on.faults.seen
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("misdeed", ["raise", "die", "garbage"])
+def test_scores_come_from_another_engine_if_one_fails(tmp_path: Path, misdeed: str) -> None:
+    async def check() -> None:
+        async with stage(tmp_path) as on:
+            with pytest.raises(WeightsError, match="hold no weights"):
+                await on.generator.score(PROMPT, (7, 8))
+            await on.load(1)
+            on.only_once(0, score=misdeed)
+            found = await on.generator.score(PROMPT, (7, 8), temperature=2.0, top_k=3)
+            assert found.logprobs.tolist() == [-2.0, -2.5]
+            assert found.top_ids.tolist() == [[4, 5, 6], [5, 6, 7]]
+            assert [fault.replica for fault in on.faults.seen] == [0]
+            await on.until_serving(0, 1)
+            with pytest.raises(ContextError, match=r"4 \+ 252 tokens"):
+                await on.generator.score(PROMPT, (7,) * 252)
 
     asyncio.run(check())

@@ -17,11 +17,11 @@ def check_context(architecture: Architecture, settings: DecodeSettings) -> None:
     Raises:
         ConfigError: the context is too long.
     """
-    tokens, positions = settings.max_model_len, _positions(architecture)
-    if tokens > positions:
+    tokens, most = settings.max_model_len, positions(architecture)
+    if tokens > most:
         raise ConfigError(
-            f"--generator.max-model-len is {tokens}, and the model has {positions} positions",
-            hint=f"set --generator.max-model-len to {positions} or less",
+            f"--generator.max-model-len is {tokens}, and the model has {most} positions",
+            hint=f"set --generator.max-model-len to {most} or less",
         )
     needed, room = sequence_bytes(architecture, settings), _cache_bytes(architecture, settings)
     if needed > room:
@@ -45,7 +45,7 @@ def sequence_bytes(architecture: Architecture, settings: DecodeSettings) -> int:
     return seen * values * resolve_dtype(settings.dtype).itemsize
 
 
-def _positions(architecture: Architecture) -> int:
+def positions(architecture: Architecture) -> int:
     """Return the maximum number of positions that vLLM accepts for a sequence."""
     rope = architecture.rope
     if rope["rope_type"] != "yarn":

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.errors import PoisonError, ReplicaError
-from forge_rl.token_arrays import Chunk, TokenIds, read_only
+from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds, read_only
 from forge_rl.tokens.tokenizer import TextStream, Tokenizer
 from forge_rl.types import Sampling, Turn
 
@@ -210,4 +210,21 @@ def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size:
             return f"a token is of version {version}, where the engine serves {' or '.join(map(str, versions))}"
     if not isinstance(chunk.text, str) or chunk.finish not in ("", "stop", "length"):
         return f"a chunk has the finish {chunk.finish!r} and the text {chunk.text!r}"
+    return ""
+
+
+def validate_scores(scores: object, count: int, top_k: int, vocab_size: int) -> str:
+    """Validate an engine's scores of `count` tokens; returns why they are invalid, or "" if they are valid."""
+    if not isinstance(scores, ScoredTokens):
+        return f"scores are of type {type(scores).__name__}"
+    if scores.logprobs.shape != (count,):
+        return f"{count} tokens have logprobs of shape {list(scores.logprobs.shape)}"
+    for top in (scores.top_ids, scores.top_logprobs):
+        if top.shape != (count, top_k):
+            return f"the {top_k} most likely tokens at {count} have shape {list(top.shape)}"
+    if scores.top_ids.size and not (scores.top_ids.min() >= 0 and scores.top_ids.max() < vocab_size):
+        return f"a token is not one of {vocab_size}"
+    for logprobs in (scores.logprobs, scores.top_logprobs):
+        if (wrong := logprobs > _ROUNDING).any():
+            return f"a logprob is {logprobs[wrong][0]:g}"
     return ""

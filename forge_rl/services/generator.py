@@ -17,6 +17,7 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import (
     ConfigError,
+    ContextError,
     DeadlineError,
     ReplicaError,
     ServiceError,
@@ -27,13 +28,13 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.tasks import task_group
-from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion, validate_chunk
+from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion, validate_chunk, validate_scores
 from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool, Lend
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.weight_store import WeightStore
-from forge_rl.token_arrays import Chunk, TokenIds
+from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Message, Sampling, Turn
 from forge_rl.weights.manifest import LoadReport
@@ -125,6 +126,11 @@ class Generator:
     def max_model_len(self) -> int:
         """Maximum tokens of a prompt and its completion together."""
         return self.config.max_model_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer of the model."""
+        return self._tokenizer
 
     @property
     def dtype(self) -> str:
@@ -238,6 +244,48 @@ class Generator:
             engine = None
         return completion.turn()
 
+    async def score(
+        self, prompt_ids: TokenIds, token_ids: TokenIds, *, temperature: float = 1.0, top_k: int = 0
+    ) -> ScoredTokens:
+        """Score given tokens after a prompt, under the weights of the current version; see `DecodeEngine.score`.
+
+        Engines that are paused, or have lent their devices to the trainer, resume for the duration.
+
+        Raises:
+            WeightsError: no version is loaded yet, or the last load failed.
+            ContextError: prompt and tokens do not fit into the context.
+            ConfigError: vLLM refuses the request.
+            PoisonError: several engines in a row died of it.
+            DeadlineError: no answer for config.request_deadline_s.
+            ServiceError: no engine is left.
+        """
+        self._check_version()
+        if len(prompt_ids) + len(token_ids) >= self.config.max_model_len:
+            raise ContextError(
+                f"{len(prompt_ids)} + {len(token_ids)} tokens to score do not fit into {self.config.max_model_len}",
+                hint="raise max_model_len; one more token than those to score must fit",
+            )
+
+        async def attempt(replica: Replica) -> ScoredTokens:
+            try:
+                found = await replica.ask(
+                    "score", prompt_ids, token_ids, temperature, top_k, deadline_s=self.config.request_deadline_s
+                )
+            except (ReplicaError, DeadlineError):
+                raise
+            except ServiceError as error:  # an internal error of the engine
+                if self._stopping:
+                    raise
+                raise self._pool.mark_failed(replica, f"it failed: {error.message}") from error
+            self._pool.note_progress(replica)
+            if problem := validate_scores(found, len(token_ids), top_k, self._tokenizer.vocab_size):
+                raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
+            assert isinstance(found, ScoredTokens)
+            return found
+
+        async with self._lend():
+            return await self._service.try_on(attempt)
+
     async def chat(
         self, message: str | Sequence[Message], *, max_tokens: int | None = None, temperature: float = 0.0
     ) -> str:
@@ -335,14 +383,17 @@ class Generator:
 
     def _check(self, prompt_ids: TokenIds, sampling: Sampling) -> None:
         """Raise an error of `decode` if the request cannot be served."""
-        if self.version is None:
-            raise WeightsError(f"the engines hold no weights: {self._pool.refusal}", hint="load a version first")
+        self._check_version()
         if len(prompt_ids) + sampling.max_tokens > self.config.max_model_len:
             raise ConfigError(
                 f"a prompt of {len(prompt_ids)} tokens and {sampling.max_tokens} new ones exceed "
                 f"{self.config.max_model_len}",
                 hint="raise --generator.max-model-len, or choose tasks with shorter prompts",
             )
+
+    def _check_version(self) -> None:
+        if self.version is None:
+            raise WeightsError(f"the engines hold no weights: {self._pool.refusal}", hint="load a version first")
 
     def __repr__(self) -> str:
         loads = ", ".join(f"{replica.index}: {replica.in_flight}" for replica in self._service.replicas)
