@@ -69,10 +69,9 @@ def on_logits(
         "lengths": index + count,
     }
     inputs = LossInputs(
-        **(fields | others),
+        **({"top_logprobs": scored.gather(1, ids)} | fields | others),
         mask=torch.ones(count, dtype=torch.bool) if mask is None else mask,
         counts=Counts(tokens=count, sequences=1),
-        top_logprobs=scored.gather(1, ids),
         columns={"top_ids": ids.int(), "top_teacher": teacher},
     )
     return call_loss(loss, inputs)
@@ -227,6 +226,13 @@ def test_the_loss_is_accepted_before_a_start_and_named_by_a_flag(beta: float):
     assert build_loss([f"distill:k=5,beta={beta}"]) == Distillation(k=5, beta=beta)
     assert Distillation(k=5).columns == {"top_ids": 5, "top_teacher": 5}
     assert Distillation().keeps_uniform
+
+
+def test_a_batch_without_a_teachers_scores_is_refused():
+    logits, teacher = example()
+    top, ids = teacher.topk(4, dim=1)
+    with pytest.raises(ConfigError, match="no scores of a teacher"):
+        on_logits(Distillation(k=4), logits, top, ids, top_logprobs=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("wrong", [{"k": 0}, {"k": 2000}, {"beta": -0.1}, {"beta": 1.5}, {"clip": 0.0}])

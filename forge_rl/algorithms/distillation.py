@@ -14,7 +14,7 @@ from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import MAX_LOG_RATIO
 from forge_rl.algorithms.losses import importance_ratio
 from forge_rl.algorithms.protocol import Loss, LossInputs, Need
-from forge_rl.errors import check_flags
+from forge_rl.errors import ConfigError, check_flags
 from forge_rl.token_arrays import MOST_TOP
 from forge_rl.types import Batch
 
@@ -71,6 +71,9 @@ class Distillation(Loss):
     Tokens whose teacher's logprobs are NaN have no loss, and are counted as "unscored". A teacher's logprob below -50,
     such as that of a token that it excludes, counts as -50. The sums are "divergence", "tail" (the policy's probability
     of the tail) and "unscored", and "ratio_capped" with a ratio_max.
+
+    Raises:
+        ConfigError: when called, the batch was packed without those columns.
     """
 
     k: int = 20
@@ -111,7 +114,10 @@ class Distillation(Loss):
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         import torch
 
-        assert inputs.top_logprobs is not None, "columns has top_ids"
+        if inputs.top_logprobs is None or "top_teacher" not in inputs.columns:
+            raise ConfigError(
+                "the batch has no scores of a teacher", hint="give pack the columns top_ids and top_teacher"
+            )
         inputs.check()
         given = inputs.columns["top_teacher"].to(inputs.logprobs.dtype)
         missing = given.isnan().any(dim=1)
