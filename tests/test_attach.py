@@ -86,6 +86,7 @@ def test_a_run_is_changed_from_another_process_and_killed_and_the_changes_hold_w
     last = metrics(out)[-1]
     assert last["mixture/leg_counting"] == pytest.approx(0.25)
     assert last["reward/min"] >= 1
+    assert "by position" in run.explain_gap(4)
     saved = run.checkpoint()
     assert saved.is_dir()
     run.schedule.max_episodes = 512  # is in no checkpoint

@@ -661,3 +661,15 @@ def test_a_loss_for_each_source_is_that_loss_if_all_sources_have_the_same(tmp_pa
     assert furthest(found[0][1], found[2][1]) > 1e-6
     assert {"loss/a/clipped", "loss/clipped"} <= found[1][0].keys()
     assert {"loss/a/clipped", "loss/weight"} <= found[2][0].keys()
+
+
+def test_noise_in_a_layer_moves_logprobs_and_leaves_nothing_behind(tmp_path: Path):
+    make_model(tmp_path)
+    engine = engine_of(tmp_path)
+    rows = packed(random_batch(0, vocab=43)).rows
+    before = engine.logprobs(rows, temperature=0.7)
+    small, large = (engine.layer_noise(rows, temperature=0.7, relative=each) for each in (1e-9, 1e-6))
+    assert [count for _, count in small] == [sum(int(row.mask.sum()) for row in rows)] * len(engine.model.layers)
+    assert all(total > 0 for total, _ in small)
+    assert all(990 < b / a < 1010 for (a, _), (b, _) in zip(small, large, strict=True)), "it grows with the noise"
+    assert all(torch.equal(a, b) for a, b in zip(before, engine.logprobs(rows, temperature=0.7), strict=True))

@@ -254,6 +254,16 @@ class TrainEngine(Protocol):
             False.
         """
 
+    def layer_noise(self, rows: Sequence[Row], *, temperature: float, relative: float) -> list[tuple[float, int]]:
+        """Measure how much the logprobs of this share's rows change if the output of one layer is slightly off.
+
+        Args:
+            relative: error of each element, as a share of it, such as the epsilon of a dtype.
+
+        Returns:
+            For each layer, the sum of the absolute changes, and the number of targets; the same on the share's peers.
+        """
+
     def offload(self) -> int:
         """Move weights, optimizer state and reference to host memory.
 

@@ -113,6 +113,10 @@ class AttachedRun:
         """Evaluate after the current step; waits for it and returns the result of `Run.evaluate`."""
         return self.ask("evaluate")
 
+    def explain_gap(self, prompts: int = 16) -> Text:
+        """Explain the gap between engines and trainer after the current step; waits for it. See `Run.explain_gap`."""
+        return Text(self.ask("explain_gap", prompts=prompts))
+
     def stop(self) -> None:
         """Let the run save and exit; the same command resumes it."""
         self.ask("stop")
@@ -278,6 +282,15 @@ class Events(list[dict[str, Any]]):
         lines = (str(each["text"]).replace("\n", "\n" + " " * 19) for each in self)
         levels = (f"{each['level']:<7}" for each in self)
         return visible("\n".join(map("  ".join, zip(times, levels, lines, strict=True))))
+
+
+class Text(str):
+    """A text of several lines, shown as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return visible(str(self))
 
 
 def _absolute(text: str) -> str:

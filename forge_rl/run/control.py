@@ -98,6 +98,10 @@ class Control:
         """Evaluate after the current step."""
         return await self._run.after_step(functools.partial(self._run.evaluate, wait=True))
 
+    async def explain_gap(self, prompts: int = 16) -> str:
+        """Explain the gap between engines and trainer after the current step, as text."""
+        return repr(await self._run.after_step(functools.partial(self._run.explain_gap, prompts)))
+
     async def stop(self) -> None:
         """Save and exit, as on SIGTERM."""
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

@@ -286,6 +286,14 @@ class Generator:
         async with self._lend():
             return await self._service.try_on(attempt)
 
+    async def sample(self, prompts: Sequence[TokenIds]) -> list[Turn]:
+        """Complete prompts with the current policy, as training episodes are sampled.
+
+        Engines that are paused, or have lent their devices to the trainer, resume for the duration.
+        """
+        async with self._lend():
+            return await asyncio.gather(*(self.generate(prompt) for prompt in prompts))
+
     async def chat(
         self, message: str | Sequence[Message], *, max_tokens: int | None = None, temperature: float = 0.0
     ) -> str:

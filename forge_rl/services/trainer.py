@@ -289,6 +289,20 @@ class Trainer:
         )
         return [parts[index % shares * peers][index // shares] for index in range(len(packed.rows))]
 
+    async def layer_noise(self, packed: Packed, *, temperature: float = 1.0, relative: float) -> list[float]:
+        """Return, for each layer, the mean absolute change of a target's logprob if the layer's output is off by
+        `relative`, a share of each element; see `TrainEngine.layer_noise`."""
+        shares, peers = self.config.shares, self.config.peers
+        parts = await self._all(
+            "layer_noise",
+            temperature,
+            relative,
+            parcel=lambda rank: packed.rows[rank // peers :: shares],
+            work=packed.packed_tokens * 30,
+        )
+        by_layer = zip(*parts[::peers], strict=True)
+        return [sum(total for total, _ in each) / max(1, sum(n for _, n in each)) for each in by_layer]
+
     async def publish(self, store: WeightStore, *, dtype: str) -> int:
         """Publish the current weights to the store as a new version; `dtype` is "float32" or "bfloat16".
 

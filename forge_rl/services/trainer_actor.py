@@ -101,6 +101,12 @@ class TrainerActor(ServiceActor):
             return self.engine.logprobs(self.take_parcel(), temperature=temperature)
 
     @concurrent_endpoint
+    async def layer_noise(self, temperature: float, relative: float) -> list[tuple[float, int]]:
+        """Measure the effect of noise in each layer on the rows that were sent."""
+        async with self._lock:
+            return self.engine.layer_noise(self.take_parcel(), temperature=temperature, relative=relative)
+
+    @concurrent_endpoint
     async def specs(self) -> tuple[TensorSpec, ...]:
         return self.engine.specs()
 

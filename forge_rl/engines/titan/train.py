@@ -198,6 +198,21 @@ class TitanEngine:
         _reshard(model)
         return found
 
+    def layer_noise(self, rows: Sequence[Row], *, temperature: float, relative: float) -> list[tuple[float, int]]:
+        self.onload()
+        try:
+            exact = self._logprobs(self.model, rows, temperature)
+            targets = sum(int(row.mask.sum()) for row in rows)
+            found = []
+            for layer in self.model.layers.values():
+                with layer.register_forward_hook(lambda _, __, out: out + relative * out * (1e4 * out).cos()):
+                    noisy = self._logprobs(self.model, rows, temperature)
+                found.append((sum(float((a - b).abs().sum()) for a, b in zip(noisy, exact, strict=True)), targets))
+            return found
+        except BaseException:
+            self._forget_step()
+            raise
+
     def offload(self) -> int:
         if self._offloaded is not None:
             return 0

@@ -1,0 +1,146 @@
+"""Explains the gap between the engines' and the trainer's logprobs: by position, probability, source, expert, layer
+and version lag."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    import torch
+
+    from forge_rl.packing.rows import Packed
+
+_MOST_ROWS = 8
+"""Rows of a table; experts with the largest gap come first."""
+_LEAST_TOKENS = 20
+"""Tokens that an expert must have had to be listed."""
+
+
+@dataclass(frozen=True)
+class GapGroup:
+    """Tokens that have something in common."""
+
+    name: str
+    tokens: int
+    mean: float
+    """Mean absolute difference of the logprobs."""
+    most: float
+    """Largest absolute difference."""
+
+
+@dataclass(frozen=True)
+class GapReport:
+    """Where the difference between the engines' and the trainer's logprobs comes from."""
+
+    fresh: GapGroup
+    """Tokens sampled just now from the trainer's own weights: on these the two should agree."""
+    tables: Mapping[str, Sequence[GapGroup]]
+    """Groups of these tokens by "position", "probability", "source" and "expert"; and of the last batch's tokens by
+    "lag", where the gap is drift: the weights have changed since."""
+    layers: Sequence[float]
+    """For each layer, how much a fresh token's logprob changes on average if this layer's output alone is off by a
+    rounding of the engines' dtype."""
+
+    def __repr__(self) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=100, no_color=True)
+        fresh = self.fresh
+        console.print(
+            f"gap of {fresh.tokens} tokens sampled now: {fresh.mean:.2e} on average, {fresh.most:.2e} at most"
+        )
+        for title, groups in self.tables.items():
+            table = Table(title=f"by {title}", title_justify="left", box=None)
+            for column in (title, "tokens", "mean", "most"):
+                table.add_column(column, justify="left" if column == title else "right")
+            for each in groups:
+                table.add_row(each.name, str(each.tokens), f"{each.mean:.2e}", f"{each.most:.2e}")
+            console.print(table)
+        if self.layers:
+            worst = sorted(range(len(self.layers)), key=lambda layer: -self.layers[layer])[:_MOST_ROWS]
+            table = Table(title="change of a logprob by rounding one layer's output", title_justify="left", box=None)
+            table.add_column("layer")
+            table.add_column("mean", justify="right")
+            for layer in worst:
+                table.add_row(str(layer), f"{self.layers[layer]:.2e}")
+            console.print(table)
+        return out.getvalue().rstrip()
+
+
+def explain(
+    fresh: tuple[Packed, Sequence[torch.Tensor]],
+    last: tuple[Packed, Sequence[torch.Tensor]] | None,
+    layers: Sequence[float],
+) -> GapReport:
+    """Group tokens by what may explain their gap.
+
+    Args:
+        fresh: tokens sampled from the trainer's weights, and the trainer's logprobs of each row's targets.
+        last: likewise for the last batch, if any.
+        layers: see `GapReport.layers`.
+    """
+    now = _tokens(*fresh)
+    gap = now["gap"]
+    positions = np.exp2(np.floor(np.log2(np.maximum(1, now["position"])))).astype(int)
+    chances = np.floor(np.exp(now["behaviour"]) * 10).clip(0, 9).astype(int)
+    tables = {
+        "position": _groups(gap, positions, lambda at: f"{at} to {2 * at - 1}"),
+        "probability": _groups(gap, chances, lambda at: f"{at / 10:.1f} to {(at + 1) / 10:.1f}"),
+        "source": _groups(gap, now["source"], str),
+    }
+    if "routed" in now:
+        tables["expert"] = _by_expert(gap, now["routed"])
+    if last is not None:
+        before = _tokens(*last)
+        tables["lag"] = _groups(before["gap"], before["lag"], str)
+    everything = GapGroup("all", len(gap), float(gap.mean()) if len(gap) else 0.0, float(gap.max(initial=0.0)))
+    return GapReport(fresh=everything, tables=tables, layers=layers)
+
+
+def _tokens(packed: Packed, logprobs: Sequence[torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
+    """Return what is known of each trained token, [N] each; routed experts are [N, layers, top_k]."""
+    found: dict[str, list[npt.NDArray[Any]]] = {}
+    (minibatch, *_) = packed.minibatches
+    for row, scored in zip(packed.rows, logprobs, strict=True):
+        mask = row.mask.numpy()
+        behaviour = row.behaviour.numpy()[mask].astype(np.float64)
+        groups = row.episodes.numpy()[mask] // minibatch.group_size
+        parts: dict[str, npt.NDArray[Any]] = {
+            "gap": abs(scored.double().numpy()[mask] - behaviour),
+            "behaviour": behaviour,
+            "position": row.positions.numpy()[mask],
+            "lag": packed.version - row.versions.numpy()[mask],
+            "source": np.array([minibatch.sources[group] for group in groups], dtype=object),
+        }
+        if row.routed is not None:
+            parts["routed"] = row.routed.numpy()[mask]
+        for name, values in parts.items():
+            found.setdefault(name, []).append(values)
+    return {name: np.concatenate(values) for name, values in found.items()}
+
+
+def _groups(gap: npt.NDArray[np.float64], keys: npt.NDArray[Any], name: Any) -> list[GapGroup]:
+    """Return the groups of equal keys, in the order of the keys."""
+    found = []
+    for key in sorted(set(keys.tolist())):
+        own = gap[keys == key]
+        found.append(GapGroup(name(key), len(own), float(own.mean()), float(own.max())))
+    return found
+
+
+def _by_expert(gap: npt.NDArray[np.float64], routed: npt.NDArray[Any]) -> list[GapGroup]:
+    """Return the experts whose tokens have the largest gaps; `routed` is [N, layers, top_k], -1 where unknown."""
+    found = []
+    for layer in range(routed.shape[1]):
+        for expert in np.unique(routed[:, layer]):
+            own = gap[(routed[:, layer] == expert).any(axis=1)]
+            if expert >= 0 and len(own) >= _LEAST_TOKENS:
+                found.append(GapGroup(f"{expert} of layer {layer}", len(own), float(own.mean()), float(own.max())))
+    return sorted(found, key=lambda each: -each.mean)[:_MOST_ROWS]
