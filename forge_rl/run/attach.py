@@ -285,7 +285,7 @@ class Events(list[dict[str, Any]]):
 
 
 class Text(str):
-    """A text of several lines, shown as it is."""
+    """A text whose lines are shown."""
 
     __slots__ = ()
 

@@ -105,7 +105,7 @@ def explain(
 
 
 def _tokens(packed: Packed, logprobs: Sequence[torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
-    """Return what is known of each trained token, [N] each; routed experts are [N, layers, top_k]."""
+    """Return each trained token's gap and its possible causes, [N] each; routed experts are [N, layers, top_k]."""
     found: dict[str, list[npt.NDArray[Any]]] = {}
     (minibatch, *_) = packed.minibatches
     for row, scored in zip(packed.rows, logprobs, strict=True):
