@@ -537,6 +537,7 @@ def logprobs_score_the_next_token(trainers: Trainers) -> None:
         segments=zeros - 1,
         turns=zeros - 1,
         lengths=zeros + 1,
+        observed=torch.zeros(len(ids), dtype=torch.bool),
     )
     (found,) = trainers.make().logprobs([row], temperature=0.7)
     with torch.no_grad():

@@ -8,6 +8,7 @@ from pathlib import Path
 from openai import AsyncOpenAI
 
 from forge_rl import Task, start
+from forge_rl.algorithms.loss_flag import build_loss
 from forge_rl.gateway import Session
 from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.rollout.evaluation import EvalConfig
@@ -40,7 +41,7 @@ def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(
         run = line.run(
             start(
                 config,
-                loss=config.loss,
+                loss=build_loss(config.loss),
                 sources=sources,
                 reward=reward,
                 agent=agent,

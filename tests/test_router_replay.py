@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from forge_rl.algorithms.logprobs import Scoring
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.protocol import TrainSettings
@@ -185,7 +186,7 @@ def test_a_replay_of_other_experts_is_what_transformers_computes_with_them(tmp_p
     for row, values, own in zip(laid.rows, found, plain, strict=True):
         for index in row.episodes.unique().tolist():
             if index >= 0:
-                here = row.episodes == index
+                here = row.mask & (row.episodes == index)
                 torch.testing.assert_close(values[here], expected[index].detach(), rtol=0, atol=1e-10)
                 assert (own[here] - expected[index]).abs().max() > 0.01, "without replay it chooses others"
                 loss = loss - expected[index].sum()
@@ -193,7 +194,7 @@ def test_a_replay_of_other_experts_is_what_transformers_computes_with_them(tmp_p
     loss.backward()
     total = torch.zeros(())
     for row in laid.rows:
-        total = total - engine._score(engine.model, engine._on_device(row), 1.0)[0].sum()
+        total = total - engine._score(engine.model, engine._on_device(row), Scoring()).logprobs.sum()
         total.backward()
         total = torch.zeros(())
     for number, layer in enumerate(model.model.layers):  # type: ignore[union-attr, arg-type]

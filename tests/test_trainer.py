@@ -199,6 +199,7 @@ def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
             assert (saved["tokens"], saved["temperature"], len(saved["rows"])) == (first.tokens, 1.0, len(first.rows))
             for found, row in zip(saved["rows"], first.rows, strict=True):
                 assert found.pop("routed") is None is row.routed
+                assert found.pop("columns") == {}
                 assert all(torch.equal(value, getattr(row, name)) for name, value in found.items())
             await trainer.step(laid, ClippedSurrogate())
             assert trainer.updates == 10

@@ -265,7 +265,8 @@ class Trainer:
         import torch
 
         path = self._skipped / f"update-{number:06d}-{self._skipped_in_a_row}.pt"
-        saved = vars(minibatch) | {"rows": [vars(row) for row in minibatch.rows], "temperature": temperature}
+        rows = [vars(row) | {"columns": dict(row.columns)} for row in minibatch.rows]
+        saved = vars(minibatch) | {"rows": rows, "scattered": sorted(minibatch.scattered), "temperature": temperature}
         written = io.BytesIO()
         torch.save(saved, written)
         try:
