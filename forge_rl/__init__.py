@@ -30,13 +30,18 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.loss_flag import build_loss as build_loss
     from forge_rl.algorithms.losses import ClippedSurrogate as ClippedSurrogate
     from forge_rl.algorithms.losses import PolicyLoss as PolicyLoss
+    from forge_rl.algorithms.minibatch_losses import ClipCov as ClipCov
+    from forge_rl.algorithms.minibatch_losses import KlCov as KlCov
+    from forge_rl.algorithms.minibatch_losses import M2po as M2po
     from forge_rl.algorithms.pass_at_k import pass_at_k_advantages as pass_at_k_advantages
     from forge_rl.algorithms.policy_losses import Cispo as Cispo
     from forge_rl.algorithms.policy_losses import Dppo as Dppo
     from forge_rl.algorithms.policy_losses import Gmpo as Gmpo
     from forge_rl.algorithms.policy_losses import Gspo as Gspo
+    from forge_rl.algorithms.policy_losses import Reinforce as Reinforce
     from forge_rl.algorithms.policy_losses import Sapo as Sapo
     from forge_rl.algorithms.policy_losses import Topr as Topr
+    from forge_rl.algorithms.policy_losses import Vespo as Vespo
     from forge_rl.algorithms.protocol import Loss as Loss
     from forge_rl.algorithms.protocol import LossInputs as LossInputs
     from forge_rl.algorithms.returns import by_group as by_group
@@ -122,14 +127,21 @@ _HOMES = {
             "ClippedSurrogate",
             "PolicyLoss",
         ),
+        "algorithms.minibatch_losses": (
+            "ClipCov",
+            "KlCov",
+            "M2po",
+        ),
         "algorithms.pass_at_k": ("pass_at_k_advantages",),
         "algorithms.policy_losses": (
             "Cispo",
             "Dppo",
             "Gmpo",
             "Gspo",
+            "Reinforce",
             "Sapo",
             "Topr",
+            "Vespo",
         ),
         "algorithms.protocol": (
             "Loss",

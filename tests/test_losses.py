@@ -37,7 +37,7 @@ def evaluate(
         reference=reference,
         lengths=lengths.clamp(min=1),
         counts=Counts(tokens=int(mask.sum()), sequences=1),
-        **{"weights": torch.ones(mask.shape), **given},
+        **{"weights": torch.ones(mask.shape), "entropy": torch.linspace(0, 1, len(mask)), **given},
     )
     return call_loss(loss, inputs)  # type: ignore[return-value]
 
@@ -335,7 +335,7 @@ def test_ratios_that_would_overflow_stay_finite(advantage, kl_kind, logprob, beh
 
 def test_metrics_carry_no_gradient():
     _, sums = evaluate(ClippedSurrogate(kl_coef=0.1), *example())
-    assert set(sums) == {"surrogate", "ratio", "clipped", "dual_clipped", "kl"}
+    assert set(sums) == {"surrogate", "ratio", "clipped", "dual_clipped", "kl", "not_finite"}
     assert all(not value.requires_grad and value.dtype == torch.float32 and value.ndim == 0 for value in sums.values())
 
 

@@ -1,15 +1,16 @@
-"""CISPO, DPPO, GMPO, GSPO, SAPO and TOPR against their papers' formulas in NumPy, and hand-worked gradients."""
+"""CISPO, DPPO, GMPO, GSPO, SAPO, TOPR and VESPO against their papers' formulas in NumPy, and hand-worked gradients."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from forge_rl.algorithms.losses import PolicyLoss
-from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Sapo, Topr
+from forge_rl.algorithms.losses import ClippedSurrogate, PolicyLoss
+from forge_rl.algorithms.minibatch_losses import ClipCov, KlCov, M2po
+from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Reinforce, Sapo, Topr, Vespo
 from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.errors import ConfigError, LossError
 from tests.test_losses import evaluate, gradient
@@ -22,9 +23,14 @@ LOSSES = [
     Gmpo(),
     Gspo(),
     Gspo(clip_high=0.3),
+    Reinforce(),
     Sapo(),
     Topr(),
+    Vespo(),
+    Vespo(k_positive=1.0, lambda_positive=0.5, k_negative=2.0, lambda_negative=0.1),
 ]
+MORE = [*LOSSES, ClippedSurrogate(top_entropy_quantile=0.5), ClipCov(), ClipCov(cov_low=0.0), KlCov(), M2po()]
+"""With those whose formulas are tested elsewhere."""
 
 
 def example(tokens: int = 400) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -59,6 +65,8 @@ def gradients(loss: PolicyLoss, p: np.ndarray, q: np.ndarray, a: np.ndarray, seq
             near = (tv if loss.divergence == "tv" else kl) <= loss.threshold
             kept = near | (a * (p - q) <= 0)
             return -np.minimum(r, loss.ratio_max) * a * kept
+        case Reinforce():
+            return -a
         case Sapo():
             tau = np.where(a > 0, loss.tau_positive, loss.tau_negative)
             gate = 1 / (1 + np.exp(-tau * (r - 1)))
@@ -78,6 +86,12 @@ def gradients(loss: PolicyLoss, p: np.ndarray, q: np.ndarray, a: np.ndarray, seq
                 found[own] = -advantage * np.prod(bounded) ** (1 / size) * (bounded == r[own])
             case Topr():
                 found[own] = -advantage * (1 if advantage > 0 else min(np.prod(r[own]), 1))
+            case Vespo():
+                k, decay = loss.k_positive, loss.lambda_positive
+                if advantage < 0:
+                    k, decay = loss.k_negative, loss.lambda_negative
+                w = np.prod(r[own])
+                found[own] = -advantage * w**k * np.exp(decay * (1 - w))
     return found
 
 
@@ -118,7 +132,7 @@ def test_what_is_clipped_is_counted():
     assert sums["clipped"].item() == 1
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("loss", MORE, ids=str)
 @pytest.mark.parametrize("masked", [math.nan, math.inf, -math.inf])
 def test_masked_garbage_and_extreme_ratios_leave_a_finite_gradient(loss: PolicyLoss, masked: float):
     logprobs = torch.tensor([masked, -1e-7, -80.0, 0.0], requires_grad=True)
@@ -133,14 +147,33 @@ def test_masked_garbage_and_extreme_ratios_leave_a_finite_gradient(loss: PolicyL
         assert all(value.isfinite() for value in sums.values())
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("loss", MORE, ids=str)
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("of", ["logprobs", "behaviour", "reference", "proximal"])
+def test_a_trained_token_whose_logprob_is_not_finite_is_left_out_and_counted(loss: PolicyLoss, broken: float, of: str):
+    loss = replace(loss, kl_coef=0.1, decoupled=True, off_policy_bound=9.0)
+    values = {name: torch.tensor([-1.0, -1.2, -0.9]) for name in ("logprobs", "behaviour", "reference", "proximal")}
+    values[of][1] = broken
+    logprobs = values.pop("logprobs").requires_grad_()
+    behaviour, reference = values.pop("behaviour"), values.pop("reference")
+    mask, advantages = torch.ones(3, dtype=torch.bool), torch.tensor([1.0, 1.0, -1.0])
+    total, sums = evaluate(loss, logprobs, behaviour, advantages, mask, reference, **values)  # type: ignore[arg-type]
+    found = gradient(total, logprobs)
+    assert math.isfinite(total.item())
+    assert found.isfinite().all()
+    assert found[1] == 0
+    assert sums["not_finite"].item() == 1
+    assert all(value.isfinite() for value in sums.values())
+
+
+@pytest.mark.parametrize("loss", MORE, ids=str)
 def test_a_token_without_advantage_has_no_gradient(loss: PolicyLoss):
     logprobs, behaviour, advantages, mask, _ = example()
     total, _ = evaluate(loss, logprobs, behaviour, advantages * 0, mask)  # type: ignore[arg-type]
     assert not gradient(total, logprobs).any()
 
 
-@pytest.mark.parametrize("kind", [Cispo, Dppo, Gmpo, Gspo, Sapo, Topr])
+@pytest.mark.parametrize("kind", [Cispo, ClipCov, Dppo, Gmpo, Gspo, KlCov, M2po, Reinforce, Sapo, Topr, Vespo])
 def test_each_takes_the_common_flags_and_is_accepted_by_the_trainer(kind: Any):
     loss = kind(kl_coef=0.1, decoupled=True)
     assert set(loss.needs) == {"reference", "proximal"}
@@ -156,6 +189,11 @@ def test_each_takes_the_common_flags_and_is_accepted_by_the_trainer(kind: Any):
         (Gspo, {"clip_low": 2}, ":clip_low is 2"),
         (Gmpo, {"clip": 0}, ":clip is 0"),
         (Sapo, {"tau_negative": -1}, ":tau_negative is -1"),
+        (Vespo, {"k_negative": -1}, ":k_negative is -1"),
+        (M2po, {"m2_bound": 0}, ":m2_bound is 0"),
+        (ClipCov, {"cov_high": 0.5}, ":cov_high is 0.5"),
+        (KlCov, {"cov_ratio": 2}, ":cov_ratio is 2"),
+        (Cispo, {"top_entropy_quantile": 0}, ":top_entropy_quantile is 0"),
         (Sapo, {"kl_kind": "k3"}, "kl_kind k3 has no effect"),
     ],
 )

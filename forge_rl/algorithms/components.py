@@ -8,14 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from forge_rl.algorithms.aggregation import Counts
-from forge_rl.algorithms.protocol import Loss, LossInputs, Need, Scope, Sum
+from forge_rl.algorithms.protocol import Loss, LossInputs, Need, Scope, Sum, widest
 from forge_rl.errors import ConfigError
 from forge_rl.flags.texts import suggest
 
 if TYPE_CHECKING:
     import torch
-
-_SCOPES: tuple[Scope, ...] = ("", "episode", "group", "minibatch")
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class _Several(Loss):
 
     @property
     def scope(self) -> Scope:
-        return max((loss.scope for loss in self.losses.values()), key=_SCOPES.index)
+        return widest(*(loss.scope for loss in self.losses.values()))
 
     @property
     def keeps_uniform(self) -> bool:

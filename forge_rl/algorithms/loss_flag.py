@@ -13,7 +13,8 @@ from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.components import LossBySource
 from forge_rl.algorithms.distillation import Distillation
 from forge_rl.algorithms.losses import ClippedSurrogate
-from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Sapo, Topr
+from forge_rl.algorithms.minibatch_losses import ClipCov, KlCov, M2po
+from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Reinforce, Sapo, Topr, Vespo
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.options import read_options
@@ -24,6 +25,7 @@ _SEQUENCES = Aggregation(kind="sequence_mean")
 
 METHODS: Mapping[str, Callable[..., Loss]] = {
     "cispo": Cispo,
+    "clip_cov": ClipCov,
     "clipped": ClippedSurrogate,
     "dapo": functools.partial(ClippedSurrogate, clip_high=0.28),
     "distill": Distillation,
@@ -32,9 +34,15 @@ METHODS: Mapping[str, Callable[..., Loss]] = {
     "gmpo": Gmpo,
     "grpo": functools.partial(ClippedSurrogate, clip_high=0.2, aggregation=_SEQUENCES),
     "gspo": Gspo,
+    "high_entropy": functools.partial(ClippedSurrogate, top_entropy_quantile=0.2),
+    "kl_cov": KlCov,
+    "luspo": functools.partial(Gspo, aggregation=Aggregation(kind="constant", tokens=1)),
+    "m2po": M2po,
     "ppo": functools.partial(ClippedSurrogate, clip_high=0.2),
+    "reinforce": Reinforce,
     "sapo": functools.partial(Sapo, aggregation=_SEQUENCES),
     "topr": Topr,
+    "vespo": Vespo,
 }
 """Losses by name, each a frozen dataclass whose fields are its options, some with other defaults."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_estimate, kl_penalty
-from forge_rl.algorithms.protocol import Loss, LossInputs, Need, Scope
+from forge_rl.algorithms.protocol import Loss, LossInputs, Need, Scope, widest
 from forge_rl.errors import ConfigError, check_flags
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ class PolicyLoss(Loss):
     """Common part of policy losses: importance ratios, decoupling, and the KL penalty to a frozen reference.
 
     A method is a subclass with one function, `token_losses`; `policy_losses` has several. The loss of a token is
-    token_losses(...) + kl_coef * penalty. Log ratios are clamped to +-20, so that no ratio overflows.
+    token_losses(...) + kl_coef * penalty - entropy_coef * entropy. Log ratios are clamped to +-20, so that no ratio
+    overflows. A trained token with a logprob that is not finite has no loss, but counts in the mean.
     """
 
     kl_coef: float = 0.0
@@ -41,6 +42,12 @@ class PolicyLoss(Loss):
     off_policy_bound: float = math.inf
     """Drop tokens with a negative advantage if the mean of behaviour - logprobs over their sequence (see
     `sequence_means`) is above this, as DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) does; inf drops none."""
+    entropy_coef: float = 0.0
+    """Weight of an entropy bonus: the mean entropy of the tokens' distributions, averaged as the loss is, is
+    subtracted from it. `AdaptiveEntropy` sets it from the entropy."""
+    top_entropy_quantile: float = 1.0
+    """Share of the minibatch's trained tokens, those with the highest entropy, that have a policy gradient; 0.2 in
+    "Beyond the 80/20 Rule" (arXiv 2506.01939). As there and in TRL, the loss is still averaged over all tokens."""
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     def __post_init__(self) -> None:
@@ -48,10 +55,10 @@ class PolicyLoss(Loss):
         check_flags(
             self,
             flag,
-            least={"kl_coef": 0, "behaviour_floor": 0},
-            most={"behaviour_floor": self.behaviour_cap},
-            above={"behaviour_cap": 0, "off_policy_bound": 0},
-            below={"kl_coef": math.inf},
+            least={"kl_coef": 0, "entropy_coef": 0, "behaviour_floor": 0},
+            most={"behaviour_floor": self.behaviour_cap, "top_entropy_quantile": 1},
+            above={"behaviour_cap": 0, "off_policy_bound": 0, "top_entropy_quantile": 0},
+            below={"kl_coef": math.inf, "entropy_coef": math.inf},
         )
         if self.behaviour_mode not in ("mask", "truncate"):
             raise ConfigError(
@@ -72,17 +79,31 @@ class PolicyLoss(Loss):
 
     @property
     def needs(self) -> Collection[Need]:
-        needed: list[Need] = ["reference"] if self.kl_coef > 0 else []
-        return [*needed, "proximal"] if self.decoupled else needed
+        wanted: dict[Need, bool] = {
+            "reference": self.kl_coef > 0,
+            "proximal": self.decoupled,
+            "entropy_gradient": self.entropy_coef > 0,
+        }
+        return [need for need, is_wanted in wanted.items() if is_wanted]
+
+    @property
+    def keeps_uniform(self) -> bool:
+        return self.kl_coef > 0 or self.entropy_coef > 0
 
     @property
     def scope(self) -> Scope:
-        return "episode" if self.off_policy_bound < math.inf else ""
+        return widest(
+            "episode" if self.off_policy_bound < math.inf else "", "minibatch" if self.top_entropy_quantile < 1 else ""
+        )
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
-        if self.off_policy_bound == math.inf:
-            return {}
-        return {"off_policy": sequence_means(tokens.behaviour - tokens.logprobs, tokens)}
+        found: dict[str, torch.Tensor] = {}
+        if self.off_policy_bound < math.inf:
+            found["off_policy"] = sequence_means(log_ratios(tokens.behaviour, tokens.logprobs), tokens)
+        if self.top_entropy_quantile < 1:
+            assert tokens.entropy is not None
+            found["high_entropy"] = tokens.entropy >= quantile(tokens.entropy, 1 - self.top_entropy_quantile)
+        return found
 
     def old_logprobs(self, tokens: LossInputs) -> torch.Tensor:
         """Return the logprobs that ratios are relative to: the engine's, or if decoupled the proximal policy's."""
@@ -110,7 +131,8 @@ class PolicyLoss(Loss):
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Sum the loss; see Loss.__call__. The sums are "surrogate" (the loss without its KL penalty), "ratio", the
         method's own, if decoupled "behaviour_weight" and "behaviour_capped" (tokens out of its bounds), with an
-        off_policy_bound "off_policy_masked" (tokens dropped for it), and with a reference "kl" (k3's estimate).
+        off_policy_bound "off_policy_masked" (tokens dropped for it), with a reference "kl" (k3's estimate), and
+        "not_finite" (tokens left out as their logprobs are not finite).
 
         Raises:
             ConfigError: kl_coef is above 0 without a reference.
@@ -121,7 +143,10 @@ class PolicyLoss(Loss):
                 hint=f"give the trainer a frozen reference, or set {self.flag}kl_coef=0",
             )
         inputs.check()
-        mask = inputs.mask
+        known = inputs.logprobs.isfinite() & inputs.behaviour.isfinite()
+        for others in (inputs.reference, inputs.proximal):
+            known = known if others is None else known & others.isfinite()
+        mask = inputs.mask & known
 
         def masked(values: torch.Tensor) -> torch.Tensor:
             # Apply where before exp: a masked inf or NaN must reach neither the sum nor, as 0 * inf, the gradient.
@@ -146,9 +171,14 @@ class PolicyLoss(Loss):
             dropped = mask & (advantages < 0) & (inputs.statistics["off_policy"] > self.off_policy_bound)
             losses = losses.where(~dropped, 0.0)
             sums["off_policy_masked"] = dropped.sum()
+        if self.top_entropy_quantile < 1:
+            losses = losses.where(inputs.statistics["high_entropy"], 0.0)
         loss = (weights * losses).sum()
         ratio = masked(importance_ratio(logprobs.detach(), old))
-        sums |= {"surrogate": losses.sum(), "ratio": ratio.sum(), **own}
+        sums |= {"surrogate": losses.sum(), "ratio": ratio.sum(), "not_finite": (inputs.mask & ~known).sum(), **own}
+        if self.entropy_coef > 0:
+            assert inputs.entropy is not None, "needs has entropy_gradient"
+            loss = loss - self.entropy_coef * (masked(inputs.weights) * masked(inputs.entropy)).sum()
         if inputs.reference is not None:
             reference = masked(inputs.reference)
             sums["kl"] = kl_estimate(logprobs.detach(), reference).sum()
@@ -212,6 +242,19 @@ def clipped_surrogate(
 def importance_ratio(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Return exp(logprobs - others) without overflow."""
     return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def log_ratios(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Return logprobs - others, [N]; 0 if that is NaN, and +-20 if infinite; for `Loss.statistics`."""
+    return (logprobs - others).nan_to_num(nan=0.0, posinf=MAX_LOG_RATIO, neginf=-MAX_LOG_RATIO)
+
+
+def quantile(values: torch.Tensor, share: float) -> torch.Tensor:
+    """Return the value below which a share of the values, [N], lies, interpolated as NumPy and TRL do; any N."""
+    ordered = values.nan_to_num(nan=0.0).sort().values
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    return ordered[low].lerp(ordered[min(low + 1, len(ordered) - 1)], place - low)
 
 
 def sequence_sums(values: torch.Tensor, tokens: LossInputs) -> torch.Tensor:

@@ -13,10 +13,11 @@ from forge_rl.algorithms.losses import (
     PolicyLoss,
     clipped_surrogate,
     importance_ratio,
+    log_ratios,
     sequence_means,
     sequence_sums,
 )
-from forge_rl.algorithms.protocol import LossInputs, Scope
+from forge_rl.algorithms.protocol import LossInputs, Scope, widest
 from forge_rl.errors import ConfigError, check_flags
 
 if TYPE_CHECKING:
@@ -155,10 +156,10 @@ class Gspo(PolicyLoss):
 
     @property
     def scope(self) -> Scope:
-        return "episode"
+        return widest(super().scope, "episode")
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
-        log_ratio = tokens.logprobs - self.old_logprobs(tokens)
+        log_ratio = log_ratios(tokens.logprobs, self.old_logprobs(tokens))
         return {**super().statistics(tokens), "log_ratio": sequence_means(log_ratio, tokens)}
 
     def token_losses(
@@ -193,7 +194,7 @@ class Gmpo(PolicyLoss):
 
     @property
     def scope(self) -> Scope:
-        return "episode"
+        return widest(super().scope, "episode")
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
         log_ratio, _ = self._clipped(tokens.logprobs, self.old_logprobs(tokens), tokens.advantages)
@@ -203,7 +204,7 @@ class Gmpo(PolicyLoss):
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the clipped log ratios, and where they have no gradient."""
-        log_ratio = (logprobs - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        log_ratio = log_ratios(logprobs, old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         lost = ((advantages > 0) & (log_ratio > self.clip)) | ((advantages < 0) & (log_ratio < -self.clip))
         return log_ratio.where(~lost, self.clip * advantages.sign()), lost
 
@@ -229,10 +230,10 @@ class Topr(PolicyLoss):
 
     @property
     def scope(self) -> Scope:
-        return "episode"
+        return widest(super().scope, "episode")
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
-        log_ratio = tokens.logprobs - self.old_logprobs(tokens)
+        log_ratio = log_ratios(tokens.logprobs, self.old_logprobs(tokens))
         return {**super().statistics(tokens), "log_ratio": sequence_sums(log_ratio, tokens)}
 
     def token_losses(
@@ -241,3 +242,66 @@ class Topr(PolicyLoss):
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
         weight = inputs.statistics["log_ratio"].clamp(max=0.0).exp().where(advantages < 0, 1.0)
         return -weight * advantages * logprobs, {"weight": weight.where(inputs.mask, 0.0).sum()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vespo(PolicyLoss):
+    """VESPO: the ratio of the whole sequence, softly reshaped, as the weight of its tokens.
+
+        loss: rl.Vespo = field(default_factory=rl.Vespo)  # in a recipe's Config
+
+    The loss of a token is -w * A * logprob, where w = W^k * exp(lambda * (1 - W)) has no gradient, W is the probability
+    ratio of the whole sequence (see `sequence_sums`), not normalised by its length, and k and lambda depend on the sign
+    of A: VESPO (arXiv 2602.10693, appendix I). w is 1 on-policy, is largest at W = k / lambda, and fades on both sides.
+    As in the authors' code and in TRL, the log ratios of tokens are clamped to +-20, and log W to [log 1e-8, 20]. The
+    sum "weight" adds up w.
+    """
+
+    k_positive: float = 2.0
+    """Exponent for advantages of at least 0: the higher, the less do sequences count that became unlikely."""
+    lambda_positive: float = 3.0
+    """Decay for advantages of at least 0: the higher, the less do sequences count that became likelier."""
+    k_negative: float = 3.0
+    """Exponent for negative advantages."""
+    lambda_negative: float = 2.0
+    """Decay for negative advantages."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = ("k_positive", "lambda_positive", "k_negative", "lambda_negative")
+        check_flags(self, self.flag, least=dict.fromkeys(names, 0), below=dict.fromkeys(names, math.inf))
+
+    @property
+    def scope(self) -> Scope:
+        return widest(super().scope, "episode")
+
+    def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
+        log_ratio = log_ratios(tokens.logprobs, self.old_logprobs(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        return {**super().statistics(tokens), "log_ratio": sequence_sums(log_ratio, tokens)}
+
+    def token_losses(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute the loss of each token; see `PolicyLoss.token_losses`."""
+        log_ratio = inputs.statistics["log_ratio"].clamp(math.log(1e-8), MAX_LOG_RATIO)
+        positive = (self.k_positive * log_ratio - self.lambda_positive * log_ratio.expm1()).exp()
+        negative = (self.k_negative * log_ratio - self.lambda_negative * log_ratio.expm1()).exp()
+        weight = negative.where(advantages < 0, positive)
+        return -weight * advantages * logprobs, {"weight": weight.where(inputs.mask, 0.0).sum()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforce(PolicyLoss):
+    """REINFORCE: the loss of a token is -A * logprob, without a ratio to any other policy.
+
+        loss: rl.Reinforce = field(default_factory=rl.Reinforce)  # in a recipe's Config
+
+    The gradient is right only for tokens of the policy itself. This is also the loss of GPG (arXiv 2504.02546,
+    equation 4).
+    """
+
+    def token_losses(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Compute the loss of each token; see `PolicyLoss.token_losses`."""
+        return -advantages * logprobs, {}

@@ -21,9 +21,15 @@ tokens are scored, too.
 """
 Scope: TypeAlias = Literal["", "episode", "group", "minibatch"]
 """Tokens over which a loss needs statistics; "" for none."""
+_SCOPES: tuple[Scope, ...] = ("", "episode", "group", "minibatch")
 Sum: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 """A sum over trained tokens, or a sum and the count to divide it by; scalars without gradient."""
 _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+
+def widest(*scopes: Scope) -> Scope:
+    """Return the scope that contains the others: `widest("episode", "minibatch")` is "minibatch"."""
+    return max(scopes, key=_SCOPES.index)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
