@@ -41,6 +41,8 @@ class TokenScores(NamedTuple):
     """[N], in nats."""
     squares: torch.Tensor | None
     """[N], without gradient; None unless asked for."""
+    values: torch.Tensor | None = None
+    """[N], with gradient, of a value model, whose other scores are 0 without gradient; None of any other model."""
 
     @property
     def first(self) -> torch.Tensor:

@@ -12,12 +12,12 @@ from forge_rl.algorithms.aggregation import Aggregation, Counts
 if TYPE_CHECKING:
     import torch
 
-Need: TypeAlias = Literal["reference", "proximal", "entropy_gradient", "squares", "observations"]
+Need: TypeAlias = Literal["reference", "proximal", "entropy_gradient", "squares", "observations", "values"]
 """An input that costs something, and is only computed for a loss that asks for it.
 
 reference: logprobs of a frozen reference. proximal: logprobs before the batch's first update, one more forward pass per
 batch. entropy_gradient: `LossInputs.entropy` has a gradient. squares: `LossInputs.squares`. observations: observation
-tokens are scored, too.
+tokens are scored, too. values: the trainer has a value model in place of a policy.
 """
 Scope: TypeAlias = Literal["", "episode", "group", "minibatch"]
 """Tokens over which a loss needs statistics; "" for none."""
@@ -74,6 +74,9 @@ class LossInputs:
     """float32, the frozen reference's logprobs; None unless needed."""
     proximal: torch.Tensor | None = None
     """float32, logprobs of the policy before the batch's first update; None unless needed."""
+    values: torch.Tensor | None = None
+    """float32 with gradient, a value model's output where the token is predicted, so V of the state before it;
+    `logprobs` and `entropy` are then 0. None of a policy."""
     observed: torch.Tensor | None = None
     """bool, True where the token is an observation: the environment's, between two turns of an episode. There
     `logprobs` and `entropy` are valid, too, and `episodes` is set; None unless needed."""

@@ -137,6 +137,7 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
     mask = index % 4 != 3  # like the second episode's prompt
     lengths = torch.where(mask, 3, 1)
     unit = torch.ones(_TRIED)
+    outputs = (0.1 * index).requires_grad_() if "values" in loss.needs else logprobs
     inputs = LossInputs(
         logprobs=logprobs,
         behaviour=torch.where(mask, others, 0.0),
@@ -155,6 +156,7 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
         squares=0.5 * unit if "squares" in loss.needs else None,
         reference=others if "reference" in loss.needs else None,
         proximal=others if "proximal" in loss.needs else None,
+        values=outputs if "values" in loss.needs else None,
         observed=~mask if "observations" in loss.needs else None,
         top_logprobs=(logprobs - 1).unsqueeze(1).expand(-1, loss.columns["top_ids"])
         if "top_ids" in loss.columns
@@ -164,9 +166,10 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
     total, _ = call_loss(loss, inputs)
     if total.requires_grad:
         total.backward()
-    if logprobs.grad is None or not bool(torch.isfinite(logprobs.grad).all()):
-        seen = "no gradient" if logprobs.grad is None else "a gradient that is not finite"
+    if outputs.grad is None or not bool(torch.isfinite(outputs.grad).all()):
+        seen = "no gradient" if outputs.grad is None else "a gradient that is not finite"
         raise LossError(
             f"the loss of a small row is {float(total.detach()):.4g}, and has {seen}",
-            hint="compute it from inputs.logprobs, without detach, and only where the mask is True",
+            hint=f"compute it from inputs.{'values' if outputs is not logprobs else 'logprobs'}, without detach, and "
+            "only where the mask is True",
         )

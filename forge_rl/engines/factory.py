@@ -79,20 +79,31 @@ async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: i
 
 
 def plan_training(
-    folder: Path, settings: TrainSettings, *, ranks: int, reference: bool, tokens: int | None = None
+    folder: Path,
+    settings: TrainSettings,
+    *,
+    ranks: int,
+    reference: bool,
+    values: bool = False,
+    tokens: int | None = None,
 ) -> TrainMemory:
     """Estimate the memory that each of `ranks` trainer ranks needs for a full row; see `titan.plan.plan_training`."""
     from forge_rl.engines.titan.plan import plan_training
 
-    return plan_training(read_architecture(folder), settings, ranks=ranks, reference=reference, tokens=tokens)
+    return plan_training(
+        read_architecture(folder), settings, ranks=ranks, reference=reference, values=values, tokens=tokens
+    )
 
 
-def make_train_engine(folder: Path, settings: TrainSettings, *, reference: bool = False) -> TrainEngine:
+def make_train_engine(
+    folder: Path, settings: TrainSettings, *, reference: bool = False, values: bool = False
+) -> TrainEngine:
     """Create this rank's train engine; the process group must be initialised (`init_distributed`).
 
     Args:
         folder: Hugging Face model folder that the policy starts from.
         reference: keep a frozen copy of the starting weights, for a KL penalty.
+        values: train a value model in place of a policy. Its head is the folder's `score.weight`, or starts at 0.
 
     Raises:
         ModelError: the folder holds no trainable model.
@@ -100,4 +111,4 @@ def make_train_engine(folder: Path, settings: TrainSettings, *, reference: bool 
     """
     from forge_rl.engines.titan.train import TitanEngine
 
-    return TitanEngine(folder, settings, reference=reference)
+    return TitanEngine(folder, settings, reference=reference, values=values)

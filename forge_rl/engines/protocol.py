@@ -254,6 +254,17 @@ class TrainEngine(Protocol):
             False.
         """
 
+    def values(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """Value the states before the targets of this share's rows, under the current weights of a value model.
+
+        Returns:
+            A tensor `[L]` for each row, the same on its peers: position t values the text up to token t, from which
+            `row.targets[t]` was sampled; 0 where the mask is False. No sampling temperature applies.
+
+        Raises:
+            ConfigError: the model is a policy.
+        """
+
     def layer_noise(self, rows: Sequence[Row], *, temperature: float, relative: float) -> list[tuple[float, int]]:
         """Measure how much the logprobs of this share's rows change if the output of one layer is slightly off.
 

@@ -10,6 +10,7 @@ from forge_rl.metrics.status import RolloutStatus
 from forge_rl.metrics.trace import Trace
 from forge_rl.metrics.values import (
     EffectiveShare,
+    ExplainedVariance,
     Histogram,
     Max,
     Mean,
@@ -26,6 +27,7 @@ __all__ = [
     "EffectiveShare",
     "EpisodeSink",
     "EventSink",
+    "ExplainedVariance",
     "Histogram",
     "JSONLSink",
     "Level",

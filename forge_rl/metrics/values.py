@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -73,6 +74,30 @@ class EffectiveShare:
 
 
 @dataclass(frozen=True, slots=True)
+class ExplainedVariance:
+    """Share of the variance of targets that predictions explain, 1 - Var(target - prediction) / Var(target)."""
+
+    targets: float
+    """Sum of the targets."""
+    squares: float
+    """Sum of their squares."""
+    errors: float
+    """Sum of targets minus predictions."""
+    error_squares: float
+    count: float
+
+    @property
+    def share(self) -> float:
+        """The share; NaN if the targets are equal, or there are none."""
+        if not self.count:
+            return math.nan
+        spread = self.squares - self.targets**2 / self.count
+        if spread <= 1e-9 * self.squares:  # equal but for rounding
+            return math.nan
+        return 1 - (self.error_squares - self.errors**2 / self.count) / spread
+
+
+@dataclass(frozen=True, slots=True)
 class Tail:
     """The 99th percentile of exp(x), for distances x of at least 0, within 14%; from counts in geometric bins."""
 
@@ -94,7 +119,7 @@ class Tail:
         return math.nan
 
 
-Value = Sum | Mean | Max | EffectiveShare | Tail
+Value = Sum | Mean | Max | EffectiveShare | ExplainedVariance | Tail
 
 
 def merge_all(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
@@ -115,6 +140,8 @@ def merge_all(parts: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
                     merged[name] = Mean(x + y, m + n)
                 case EffectiveShare(x, s, m), EffectiveShare(y, t, n):
                     merged[name] = EffectiveShare(x + y, s + t, m + n)
+                case ExplainedVariance() as one, ExplainedVariance() as other:
+                    merged[name] = ExplainedVariance(*map(operator.add, astuple(one), astuple(other)))
                 case Tail(a), Tail(b):
                     merged[name] = Tail(tuple(x + y for x, y in zip(a, b, strict=True)))
                 case Max(x), Max(y):
@@ -137,6 +164,8 @@ def _number(value: Value) -> float:
             return total / count if count else math.nan
         case EffectiveShare(total, squares, count):
             return total**2 / (count * squares) if squares else math.nan
+        case ExplainedVariance():
+            return value.share
         case Tail():
             return value.percentile
 

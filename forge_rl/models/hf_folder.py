@@ -11,13 +11,16 @@ _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _INDEX = "model.safetensors.index.json"
 
 
-def complete_folder(source: Path, target: Path, *, dtype: str, placed: Mapping[str, str], total_bytes: int) -> None:
+def complete_folder(
+    source: Path, target: Path, *, dtype: str, placed: Mapping[str, str], total_bytes: int, valued: bool = False
+) -> None:
     """Copy config and tokenizer of another folder with the same model, and write an index of several files.
 
     Args:
         dtype: dtype of the weights, such as "bfloat16", unquantised.
         placed: name of the file that holds each weight.
         total_bytes: bytes of all weights.
+        valued: the weights are a value model's, which transformers reads with AutoModelForSequenceClassification.
     """
     for path in source.iterdir():
         if path.is_file() and path.suffix in _COPIED and path.name != _INDEX:
@@ -25,6 +28,10 @@ def complete_folder(source: Path, target: Path, *, dtype: str, placed: Mapping[s
     config = json.loads((target / "config.json").read_text())
     for stale in ("torch_dtype", "quantization_config"):
         config.pop(stale, None)
+    if valued:
+        classes = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures", [])]
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # of which transformers takes their number
+        config |= {"architectures": classes, "tie_word_embeddings": False, **labels}
     (target / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
     if len(set(placed.values())) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": placed}

@@ -16,11 +16,9 @@ import torch
 from forge_rl.errors import ModelError
 from forge_rl.weights.slices import TensorSlice
 
-_TOP = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "lm_head.weight": "lm_head.weight",
-}
+VALUE_HEAD = "score.weight"
+"""Name of a value head, as in transformers' models for sequence classification."""
+_TOP = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
@@ -61,6 +59,8 @@ class Names:
     """torchtitan names of the weights whose last two dims are swapped in Hugging Face."""
     float32: frozenset[str] = frozenset()
     """torchtitan names of the weights that stay float32 regardless of the model's dtype."""
+    head: str = "lm_head.weight"
+    """Hugging Face's name of the head: VALUE_HEAD in a value model."""
 
     def parts(self, name: str, shape: Sequence[int], tensor_slice: TensorSlice | None = None) -> Iterator[Part]:
         """List the published tensors that a block of a torchtitan weight holds, and the slice of each.
@@ -101,6 +101,8 @@ class Names:
         Raises:
             ModelError: the name is not one of the family.
         """
+        if expert is None and name == "lm_head.weight":
+            return self.head
         if expert is None and name in _TOP:
             return _TOP[name]
         match = _LAYER.fullmatch(name)

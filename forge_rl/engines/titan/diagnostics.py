@@ -10,7 +10,7 @@ from forge_rl.algorithms.kl import kl_estimate
 from forge_rl.algorithms.logprobs import logprob_gap
 from forge_rl.algorithms.protocol import LossInputs
 from forge_rl.engines.titan.measures import Measures
-from forge_rl.metrics import EffectiveShare, Max, Mean, Sum, Tail
+from forge_rl.metrics import EffectiveShare, ExplainedVariance, Max, Mean, Sum, Tail
 
 
 @torch.no_grad()
@@ -23,6 +23,9 @@ def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version:
     """
     mask, logprobs, entropy = inputs.mask, inputs.logprobs, inputs.entropy
     measures.add("tokens/trained", Sum, tokens)
+    if inputs.values is not None:
+        _measure_values(inputs.values, inputs, tokens, measures)
+        return
     # On tokens sampled from these weights, the gap shows whether trainer and engine agree; on others it is drift.
     fresh = torch.zeros_like(mask) if version is None else mask & (inputs.versions == version)
     for name, compared in (("logprob_gap", fresh), ("logprob_drift", mask & ~fresh)):
@@ -62,6 +65,18 @@ def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version:
         measures.add(f"ratio/ess{ending}", EffectiveShare, of_ratio[at].sum(), of_squares[at].sum(), count)
         measures.add(f"ratio/max{ending}", Max, largest[at].max().exp().where(count > 0, -math.inf))
         measures.add(f"ratio/p99{ending}", Tail, tails[at].reshape(-1, Tail.BINS).sum(dim=0))
+
+
+def _measure_values(values: torch.Tensor, inputs: LossInputs, tokens: int, measures: Measures) -> None:
+    """Measure a value model's output on a row, and how much it explains of the targets, if the recipe gave them."""
+    measures.add("values/mean", Mean, values.where(inputs.mask, 0.0).sum(), tokens)
+    returns = inputs.columns.get("returns")
+    if returns is not None:
+        targets = returns.where(inputs.mask, 0.0).double()
+        errors = (returns - values).where(inputs.mask, 0.0).double()
+        measures.add("values/returns", Mean, targets.sum(), tokens)
+        sums = targets.sum(), targets.square().sum(), errors.sum(), errors.square().sum()
+        measures.add("values/explained_variance", ExplainedVariance, *sums, tokens)
 
 
 def _bin(distance: torch.Tensor) -> torch.Tensor:

@@ -43,13 +43,21 @@ class Export:
         dtype: dtype of the exported weights.
         parts: lists the published tensors that a block of a torchtitan weight holds; see `weights.names.Names.parts`.
         file_bytes: maximum size of a file; a larger weight gets its own.
+        valued: the weights are a value model's.
 
     Raises:
         OSError, ValueError, TypeError, LookupError: the folder does not hold a training state.
     """
 
     def __init__(
-        self, training: Path, source: Path, dtype: torch.dtype, parts: Parts, *, file_bytes: int = _FILE_BYTES
+        self,
+        training: Path,
+        source: Path,
+        dtype: torch.dtype,
+        parts: Parts,
+        *,
+        file_bytes: int = _FILE_BYTES,
+        valued: bool = False,
     ) -> None:
         self._reader, self._planner = TensorReader(training), LoadPlanner()
         self._index = self._reader.read_metadata()
@@ -57,6 +65,7 @@ class Export:
         self._source = source
         self._dtype = dtype
         self._parts = parts
+        self._valued = valued
         self._files: list[list[_Region]] = []
         room = 0
         for region in self._regions(file_bytes):
@@ -117,4 +126,4 @@ class Export:
                 parts = self._parts(region.name, region.shape, region.tensor_slice)
                 placed |= {part.name: self._name(at) for part in parts}
         dtype = str(self._dtype).removeprefix("torch.")
-        complete_folder(self._source, folder, dtype=dtype, placed=placed, total_bytes=total)
+        complete_folder(self._source, folder, dtype=dtype, placed=placed, total_bytes=total, valued=self._valued)

@@ -1,4 +1,4 @@
-"""Output head: float32 logits, and chunked scoring of targets that never holds a row's logits."""
+"""Output heads: float32 logits, with chunked scoring of targets that never holds a row's logits; and values."""
 
 from __future__ import annotations
 
@@ -51,6 +51,29 @@ class FloatHead(Linear):
         return TokenScores(*_ChunkedScores.apply(hidden, weight, targets, score, tokens, scoring.entropy_gradient))
 
 
+class ValueHead(Linear):
+    """Projection to one number for each token, computed in float32, or float64 for a float64 model.
+
+    Tensor-parallel ranks each hold and compute all of it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(
+        self, hidden: torch.Tensor, targets: torch.Tensor | None = None, scoring: Scoring = DEFAULT_SCORING
+    ) -> torch.Tensor | TokenScores:
+        """Project [..., dim] to [...]; with `targets`, [N, dim] to scores whose values alone mean something.
+
+        The values do not depend on `scoring`, and so not on the sampling temperature.
+        """
+        values = widened(hidden) @ widened(local(self.weight))[0]
+        if targets is None:
+            return values
+        return TokenScores(values.new_zeros(targets.shape), values.new_zeros(len(values)), None, values)
+
+
 class _ChunkedScores(torch.autograd.Function):
     """Scores of targets in chunks of their logits, which the backward pass recomputes.
 
@@ -95,7 +118,7 @@ class _ChunkedScores(torch.autograd.Function):
             rows = hidden[chunk]
             logits = _product(rows, factor).requires_grad_()
             with torch.enable_grad():
-                logprobs, entropy, _ = ctx.score(logits, targets[chunk])
+                logprobs, entropy, *_ = ctx.score(logits, targets[chunk])
             outputs, grads = [logprobs], [grad_logprobs[chunk]]
             if ctx.entropy_gradient:
                 outputs.append(entropy)

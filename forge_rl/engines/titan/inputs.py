@@ -63,6 +63,7 @@ class RowInputs:
             squares=scores.squares,
             reference=reference,
             proximal=proximal,
+            values=scores.values,
             observed=row.observed if "observations" in self.loss.needs else None,
             top_logprobs=scores.logprobs[:, 1:] if scores.logprobs.ndim == 2 else None,
             columns=columns,

@@ -19,12 +19,16 @@ from forge_rl.engines.titan.blocks import LoadPlanner, training_state
 from forge_rl.engines.titan.index import TensorReader
 from forge_rl.engines.titan.shards import named_weights, names_of, slice_of, values_of
 from forge_rl.errors import CheckpointError, ModelError
+from forge_rl.weights.names import VALUE_HEAD
 
 _AGAIN = "download or export the model again"
 
 
 def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
     """Read this rank's slice of every weight from a Hugging Face folder.
+
+    A value head that the folder lacks starts at 0 in any layout: all values are 0 at first, and the first update trains
+    the head alone.
 
     Raises:
         ModelError: a weight is missing or has another shape, or a file cannot be read.
@@ -38,6 +42,9 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
                 name = part.name
                 if name == "lm_head.weight" and tied and name not in index:
                     name = "model.embed_tokens.weight"
+                if name == VALUE_HEAD and name not in index:
+                    block.zero_()
+                    continue
                 if name not in index:
                     raise ModelError(f"{folder} lacks the weight {name!r}", hint=_AGAIN)
                 if index[name] not in files:

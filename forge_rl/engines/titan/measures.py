@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from forge_rl.metrics import EffectiveShare, Max, Mean, Sum, Tail, Value, merge_all
+from forge_rl.metrics import EffectiveShare, ExplainedVariance, Max, Mean, Sum, Tail, Value, merge_all
 
-_KINDS: dict[type[Value], int] = {Sum: 1, Max: 1, Mean: 2, EffectiveShare: 3, Tail: 1}
+_KINDS: dict[type[Value], int] = {Sum: 1, Max: 1, Mean: 2, EffectiveShare: 3, ExplainedVariance: 5, Tail: 1}
 """Kinds of values, with the number of scalars that each takes; a tail takes a tensor of counts."""
 
 
@@ -55,7 +55,7 @@ def _value(kind: type[Value], numbers: Sequence[Sequence[float]]) -> Value:
 
 def _is_empty(value: Value) -> bool:
     match value:
-        case Mean(count=count) | EffectiveShare(count=count):
+        case Mean(count=count) | EffectiveShare(count=count) | ExplainedVariance(count=count):
             return not count
         case Tail(counts):
             return not any(counts)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
+import spmd_types as spmd  # type: ignore[import-untyped]
 import torch
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import Embedding
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.decoder_sharding import dense_param_placement
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
+from torchtitan.protocols.sharding import ShardingConfig
 
 from forge_rl.algorithms.logprobs import DEFAULT_SCORING, Scoring, TokenScores
 from forge_rl.engines.devices import device_type
@@ -21,11 +24,11 @@ from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.cpu_attention import TreeAttention
 from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
-from forge_rl.engines.titan.head import FloatHead
+from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.moe import moe_config
 from forge_rl.engines.titan.rope import half_rope
 from forge_rl.engines.titan.routing import routers
-from forge_rl.weights.names import Names
+from forge_rl.weights.names import VALUE_HEAD, Names
 
 LOADED = dict.fromkeys(("weight", "bias"), skip_param_init)
 """No initialisation: every weight is read from the folder."""
@@ -56,14 +59,14 @@ class PolicyModel(Decoder):
         targets: torch.Tensor | None = None,
         scoring: Scoring = DEFAULT_SCORING,
     ) -> torch.Tensor | TokenScores:
-        """Return logits `[1, L, V]`, or scores of N targets.
+        """Return logits `[1, L, V]`, or values `[1, L]` of a value model, or scores of N targets.
 
         Args:
             tokens: [1, L] int64.
             positions: [1, L] int64.
             attention_masks: see `masks.attention_mask`.
             wanted: the N positions to score; the output projection, a fifth of a small model's compute, runs on these
-                only. None for logits.
+                only. None for logits or values.
             targets: [N] or [N, K] int64, see `token_scores`.
         """
         hidden = self.tok_embeddings(tokens)
@@ -71,34 +74,45 @@ class PolicyModel(Decoder):
             hidden = layer(hidden, attention_masks, positions)
         hidden = self.norm(hidden)
         if isinstance(hidden, DTensor):
-            # Each rank's gradient covers only its part of the output projection; the backward pass sums them.
-            hidden = hidden.to_local(grad_placements=[Partial()])
+            # Each rank's gradient covers only its part of the output projection; the backward pass sums them. Of a
+            # value head each rank has the whole.
+            whole = isinstance(self.lm_head, ValueHead)
+            hidden = hidden.to_local(grad_placements=[Replicate() if whole else Partial()])
         if wanted is None:
             return cast(torch.Tensor, self.lm_head(hidden))
         return cast(TokenScores, self.lm_head(hidden[0, wanted], targets, scoring))
 
 
-def build_model(architecture: Architecture, settings: TrainSettings) -> PolicyModel:
+def build_model(architecture: Architecture, settings: TrainSettings, *, values: bool = False) -> PolicyModel:
     """Build the model on the current default device, without weights, ready to be parallelised.
 
     Tensor-parallel ranks also split activations between the layers' matrices.
+
+    Args:
+        values: build a value model, with one output for each token in place of logits.
     """
     a = architecture
     positions = min(a.max_positions, settings.longest_row)
     config = PolicyModel.Config(
         dim=a.dim,
         vocab_size=a.vocab,
-        enable_weight_tying=a.tied,
+        enable_weight_tying=a.tied and not values,
         tok_embeddings=Embedding.Config(num_embeddings=a.vocab, embedding_dim=a.dim, param_init=LOADED),
         norm=norm(a, a.dim),
-        lm_head=FloatHead.Config(in_features=a.dim, out_features=a.vocab, param_init=LOADED),
+        lm_head=ValueHead.Config(in_features=a.dim, out_features=1, param_init=LOADED)
+        if values
+        else FloatHead.Config(in_features=a.dim, out_features=a.vocab, param_init=LOADED),
         layers=[a.family.layer(a, index, positions) for index in range(a.layers)],
     )
     a.family.set_sharding(
         config, enable_sp=settings.tensor_parallel_degree > 1, enable_ep=settings.expert_parallel_degree > 1
     )
+    if values:
+        config.lm_head.sharding_config = ShardingConfig(
+            state_shardings={"weight": dense_param_placement(tp=spmd.R)},
+        )
     model = cast(PolicyModel, config.build())
-    model.names = a.family.names
+    model.names = replace(a.family.names, head=VALUE_HEAD) if values else a.family.names
     for number, layer in model.layers.items():
         for router in routers(layer):
             router.layer = int(number)

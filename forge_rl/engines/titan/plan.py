@@ -24,7 +24,13 @@ from forge_rl.engines.titan.shards import freeze
 
 
 def plan_training(
-    architecture: Architecture, settings: TrainSettings, *, ranks: int, reference: bool, tokens: int | None = None
+    architecture: Architecture,
+    settings: TrainSettings,
+    *,
+    ranks: int,
+    reference: bool,
+    values: bool = False,
+    tokens: int | None = None,
 ) -> TrainMemory:
     """Estimate one rank's memory before anything is loaded.
 
@@ -32,6 +38,7 @@ def plan_training(
     activations are split by tensor parallelism, as torchtitan also splits the sequence between its matrices.
 
     Args:
+        values: plan a value model in place of a policy.
         tokens: tokens of a row on one device; by default the most that the settings allow.
     """
     dtype = resolve_dtype(settings.dtype)
@@ -43,7 +50,7 @@ def plan_training(
         ranks // settings.data_parallel_replicate_degree,
     )
     with torch.device("meta"):
-        model = build_model(architecture, settings)
+        model = build_model(architecture, settings, values=values)
     freeze(model, settings.frozen)
     count, trained = (
         sum(each.numel() for each in model.parameters() if each.requires_grad or of_all) for of_all in (True, False)
@@ -66,7 +73,7 @@ def plan_training(
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
         # Measured: fragmentation of about two of the largest temporaries, the logits of a chunk.
         largest=kept * max(each.numel() for each in model.parameters()) // split,
-        heap=2 * min(HEAD_CHUNK_BYTES, 4 * tokens * architecture.vocab) if device_type() == "cpu" else 0,
+        heap=2 * min(HEAD_CHUNK_BYTES, 4 * tokens * model.lm_head.out_features) if device_type() == "cpu" else 0,
     )
 
 
@@ -106,9 +113,9 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
     for score in (False, True):
         chosen = slice(None) if score else slice(0, 1)
         with _without_autocast(), _LiveBytes() as live:
-            logprobs, *_ = model(ids, positions, masks, wanted=chosen, targets=targets[0, chosen])
-            logprobs.sum().backward()
-        del logprobs, _
+            scores = model(ids, positions, masks, wanted=chosen, targets=targets[0, chosen])
+            (scores.logprobs if scores.values is None else scores.values).sum().backward()
+        del scores
         peaks.append(live.most)
     return peaks[0], max(0, peaks[1] - peaks[0])
 

@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from forge_rl.engines.platform import device_threads
 from forge_rl.engines.titan.blocks import Block, SavePlanner, copied, training_state
-from forge_rl.engines.titan.export import Export, Parts
+from forge_rl.engines.titan.export import Export
 from forge_rl.engines.titan.index import TensorWriter
 from forge_rl.engines.titan.loading import cause_of
 from forge_rl.engines.titan.shards import names_of
 from forge_rl.errors import CheckpointError
+from forge_rl.weights.names import VALUE_HEAD, Names
 
 
 class CheckpointWriter:
@@ -70,10 +71,10 @@ class CheckpointWriter:
         state = copied(training_state(model, optimizer, counts))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._last = self._thread.submit(self._write, state, folder, source, dtype, names_of(model).parts)
+        self._last = self._thread.submit(self._write, state, folder, source, dtype, names_of(model))
         return self._last
 
-    def _write(self, state: dict[str, Block], folder: Path, source: Path, dtype: torch.dtype, parts: Parts) -> None:
+    def _write(self, state: dict[str, Block], folder: Path, source: Path, dtype: torch.dtype, names: Names) -> None:
         training = folder / "training"
 
         def write_state() -> None:
@@ -81,7 +82,7 @@ class CheckpointWriter:
             state.clear()
 
         def export() -> None:
-            made = Export(training, source, dtype, parts)
+            made = Export(training, source, dtype, names.parts, valued=names.head == VALUE_HEAD)
             made.write(folder / "model", rank=dist.get_rank(), ranks=dist.get_world_size())
 
         self._on_all_ranks("the training state", training, write_state)

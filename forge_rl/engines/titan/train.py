@@ -45,7 +45,7 @@ from forge_rl.weights.transports.protocol import LocalShard
 class TitanEngine:
     """A `TrainEngine` on torchtitan: one rank's part of the policy and its optimizer, in any layout."""
 
-    def __init__(self, folder: Path, settings: TrainSettings, *, reference: bool = False) -> None:
+    def __init__(self, folder: Path, settings: TrainSettings, *, reference: bool = False, values: bool = False) -> None:
         self.rank = dist.get_rank()
         self.updates = self.planned = 0
         self.architecture = read_architecture(folder)
@@ -54,6 +54,7 @@ class TitanEngine:
             compile_once()
         self._folder = folder
         self._settings = settings
+        self._values = values
         self._parallelism = Parallelism(settings)
         self.model = self._build()
         freeze(self.model, settings.frozen)
@@ -80,6 +81,7 @@ class TitanEngine:
         total_updates: int,
         version: int | None,
     ) -> list[dict[str, Value] | None]:
+        self._check_head("values" in loss.needs, "the loss is computed from")
         self.onload()
         try:
             rows = [row for minibatch in minibatches for row in minibatch.rows]
@@ -179,6 +181,24 @@ class TitanEngine:
         return routing_metrics(counts, replays=self._settings.router_replay)
 
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
+        self._check_head(False, "asked for")
+        return self._scores(rows, temperature)
+
+    def values(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        self._check_head(True, "asked for")
+        return self._scores(rows, 1.0)
+
+    def _check_head(self, values: bool, verb: str) -> None:
+        """Raise ConfigError unless the model's outputs are those that are needed."""
+        if values != self._values:
+            wanted, has = ("values", "logprobs") if values else ("logprobs", "values")
+            raise ConfigError(
+                f"{verb} {wanted}, and the trainer's model has {has}",
+                hint="train a value model with a loss that needs values, and a policy with any other",
+            )
+
+    def _scores(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
+        """Return the model's logprobs, or values, of a share's rows in host memory."""
         self.onload()
         try:
             return [found.cpu() for found in self._logprobs(self.model, rows, temperature)]
@@ -188,13 +208,15 @@ class TitanEngine:
 
     @torch.no_grad()
     def _logprobs(self, model: PolicyModel | None, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
-        """Score the targets where the mask is True; a tensor `[L]` for each row, on the device."""
+        """Score the targets where the mask is True, a value model by its values; a tensor `[L]` for each row, on the
+        device."""
         if model is None:
             raise ConfigError(
                 "the loss needs a frozen reference, and the trainer has none",
                 hint="pass start() the loss to train with",
             )
-        found = [self._score(model, self._on_device(row), Scoring(temperature=temperature)).first for row in rows]
+        scored = (self._score(model, self._on_device(row), Scoring(temperature=temperature)) for row in rows)
+        found = [each.first if each.values is None else each.values for each in scored]
         _reshard(model)
         return found
 
@@ -287,15 +309,16 @@ class TitanEngine:
 
         The other ranks wait for this rank's gradient, and skip the update because it is not finite.
         """
+        outputs = inputs.logprobs if inputs.values is None else inputs.values
         try:
             if failed:
-                return inputs.logprobs.sum() * math.nan
+                return outputs.sum() * math.nan
             total, sums = call_loss(loss, inputs)
         except ForgeError as error:
             if dist.get_world_size() == 1:
                 raise
             failed.append(error)
-            return inputs.logprobs.sum() * math.nan
+            return outputs.sum() * math.nan
         tokens = inputs.mask.sum()
         for name, value in sums.items():
             if isinstance(value, tuple):
@@ -324,8 +347,8 @@ class TitanEngine:
             found = scatter.index_put((wanted,), values) if len(wanted) else scatter + 0.0 * values.sum()
             return self._parallelism.gather(found)
 
-        squares = None if picked.squares is None else everywhere(picked.squares)
-        return TokenScores(everywhere(picked.logprobs), everywhere(picked.entropy), squares)
+        squares, values = (None if each is None else everywhere(each) for each in (picked.squares, picked.values))
+        return TokenScores(everywhere(picked.logprobs), everywhere(picked.entropy), squares, values)
 
     def _on_device(self, row: Row, *, observations: bool = False) -> DeviceRow:
         return on_device(row, self._parallelism.chunk(len(row)), self.device, observations=observations)
@@ -343,7 +366,7 @@ class TitanEngine:
         shard = world > 1 or dtype != kept or self._settings.enable_cpu_offload
         home = torch.device("cpu") if self._settings.enable_cpu_offload else self.device
         with torch.device("meta" if shard else self.device), set_default_dtype(kept):
-            model = build_model(self.architecture, self._settings)
+            model = build_model(self.architecture, self._settings, values=self._values)
         if frozen:
             for parameter in model.parameters():
                 parameter.data = parameter.to(dtype)  # not buffers, such as RoPE's
@@ -354,7 +377,7 @@ class TitanEngine:
             recompute_activations(model, self._settings.activation_checkpointing)
         with torch.no_grad():
             model.init_states()
-        load_weights(model, self._folder, tied=self.architecture.tied)
+        load_weights(model, self._folder, tied=model.enable_weight_tying)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
