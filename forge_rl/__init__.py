@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.returns import by_group as by_group
     from forge_rl.algorithms.returns import reinforce_pp_advantages as reinforce_pp_advantages
     from forge_rl.algorithms.returns import token_rewards as token_rewards
+    from forge_rl.algorithms.value_loss import ValueLoss as ValueLoss
     from forge_rl.data.adaptive import Adapting as Adapting
     from forge_rl.data.curriculum import Curriculum as Curriculum
     from forge_rl.data.data_config import ONE_DIGIT_ADDITION as ONE_DIGIT_ADDITION
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from forge_rl.run.start import Starting as Starting
     from forge_rl.run.start import start as start
     from forge_rl.services.generator_config import GeneratorConfig as GeneratorConfig
+    from forge_rl.services.trainer_config import CriticConfig as CriticConfig
     from forge_rl.services.trainer_config import TrainerConfig as TrainerConfig
     from forge_rl.types import Batch as Batch
     from forge_rl.types import Episode as Episode
@@ -152,6 +154,7 @@ _HOMES = {
             "reinforce_pp_advantages",
             "token_rewards",
         ),
+        "algorithms.value_loss": ("ValueLoss",),
         "data.adaptive": ("Adapting",),
         "data.curriculum": ("Curriculum",),
         "data.data_config": (
@@ -193,7 +196,10 @@ _HOMES = {
             "start",
         ),
         "services.generator_config": ("GeneratorConfig",),
-        "services.trainer_config": ("TrainerConfig",),
+        "services.trainer_config": (
+            "CriticConfig",
+            "TrainerConfig",
+        ),
         "types": (
             "Batch",
             "Episode",

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from forge_rl.algorithms.losses import ClippedSurrogate
@@ -208,21 +207,3 @@ def hf_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         for whole in [p.full_tensor() if isinstance(p, DTensor) else p]
         for part in model.names.parts(name, whole.shape)
     }
-
-
-def unpack(packed: Packed, values: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Per-position results, a [L] tensor for each row, by episode.
-
-    For each episode with trained tokens, by its index in batch.episodes, the values of those tokens, in the order of
-    its segments and of the tokens in them. Episodes that were left out are absent.
-    """
-    assert len(values) == len(packed.rows), f"{len(values)} tensors for {len(packed.rows)} rows"
-    if not packed.rows:
-        return {}
-    keys = np.concatenate(
-        [torch.stack([r.positions, r.segments, r.episodes])[:, r.mask].cpu().numpy() for r in packed.rows], axis=1
-    )
-    flat = torch.cat([value[row.mask.to(value.device)] for row, value in zip(packed.rows, values, strict=True)])
-    ordered = flat[torch.from_numpy(np.lexsort(keys)).to(flat.device)]
-    episodes, counts = np.unique(keys[2], return_counts=True)
-    return dict(zip(episodes.tolist(), ordered.split(counts.tolist()), strict=True))

@@ -30,6 +30,7 @@ class Parts:
     """Stands for every service and for the rollouts; notes in `done` what it is told."""
 
     def __init__(self, *deaths: BaseException) -> None:
+        self.name = "trainer"
         self.version = self.updates = self.batches = 0
         self.parameters = 1
         self.dtype = "float32"
@@ -67,7 +68,7 @@ class Parts:
         assert idle, "engines with devices of their own go on"
         self.done.append("devices to the trainer")
 
-    async def restart(self, resume: Path | None) -> None:
+    async def restart(self, resume: Path | None, *, cause: str) -> None:
         self.updates = int((resume / "updates").read_text()) if resume else 0
         self.version = self.updates // 2
         self.done.append(f"restart at {self.version}")

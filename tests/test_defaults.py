@@ -165,7 +165,7 @@ def test_on_a_cpu_nothing_is_chosen(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module, "device_type", devices.device_type)
     config = RunConfig()
     assert (config.trainer.seq_len, config.generator.gpu_memory_utilization) == (1024, 0.4)
-    assert with_defaults(config, Path("nowhere"), reference=True) == (config, [])
+    assert with_defaults(config, Path("nowhere"), reference=True) == (config, None, [])
 
 
 @pytest.mark.parametrize("tokens", [128, 1000])

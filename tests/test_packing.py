@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from forge_rl.errors import ConfigError
 from forge_rl.packing.minibatches import deal
 from forge_rl.packing.rows import Layout, Minibatch, Packed, Row, attends, dense_mask, pack
+from forge_rl.packing.unpacking import unpack
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
-from tests.fakes import unpack
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "2+2"},))
 EOS = 2

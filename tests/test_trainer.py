@@ -19,6 +19,7 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, ForgeError, LossError
+from forge_rl.packing.unpacking import unpack
 from forge_rl.run.run_config import RunConfig
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
@@ -26,7 +27,7 @@ from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Score
 from forge_rl.weights.manifest import Manifest
 from tests.fake_actors import cluster
-from tests.fakes import make_model, packed, random_batch, unpack
+from tests.fakes import make_model, packed, random_batch
 from tests.plain_trainer import logits_of
 from tests.read_slices import read_version
 

@@ -22,8 +22,9 @@ from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.metrics import ExplainedVariance, merge_all, reduce
 from forge_rl.packing.rows import Layout, Packed, pack
+from forge_rl.packing.unpacking import unpack
 from forge_rl.types import Batch
-from tests.fakes import hf_weights, make_model, random_batch, unpack
+from tests.fakes import hf_weights, make_model, random_batch
 from tests.plain_trainer import InFloat64, in_float64
 
 pytestmark = pytest.mark.usefixtures("process_group")

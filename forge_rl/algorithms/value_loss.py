@@ -31,7 +31,7 @@ class ValueLoss(Loss):
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     def __post_init__(self) -> None:
-        check_flags(self, "--value.", above={"clip": 0})
+        check_flags(self, "--value-", above={"clip": 0})
 
     @property
     def needs(self) -> Collection[Need]:

@@ -41,15 +41,13 @@ class DeviceHandover:
 
     Args:
         engines: paused while they do not have the devices; if devices are shared, put to sleep to free them.
-        trainer: shares the engines' devices; None if it has its own.
+        trainers: those that share the engines' devices; none if they have their own.
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self, engines: Engines, trainer: Trainer | None = None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, engines: Engines, *trainers: Trainer, clock: Callable[[], float] = time.monotonic) -> None:
         self._engines = engines
-        self._trainer = trainer
+        self._trainers = trainers
         self._clock = clock
         self._holder: str | None = "both"
         """"engines", "trainer", or "both" initially; None during a transition and after a failed one."""
@@ -72,7 +70,7 @@ class DeviceHandover:
         Args:
             idle: True if nothing is in flight. Engines with devices of their own then need not pause.
         """
-        if not idle or self._trainer is not None:
+        if not idle or self._trainers:
             self._rolling_out = False
             await self._hand_over()
 
@@ -94,7 +92,7 @@ class DeviceHandover:
         vLLM refuses to start if too little memory is free, and mistakes memory that the trainer allocates or frees
         meanwhile for its own.
         """
-        if self._trainer is None:
+        if not self._trainers:
             yield
             return
         async with self._changed:
@@ -110,7 +108,7 @@ class DeviceHandover:
     async def free_devices(self) -> None:
         """Free the devices for a restarting trainer, which begins with all its state on them."""
         self._rolling_out = False
-        if self._trainer is not None:
+        if self._trainers:
             async with self._changed:
                 await self._changed.wait_for(lambda: not self._starting)
                 self._holder = None
@@ -134,16 +132,18 @@ class DeviceHandover:
             self._holder = None
             if now == before:
                 pass
-            elif self._trainer is None:
+            elif not self._trainers:
                 if now == "trainer":
                     await self._timed("pause", self._engines.pause())
                 elif before != "both":
                     await self._timed("resume", self._engines.resume())
             elif now == "trainer":
                 await self._timed("sleep", self._engines.sleep())
-                await self._timed("onload", self._trainer.onload())
+                for trainer in self._trainers:
+                    await self._timed("onload", trainer.onload())
             else:
-                await self._timed("offload", self._trainer.offload())
+                for trainer in self._trainers:
+                    await self._timed("offload", trainer.offload())
                 if before != "both":
                     await self._timed("wake", self._engines.wake())
             self._holder = now

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ class Checkpointer:
 
     Args:
         checkpoints: the run folder's checkpoints.
-        services: the trainer, which is saved, and the engines and weight store, which follow it after a restart.
+        services: the trainer and, if any, the critic, which are saved, and the engines and weight store, which follow
+            the trainer after a restart.
         rollouts: their state is saved and restored with the trainer's.
         evaluator: its scores decide which checkpoint is the best.
         live: changes made during the run.
@@ -75,8 +76,12 @@ class Checkpointer:
 
     @property
     def trained(self) -> bool:
-        """True if the trainer took updates since the end of the last step."""
-        return self._services.trainer.updates != self._ended[0]
+        """True if the trainer or the critic took updates since the end of the last step."""
+        return self._updates() != self._ended[0]
+
+    def _updates(self) -> list[int]:
+        """Return the updates taken by the trainer and, if there is one, the critic."""
+        return [trainer.updates for trainer in self._services.trainers]
 
     def end_step(self) -> None:
         """Count a finished step."""
@@ -86,7 +91,7 @@ class Checkpointer:
     def _note(self) -> None:
         """Record the rollouts' state, which soon runs ahead: a checkpoint needs it and the trainer's at the same
         step."""
-        self._ended = self._services.trainer.updates, self._rollouts.state()
+        self._ended = self._updates(), self._rollouts.state()
 
     async def resume(self, checkpoint: Checkpoint | None) -> None:
         """Resume from a checkpoint of an earlier process, if any, which the trainer has loaded, and apply later live
@@ -172,20 +177,29 @@ class Checkpointer:
             return error
 
     async def _write(self, copied: asyncio.Future[None]) -> Checkpoint:
-        trainer, step = self._services.trainer, self.step
+        trainers, step = self._services.trainers, self.step
         if self.trained:
             self._note()
-        updates, rollouts = self._ended
+        (updates, *of_critic), rollouts = self._ended
         state = {"step": step, "updates": updates, "rollouts": rollouts, "seconds": self.seconds}
-        state |= {"live": self._live.state(), **self._evaluator.state()}
+        state |= {"live": self._live.state(), **self._evaluator.state(), **_critic_state(of_critic)}
         await self._services.devices.hand_to_trainer(idle=True)  # after an evaluation, the engines hold shared devices
         writing = self.checkpoints.writing(
-            step, state, bytes_needed=trainer.parameters * 16, unscored=self._evaluator.step
+            step,
+            state,
+            bytes_needed=sum(trainer.parameters * 16 for trainer in trainers),
+            unscored=self._evaluator.step,
         )
         async with writing as folder:
-            await trainer.save(folder, model=self._model)
+            places = [folder, folder / "critic"][: len(trainers)]
+            for place in places[1:]:
+                for part in ("model", "training"):
+                    (place / part).mkdir(parents=True)
+            for trainer, place in zip(trainers, places, strict=True):
+                await trainer.save(place, model=self._model)
             copied.set_result(None)
-            await trainer.finish_save()
+            for trainer in trainers:
+                await trainer.finish_save()
         self.saved = step
         self.mark_best()
         latest = self.checkpoints.latest()
@@ -193,7 +207,7 @@ class Checkpointer:
         return latest
 
     async def rollback(self) -> int:
-        """Restart the trainer from the last intact checkpoint, and roll everything else back to it.
+        """Restart trainer and critic from the last intact checkpoint, and roll everything else back to it.
 
         Returns:
             The step from which the run continues.
@@ -209,16 +223,20 @@ class Checkpointer:
             checkpoint = await asyncio.to_thread(self.checkpoints.set_damaged_aside, self._warn)
             try:
                 await self._services.devices.free_devices()
-                await self._services.trainer.restart(checkpoint.training.resolve() if checkpoint else None)
+                states = [checkpoint.training, checkpoint.critic] if checkpoint else [None, None]
+                for trainer, state in zip(self._services.trainers, states, strict=False):
+                    await trainer.restart(
+                        state.resolve() if state else None, cause="it is rolled back to the checkpoint"
+                    )
                 await self._follow(checkpoint)
             except ReplicaError as error:  # it died again; with no restart left, the error is another one
-                if error.service != "trainer":
+                if error.service not in {trainer.name for trainer in self._services.trainers}:
                     raise
             else:
                 return self.step
 
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
-        """Bring everything except the trainer to the checkpoint's step."""
+        """Bring everything except trainer and critic to the checkpoint's step."""
         rollouts = self._read(checkpoint)["rollouts"] if checkpoint else self._first
         await self._rollouts.restore(_with_changes(rollouts, self._live.state()))
         await self._services.weights.rollback(self._services.trainer.version - 1)
@@ -238,7 +256,7 @@ class Checkpointer:
 
     def _read(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Read and check the controller's state."""
-        state, updates = checkpoint.controller_state(), self._services.trainer.updates
+        state, (updates, *of_critic) = checkpoint.controller_state(), self._updates()
         match state:
             case {"rollouts": dict(), "seconds": int() | float(), "live": live} if is_live_state(live):
                 pass
@@ -249,6 +267,12 @@ class Checkpointer:
             raise CheckpointError(
                 f"{checkpoint.folder} holds a training state of {updates} updates, but a controller state of "
                 f"{state.get('updates')}",
+                hint=checkpoint.hint,
+            )
+        if not _critic_state(of_critic).items() <= state.items():
+            raise CheckpointError(
+                f"{checkpoint.folder} holds a critic of {of_critic[0]} updates, but a controller state of "
+                f"{state.get('critic_updates')}",
                 hint=checkpoint.hint,
             )
         return state
@@ -272,6 +296,11 @@ class Checkpointer:
             case {"step": int(made_at), "live": dict(live)} if is_live_state(live):
                 return live if made_at >= self.step else None
         raise CheckpointError(f"{self._changes} cannot be read: it lacks something", hint=hint)
+
+
+def _critic_state(updates: Sequence[int]) -> dict[str, int]:
+    """Return the part of a controller's state that is about a critic, if there is one."""
+    return {"critic_updates": updates[0]} if updates else {}
 
 
 def _with_changes(rollouts: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:

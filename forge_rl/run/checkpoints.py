@@ -49,6 +49,11 @@ class Checkpoint:
         """Weights and optimizer state to resume from."""
         return self.folder / "training"
 
+    @property
+    def critic(self) -> Path:
+        """Weights and optimizer state of the critic, if the run has one; its own `model` folder is next to them."""
+        return self.folder / "critic" / "training"
+
     def damage(self) -> str:
         """Read all files and describe the first damage in one line; "" if they are as written.
 

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import TypeVar
 
 from forge_rl.engines.architecture import Architecture, read_architecture
+from forge_rl.engines.degrees import check_model
 from forge_rl.engines.devices import gpus
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.platform import gpu_bytes
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.errors import ConfigError
 from forge_rl.packing.trees import round_up
 from forge_rl.rollout.placement import shares_devices
 from forge_rl.run.run_config import RunConfig
 from forge_rl.services.trainer import Trainer
-from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE
+from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE, CriticConfig, as_critic
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -49,24 +51,75 @@ def colocated(config: RunConfig, there: int | None = None) -> bool:
     )
 
 
-def with_defaults(config: C, model: Path, *, reference: bool) -> tuple[C, list[str]]:
+def with_defaults(
+    config: C, model: Path, *, reference: bool, critic: CriticConfig | None = None
+) -> tuple[C, CriticConfig | None, list[str]]:
     """Choose settings that the user left open, for this machine; see `choose`. Takes seconds with GPUs.
+
+    A critic's rows are as long as the trainer's, and its state is where the trainer's is, on the same GPUs.
 
     Args:
         model: Hugging Face folder; only its config.json is read.
         reference: whether the trainer keeps a frozen copy.
+        critic: settings of a critic, whose model is a folder or the trainer's.
+
+    Returns:
+        The run's settings, the critic's, and a line per choice.
 
     Raises:
-        ConfigError: there are too few GPUs, see `shares_devices`.
+        ConfigError: there are too few GPUs, see `shares_devices`; or the critic does not fit next to the trainer.
     """
     gpu, ranks = gpu_bytes(), config.trainer.ranks
+    if critic is not None:
+        check_critic(config, critic, read_architecture(Path(critic.model) if critic.model else model))
     if not gpu:
-        return config, []
+        return config, critic, []
 
     def memory(settings: TrainSettings) -> TrainMemory:
-        return plan_training(model, settings, ranks=ranks, reference=reference)
+        found = plan_training(model, settings, ranks=ranks, reference=reference)
+        return found if critic is None else replace(found, reference=found.reference + _critic_state(critic, model))
 
-    return choose(config, read_architecture(model), gpu=gpu, there=gpus(), memory=memory)
+    config, lines = choose(config, read_architecture(model), gpu=gpu, there=gpus(), memory=memory)
+    if critic is not None:
+        critic = replace(
+            critic,
+            seq_len=critic.seq_len or config.trainer.seq_len,
+            stays_on_device=critic.stays_on_device or config.trainer.stays_on_device,
+        )
+    return config, critic, lines
+
+
+def _critic_state(critic: CriticConfig, model: Path) -> int:
+    """Return the bytes that a critic holds on each of its GPUs from step to step."""
+    settings = replace(critic, seq_len=LEAST_ROW)
+    folder = Path(critic.model) if critic.model else model
+    return plan_training(folder, settings, ranks=critic.ranks, reference=False, values=True).state
+
+
+def check_critic(config: RunConfig, critic: CriticConfig, architecture: Architecture) -> None:
+    """Refuse a critic that does not fit its model, the batches, or the trainer's GPUs.
+
+    Raises:
+        ConfigError: says what does not fit, and what to change.
+    """
+    with as_critic():
+        check_model(critic, critic.ranks, architecture)
+    if 0 < critic.longest_row < config.generator.max_model_len:
+        raise ConfigError(
+            f"episodes can have {config.generator.max_model_len} tokens, but a row of the critic only "
+            f"{critic.longest_row}",
+            hint="raise --critic.seq-len or --critic.context-parallel-degree, or lower --generator.max-model-len",
+        )
+    if critic.minibatches > config.groups_per_batch:
+        raise ConfigError(
+            f"{config.groups_per_batch} groups cannot be split into {critic.minibatches} minibatches",
+            hint="lower --critic.minibatches, or raise --groups-per-batch",
+        )
+    if gpus() and critic.ranks > config.trainer.ranks:
+        raise ConfigError(
+            f"the critic has {critic.ranks} ranks, and shares the {config.trainer.ranks} GPUs of the trainer",
+            hint="set --critic.ranks to --trainer.ranks or less",
+        )
 
 
 def choose(

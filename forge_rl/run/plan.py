@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -15,14 +15,17 @@ from forge_rl.engines.architecture import Architecture, read_architecture
 from forge_rl.engines.context import check_context
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import plan_training
+from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.platform import gpu_bytes, resolve_dtype
 from forge_rl.errors import ConfigError
 from forge_rl.models.resolve import resolve_model
 from forge_rl.run.defaults import colocated, with_defaults
 from forge_rl.run.run_config import RunConfig
+from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
 from forge_rl.system.memory import host_bytes
 
 _TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing full, or lower --trainer.seq-len"
+_CRITIC_FLAGS = "raise --critic.ranks, set --critic.activation-checkpointing full, or lower --critic.seq-len"
 _ENGINE_FLAGS = "lower --generator.replicas, --generator.kv-cache-gib or --generator.gpu-memory-utilization"
 _PROCESS_BYTES = 450 << 20
 """Python, torch and torchtitan in a trainer process; an engine's process needs more."""
@@ -67,8 +70,11 @@ def show_plan(config: object) -> None:
         try_loss(loss)
     model = resolve_model(config.model, config.cache).resolve()
     reference = loss is not None and "reference" in loss.needs
-    config, chosen = with_defaults(config, model, reference=reference)
-    needs = plan_run(config, model, reference=reference)
+    critic = getattr(config, "critic", None)
+    if critic is not None and critic.model:
+        critic = replace(critic, model=str(resolve_model(critic.model, config.cache).resolve()))
+    config, critic, chosen = with_defaults(config, model, reference=reference, critic=critic)
+    needs = plan_run(config, model, reference=reference, critic=critic)
     table = Table(title=f"memory of a run of {config.model}", title_justify="left", caption_justify="left")
     table.add_column("part")
     table.add_column("GiB", justify="right")
@@ -93,33 +99,21 @@ def show_plan(config: object) -> None:
     refuse(needs, host=host_bytes(), gpu=gpu)
 
 
-def plan_run(config: RunConfig, model: Path, *, reference: bool) -> list[Need]:
-    """List the peak memory of trainer ranks, engines, and weight store.
+def plan_run(config: RunConfig, model: Path, *, reference: bool, critic: CriticConfig | None = None) -> list[Need]:
+    """List the peak memory of trainer ranks, critic ranks, engines, and weight store.
 
     With GPUs, this is the need of each GPU, and the host memory of all processes together. Rows count as full.
 
     Args:
         model: Hugging Face folder; only its config.json is read.
         reference: whether the trainer keeps a frozen copy.
+        critic: settings of a critic, if there is one; it shares the trainer's GPUs.
     """
     trainer = config.trainer
     found = plan_training(model, trainer, ranks=trainer.ranks, reference=reference)
     architecture = read_architecture(model)
     check_context(architecture, config.generator)
-    dtype = str(resolve_dtype(trainer.dtype)).removeprefix("torch.")
-    parts = {
-        "weights, float32": found.weights,
-        "gradients": found.gradients,
-        "optimizer state": found.optimizer,
-        "frozen reference": found.reference,
-        f"weights gathered or cast, {dtype}": found.gathered,
-        f"activations of {trainer.seq_len} tokens, checkpointing {trainer.activation_checkpointing}": (
-            found.activations
-        ),
-        "output head, a chunk of logits": found.head,
-        "attention masks": found.masks,
-        "freed memory that the heap keeps": found.heap,
-    }
+    parts = _parts(trainer, found)
     on_gpu = device_type() == "cuda"
     host = {}
     if config.checkpoint_every:
@@ -135,14 +129,47 @@ def plan_run(config: RunConfig, model: Path, *, reference: bool) -> list[Need]:
     else:
         parts |= {"process": _PROCESS_BYTES} | host
         host = {}
+    beside_it = []
+    if critic is not None:
+        folder = Path(critic.model) if critic.model else model
+        valued = plan_training(folder, critic, ranks=critic.ranks, reference=False, values=True)
+        if on_gpu:  # one of the two trains at a time
+            step = found.total - found.state
+            parts["critic's state, and what its step needs more"] = max(valued.state, valued.total - step)
+        else:
+            own = _parts(critic, valued) | {"process": _PROCESS_BYTES}
+            if config.checkpoint_every:
+                own["copy of the state, while a checkpoint is written"] = valued.copy
+            need = Need(who="critic rank", count=critic.ranks, parts=_without_zeros(own), hint=_CRITIC_FLAGS)
+            beside_it.append(need)
     rank = Need(
         who="trainer rank", count=trainer.ranks, parts=_without_zeros(parts), hint=_TRAINER_FLAGS, of_gpu=on_gpu
     )
     beside = Need(who="trainer rank, in host memory", count=trainer.ranks, parts=_without_zeros(host), hint=_HOST_FLAGS)
-    return [rank, *([beside] if host else []), *_decoding(config, architecture, on_gpu=on_gpu)]
+    return [rank, *([beside] if host else []), *beside_it, *_decoding(config, architecture, on_gpu=on_gpu)]
 
 
-def check_state_fits(config: RunConfig, architecture: Architecture, *, reference: bool) -> None:
+def _parts(trainer: TrainerConfig, found: TrainMemory) -> dict[str, int]:
+    """Name the parts of a rank's memory."""
+    dtype = str(resolve_dtype(trainer.dtype)).removeprefix("torch.")
+    return {
+        "weights, float32": found.weights,
+        "gradients": found.gradients,
+        "optimizer state": found.optimizer,
+        "frozen reference": found.reference,
+        f"weights gathered or cast, {dtype}": found.gathered,
+        f"activations of {trainer.seq_len} tokens, checkpointing {trainer.activation_checkpointing}": (
+            found.activations
+        ),
+        "output head, a chunk of logits": found.head,
+        "attention masks": found.masks,
+        "freed memory that the heap keeps": found.heap,
+    }
+
+
+def check_state_fits(
+    config: RunConfig, architecture: Architecture, *, reference: bool, critic: CriticConfig | None = None
+) -> None:
     """Refuse a run whose weights, gradients and optimizer state alone cannot fit; a cheap check.
 
     Raises:
@@ -152,13 +179,21 @@ def check_state_fits(config: RunConfig, architecture: Architecture, *, reference
     split = max(1, ranks // int(getattr(config.trainer, "data_parallel_replicate_degree", 1)))
     state = (16 + reference * resolve_dtype(config.trainer.dtype).itemsize) * count // split
     kept = on_gpu and config.trainer.enable_cpu_offload
+    critics = []
+    if critic is not None:
+        weights = read_architecture(Path(critic.model)).weights if critic.model else count
+        own = 16 * weights // (critic.ranks // critic.data_parallel_replicate_degree)
+        if on_gpu:
+            state += own
+        else:
+            critics = [Need(who="critic rank", count=critic.ranks, parts={"state": own}, hint=_CRITIC_FLAGS)]
     needs = [
         Need(who="trainer rank", count=ranks, parts={"state": state}, hint=_TRAINER_FLAGS, of_gpu=on_gpu and not kept)
     ]
     if on_gpu and not kept and colocated(config) and not config.trainer.stays_on_device:
         moved = state - 4 * count // split  # no gradients exist while engines decode
         needs.append(Need(who="trainer rank, in host memory", count=ranks, parts={"state": moved}, hint=_HOST_FLAGS))
-    refuse(needs + _decoding(config, architecture, on_gpu=on_gpu), host=host_bytes(), gpu=gpu_bytes())
+    refuse(needs + critics + _decoding(config, architecture, on_gpu=on_gpu), host=host_bytes(), gpu=gpu_bytes())
 
 
 def refuse(needs: Sequence[Need], *, host: int, gpu: int) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -36,6 +36,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import check_isolation
 from forge_rl.runtime.pauses import clock_without_pauses
 from forge_rl.runtime.processes import responsive_loop
+from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 
@@ -67,6 +68,13 @@ class Checked(Generic[C]):
     """Whether trainer and engines share devices."""
     sets: Mapping[str, Sequence[Task]]
     """Sets to evaluate on, by name; none if evaluation is off."""
+    critic: CriticConfig | None = None
+    """The critic's settings, with those chosen that were left open; None without a critic."""
+
+    @property
+    def critic_model(self) -> Path:
+        """Hugging Face folder that the critic starts from."""
+        return Path(self.critic.model) if self.critic is not None and self.critic.model else self.model
 
 
 @contextlib.asynccontextmanager
@@ -139,12 +147,14 @@ async def check(
     *,
     reference: bool,
     evaluation: Mapping[str, Sequence[Task]] | None,
+    critic: CriticConfig | None = None,
 ) -> Checked[C]:
     """Refuse models that cannot be trained, laid out or stored, and tasks that cannot be used, before services start.
 
     Args:
         reference: whether the trainer keeps a frozen reference.
         evaluation: sets to evaluate on; None for those of the mixture.
+        critic: settings of a critic, if the run has one.
 
     Raises:
         ForgeError: says what does not fit, and what to change.
@@ -153,10 +163,13 @@ async def check(
     model = (await asyncio.to_thread(resolve_model, config.model, config.cache, progress)).resolve()
     architecture = read_architecture(model)
     check_model(config.trainer, config.trainer.ranks, architecture)
-    config, chosen = await asyncio.to_thread(with_defaults, config, model, reference=reference)
+    if critic is not None and critic.model:
+        folder = await asyncio.to_thread(resolve_model, critic.model, config.cache, progress)
+        critic = replace(critic, model=str(folder.resolve()))
+    config, critic, chosen = await asyncio.to_thread(with_defaults, config, model, reference=reference, critic=critic)
     for line in chosen:
         log.event(f"chosen: {line}")
-    check_state_fits(config, architecture, reference=reference)
+    check_state_fits(config, architecture, reference=reference, critic=critic)
     if architecture.quantized:
         log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
         model = await asyncio.to_thread(dequantized, model, config.cache, progress)
@@ -177,6 +190,7 @@ async def check(
         reference=reference,
         shares_devices=colocated(config),
         sets=sets,
+        critic=critic,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -25,6 +26,7 @@ from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import Services
 from forge_rl.runtime.tasks import interrupted_by
+from forge_rl.services.trainer import Trainer
 from forge_rl.types import Batch, Episode, Group
 
 _GAP_BOUND = {"float32": 1e-3, "bfloat16": 5e-2}
@@ -61,6 +63,7 @@ class Run(Generic[C]):
         self.generator = services.generator
         self.weights = services.weights
         self.reward = services.reward
+        self._services = services
         self.environment = services.environment
         """None if an agent plays the episodes."""
         self.rollouts = rollouts
@@ -80,6 +83,17 @@ class Run(Generic[C]):
         self._asked: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
         """Work requested for the end of the current step."""
         self._end_step()  # the start does not count towards the first step
+
+    @property
+    def critic(self) -> Trainer:
+        """The critic.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self._services.critic is None:
+            raise ConfigError("the run has no critic", hint="pass start() its settings: critic=config.critic")
+        return self._services.critic
 
     @property
     def step(self) -> int:
@@ -144,11 +158,13 @@ class Run(Generic[C]):
         self._checkpointer.end_step()
         trains_in = str(resolve_dtype(self.config.trainer.dtype)).removeprefix("torch.")
         problem = describe_gap(stats.get("logprob_gap", 0.0), engines=self.generator.dtype, trainer=trains_in)
-        if stats.get("updates/skipped"):
-            self._log.warn(
-                f"step {self.step}: {stats['updates/skipped']:g} updates were skipped, as their gradient is not "
-                f"finite; rows of the last one: {self.trainer.skipped[-1]}"
-            )
+        for trainer in self._services.trainers:
+            prefix = "" if trainer is self.trainer else f"{trainer.name}/"
+            if skipped := stats.get(f"{prefix}updates/skipped"):
+                self._log.warn(
+                    f"step {self.step}: {skipped:g} updates of the {trainer.name} were skipped, as their gradient is "
+                    f"not finite; rows of the last one: {trainer.skipped[-1]}"
+                )
         if problem:
             self._log.warn(f"step {self.step}: {problem}")
         self._log.log(self.step, values, batch)
@@ -157,30 +173,34 @@ class Run(Generic[C]):
 
     @contextlib.asynccontextmanager
     async def recovering(self) -> AsyncIterator[None]:
-        """If the trainer dies, skip the rest of the body and roll the run back to its last checkpoint.
+        """If the trainer or the critic dies, skip the rest of the body and roll the run back to its last checkpoint.
 
         The recipe's loop then continues from there; at most trainer.max_restarts times.
 
         Raises:
-            ServiceError: no trainer restart is left.
+            ServiceError: no restart is left.
         """
-        if not self.trainer.alive:
-            await self._recover()
+        trainers = self._services.trainers
+        for trainer in trainers:
+            if not trainer.alive:
+                await self._recover(trainer.name)
 
-        async def raise_death() -> None:
-            cause = await self.trainer.death()
+        async def raise_death(trainer: Trainer) -> None:
+            cause = await trainer.death()
             await asyncio.sleep(0.5)  # a call in flight fails by itself
-            if self.trainer.restarts_left:  # else the run ends with it
-                raise ReplicaError(cause, service="trainer")
+            if trainer.restarts_left:  # else the run ends with it
+                raise ReplicaError(cause, service=trainer.name)
 
         try:
-            with interrupted_by(raise_death):
+            with contextlib.ExitStack() as stack:
+                for trainer in trainers:
+                    stack.enter_context(interrupted_by(functools.partial(raise_death, trainer)))
                 yield
                 await self._do_asked()
         except ReplicaError as error:
-            if error.service != "trainer":
+            if error.service not in {trainer.name for trainer in trainers}:
                 raise
-            await self._recover()
+            await self._recover(str(error.service))
 
     async def train(self, step: Callable[[Run[C]], Awaitable[None]]) -> None:
         """Run all remaining steps; evaluate and checkpoint when due: the loop of `recipes/grpo.py`.
@@ -321,10 +341,12 @@ class Run(Generic[C]):
             )
 
     async def save_interrupted(self) -> None:
-        """Save the steps since the last checkpoint, if the run writes checkpoints and its trainer is alive."""
-        if self.config.checkpoint_every == 0 or not self.trainer.alive:
+        """Save the steps since the last checkpoint, if the run writes checkpoints and its trainers are alive."""
+        trainers = self._services.trainers
+        if self.config.checkpoint_every == 0 or not all(trainer.alive for trainer in trainers):
             return
-        await self.trainer.wait_idle()
+        for trainer in trainers:
+            await trainer.wait_idle()
         if self._checkpointer.trained:  # stopped within a step whose updates have finished
             self.log({}, self.rollouts.last)
         await self._checkpointer.close()
@@ -334,7 +356,7 @@ class Run(Generic[C]):
             self._log.event(f"saved step {self.step}; the same command resumes from there")
 
     def __repr__(self) -> str:
-        parts = (self.trainer, self.generator, self.reward, self.environment)
+        parts = (*self._services.trainers, self.generator, self.reward, self.environment)
         title = f"Run  step {self.step} of {self.config.steps}  {self.folder}"
         return "\n".join([title, *(f"  {part!r}" for part in parts if part)])
 
@@ -356,8 +378,9 @@ class Run(Generic[C]):
         return result.score
 
     def _end_step(self) -> dict[str, float]:
-        self._clock.busy("trainer", self.trainer.busy_s)
-        self.trainer.busy_s = 0.0
+        for trainer in self._services.trainers:
+            self._clock.busy(trainer.name, trainer.busy_s)
+            trainer.busy_s = 0.0
         self._count_busy("")
         return self._clock.finish_step()
 
@@ -384,12 +407,13 @@ class Run(Generic[C]):
                 if not done.done():
                     done.set_result(result)
 
-    async def _recover(self) -> None:
+    async def _recover(self, name: str) -> None:
+        """Roll back after the death of the trainer or the critic, by its name."""
         with self.phase("recover"):
             self._pop_evaluation()
             step = await self._checkpointer.rollback()
             self._log.rollback(step)
-            self._log.warn(f"the trainer was restarted; the run continues from step {step}")
+            self._log.warn(f"the {name} was restarted; the run continues from step {step}")
 
 
 def describe_gap(gap: float, *, engines: str, trainer: str) -> str:

@@ -46,7 +46,13 @@ class Services:
     environment: Environment | None
     """None if an agent plays the episodes."""
     devices: DeviceHandover
-    """Hands shared devices back and forth between trainer and generator."""
+    """Hands shared devices back and forth between trainers and generator."""
+    critic: Trainer | None = None
+
+    @property
+    def trainers(self) -> tuple[Trainer, ...]:
+        """The trainer and, if there is one, the critic: saved together, and rolled back together if one dies."""
+        return (self.trainer,) if self.critic is None else (self.trainer, self.critic)
 
 
 @contextlib.asynccontextmanager
@@ -96,6 +102,10 @@ async def _start_services(
         generator = begin("generator", _engines(config), _start_generator(checked, cluster, prepared, handover))
         ranks = f"torchtitan, {config.trainer.ranks} rank{'s' * (config.trainer.ranks > 1)}"
         trainer = begin("trainer", ranks, _start_trainer(checked, cluster, prepared, after=generator))
+        critic = None
+        if checked.critic is not None:
+            ranks = f"torchtitan, {checked.critic.ranks} rank{'s' * (checked.critic.ranks > 1)}"
+            critic = begin("critic", ranks, _start_critic(checked, cluster, prepared, after=generator))
         expected_bytes = stored_bytes(checked.model) * resolve_dtype(config.generator.dtype).itemsize // 2
         storing = WeightStore.start(
             config.weights, cluster, faults, deadline_s=_START_DEADLINE_S, expected_bytes=expected_bytes
@@ -117,7 +127,8 @@ async def _start_services(
                 config.environment, cluster, faults, factory=environment, deadline_s=_START_DEADLINE_S
             )
             envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), acting)
-    devices = DeviceHandover(generator.result(), trainer.result() if checked.shares_devices else None)
+    trainers = [trainer.result(), *([critic.result()] if critic is not None else [])]
+    devices = DeviceHandover(generator.result(), *(trainers if checked.shares_devices else []))
     handover.set_result(devices)
     prepared.monitor.log.event(weights.result().choice)
     return Services(
@@ -127,6 +138,7 @@ async def _start_services(
         reward=scorer.result(),
         environment=envs.result() if envs is not None else None,
         devices=devices,
+        critic=critic.result() if critic is not None else None,
     )
 
 
@@ -186,5 +198,27 @@ async def _start_trainer(
         seed=checked.config.seed,
         total_steps=checked.config.steps,
         skipped=prepared.folder / "skipped",
+        deadline_s=_START_DEADLINE_S,
+    )
+
+
+async def _start_critic(
+    checked: Checked[C], cluster: Cluster, prepared: Prepared, *, after: asyncio.Task[Generator]
+) -> Trainer:
+    assert checked.critic is not None
+    if checked.shares_devices and gpus():
+        await asyncio.wait((after,))
+    return await Trainer.start(
+        checked.critic,
+        cluster,
+        prepared.monitor.faults,
+        model=checked.critic_model,
+        resume=prepared.checkpoint.critic.resolve() if prepared.checkpoint else None,
+        reference=False,
+        values=True,
+        name="critic",
+        seed=checked.config.seed,
+        total_steps=checked.config.steps,
+        skipped=prepared.folder / "skipped-critic",
         deadline_s=_START_DEADLINE_S,
     )

@@ -25,6 +25,7 @@ from forge_rl.run.run_dir import code_digests
 from forge_rl.run.services import running_services
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.reward import RewardFunction, parts_of
+from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.types import Task
 
 C = TypeVar("C", bound=RunConfig)
@@ -65,6 +66,8 @@ class Starting(Generic[C]):
     FILE.py:FUNCTION, names one that runs in its own process."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     """Settings of the gateway for the agent."""
+    critic: CriticConfig | None = None
+    """Settings of a critic, a value model in a trainer service of its own: `Run.critic`. By default there is none."""
     recipe: str = "run"
     """Name of the recipe, for the run folder."""
 
@@ -99,6 +102,7 @@ class Starting(Generic[C]):
                         self.mixture,
                         reference="reference" in self.loss.needs,
                         evaluation=self.evaluation,
+                        critic=self.critic,
                     )
                     environment = self.environment if self.agent is None and callable(self.environment) else None
                     if not callable(self.environment):

@@ -10,6 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import train_environment
@@ -22,7 +25,8 @@ from forge_rl.errors import (
     ServiceError,
 )
 from forge_rl.metrics import merge_all, reduce
-from forge_rl.packing.rows import Layout, Minibatch, Packed
+from forge_rl.packing.rows import Layout, Minibatch, Packed, pack
+from forge_rl.packing.unpacking import values_of_episodes
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
@@ -31,6 +35,7 @@ from forge_rl.runtime.watchdog import NOTICE_S, Watchdog
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE, TrainerConfig
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.types import Batch
 from forge_rl.weights.manifest import TensorSpec
 
 if TYPE_CHECKING:
@@ -67,7 +72,7 @@ class Trainer:
         self._skipped = skipped
         self._skipped_in_a_row = 0
         self._start_deadline_s = start_deadline_s
-        self._watchdog = Watchdog(service, config.deadline_s, "--trainer.deadline-s")
+        self._watchdog = Watchdog(service, config.deadline_s, f"--{service.name}.deadline-s")
         self._unavailable = "it has not started"
         """Reason why the ranks hold no policy; "" while they do."""
         self._specs: tuple[TensorSpec, ...] | None = None
@@ -100,6 +105,8 @@ class Trainer:
         total_steps: int,
         skipped: Path,
         deadline_s: float,
+        values: bool = False,
+        name: str = "trainer",
     ) -> Trainer:
         """Spawn the ranks and load the policy.
 
@@ -110,12 +117,14 @@ class Trainer:
             total_steps: batches of the run, for the learning rate schedule.
             skipped: folder for the rows of skipped updates; created when needed.
             deadline_s: timeout of the whole start.
+            values: train a value model in place of a policy; see `make_train_engine`.
+            name: name of the service, and of its field in the recipe's settings.
         """
-        service = Service("trainer", cluster, faults)
+        service = Service(name, cluster, faults)
         env = train_environment(config.ranks)
 
         def spawn() -> Replica:
-            args = model, config, reference, config.ranks
+            args = model, config, reference, config.ranks, values
             return service.spawn(TrainerActor, *args, ranks=config.ranks, env=env, index=0)
 
         trainer = cls(
@@ -173,6 +182,11 @@ class Trainer:
             )
             raise
         self._faults.recovered(self._service.name, dead.index)
+
+    @property
+    def name(self) -> str:
+        """Name of the service."""
+        return self._service.name
 
     @property
     def alive(self) -> bool:
@@ -247,8 +261,8 @@ class Trainer:
         if self._skipped_in_a_row >= config.max_skipped_updates:
             raise ForgeError(
                 f"{self._skipped_in_a_row} updates in a row had a gradient that is not finite",
-                hint=f"inspect the rows of the last one: {skipped[-1]}; lower --trainer.optimizer.lr, or raise "
-                "--trainer.max-skipped-updates",
+                hint=f"inspect the rows of the last one: {skipped[-1]}; lower --{self.name}.optimizer.lr, or raise "
+                f"--{self.name}.max-skipped-updates",
             )
         self.skipped = tuple(skipped)
         shares = parts[:: config.peers]  # peers have the same metrics
@@ -284,9 +298,33 @@ class Trainer:
         Returns:
             One tensor per row of `packed`, `[L] float32`; `unpack` regroups them by episode.
         """
+        return await self._score(packed, "logprobs", temperature)
+
+    async def values(self, packed: Packed) -> list[torch.Tensor]:
+        """Compute the value of the state before every trained target, of a critic; see `TrainEngine.values`.
+
+        Returns:
+            One tensor per row of `packed`, `[L] float32`; `values_of_episodes` regroups them by episode.
+        """
+        return await self._score(packed, "values")
+
+    async def episode_values(self, batch: Batch) -> list[npt.NDArray[np.float32]]:
+        """Compute the value of the state before each token that the model generated, of a critic.
+
+            advantages, returns = gae(await run.critic.episode_values(batch), token_rewards(batch.episodes))
+
+        Returns:
+            [T] float32 for each episode; see `values_of_episodes`.
+        """
+        nothing = [[np.zeros(e.response_tokens, np.float32) for e in group.episodes] for group in batch.groups]
+        packed = await asyncio.to_thread(pack, batch, nothing, self.layout, drop_uniform=False)
+        return values_of_episodes(batch, packed, await self.values(packed))
+
+    async def _score(self, packed: Packed, method: str, *args: object) -> list[torch.Tensor]:
+        """Call a method that computes a tensor for each row, on the ranks that have them."""
         shares, peers = self.config.shares, self.config.peers
         parts = await self._all(
-            "logprobs", temperature, parcel=lambda rank: packed.rows[rank // peers :: shares], work=packed.packed_tokens
+            method, *args, parcel=lambda rank: packed.rows[rank // peers :: shares], work=packed.packed_tokens
         )
         return [parts[index % shares * peers][index // shares] for index in range(len(packed.rows))]
 
@@ -371,8 +409,8 @@ class Trainer:
 
     def __repr__(self) -> str:
         return (
-            f"Trainer  version {self.version}  {self.updates} updates  {self.parameters / 1e6:.0f} M parameters  "
-            f"{self.config.ranks} rank(s)  {self.config.dtype}"
+            f"{self.name.title()}  version {self.version}  {self.updates} updates  "
+            f"{self.parameters / 1e6:.0f} M parameters  {self.config.ranks} rank(s)  {self.config.dtype}"
         )
 
     async def _open(self, resume: Path | None) -> None:

@@ -30,8 +30,8 @@ from forge_rl.weights.transports.protocol import Transport
 class TrainerActor(ServiceActor):
     """Executes the Trainer's calls, one at a time; see `Trainer` and `TrainEngine`."""
 
-    def __init__(self, model: Path, settings: TrainSettings, reference: bool, ranks: int) -> None:
-        self._make_engine = functools.partial(make_train_engine, model, settings, reference=reference)
+    def __init__(self, model: Path, settings: TrainSettings, reference: bool, ranks: int, values: bool = False) -> None:
+        self._make_engine = functools.partial(make_train_engine, model, settings, reference=reference, values=values)
         self._ranks = ranks
         self._engine: TrainEngine | None = None
         self._lock = asyncio.Lock()
@@ -99,6 +99,12 @@ class TrainerActor(ServiceActor):
         """Compute logprobs of the rows that were sent."""
         async with self._lock:
             return self.engine.logprobs(self.take_parcel(), temperature=temperature)
+
+    @concurrent_endpoint
+    async def values(self) -> list[torch.Tensor]:
+        """Compute a value model's values of the rows that were sent."""
+        async with self._lock:
+            return self.engine.values(self.take_parcel())
 
     @concurrent_endpoint
     async def layer_noise(self, temperature: float, relative: float) -> list[tuple[float, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from forge_rl.engines.degrees import check_ranks, least_ranks
@@ -81,3 +83,30 @@ class TrainerConfig(TrainSettings):
     def updates_per_batch(self) -> int:
         """Number of optimizer steps per batch, if no minibatch is empty."""
         return self.minibatches * self.epochs
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig(TrainerConfig):
+    """Settings of a critic: a value model in a trainer service of its own.
+
+    It shares the trainer's GPUs.
+    """
+
+    model: str = ""
+    """Hugging Face id or local folder of the value model to start from: a policy's, whose value head then starts at 0,
+    or one with a head of one output, such as a critic's checkpoint or a reward model. By default --model. Its tokens
+    must be the policy's."""
+
+    def __post_init__(self) -> None:
+        with as_critic():
+            super().__post_init__()
+
+
+@contextlib.contextmanager
+def as_critic() -> Iterator[None]:
+    """Have errors of a critic's settings name its flags."""
+    try:
+        yield
+    except ConfigError as error:
+        message, hint = (text.replace("--trainer.", "--critic.") for text in (error.message, error.hint))
+        raise ConfigError(message, hint=hint) from None

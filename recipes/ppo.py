@@ -1,0 +1,98 @@
+"""PPO: a critic values each token, as one file to copy and edit.
+
+python -m recipes.ppo --help
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import forge_rl as rl
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(rl.RunConfig):
+    """Train a policy with a critic: generalized advantage estimation, and a value model in a service of its own."""
+
+    tasks: tuple[str, ...] = ()
+    """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
+    Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7. By default the tasks of --env, or
+    one-digit additions."""
+    eval_tasks: tuple[str, ...] = ()
+    """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
+    data: rl.DataConfig = field(default_factory=rl.DataConfig)
+    env: str = ""
+    """Environment, as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default the model answers once."""
+    rewards: rl.RewardTexts = ("auto",)
+    loss: rl.LossTexts = ("clipped",)
+    critic: rl.CriticConfig = field(default_factory=rl.CriticConfig)
+    gae: rl.GaeConfig = field(default_factory=rl.GaeConfig)
+    value_clip: float = 0.5
+    """Clip values to within this distance of the batch's first ones in the value loss, in units of reward; inf does
+    not clip."""
+    value_pretraining_steps: int = 0
+    """Train the critic alone for this many steps at first, on the episodes of the unchanged policy (VAPO)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rl.ValueLoss(clip=self.value_clip)  # refuses a clip of 0
+
+
+def start(config: Config) -> rl.Starting[Config]:
+    """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
+    environment = rl.build_environment(config.env)
+    tasks = config.tasks or (() if config.env else (rl.ONE_DIGIT_ADDITION,))
+    return rl.start(
+        config,
+        loss=rl.build_loss(config.loss),
+        sources=config.data.build(tasks, seed=config.seed, eval_tasks=config.eval_tasks)
+        if tasks
+        else rl.sources_of(environment, config.seed),
+        reward=rl.build_reward(config.rewards),
+        environment=environment,
+        critic=config.critic,
+        recipe="ppo",
+    )
+
+
+async def step(run: rl.Run[Config]) -> None:
+    """Run one step: roll out, value, train policy and critic, publish."""
+    with run.phase("rollout"):
+        batch = await run.rollouts.next_batch()
+    with run.phase("values"):
+        values = await run.critic.episode_values(batch)
+        found, returns = rl.gae(values, rl.token_rewards(batch.episodes), run.config.gae)
+        advantages = rl.by_group(batch, found)
+    with run.phase("train"):
+        keep_uniform, stats = run.loss.keeps_uniform, dict[str, float]()
+        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
+        if run.step >= run.config.value_pretraining_steps:
+            stats = await run.trainer.step(packed, run.loss, temperature=run.generator.sampling.temperature)
+    with run.phase("train_critic"):
+        columns = {"returns": rl.by_group(batch, returns), "old_values": rl.by_group(batch, values)}
+        layout, loss = run.critic.layout, rl.ValueLoss(clip=run.config.value_clip)
+        targets = await asyncio.to_thread(rl.pack, batch, advantages, layout, drop_uniform=False, columns=columns)
+        fitted = await run.critic.step(targets, loss)
+    with run.phase("publish"):
+        version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
+        await run.generator.load(run.weights, version)
+    run.log(stats | {f"critic/{name}": value for name, value in fitted.items()}, batch, packed)
+
+
+async def main(config: Config) -> None:
+    """Run all remaining steps."""
+    async with start(config) as run:
+        if not run.scores:
+            await run.evaluate()
+        while run.step < config.steps:
+            async with run.recovering():
+                await step(run)
+                if run.due(config.evaluation.every):
+                    await run.evaluate()
+                if run.due(config.checkpoint_every):
+                    await run.checkpoint()
+
+
+if __name__ == "__main__":
+    rl.launch(Config, main)
