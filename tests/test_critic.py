@@ -1,0 +1,180 @@
+"""A critic in a run: values by episode, checkpoints and rollbacks with the policy, its flags, deaths of its ranks."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.packing.rows import Layout, Packed, pack
+from forge_rl.packing.unpacking import values_of_episodes
+from forge_rl.run.defaults import check_critic
+from forge_rl.run.plan import check_state_fits, plan_run
+from forge_rl.services.trainer_config import CriticConfig
+from forge_rl.types import Batch
+from recipes.ppo import Config
+from tests.commands import Command, actor_of, metrics, tiny_run
+from tests.fakes import make_model, random_batch
+from tests.test_checkpointing import Parts, checkpointer_of, save
+
+
+def numbered(batch: Batch) -> tuple[Packed, list[torch.Tensor], list[np.ndarray]]:
+    """A packed batch, values that number the tokens of each turn, and those by episode."""
+    numbers = [
+        np.concatenate([1000 * e + 100 * t + np.arange(len(turn.token_ids)) for t, turn in enumerate(episode.turns)])
+        for e, episode in enumerate(batch.episodes)
+    ]
+    given = iter(each.astype(np.float32) for each in numbers)
+    columns = {"numbers": [[next(given) for _ in group.episodes] for group in batch.groups]}
+    laid = pack(batch, torch.zeros(batch.rewards.shape), Layout(seq_len=64), drop_uniform=False, columns=columns)
+    return laid, [row.columns["numbers"] for row in laid.rows], numbers
+
+
+def test_values_are_regrouped_by_episode_and_by_turn_also_where_histories_are_rewritten():
+    batch = random_batch(0, vocab=43, groups=3, turns=4)
+
+    def rewritten(episode: Any) -> Any:
+        first, second, third, fourth = episode.turns
+        return replace(episode, turns=(first, replace(third, prompt_ids=[41, 42]), second, fourth))
+
+    groups = [replace(g, episodes=tuple(map(rewritten, g.episodes))) for g in batch.groups]
+    batch = replace(batch, groups=tuple(groups))
+    assert all(len(episode.segments) > 1 for episode in batch.episodes)
+    laid, values, numbers = numbered(batch)
+    found = values_of_episodes(batch, laid, values)
+    assert all(each.dtype == np.float32 for each in found)
+    assert [each.tolist() for each in found] == [each.tolist() for each in numbers]
+
+
+def test_a_token_that_is_not_trained_has_the_value_before_it():
+    batch = random_batch(1, vocab=43, groups=1, group_size=3, turns=1)
+    lost = [[False, True, True], [True, False, True], [True, True, True]]
+    episodes = []
+    for episode, gone in zip(batch.groups[0].episodes, lost, strict=True):
+        (turn,) = episode.turns
+        logprobs = np.where(gone, np.nan, -1.0)
+        turn = replace(turn, token_ids=[1, 2, 3], logprobs=logprobs, versions=[0, 0, 0])
+        episodes.append(replace(episode, turns=(turn,)))
+    batch = replace(batch, groups=(replace(batch.groups[0], episodes=tuple(episodes)),))
+    laid, values, _ = numbered(batch)
+    found = values_of_episodes(batch, laid, values)
+    assert [each.tolist() for each in found] == [[0, 0, 0], [1001, 1001, 1001], [0, 0, 0]]
+
+
+def test_a_checkpoint_holds_the_critic_and_a_rollback_brings_it_back_with_the_policy(tmp_path: Path) -> None:
+    async def check() -> None:
+        policy, critic = Parts(), Parts()
+        critic.name = "critic"
+        checkpointer = checkpointer_of(policy, tmp_path)
+        services = replace(checkpointer._services, critic=cast(Any, critic))
+        checkpointer._services = services
+        checkpointer._note()
+        critic.updates += 3
+        assert checkpointer.trained, "the critic is trained alone at first"
+        policy.step(checkpointer)
+        saved = await save(checkpointer)
+        assert (policy.done, critic.done) == (["devices to the trainer", "save", "saved"], ["save", "saved"])
+        assert [(path / "updates").read_text() for path in (saved.training, saved.critic)] == ["2", "3"]
+        assert saved.damage() == ""
+        policy.step(checkpointer)
+        critic.updates += 3
+        assert await checkpointer.rollback() == 1
+        assert (policy.updates, critic.updates) == (2, 3)
+        assert not checkpointer.trained
+
+        again = checkpointer_of(policy, tmp_path)
+        again._services = services
+        await again.resume(saved)
+        assert again.step == 1
+        critic.updates = 2
+        with pytest.raises(CheckpointError, match="holds a critic of 2 updates, but a controller state of 3"):
+            await again.resume(saved)
+
+    asyncio.run(check())
+
+
+def test_errors_of_a_critics_flags_name_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CriticConfig(minibatches=0)
+    assert (caught.value.message, caught.value.hint) == (
+        "--critic.minibatches is 0",
+        "set --critic.minibatches to 1 or more",
+    )
+    with pytest.raises(ConfigError, match="--value-clip is 0"):
+        Config(value_clip=0.0)
+    make_model(tmp_path)
+    architecture = read_architecture(tmp_path)
+    for critic, said in (
+        (CriticConfig(minibatches=9), "8 groups cannot be split into 9"),
+        (CriticConfig(seq_len=16), "a row of the critic only 16"),
+        (CriticConfig(ranks=2, expert_parallel_degree=2), "--critic.expert-parallel-degree is 2"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            check_critic(Config(), critic, architecture)
+    check_critic(Config(), CriticConfig(), architecture)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_plan_counts_the_critic(tmp_path: Path) -> None:
+    make_model(tmp_path, vocab_size=3000, max_position_embeddings=1024)
+    config = Config(model=str(tmp_path), critic=CriticConfig(ranks=2))
+    alone = plan_run(config, tmp_path, reference=False)
+    found = plan_run(config, tmp_path, reference=False, critic=config.critic)
+    assert [need.who for need in found] == ["trainer rank", "critic rank", "engine", "store of weights"]
+    assert [*found[:1], *found[2:]] == alone
+    (critic,) = (need for need in found if need.who == "critic rank")
+    # A head of one output for 3000, over two ranks.
+    weights = alone[0].parts["weights, float32"] - 4 * 24 * (3000 - 1)
+    assert (critic.count, critic.parts["weights, float32"]) == (2, weights // 2)
+    check_state_fits(config, read_architecture(tmp_path), reference=False, critic=config.critic)
+
+
+ARGUMENTS = ("--tasks", "chain_sum:min_terms=2,max_terms=2,min_digits=4,max_digits=4", "--groups-per-batch", "2")
+ARGUMENTS += ("--group-size", "4", "--evaluation.every", "0", "--reward", "tests.tiny:share_of_vowels")
+ARGUMENTS += ("--critic.epochs", "2", "--critic.ranks", "2", "--value-pretraining-steps", "2")
+ARGUMENTS += ("--checkpoint-every", "3")
+
+
+def updates_of(out: Path) -> list[tuple[int, int, int]]:
+    """Step, updates of the policy and of the critic, of each step after the policy's first."""
+    found = [(row["step"], row.get("updates"), row["critic/updates"]) for row in metrics(out)]
+    return [row for row in found if row[0] > 2]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_run_survives_the_deaths_of_a_critics_rank_of_the_trainer_and_of_the_controller(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    command = tiny_run(commands, tiny_model, out, "--steps", "100000", *ARGUMENTS, recipe="recipes.ppo")
+    command.wait_for("step +4/")
+    for name in ("critic", "trainer"):
+        step = metrics(out)[-1]["step"]
+        command.wait_for(f"step +{step + 2}/")
+        actor_of(command, name).kill()
+        command.wait_for(f"{name}/0 failed.*SIGKILL")
+        line = command.wait_for(f"the {name} was restarted; the run continues from step [0-9]+$")
+        back = int(line.rpartition(" ")[2])
+        assert back % 3 == 0
+        assert back > 0
+        command.wait_for(f"{name} was restarted(.|\n)*step +{back + 3}/", whole=True)
+    command.process.kill()
+    command.end()
+    assert "Traceback" not in command.output
+    last = metrics(out)[-1]["step"]
+    again = tiny_run(commands, tiny_model, out, "--steps", str(last + 2), *ARGUMENTS, recipe="recipes.ppo")
+    again.wait_for("continued from")
+    assert again.end(240) == 0, again.output
+    rows = updates_of(out)
+    # The policy takes one update for each step but the first two, the critic two: both were rolled back together.
+    assert rows == [(step, step - 2, 2 * step) for step, *_ in rows]
+    assert [row[0] for row in rows] == list(range(3, last + 3))
+    state = json.loads((out / "checkpoints" / f"step-{last + 2:06d}" / "controller.json").read_text())
+    assert (state["updates"], state["critic_updates"]) == (last, 2 * last + 4)
