@@ -73,7 +73,14 @@ async def assemble(
             contextlib.closing(LiveSettings(rollouts, mixture, config.mixture, services.reward, log.event))
         )
         checkpointer = Checkpointer(
-            prepared.checkpoints, services, rollouts, evaluator, live, model=checked.model, warn=log.warn
+            prepared.checkpoints,
+            services,
+            rollouts,
+            evaluator,
+            live,
+            model=checked.model,
+            critic_model=checked.critic_model,
+            warn=log.warn,
         )
         stack.push_async_callback(checkpointer.close)
         await checkpointer.resume(prepared.checkpoint)

@@ -35,6 +35,7 @@ class Checkpointer:
         evaluator: its scores decide which checkpoint is the best.
         live: changes made during the run.
         model: folder of the initial model.
+        critic_model: the critic's; by default the same.
         warn: called with each problem that does not stop the run.
     """
 
@@ -48,13 +49,14 @@ class Checkpointer:
         *,
         model: Path,
         warn: Callable[[str], None],
+        critic_model: Path | None = None,
     ) -> None:
         self.checkpoints = checkpoints
         self._services = services
         self._rollouts = rollouts
         self._evaluator = evaluator
         self._live = live
-        self._model = model
+        self._models = model, critic_model or model
         self._warn = warn
         self._changes = checkpoints.folder.with_name("live.json")
         """File of the changes since the last checkpoint."""
@@ -195,8 +197,8 @@ class Checkpointer:
             for place in places[1:]:
                 for part in ("model", "training"):
                     (place / part).mkdir(parents=True)
-            for trainer, place in zip(trainers, places, strict=True):
-                await trainer.save(place, model=self._model)
+            for trainer, place, model in zip(trainers, places, self._models, strict=False):
+                await trainer.save(place, model=model)
             copied.set_result(None)
             for trainer in trainers:
                 await trainer.finish_save()
