@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.components import Entropy as Entropy
     from forge_rl.algorithms.components import LossBySource as LossBySource
     from forge_rl.algorithms.components import LossSum as LossSum
+    from forge_rl.algorithms.correction import Correction as Correction
     from forge_rl.algorithms.distillation import Distillation as Distillation
     from forge_rl.algorithms.distillation import teacher_advantages as teacher_advantages
     from forge_rl.algorithms.gae import GaeConfig as GaeConfig
@@ -115,6 +116,7 @@ _HOMES = {
             "Distillation",
             "teacher_advantages",
         ),
+        "algorithms.correction": ("Correction",),
         "algorithms.gae": (
             "GaeConfig",
             "gae",

@@ -180,10 +180,10 @@ class PlainTrainer:
         a = torch.from_numpy(_of_tokens(segment, advantages)).double()[1:][mask]
         weight = torch.ones_like(behaviour)
         compared = behaviour
-        if loss.decoupled:
+        if loss.correction.proximal == "recompute":
             compared = old[mask]
             weight = (compared - behaviour).exp()
-            weight = torch.where(weight > loss.behaviour_cap, 0.0, weight)
+            weight = torch.where(weight > loss.correction.high, 0.0, weight)
         ratio = (logprobs - compared).exp()
         gain = torch.min(ratio * a, ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * a)
         if loss.dual_clip < math.inf:

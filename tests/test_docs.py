@@ -12,6 +12,7 @@ import pytest
 from benchmarks.demo import DEMO
 from benchmarks.report import Report
 from forge_rl.algorithms.advantages import Estimator
+from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.criteria import read_criteria
 from forge_rl.data.sources import Columns
@@ -84,7 +85,7 @@ def test_the_method_on_its_page_is_accepted() -> None:
     code = next(text for text in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "class Truncated" in text)
     names: dict[str, Any] = {"__name__": "method"}
     exec(code, names)
-    try_loss(names["Truncated"](kl_coef=0.1, decoupled=True))
+    try_loss(names["Truncated"](kl_coef=0.1, correction=Correction.presets["tis"]))
     for name in get_args(Estimator):
         assert f"| `{name}` |" in page
 

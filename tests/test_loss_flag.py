@@ -7,6 +7,7 @@ import pytest
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.components import LossBySource
+from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.loss_flag import METHODS, build_loss
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.policy_losses import Cispo, Gspo
@@ -39,14 +40,24 @@ def test_each_method_is_accepted_by_the_trainer(name: str):
 
 def test_options_are_the_fields_of_a_loss():
     loss = build_loss(
-        ["clipped:clip_high=0.3,kl_coef=0.01,decoupled=true,aggregation.kind=constant,aggregation.tokens=9"]
+        [
+            "clipped:clip_high=0.3,kl_coef=0.01,correction=tis,correction.high=3,aggregation.kind=constant,aggregation.tokens=9"
+        ]
     )
+    tis = Correction(proximal="recompute", mode="truncate", high=3.0)
     constant = Aggregation(kind="constant", tokens=9)
-    assert loss == ClippedSurrogate(clip_high=0.3, kl_coef=0.01, decoupled=True, aggregation=constant)
+    assert loss == ClippedSurrogate(clip_high=0.3, kl_coef=0.01, correction=tis, aggregation=constant)
     assert build_loss(["grpo:clip_low=0.1"]) == ClippedSurrogate(
         clip_low=0.1, clip_high=0.2, aggregation=Aggregation(kind="sequence_mean")
     )
     assert build_loss(loss) is loss
+
+
+def test_criteria_of_a_correction_are_chained_in_the_text():
+    loss: Any = build_loss(["math=clipped:correction=geometric,correction.reject=seq_mean_k1:0.9_1.1+token_k3:0.1"])
+    correction = loss.losses["math"].correction
+    assert [each[:2] for each in correction.criteria] == [("seq_mean", "k1"), ("token", "k3")]
+    assert correction.proximal == "recompute"
 
 
 def test_each_source_may_have_its_own():
@@ -68,6 +79,10 @@ def test_each_source_may_have_its_own():
         (["cispo:ratio_max=a"], "ratio_max is 'a'"),
         (["cispo:ratio_max=-1"], "--loss cispo:ratio_max is -1"),
         (["clipped:aggregation.size=1"], "no option 'aggregation.size'"),
+        (["clipped:correction=tsi"], "did you mean tis"),
+        (["clipped:correction.mode=mask"], "no effect while correction.proximal is behaviour"),
+        (["clipped:correction.reject=seq_mean_k1"], "correction.reject has 'seq_mean_k1'"),
+        (["clipped:aggregation=token_mean"], "aggregation is 'token_mean'"),
         (["clipped:clip_low.x=1"], "no option 'clip_low.x'"),
         (["clipped:aggregation.kind=constant"], "divisor of 0 tokens"),
         (["gspo", "cispo"], "all sources already has a loss"),

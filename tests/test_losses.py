@@ -112,47 +112,6 @@ def test_without_the_dual_clip_the_gradient_is_the_ratio():
     assert gradient(loss, logprobs).item() == pytest.approx(math.exp(10), rel=1e-5)
 
 
-def test_decoupled_clips_against_the_proximal_policy_and_weighs_by_its_ratio_to_the_behaviour():
-    # ratios to the proximal policy: 1, 1.5, 1.5, 1; of it to the engine's: 2, 0.5, 4, 9 (left out, as above 5)
-    proximal = torch.tensor([-1.0, -2.0, -1.5, -1.0])
-    logprobs = (proximal + torch.tensor([1.0, 1.5, 1.5, 1.0]).log()).requires_grad_()
-    behaviour = proximal - torch.tensor([2.0, 0.5, 4.0, 9.0]).log()
-    loss, sums = evaluate(
-        ClippedSurrogate(decoupled=True),
-        logprobs,
-        behaviour,
-        torch.tensor([1.0, 1.0, -1.0, 1.0]),
-        torch.ones(4, dtype=torch.bool),
-        proximal=proximal,
-    )
-    assert loss.item() == pytest.approx(2 * -1 + 0.5 * -1.28 + 4 * 1.5)
-    torch.testing.assert_close(gradient(loss, logprobs), torch.tensor([-2.0, 0.0, 6.0, 0.0]))
-    assert sums["behaviour_weight"].item() == pytest.approx(2 + 0.5 + 4)
-    assert sums["behaviour_capped"].item() == 1
-    assert list(ClippedSurrogate(decoupled=True).needs) == ["proximal"]
-    assert not ClippedSurrogate().needs
-
-
-@pytest.mark.parametrize(
-    ("mode", "weights"), [("mask", [2, 0, 0.5, 0]), ("truncate", [2, 0.5, 0.5, 5])], ids=["icepop", "tis"]
-)
-def test_weights_out_of_bounds_are_masked_or_truncated(mode: Any, weights: list[float]):
-    proximal = torch.full((4,), -1.0)
-    logprobs = proximal.clone().requires_grad_()
-    behaviour = proximal - torch.tensor([2.0, 0.4, 0.5, 9.0]).log()
-    loss, sums = evaluate(
-        ClippedSurrogate(decoupled=True, behaviour_floor=0.5, behaviour_mode=mode),
-        logprobs,
-        behaviour,
-        torch.ones(4),
-        torch.ones(4, dtype=torch.bool),
-        proximal=proximal,
-    )
-    torch.testing.assert_close(gradient(loss, logprobs), -torch.tensor(weights))
-    assert sums["behaviour_weight"].item() == pytest.approx(sum(weights))
-    assert sums["behaviour_capped"].item() == 2
-
-
 def test_bad_answers_that_are_far_off_policy_are_dropped_as_a_whole():
     # means of behaviour - logprobs by sequence: 0.5, 2 and 2, with advantages -1, -1 and 1; the masked 99 is left out
     gaps = torch.tensor([0.0, 1.0, 4.0, 0.0, 2.0, 99.0])
@@ -171,8 +130,7 @@ def test_bad_answers_that_are_far_off_policy_are_dropped_as_a_whole():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"behaviour_floor": 6}, "behaviour_floor is 6"),
-        ({"behaviour_mode": "clip"}, "behaviour_mode is 'clip'"),
+        ({"entropy_coef": -1}, "entropy_coef is -1"),
         ({"off_policy_bound": 0}, "off_policy_bound is 0"),
     ],
 )
@@ -360,7 +318,6 @@ def test_a_penalty_needs_a_reference(kl_coef, needed):
         ("kl_coef", float("inf")),
         ("kl_kind", "k1"),
         ("dual_clip", 1.0),
-        ("behaviour_cap", 0.0),
     ],
 )
 def test_a_bad_field_is_refused_with_its_flag_and_value(field, value):

@@ -1,6 +1,7 @@
 """CISPO, DPPO, GMPO, GSPO, SAPO, TOPR and VESPO against their papers' formulas in NumPy, and hand-worked gradients."""
 
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.losses import ClippedSurrogate, PolicyLoss
 from forge_rl.algorithms.minibatch_losses import ClipCov, KlCov, M2po
 from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Reinforce, Sapo, Topr, Vespo
@@ -31,6 +33,15 @@ LOSSES = [
 ]
 MORE = [*LOSSES, ClippedSurrogate(top_entropy_quantile=0.5), ClipCov(), ClipCov(cov_low=0.0), KlCov(), M2po()]
 """With those whose formulas are tested elsewhere."""
+
+
+def short(loss: object) -> str:
+    """The class and its own settings, as the name of a test."""
+    return (
+        re.sub(r"(kl|correction).*aggregation=\w+\([^)]*\)(, )?", "", str(loss))
+        if isinstance(loss, PolicyLoss)
+        else str(loss)
+    )
 
 
 def example(tokens: int = 400) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -95,7 +106,7 @@ def gradients(loss: PolicyLoss, p: np.ndarray, q: np.ndarray, a: np.ndarray, seq
     return found
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("loss", LOSSES, ids=short)
 def test_gradients_are_the_papers(loss: PolicyLoss):
     logprobs, behaviour, advantages, mask, ids = example()
     total, _ = evaluate(loss, logprobs, behaviour, advantages, mask, **ids)  # type: ignore[arg-type]
@@ -132,7 +143,7 @@ def test_what_is_clipped_is_counted():
     assert sums["clipped"].item() == 1
 
 
-@pytest.mark.parametrize("loss", MORE, ids=str)
+@pytest.mark.parametrize("loss", MORE, ids=short)
 @pytest.mark.parametrize("masked", [math.nan, math.inf, -math.inf])
 def test_masked_garbage_and_extreme_ratios_leave_a_finite_gradient(loss: PolicyLoss, masked: float):
     logprobs = torch.tensor([masked, -1e-7, -80.0, 0.0], requires_grad=True)
@@ -147,11 +158,11 @@ def test_masked_garbage_and_extreme_ratios_leave_a_finite_gradient(loss: PolicyL
         assert all(value.isfinite() for value in sums.values())
 
 
-@pytest.mark.parametrize("loss", MORE, ids=str)
+@pytest.mark.parametrize("loss", MORE, ids=short)
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("of", ["logprobs", "behaviour", "reference", "proximal"])
 def test_a_trained_token_whose_logprob_is_not_finite_is_left_out_and_counted(loss: PolicyLoss, broken: float, of: str):
-    loss = replace(loss, kl_coef=0.1, decoupled=True, off_policy_bound=9.0)
+    loss = replace(loss, kl_coef=0.1, correction=Correction.presets["decoupled"], off_policy_bound=9.0)
     values = {name: torch.tensor([-1.0, -1.2, -0.9]) for name in ("logprobs", "behaviour", "reference", "proximal")}
     values[of][1] = broken
     logprobs = values.pop("logprobs").requires_grad_()
@@ -162,11 +173,11 @@ def test_a_trained_token_whose_logprob_is_not_finite_is_left_out_and_counted(los
     assert math.isfinite(total.item())
     assert found.isfinite().all()
     assert found[1] == 0
-    assert sums["not_finite"].item() == 1
-    assert all(value.isfinite() for value in sums.values())
+    assert sums.pop("not_finite").item() == 1
+    assert all(torch.stack(each if isinstance(each, tuple) else (each,)).isfinite().all() for each in sums.values())
 
 
-@pytest.mark.parametrize("loss", MORE, ids=str)
+@pytest.mark.parametrize("loss", MORE, ids=short)
 def test_a_token_without_advantage_has_no_gradient(loss: PolicyLoss):
     logprobs, behaviour, advantages, mask, _ = example()
     total, _ = evaluate(loss, logprobs, behaviour, advantages * 0, mask)  # type: ignore[arg-type]
@@ -175,7 +186,7 @@ def test_a_token_without_advantage_has_no_gradient(loss: PolicyLoss):
 
 @pytest.mark.parametrize("kind", [Cispo, ClipCov, Dppo, Gmpo, Gspo, KlCov, M2po, Reinforce, Sapo, Topr, Vespo])
 def test_each_takes_the_common_flags_and_is_accepted_by_the_trainer(kind: Any):
-    loss = kind(kl_coef=0.1, decoupled=True)
+    loss = kind(kl_coef=0.1, correction=Correction.presets["sequence_masked_tis"])
     assert set(loss.needs) == {"reference", "proximal"}
     try_loss(loss)
 

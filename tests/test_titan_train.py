@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.ranks import run_ranks
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.components import CrossEntropy, Entropy, LossBySource, LossSum
+from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.logprobs import Scoring
 from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.algorithms.minibatch_losses import ClipCov, KlCov, M2po
 from forge_rl.algorithms.policy_losses import Gmpo, Gspo, Topr
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
@@ -233,6 +235,8 @@ def test_a_loss_sees_the_row_and_the_policy_from_before_the_first_update(tmp_pat
         assert inputs.reference is None
         assert inputs.proximal is not None
         torch.testing.assert_close(inputs.proximal, before[index % len(laid.rows)])
+        epoch, place = divmod(index, len(laid.rows))
+        assert inputs.version == (2 * epoch + (place >= len(laid.minibatches[0].rows))) / 4
         moved_by = (inputs.logprobs.detach() - inputs.proximal).abs().max()
         assert moved_by < 1e-12 if index < len(laid.minibatches[0].rows) else moved_by > 1e-4
 
@@ -400,7 +404,7 @@ def batches() -> list[Batch]:
     return [random_batch(seed, vocab=43, groups=3) for seed in range(3)]
 
 
-SEQUENCES = ClippedSurrogate(aggregation=Aggregation(kind="sequence_mean"), decoupled=True)
+SEQUENCES = ClippedSurrogate(aggregation=Aggregation(kind="sequence_mean"), correction=Correction.presets["decoupled"])
 
 
 def train_as_rank(
@@ -611,7 +615,18 @@ def scattered_batch() -> Batch:
     return replace(batch, groups=tuple(groups))
 
 
-@pytest.mark.parametrize("loss", [Gspo(clip_high=0.5), Gmpo(), Topr(), OverAll()], ids=lambda each: type(each).__name__)
+CORRECTED = ClippedSurrogate(
+    correction=Correction(
+        proximal="recompute", mode="truncate", level="sequence", high=1.5, reject="token_k2:0.1+seq_max_k2:0.5"
+    ),
+    top_entropy_quantile=0.4,
+)
+SELECTING: list[Loss] = [M2po(), ClipCov(cov_ratio=0.2, cov_low=0.01), KlCov(cov_ratio=0.2), CORRECTED]
+
+
+@pytest.mark.parametrize(
+    "loss", [Gspo(clip_high=0.5), Gmpo(), Topr(), OverAll(), *SELECTING], ids=lambda each: type(each).__name__
+)
 def test_statistics_over_episodes_and_the_minibatch_are_the_same_however_rows_are_laid(loss: Loss, tmp_path: Path):
     make_model(tmp_path)
     found, scattered = [], []

@@ -16,6 +16,7 @@ from benchmarks import layouts
 from benchmarks.ranks import run_ranks
 from forge_rl.algorithms.advantages import batch_advantages
 from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
@@ -106,11 +107,11 @@ def draw(seed: int, score: Callable[[list[int], float], list[float]]) -> Case:
     batch = Batch(groups=tuple(groups), version=3)
     kind = drawn.choice(["token_mean", "sequence_mean", "constant"])
     kl_coef = drawn.choice([0.0, 0.0, 0.2])
+    correction = Correction(proximal="recompute", mode="mask", high=drawn.choice([1.1, 5.0]))
     loss = ClippedSurrogate(
         kl_coef=kl_coef,
         kl_kind=drawn.choice(["k2", "k3"]) if kl_coef else "k2",
-        decoupled=drawn.random() < 0.4,
-        behaviour_cap=drawn.choice([1.1, 5.0]),
+        correction=correction if drawn.random() < 0.4 else Correction(),
         dual_clip=drawn.choice([1.5, 3.0, math.inf]),
         clip_low=drawn.choice([0.2, 0.1]),
         aggregation=Aggregation(kind=kind, tokens=17 if kind == "constant" else 0),

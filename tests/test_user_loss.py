@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.algorithms.user_loss import call_loss, try_loss
@@ -56,7 +57,9 @@ class Held(Loss):
     "loss",
     [
         ClippedSurrogate(),
-        ClippedSurrogate(decoupled=True, kl_coef=0.1, aggregation=Aggregation(kind="sequence_mean")),
+        ClippedSurrogate(
+            correction=Correction.presets["decoupled"], kl_coef=0.1, aggregation=Aggregation(kind="sequence_mean")
+        ),
         ClippedSurrogate(kl_coef=0.1, kl_kind="k3"),
         Custom(lambda inputs: (torch.where(inputs.mask, -inputs.logprobs * inputs.advantages, 0.0).sum(), {"one": 1})),
     ],

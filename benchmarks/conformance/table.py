@@ -23,6 +23,7 @@ from benchmarks.conformance.ours import (
 )
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.components import CrossEntropy, Entropy, LossSum
+from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.gae import GaeConfig
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Sapo
@@ -149,8 +150,8 @@ _MEAN = Aggregation(kind="sequence_mean")
 _CONSTANT = Aggregation(kind="constant", tokens=TOKENS)
 _CLIP = ClippedSurrogate(clip_high=0.2, dual_clip=math.inf)
 _HIGHER = ClippedSurrogate(dual_clip=math.inf)
-_TIS = ClippedSurrogate(decoupled=True, behaviour_cap=2.0, behaviour_mode="truncate", dual_clip=math.inf)
-_ICEPOP = ClippedSurrogate(decoupled=True, behaviour_cap=5.0, behaviour_floor=0.5, dual_clip=math.inf)
+_TIS = ClippedSurrogate(correction=Correction.presets["tis"], dual_clip=math.inf)
+_ICEPOP = ClippedSurrogate(correction=Correction.presets["icepop"], dual_clip=math.inf)
 _ENTROPY = loss_of(LossSum({"policy": ClippedSurrogate(), "entropy": Entropy()}, {"entropy": -0.01}))
 _NO_DUAL = {"clip_ratio_high": 0.28, "clip_ratio_c": 1e30}
 """verl's settings of _HIGHER."""

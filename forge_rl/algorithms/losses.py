@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from forge_rl.algorithms.aggregation import Aggregation
+from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_estimate, kl_penalty
-from forge_rl.algorithms.protocol import Loss, LossInputs, Need, Scope, widest
+from forge_rl.algorithms.protocol import Loss, LossInputs, Need, Scope, Sum, widest
+from forge_rl.algorithms.sequences import log_ratios, sequence_means
 from forge_rl.errors import ConfigError, check_flags
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(Loss):
-    """Common part of policy losses: importance ratios, decoupling, and the KL penalty to a frozen reference.
+    """Common part of policy losses: importance ratios, their correction, a KL penalty and an entropy bonus.
 
     A method is a subclass with one function, `token_losses`; `policy_losses` has several. The loss of a token is
     token_losses(...) + kl_coef * penalty - entropy_coef * entropy. Log ratios are clamped to +-20, so that no ratio
@@ -29,16 +31,9 @@ class PolicyLoss(Loss):
     """Weight of the KL penalty to the reference; 0 needs no reference."""
     kl_kind: Literal["k2", "k3"] = "k2"
     """Form of the KL penalty: k2, or k3 times the importance ratio."""
-    decoupled: bool = False
-    """Clip the ratio to the policy before the batch's first update, and weight each token by the ratio of that policy
-    to the engine's: decoupled PPO, as in AReaL (arXiv 2505.24298), for several updates on stale tokens."""
-    behaviour_cap: float = 5.0
-    """Maximum of this weight if decoupled."""
-    behaviour_floor: float = 0.0
-    """Minimum of this weight if decoupled; 0.5 with the default cap is IcePop (arXiv 2510.18855)."""
-    behaviour_mode: Literal["mask", "truncate"] = "mask"
-    """Treatment of tokens whose weight is out of bounds. mask: drop them from the surrogate, as AReaL and IcePop do.
-    truncate: bound the weight, as truncated importance sampling (TIS) does, with a cap of 2."""
+    correction: Correction = field(default_factory=Correction)
+    """Treatment of the mismatch between the engine and the trainer: the policy that ratios are to, weights of tokens,
+    and rejection."""
     off_policy_bound: float = math.inf
     """Drop tokens with a negative advantage if the mean of behaviour - logprobs over their sequence (see
     `sequence_means`) is above this, as DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) does; inf drops none."""
@@ -55,15 +50,11 @@ class PolicyLoss(Loss):
         check_flags(
             self,
             flag,
-            least={"kl_coef": 0, "entropy_coef": 0, "behaviour_floor": 0},
-            most={"behaviour_floor": self.behaviour_cap, "top_entropy_quantile": 1},
-            above={"behaviour_cap": 0, "off_policy_bound": 0, "top_entropy_quantile": 0},
+            least={"kl_coef": 0, "entropy_coef": 0},
+            most={"top_entropy_quantile": 1},
+            above={"off_policy_bound": 0, "top_entropy_quantile": 0},
             below={"kl_coef": math.inf, "entropy_coef": math.inf},
         )
-        if self.behaviour_mode not in ("mask", "truncate"):
-            raise ConfigError(
-                f"behaviour_mode is {self.behaviour_mode!r}", hint=f"set {flag}behaviour_mode to mask or truncate"
-            )
         if self.kl_kind not in ("k2", "k3"):
             raise ConfigError(f"kl_kind is {self.kl_kind!r}", hint=f"set {flag}kl_kind to k2 or k3")
         if self.kl_kind != "k2" and not self.kl_coef:
@@ -81,7 +72,7 @@ class PolicyLoss(Loss):
     def needs(self) -> Collection[Need]:
         wanted: dict[Need, bool] = {
             "reference": self.kl_coef > 0,
-            "proximal": self.decoupled,
+            "proximal": self.correction.proximal == "recompute",
             "entropy_gradient": self.entropy_coef > 0,
         }
         return [need for need, is_wanted in wanted.items() if is_wanted]
@@ -93,11 +84,13 @@ class PolicyLoss(Loss):
     @property
     def scope(self) -> Scope:
         return widest(
-            "episode" if self.off_policy_bound < math.inf else "", "minibatch" if self.top_entropy_quantile < 1 else ""
+            self.correction.scope,
+            "episode" if self.off_policy_bound < math.inf else "",
+            "minibatch" if self.top_entropy_quantile < 1 else "",
         )
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        found = dict(self.correction.statistics(tokens))
         if self.off_policy_bound < math.inf:
             found["off_policy"] = sequence_means(log_ratios(tokens.behaviour, tokens.logprobs), tokens)
         if self.top_entropy_quantile < 1:
@@ -106,11 +99,8 @@ class PolicyLoss(Loss):
         return found
 
     def old_logprobs(self, tokens: LossInputs) -> torch.Tensor:
-        """Return the logprobs that ratios are relative to: the engine's, or if decoupled the proximal policy's."""
-        if not self.decoupled:
-            return tokens.behaviour
-        assert tokens.proximal is not None, "needs has proximal"
-        return tokens.proximal
+        """Return the logprobs that ratios are to; see `Correction.old_logprobs`."""
+        return self.correction.old_logprobs(tokens)
 
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
@@ -119,7 +109,7 @@ class PolicyLoss(Loss):
 
         Args:
             logprobs: [L], the policy's, with gradient; 0 where a token is not trained, as in the others.
-            old: [L], of the policy that ratios are relative to: the engine's, or if decoupled the proximal one.
+            old: [L], of the policy that ratios are to: the engine's, or the proximal one if there is a correction.
             advantages: [L].
             inputs: the row itself, for its mask and for the episode, segment and turn of each token.
 
@@ -128,11 +118,10 @@ class PolicyLoss(Loss):
         """
         raise NotImplementedError
 
-    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Sum]]:
         """Sum the loss; see Loss.__call__. The sums are "surrogate" (the loss without its KL penalty), "ratio", the
-        method's own, if decoupled "behaviour_weight" and "behaviour_capped" (tokens out of its bounds), with an
-        off_policy_bound "off_policy_masked" (tokens dropped for it), with a reference "kl" (k3's estimate), and
-        "not_finite" (tokens left out as their logprobs are not finite).
+        method's own, the ones of `Correction.weights`, with an off_policy_bound "off_policy_masked" (tokens dropped for
+        it), with a reference "kl" (k3's estimate), and "not_finite" (tokens left out as their logprobs are not finite).
 
         Raises:
             ConfigError: kl_coef is above 0 without a reference.
@@ -147,25 +136,16 @@ class PolicyLoss(Loss):
         for others in (inputs.reference, inputs.proximal):
             known = known if others is None else known & others.isfinite()
         mask = inputs.mask & known
+        sums: dict[str, Sum] = {"not_finite": (inputs.mask & ~known).sum()}
+        inputs = replace(inputs, mask=mask)
 
         def masked(values: torch.Tensor) -> torch.Tensor:
             # Apply where before exp: a masked inf or NaN must reach neither the sum nor, as 0 * inf, the gradient.
             return values.where(mask, 0.0)
 
         logprobs, behaviour, advantages = map(masked, (inputs.logprobs, inputs.behaviour, inputs.advantages))
-        weights, old = masked(inputs.weights), behaviour
-        sums: dict[str, torch.Tensor] = {}
-        if self.decoupled:
-            old = masked(self.old_logprobs(inputs))
-            behaviour_weight = importance_ratio(old, behaviour)
-            bounded = behaviour_weight.clamp(self.behaviour_floor, self.behaviour_cap)
-            capped = behaviour_weight != bounded
-            behaviour_weight = bounded if self.behaviour_mode == "truncate" else bounded.where(~capped, 0.0)
-            weights = weights * behaviour_weight
-            sums |= {
-                "behaviour_weight": masked(behaviour_weight).sum(),
-                "behaviour_capped": masked(capped.float()).sum(),
-            }
+        weights, old = masked(inputs.weights), masked(self.old_logprobs(inputs))
+        factor, of_correction = self.correction.weights(inputs, old, behaviour)
         losses, own = self.token_losses(logprobs, old, advantages, inputs)
         if self.off_policy_bound < math.inf:
             dropped = mask & (advantages < 0) & (inputs.statistics["off_policy"] > self.off_policy_bound)
@@ -173,19 +153,22 @@ class PolicyLoss(Loss):
             sums["off_policy_masked"] = dropped.sum()
         if self.top_entropy_quantile < 1:
             losses = losses.where(inputs.statistics["high_entropy"], 0.0)
-        loss = (weights * losses).sum()
+        loss = (weights * factor * losses).sum()
         ratio = masked(importance_ratio(logprobs.detach(), old))
-        sums |= {"surrogate": losses.sum(), "ratio": ratio.sum(), "not_finite": (inputs.mask & ~known).sum(), **own}
+        sums |= {"surrogate": losses.sum(), "ratio": ratio.sum(), **of_correction, **own}
         if self.entropy_coef > 0:
             assert inputs.entropy is not None, "needs has entropy_gradient"
-            loss = loss - self.entropy_coef * (masked(inputs.weights) * masked(inputs.entropy)).sum()
+            loss = loss - self.entropy_coef * (weights * masked(inputs.entropy)).sum()
         if inputs.reference is not None:
             reference = masked(inputs.reference)
             sums["kl"] = kl_estimate(logprobs.detach(), reference).sum()
             if self.kl_coef > 0:
                 penalty = kl_penalty(logprobs, reference, logprobs - behaviour, self.kl_kind)
-                loss = loss + self.kl_coef * (masked(inputs.weights) * penalty).sum()
-        return loss, {name: value.detach().to(logprobs.dtype) for name, value in sums.items()}
+                loss = loss + self.kl_coef * (weights * penalty).sum()
+        return loss, {
+            name: value if isinstance(value, tuple) else value.detach().to(logprobs.dtype)
+            for name, value in sums.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,29 +227,9 @@ def importance_ratio(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tens
     return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def log_ratios(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return logprobs - others, [N]; 0 if that is NaN, and +-20 if infinite; for `Loss.statistics`."""
-    return (logprobs - others).nan_to_num(nan=0.0, posinf=MAX_LOG_RATIO, neginf=-MAX_LOG_RATIO)
-
-
 def quantile(values: torch.Tensor, share: float) -> torch.Tensor:
     """Return the value below which a share of the values, [N], lies, interpolated as NumPy and TRL do; any N."""
     ordered = values.nan_to_num(nan=0.0).sort().values
     place = share * (len(ordered) - 1)
     low = int(place)
     return ordered[low].lerp(ordered[min(low + 1, len(ordered) - 1)], place - low)
-
-
-def sequence_sums(values: torch.Tensor, tokens: LossInputs) -> torch.Tensor:
-    """Sum values, [N], over the sequence of each token, [N]; for `Loss.statistics`.
-
-    A sequence is an episode: all of its trained tokens, over all turns and segments.
-    """
-    _, index = tokens.episodes.unique(return_inverse=True)
-    total: torch.Tensor = values.new_zeros(len(values)).index_add(0, index, values)[index]
-    return total
-
-
-def sequence_means(values: torch.Tensor, tokens: LossInputs) -> torch.Tensor:
-    """Average values, [N], over the sequence of each token, [N]; see `sequence_sums`."""
-    return sequence_sums(values, tokens) / tokens.lengths

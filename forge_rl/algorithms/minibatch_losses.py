@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from forge_rl.algorithms.kl import MAX_LOG_RATIO
-from forge_rl.algorithms.losses import ClippedSurrogate, PolicyLoss, clipped_surrogate, importance_ratio, log_ratios
+from forge_rl.algorithms.losses import ClippedSurrogate, PolicyLoss, clipped_surrogate, importance_ratio
 from forge_rl.algorithms.protocol import LossInputs, Scope
+from forge_rl.algorithms.sequences import log_ratios
 from forge_rl.errors import check_flags
 
 if TYPE_CHECKING:

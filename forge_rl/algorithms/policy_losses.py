@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import MAX_LOG_RATIO
-from forge_rl.algorithms.losses import (
-    PolicyLoss,
-    clipped_surrogate,
-    importance_ratio,
-    log_ratios,
-    sequence_means,
-    sequence_sums,
-)
+from forge_rl.algorithms.losses import PolicyLoss, clipped_surrogate, importance_ratio
 from forge_rl.algorithms.protocol import LossInputs, Scope, widest
+from forge_rl.algorithms.sequences import log_ratios, sequence_means, sequence_sums
 from forge_rl.errors import ConfigError, check_flags
 
 if TYPE_CHECKING:

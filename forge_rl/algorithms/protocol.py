@@ -22,8 +22,9 @@ tokens are scored, too. values: the trainer has a value model in place of a poli
 Scope: TypeAlias = Literal["", "episode", "group", "minibatch"]
 """Tokens over which a loss needs statistics; "" for none."""
 _SCOPES: tuple[Scope, ...] = ("", "episode", "group", "minibatch")
-Sum: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
-"""A sum over trained tokens, or a sum and the count to divide it by; scalars without gradient."""
+Sum: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
+"""A sum over trained tokens; a sum and the count to divide it by; or, for an effective sample size, the sum of weights,
+of their squares, and their count; scalars without gradient."""
 _NOTHING: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
@@ -82,6 +83,9 @@ class LossInputs:
     `logprobs` and `entropy` are valid, too, and `episodes` is set; None unless needed."""
     top_logprobs: torch.Tensor | None = None
     """[L, k] float32 with gradient, the policy's logprobs of the tokens in the column "top_ids"; None without it."""
+    version: float | None = None
+    """Version of the policy: that published last, plus the share of the batch's updates that are done; None if it was
+    not published before the batch."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=lambda: _NOTHING)
     """What the recipe gave `pack` for each token, by name: [L], or [L, k]."""
     statistics: Mapping[str, torch.Tensor] = field(default_factory=lambda: _NOTHING)

@@ -6,7 +6,7 @@ import re
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -93,7 +93,7 @@ def _check(found: object) -> tuple[torch.Tensor, Mapping[str, Sum]]:
             read = {name: _scalars(value) for name, value in sums.items()}
             wrong = [(name, each) for name, parts in read.items() for each in parts if each.numel() != 1]
             if not wrong:
-                return total, {name: (each[0], each[1]) if len(each) == 2 else each[0] for name, each in read.items()}
+                return total, {name: cast("Sum", tuple(each)) if each[1:] else each[0] for name, each in read.items()}
             seen = f"a sum {wrong[0][0]!r} of {wrong[0][1].numel()} values"
         case (torch.Tensor() as total, Mapping()):
             seen = f"a tensor of shape {list(total.shape)}"
@@ -103,7 +103,7 @@ def _check(found: object) -> tuple[torch.Tensor, Mapping[str, Sum]]:
 
 
 def _scalars(value: Any) -> list[torch.Tensor]:
-    parts = value if isinstance(value, tuple) and len(value) == 2 else (value,)
+    parts = value if isinstance(value, tuple) and len(value) in (2, 3) else (value,)
     return [torch.as_tensor(each).detach() for each in parts]
 
 
@@ -152,6 +152,7 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
         counts=Counts(tokens=6, sequences=2, observations=2),
         group_size=2,
         sources=("tried",),
+        version=0.5,
         entropy=unit.clone().requires_grad_() if "entropy_gradient" in loss.needs else unit,
         squares=0.5 * unit if "squares" in loss.needs else None,
         reference=others if "reference" in loss.needs else None,

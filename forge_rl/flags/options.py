@@ -14,7 +14,8 @@ def read_options(parsed: FlagText, kind: type[Any], *, given: typing.Collection[
 
         read_options(parse("length:tokens=200", "--reward"), Length)  # {"tokens": 200}
 
-    A field of a field, which must be a dataclass with defaults, is named as FIELD.NAME.
+    A field of a field, which must be a dataclass with defaults, is named as FIELD.NAME. If this dataclass has `presets`
+    by name, FIELD=PRESET sets all of its fields.
 
     Args:
         given: required fields that have a value already.
@@ -35,7 +36,8 @@ def read_options(parsed: FlagText, kind: type[Any], *, given: typing.Collection[
             nested.setdefault(outer, {})[inner] = value
         else:
             found[key] = value
-    found |= {name: _kinds(kind)[name](**values) for name, values in nested.items()}
+    for name, values in nested.items():
+        found[name] = dataclasses.replace(found[name], **values) if name in found else _kinds(kind)[name](**values)
     unset = (dataclasses.MISSING, dataclasses.MISSING)
     missing = [
         field.name
@@ -57,6 +59,11 @@ def _kinds(kind: type[Any]) -> dict[str, Any]:
 def _read(parsed: FlagText, key: str, text: str, kind: Any) -> Any:
     import pydantic
 
+    presets = getattr(kind, "presets", None)
+    if presets is not None and text in presets:
+        return presets[text]
+    if presets is not None:
+        raise parsed.wrong(f"{key} is {text!r}", suggest(text, presets, "presets"), at=key)
     try:
         return pydantic.TypeAdapter(kind).validate_strings(text)
     except pydantic.ValidationError as error:

@@ -14,12 +14,12 @@ from forge_rl.metrics import EffectiveShare, ExplainedVariance, Max, Mean, Sum, 
 
 
 @torch.no_grad()
-def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version: int | None) -> None:
+def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version: float | None) -> None:
     """Measure the trained tokens of a row.
 
     Args:
         tokens: number of trained tokens.
-        version: the weights' version, if they have one.
+        version: of the policy, see `LossInputs`.
     """
     mask, logprobs, entropy = inputs.mask, inputs.logprobs, inputs.entropy
     measures.add("tokens/trained", Sum, tokens)

@@ -17,10 +17,11 @@ from forge_rl.packing.rows import Minibatch, Row
 
 
 class RowInputs:
-    """Makes the inputs that a loss needs of the rows of a minibatch."""
+    """Makes the inputs that a loss needs of the rows of a minibatch; for `version` see `LossInputs`."""
 
-    def __init__(self, minibatch: Minibatch, loss: Loss) -> None:
+    def __init__(self, minibatch: Minibatch, loss: Loss, version: float | None = None) -> None:
         self.loss = loss
+        self._version = version
         self.counts = Counts(
             tokens=minibatch.tokens, sequences=minibatch.sequences, observations=minibatch.observations
         )
@@ -59,6 +60,7 @@ class RowInputs:
             counts=self.counts,
             group_size=self._minibatch.group_size,
             sources=self._minibatch.sources,
+            version=self._version,
             entropy=scores.entropy,
             squares=scores.squares,
             reference=reference,

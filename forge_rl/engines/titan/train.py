@@ -36,7 +36,7 @@ from forge_rl.engines.titan.rows import DeviceRow, on_device
 from forge_rl.engines.titan.saving import CheckpointWriter
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.metrics import Max, Mean, Value
+from forge_rl.metrics import EffectiveShare, Max, Mean, Value
 from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.weights.manifest import TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
@@ -94,8 +94,9 @@ class TitanEngine:
                 scored = iter(zip(references, proximals, strict=True))
                 for minibatch in minibatches:
                     own = list(itertools.islice(scored, len(minibatch.rows)))
-                    fresh = version if self.updates == before else None
-                    found.append(self._train_minibatch(minibatch, own, loss, temperature, total_updates, fresh))
+                    done = (self.updates - before) / (epochs * len(minibatches))
+                    now = None if version is None else version + done
+                    found.append(self._train_minibatch(minibatch, own, loss, temperature, total_updates, now))
             return found
         except BaseException:
             self._forget_step()
@@ -108,18 +109,19 @@ class TitanEngine:
         loss: Loss,
         temperature: float,
         total_updates: int,
-        version: int | None,
+        version: float | None,
     ) -> dict[str, Value] | None:
         """Take one update; returns {} if there is nothing to train on, None if the gradient is not finite.
 
-        `scored` has each row's logprobs under the reference and proximal policy, if the loss needs them.
+        `scored` has each row's logprobs under the reference and proximal policy, if the loss needs them; for `version`
+        see `LossInputs`.
         """
         lr = self._settings.optimizer.lr_at(self.planned, total_updates)
         self.planned += 1
         if not minibatch.rows:
             return {}
         measures, routed, failed = Measures(), list[torch.Tensor](), list[ForgeError]()
-        inputs_of = RowInputs(minibatch, loss)
+        inputs_of = RowInputs(minibatch, loss, version)
         statistics = self._first_pass(inputs_of, minibatch, scored, temperature)
         # A sum over the rows of all shares: the mean is over updates.
         share = 1 / (len(minibatch.rows) * self._parallelism.shares)
@@ -322,7 +324,7 @@ class TitanEngine:
         tokens = inputs.mask.sum()
         for name, value in sums.items():
             if isinstance(value, tuple):
-                measures.add(f"loss/{name}", Mean, *value)
+                measures.add(f"loss/{name}", Mean if len(value) == 2 else EffectiveShare, *value)
             elif name.endswith("/max"):
                 measures.add(f"loss/{name}", Max, value)
             else:
