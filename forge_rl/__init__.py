@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.correction import Correction as Correction
     from forge_rl.algorithms.distillation import Distillation as Distillation
     from forge_rl.algorithms.distillation import teacher_advantages as teacher_advantages
+    from forge_rl.algorithms.entropy import AdaptiveEntropy as AdaptiveEntropy
     from forge_rl.algorithms.gae import GaeConfig as GaeConfig
     from forge_rl.algorithms.gae import gae as gae
     from forge_rl.algorithms.gates import gate_advantages as gate_advantages
@@ -117,6 +118,7 @@ _HOMES = {
             "teacher_advantages",
         ),
         "algorithms.correction": ("Correction",),
+        "algorithms.entropy": ("AdaptiveEntropy",),
         "algorithms.gae": (
             "GaeConfig",
             "gae",

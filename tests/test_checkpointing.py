@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from forge_rl.errors import CheckpointError, ReplicaError, ServiceError
+from forge_rl.algorithms.entropy import AdaptiveEntropy
+from forge_rl.errors import CheckpointError, ConfigError, ReplicaError, ServiceError
 from forge_rl.rollout.evaluation import EvalConfig, Evaluation
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.checkpointing import Checkpointer
@@ -188,6 +189,46 @@ def test_a_rollback_brings_all_to_the_last_checkpoint_however_often_the_trainer_
         assert (parts.batches, scores_of(checkpointer), checkpointer.saved) == (2, {0: 0.1, 2: 0.2}, 2)
 
     asyncio.run(check())
+
+
+def test_objects_of_the_recipe_follow_checkpoints_rollbacks_and_new_processes(tmp_path: Path) -> None:
+    async def check() -> None:
+        parts = Parts()
+        first, entropy = checkpointer_of(parts, tmp_path), AdaptiveEntropy(target=1.0, delta=0.25)
+        first.kept.add("entropy", entropy)
+        entropy.update(0.5)
+        parts.step(first)
+        entropy.update(0.5)  # of the next step
+        saved = await save(first)
+        assert saved.controller_state()["kept"] == {"entropy": {"coefficient": 0.25, "is_low": 1.0}}
+        assert await first.rollback() == 1
+        assert entropy.coefficient == 0.25
+
+        again = Parts()
+        again.version, again.updates = 1, 2
+        second, other = checkpointer_of(again, tmp_path), AdaptiveEntropy(target=1.0)
+        await second.resume(saved)
+        second.kept.add("entropy", other)
+        assert other.coefficient == 0.25
+
+        fresh, entropy = checkpointer_of(Parts(), tmp_path / "other"), AdaptiveEntropy(target=1.0, initial=0.5)
+        fresh.kept.add("entropy", entropy)
+        entropy.update(0.5)
+        assert await fresh.rollback() == 0
+        assert entropy.coefficient == 0.5, "as it was added"
+
+    asyncio.run(check())
+
+
+def test_an_object_whose_state_is_not_json_is_refused(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, object]:
+            return {"a": {1}}
+
+        def load_state_dict(self, state: object) -> None: ...
+
+    with pytest.raises(ConfigError, match="the state of odd is not JSON"):
+        checkpointer_of(Parts(), tmp_path).kept.add("odd", Odd())
 
 
 def test_the_checkpoint_with_the_highest_score_is_the_best_also_where_the_score_comes_late(tmp_path: Path) -> None:

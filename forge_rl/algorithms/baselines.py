@@ -58,7 +58,8 @@ class RoleBaselines:
     advantage. In a zero-sum game, the mean over both sides is always 0. As the baseline already has the
     episode's own reward, advantages are smaller by the factor `decay` than those to the baseline before it.
 
-    A recipe makes one object and calls it once per batch; `state_dict` goes with its checkpoints.
+    A recipe makes one object and calls it once per batch; `run.keep("baselines", baselines)` saves its state in
+    checkpoints.
 
     Args:
         decay: weight of the past in the running mean, from 0 to below 1.

@@ -12,6 +12,7 @@ from forge_rl.errors import CheckpointError, ReplicaError
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.evaluator import Evaluator
+from forge_rl.run.kept import KeptObjects
 from forge_rl.run.live import LiveSettings, is_live_state
 from forge_rl.run.run_dir import read_object, write_json
 from forge_rl.run.services import Services
@@ -68,6 +69,8 @@ class Checkpointer:
         self.saved: int | None = None
         """Step of the newest complete checkpoint; None if there is none."""
         self._first = rollouts.state()
+        self.kept = KeptObjects()
+        """The recipe's own objects."""
         self._note()
         live.changed.append(self._save_changes)
 
@@ -93,7 +96,7 @@ class Checkpointer:
     def _note(self) -> None:
         """Record the rollouts' state, which soon runs ahead: a checkpoint needs it and the trainer's at the same
         step."""
-        self._ended = self._updates(), self._rollouts.state()
+        self._ended = self._updates(), self._rollouts.state(), self.kept.state()
 
     async def resume(self, checkpoint: Checkpoint | None) -> None:
         """Resume from a checkpoint of an earlier process, if any, which the trainer has loaded, and apply later live
@@ -107,6 +110,7 @@ class Checkpointer:
             state = self._read(checkpoint)
             rollouts, live = state["rollouts"], state["live"]
             self._seconds_before = float(state["seconds"])
+            self.kept.restore(state.get("kept", {}))
             try:
                 self._evaluator.restore(state)
             except ValueError as error:
@@ -182,9 +186,10 @@ class Checkpointer:
         trainers, step = self._services.trainers, self.step
         if self.trained:
             self._note()
-        (updates, *of_critic), rollouts = self._ended
+        (updates, *of_critic), rollouts, kept = self._ended
         state = {"step": step, "updates": updates, "rollouts": rollouts, "seconds": self.seconds}
         state |= {"live": self._live.state(), **self._evaluator.state(), **_critic_state(of_critic)}
+        state |= {"kept": kept} if kept else {}
         await self._services.devices.hand_to_trainer(idle=True)  # after an evaluation, the engines hold shared devices
         writing = self.checkpoints.writing(
             step,
@@ -239,8 +244,9 @@ class Checkpointer:
 
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
         """Bring everything except trainer and critic to the checkpoint's step."""
-        rollouts = self._read(checkpoint)["rollouts"] if checkpoint else self._first
-        await self._rollouts.restore(_with_changes(rollouts, self._live.state()))
+        state = self._read(checkpoint) if checkpoint else {"rollouts": self._first}
+        await self._rollouts.restore(_with_changes(state["rollouts"], self._live.state()))
+        self.kept.restore(state.get("kept", {}))
         await self._services.weights.rollback(self._services.trainer.version - 1)
         self.saved = checkpoint.step if checkpoint else None
         self.step = self.saved or 0
@@ -260,7 +266,9 @@ class Checkpointer:
         """Read and check the controller's state."""
         state, (updates, *of_critic) = checkpoint.controller_state(), self._updates()
         match state:
-            case {"rollouts": dict(), "seconds": int() | float(), "live": live} if is_live_state(live):
+            case {"rollouts": dict(), "seconds": int() | float(), "live": live} if is_live_state(live) and isinstance(
+                state.get("kept", {}), dict
+            ):
                 pass
             case _:
                 message = f"{checkpoint.folder}/controller.json lacks state that resuming needs"

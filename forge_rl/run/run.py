@@ -21,6 +21,7 @@ from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.gap import GapReport, explain
+from forge_rl.run.kept import Stateful
 from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.run_config import RunConfig
@@ -94,6 +95,14 @@ class Run(Generic[C]):
         if self._services.critic is None:
             raise ConfigError("the run has no critic", hint="pass start() its settings: critic=config.critic")
         return self._services.critic
+
+    def keep(self, name: str, thing: Stateful) -> None:
+        """Save and restore an object's state with the run's: in checkpoints, on resuming, and in rollbacks.
+
+        baselines = rl.RoleBaselines()
+        run.keep("baselines", baselines)  # before the first step; loads its state if the run is resumed
+        """
+        self._checkpointer.kept.add(name, thing)
 
     @property
     def step(self) -> int:
