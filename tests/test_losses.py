@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forge_rl.algorithms.aggregation import Aggregation, Counts
-from forge_rl.algorithms.kl import kl_estimate, kl_penalty
+from forge_rl.algorithms.kl import kl_estimate, kl_estimates, kl_penalty
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.protocol import LossInputs
 from forge_rl.algorithms.user_loss import call_loss
@@ -214,7 +214,7 @@ def test_k2_penalty_adds_the_log_ratio_to_the_gradient():
     loss, sums = evaluate(ClippedSurrogate(kl_coef=0.1), logprobs, behaviour, advantages, mask, reference)
     added = gradient(loss, logprobs) - gradient(plain, logprobs)
     torch.testing.assert_close(added, 0.1 * mask * (logprobs.detach() - reference))
-    assert sums["kl"] > 0
+    assert sums["kl/k3"] > 0
     assert sums["surrogate"].item() == plain.item()
 
 
@@ -225,7 +225,7 @@ def test_a_reference_without_a_coefficient_is_only_measured():
     assert measured.item() == plain.item()
     difference = (logprobs.detach() - reference)[mask]
     expected = (torch.exp(-difference) + difference - 1).sum()
-    torch.testing.assert_close(sums["kl"], expected)
+    torch.testing.assert_close(sums["kl/k3"], expected)
 
 
 @pytest.mark.parametrize("kl_kind", ["k2", "k3"])
@@ -293,7 +293,8 @@ def test_ratios_that_would_overflow_stay_finite(advantage, kl_kind, logprob, beh
 
 def test_metrics_carry_no_gradient():
     _, sums = evaluate(ClippedSurrogate(kl_coef=0.1), *example())
-    assert set(sums) == {"surrogate", "ratio", "clipped", "dual_clipped", "kl", "not_finite"}
+    estimates = {f"{of}/{kind}" for of in ("kl", "kl_behaviour") for kind in ("k1", "k2", "k3")}
+    assert set(sums) == {"surrogate", "ratio", "clipped", "dual_clipped", "not_finite", *estimates}
     assert all(not value.requires_grad and value.dtype == torch.float32 and value.ndim == 0 for value in sums.values())
 
 
@@ -339,6 +340,55 @@ def test_kl_estimates_of_a_hand_worked_token():
     policy, reference = torch.tensor(d), torch.tensor(0.0)
     assert kl_estimate(policy, reference).item() == pytest.approx(0.5 + d - 1)
     assert kl_penalty(policy, reference, torch.tensor(0.0), "k2").item() == pytest.approx(d * d / 2)
+
+
+def test_estimates_of_the_kl_are_right_on_average_or_nearly():
+    logits, reference, behaviour, _ = categorical()
+    policy = logits.log_softmax(0).detach()
+    exact = (policy.exp() * (policy - reference)).sum()
+    means = {kind: (policy.exp() * each).sum() for kind, each in kl_estimates(policy, reference).items()}
+    torch.testing.assert_close(means["k1"], exact)
+    torch.testing.assert_close(means["k3"], exact)
+    d = policy - reference
+    torch.testing.assert_close(means["k2"], (policy.exp() * d * d / 2).sum())
+    # as metrics of a loss, both directions
+    mask = torch.ones(6, dtype=torch.bool)
+    _, sums = evaluate(ClippedSurrogate(), policy.requires_grad_(), behaviour, torch.ones(6), mask, reference)
+    assert sums["kl/k1"].item() == pytest.approx(d.sum().item())
+    gap = behaviour - policy.detach()
+    assert sums["kl_behaviour/k1"].item() == pytest.approx(gap.sum().item())
+    assert sums["kl_behaviour/k2"].item() == pytest.approx((gap**2).sum().item() / 2)
+    assert sums["kl_behaviour/k3"].item() == pytest.approx(((-gap).exp() - 1 + gap).sum().item())
+
+
+@pytest.mark.parametrize("distance", [4.0, 25.0, -4.0, -25.0])
+def test_a_penalty_pulls_distant_tokens_back_although_ratios_are_clamped(distance: float):
+    logprobs = torch.tensor([-30.0], dtype=torch.float64, requires_grad=True)
+    mask, none = torch.tensor([True]), torch.zeros(1, dtype=torch.float64)
+    reference, behaviour = logprobs.detach() - distance, logprobs.detach()
+    found = {}
+    for kind in ("k2", "k3"):
+        loss = ClippedSurrogate(kl_coef=0.5, kl_kind=kind)
+        total, _ = evaluate(loss, logprobs, behaviour, none, mask, reference)
+        found[kind] = gradient(total, logprobs).item()
+    assert found["k2"] == pytest.approx(0.5 * distance)
+    # on-policy, ratio * k3 has the derivative k3 + k3', with k3 along its tangent beyond 3
+    edge = math.copysign(3.0, distance)
+    slope = 1 - math.exp(-edge)
+    assert found["k3"] == pytest.approx(0.5 * (math.exp(-edge) - 1 + edge + slope * (distance - edge) + slope))
+
+
+def test_a_weight_of_0_keeps_infinite_terms_out():
+    """0 * inf is NaN: coefficients, advantages and weights of 0 must not meet infinities."""
+    logprobs = torch.tensor([-1.0, -500.0, -1.0], requires_grad=True)
+    behaviour, reference = torch.tensor([-500.0, -1.0, -1.0]), torch.tensor([-1e30, -1.0, -500.0])
+    mask, weights = torch.ones(3, dtype=torch.bool), torch.tensor([1.0, 0.0, 1.0])
+    for kl_coef in (0.0, 0.1):
+        loss = ClippedSurrogate(kl_coef=kl_coef, kl_kind="k3" if kl_coef else "k2", dual_clip=math.inf)
+        total, sums = evaluate(loss, logprobs, behaviour, torch.zeros(3), mask, reference, weights=weights)
+        assert math.isfinite(total.item())
+        assert gradient(total, logprobs).isfinite().all()
+        assert all(each.isfinite() for each in sums.values())
 
 
 def test_an_unknown_kl_kind_is_refused():

@@ -28,6 +28,16 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor
     return (-difference).expm1() + difference
 
 
+def kl_estimates(logprobs: torch.Tensor, others: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Estimate KL(policy || other) at each token that the policy sampled, by k1, k2 and k3; shapes as in kl_estimate.
+
+    With d = logprobs - others, k1 = d is unbiased and may be negative, k2 = d^2 / 2 is biased and has little variance,
+    and k3 is `kl_estimate` (Schulman, as there). d is clamped to +-20.
+    """
+    difference = (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return {"k1": difference, "k2": difference.square() / 2, "k3": kl_estimate(logprobs, others)}
+
+
 def kl_penalty(
     logprobs: torch.Tensor, reference: torch.Tensor, log_ratio: torch.Tensor, kind: Literal["k2", "k3"]
 ) -> torch.Tensor:

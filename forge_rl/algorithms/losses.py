@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.correction import Correction
-from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_estimate, kl_penalty
+from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_estimates, kl_penalty
 from forge_rl.algorithms.protocol import Loss, LossInputs, Need, Scope, Sum, widest
 from forge_rl.algorithms.sequences import log_ratios, sequence_means
 from forge_rl.errors import ConfigError, check_flags
@@ -121,7 +121,9 @@ class PolicyLoss(Loss):
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Sum]]:
         """Sum the loss; see Loss.__call__. The sums are "surrogate" (the loss without its KL penalty), "ratio", the
         method's own, the ones of `Correction.weights`, with an off_policy_bound "off_policy_masked" (tokens dropped for
-        it), with a reference "kl" (k3's estimate), and "not_finite" (tokens left out as their logprobs are not finite).
+        it), "not_finite" (tokens left out as their logprobs are not finite), and `kl_estimates` of the divergence of
+        the engine's policy from the current one, "kl_behaviour/k1" to "k3", and with a reference of the current one
+        from it, "kl/k1" to "k3".
 
         Raises:
             ConfigError: kl_coef is above 0 without a reference.
@@ -156,12 +158,15 @@ class PolicyLoss(Loss):
         loss = (weights * factor * losses).sum()
         ratio = masked(importance_ratio(logprobs.detach(), old))
         sums |= {"surrogate": losses.sum(), "ratio": ratio.sum(), **of_correction, **own}
+        drift = kl_estimates(behaviour, logprobs.detach())
+        sums |= {f"kl_behaviour/{kind}": estimate.sum() for kind, estimate in drift.items()}
         if self.entropy_coef > 0:
             assert inputs.entropy is not None, "needs has entropy_gradient"
             loss = loss - self.entropy_coef * (weights * masked(inputs.entropy)).sum()
         if inputs.reference is not None:
             reference = masked(inputs.reference)
-            sums["kl"] = kl_estimate(logprobs.detach(), reference).sum()
+            estimates = kl_estimates(logprobs.detach(), reference)
+            sums |= {f"kl/{kind}": estimate.sum() for kind, estimate in estimates.items()}
             if self.kl_coef > 0:
                 penalty = kl_penalty(logprobs, reference, logprobs - behaviour, self.kl_kind)
                 loss = loss + self.kl_coef * (weights * penalty).sum()
