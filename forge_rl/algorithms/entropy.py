@@ -64,7 +64,7 @@ class AdaptiveEntropy:
         return replace(loss, entropy_coef=self.coefficient)
 
     def update(self, entropy: float) -> None:
-        """Adapt to the mean entropy of a step; NaN, such as that of a step without trained tokens, changes nothing."""
+        """Adapt to the mean entropy of a step; NaN, as of a step without trained tokens, changes nothing."""
         if math.isnan(entropy):
             return
         self._is_low = entropy <= self.target

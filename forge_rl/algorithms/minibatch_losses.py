@@ -122,8 +122,8 @@ class KlCov(PolicyLoss):
 
     The loss of a token is -r * A, plus `penalty` * |log r| for the share `cov_ratio` of the minibatch's tokens, at
     least one, that have the largest positive covariance of advantage and logprob, as `ClipCov` defines it: arXiv
-    2505.22617, equations 13 and 14, and verl's kl_cov. Tokens with an advantage of 0 have no penalty. The sum
-    "penalised" counts the tokens chosen.
+    2505.22617, equations 13 and 14, and verl's kl_cov. Unlike in verl, tokens with an advantage of 0, whose groups may
+    be left out of training, have no penalty. The sum "penalised" counts the tokens chosen.
     """
 
     cov_ratio: float = 2e-4
