@@ -152,7 +152,7 @@ SCORING = Scoring(temperature=0.7, entropy_gradient=True, squares=True)
 
 def scores_of(scores: TokenScores, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Scores, and a gradient of both logprobs and entropy by the logits."""
-    logprobs, entropy, squares = scores
+    logprobs, entropy, squares, _ = scores
     weights = torch.arange(len(entropy))
     total = (logprobs * torch.tensor([1, -0.5]) * weights[:, None]).sum() + (weights * entropy).sum()
     return logprobs.detach(), entropy.detach(), squares, *torch.autograd.grad(total, logits)

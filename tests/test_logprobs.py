@@ -17,7 +17,7 @@ def example(tokens: int = 7, vocabulary: int = 11) -> tuple[torch.Tensor, torch.
 
 def test_hand_worked_logprob_and_entropy():
     # softmax of [ln 1, ln 3] is [1/4, 3/4]
-    logprobs, entropy, _ = token_scores(torch.tensor([[0.0, math.log(3)]] * 2), torch.tensor([0, 1]), Scoring())
+    logprobs, entropy, *_ = token_scores(torch.tensor([[0.0, math.log(3)]] * 2), torch.tensor([0, 1]), Scoring())
     torch.testing.assert_close(logprobs, torch.tensor([math.log(0.25), math.log(0.75)]))
     expected = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
     torch.testing.assert_close(entropy, torch.tensor([expected] * 2))
@@ -39,7 +39,7 @@ def test_chunks_change_neither_values_nor_gradients(chunk_tokens):
     (weights * expected).sum().backward()
 
     logits.requires_grad_()
-    logprobs, entropy, _ = token_scores(logits, targets, Scoring(temperature=0.7), chunk_tokens=chunk_tokens)
+    logprobs, entropy, *_ = token_scores(logits, targets, Scoring(temperature=0.7), chunk_tokens=chunk_tokens)
     (weights * logprobs).sum().backward()
     torch.testing.assert_close(logprobs, expected)
     torch.testing.assert_close(entropy, distribution.entropy())
@@ -63,7 +63,7 @@ def test_the_gradient_agrees_with_finite_differences():
 def test_bfloat16_logits_are_scored_in_float32():
     logits, targets = example()
     half = logits.to(torch.bfloat16).requires_grad_()
-    logprobs, entropy, _ = token_scores(half, targets)
+    logprobs, entropy, *_ = token_scores(half, targets)
     exact = torch.log_softmax(half.detach().float(), dim=1).gather(1, targets[:, None]).squeeze(1)
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logprobs.detach(), exact)
@@ -73,14 +73,14 @@ def test_bfloat16_logits_are_scored_in_float32():
 
 def test_entropy_carries_no_gradient():
     logits, targets = example()
-    logprobs, entropy, _ = token_scores(logits.requires_grad_(), targets)
+    logprobs, entropy, *_ = token_scores(logits.requires_grad_(), targets)
     assert logprobs.requires_grad
     assert not entropy.requires_grad
 
 
 def test_forbidden_tokens_leave_logprob_entropy_and_gradient_finite():
     logits = torch.tensor([[0.0, 0.0, float("-inf")]], requires_grad=True)
-    logprobs, entropy, _ = token_scores(logits, torch.tensor([0]))
+    logprobs, entropy, *_ = token_scores(logits, torch.tensor([0]))
     logprobs.sum().backward()
     assert logprobs.item() == pytest.approx(math.log(0.5))
     assert entropy.item() == pytest.approx(math.log(2))
@@ -113,7 +113,7 @@ def test_a_gradient_written_over_the_logits_is_the_same_and_is_not_taken_twice(d
 
 
 def test_no_tokens_give_no_logprobs():
-    logprobs, entropy, _ = token_scores(torch.zeros(0, 5, requires_grad=True), torch.zeros(0, dtype=torch.int64))
+    logprobs, entropy, *_ = token_scores(torch.zeros(0, 5, requires_grad=True), torch.zeros(0, dtype=torch.int64))
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
 
@@ -150,7 +150,7 @@ def test_entropy_has_a_gradient_if_asked_and_several_targets_share_a_distributio
         given = logits.double().requires_grad_()
         if ours:
             scoring = Scoring(temperature=0.7, entropy_gradient=True, squares=True)
-            logprobs, entropy, squares = token_scores(given, several, scoring, chunk_tokens=chunk_tokens)
+            logprobs, entropy, squares, _ = token_scores(given, several, scoring, chunk_tokens=chunk_tokens)
         else:
             p = (given / 0.7).softmax(dim=1)
             logp = p.clamp(min=1e-300).log()

@@ -295,7 +295,7 @@ def test_a_head_that_scores_in_chunks_gives_the_same_logprobs_and_gradients(monk
             "token_scores",
             lambda logits, *args, sizes=sizes, **how: sizes.append(len(logits)) or token_scores(logits, *args, **how),
         )
-        logprobs, entropy, _ = head(given, targets, Scoring(temperature=0.7))
+        logprobs, entropy, *_ = head(given, targets, Scoring(temperature=0.7))
         gradients = torch.autograd.grad(logprobs.exp().sum(), [given, head.weight])
         results.append((logprobs, entropy, *gradients))
         assert sizes == ([10] if chunk == 10 else [4, 4, 2, 4, 4, 2]), "the backward pass computes chunks again"
