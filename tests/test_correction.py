@@ -176,7 +176,7 @@ def test_a_loglinear_policy_needs_no_pass_but_a_version():
     torch.testing.assert_close(gradient(total, logprobs), torch.full((2,), -math.exp(0.1)))
     assert total.item() == pytest.approx(-2 * math.exp(0.1))
     assert not loss.needs
-    with pytest.raises(ConfigError, match="version is unknown"):
+    with pytest.raises(ConfigError, match="were not published before this batch"):
         call_loss(loss, replace(inputs, version=None))
 
 

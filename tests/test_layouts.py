@@ -15,8 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks import layouts
 from benchmarks.ranks import run_ranks
 from benchmarks.report import BenchmarkError
+from forge_rl.algorithms.components import LossSum
+from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.logprobs import Scoring, TokenScores, token_scores
 from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.algorithms.minibatch_losses import ClipCov, KlCov, M2po
+from forge_rl.algorithms.policy_losses import Gspo
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
@@ -77,6 +81,16 @@ def computed_tokens(case: layouts.Case) -> int:
 
 def test_layouts_of_two_ranks_train_as_one_process(tmp_path: Path):
     check(tmp_path, layouts.cases(FAMILIES, most_ranks=2))
+
+
+def test_statistics_of_a_minibatch_are_of_all_rows_on_all_ranks(tmp_path: Path):
+    losses: dict[str, Loss] = {
+        "m2po": M2po(m2_bound=2.0),
+        "clip_cov": ClipCov(cov_ratio=0.05, cov_low=0.1, correction=Correction.presets["sequence_tis"]),
+        "kl_cov": KlCov(cov_ratio=0.05),
+        "gspo": Gspo(clip_high=0.5, top_entropy_quantile=0.5, entropy_coef=0.01),
+    }
+    check(tmp_path, layouts.cases(["llama"], most_ranks=2), LossSum(losses))
 
 
 @pytest.mark.long

@@ -84,7 +84,9 @@ def test_diagnostics_are_those_of_all_tokens_and_of_each_source_however_rows_are
         x = np.array([value for _, value in own])
         r = np.exp(x)
         assert found[f"entropy{ending}"] == pytest.approx(0.5)
-        assert found[f"kl/behaviour{ending}"] == pytest.approx(np.mean(r - 1 - x), rel=1e-5)
+        # of the engine's policy from the current one, by tokens that the engine sampled
+        for kind, expected in (("k1", -x), ("k2", x**2 / 2), ("k3", r - 1 - x)):
+            assert found[f"kl_behaviour/{kind}{ending}"] == pytest.approx(np.mean(expected), rel=1e-5)
         assert found[f"ratio/ess{ending}"] == pytest.approx(r.sum() ** 2 / len(r) / (r**2).sum(), rel=1e-5)
         assert found[f"ratio/max{ending}"] == pytest.approx(np.exp(abs(x)).max(), rel=1e-5)
         nearest = np.quantile(abs(x), 0.99, method="inverted_cdf")

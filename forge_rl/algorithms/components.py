@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Several(Loss):
-    """Several losses by name; what they need together."""
+    """Several losses by name, with all of their needs."""
 
     losses: Mapping[str, Loss]
 
@@ -62,7 +62,7 @@ class _Several(Loss):
         own = {key.removeprefix(start): each for key, each in inputs.statistics.items() if key.startswith(start)}
         weights = loss.aggregation.weights(inputs.lengths.to(inputs.logprobs.dtype))
         total, sums = loss(replace(inputs, weights=weights, statistics=own))
-        return total / max(1.0, loss.divisor(inputs.counts)), {f"{start}{key}": each for key, each in sums.items()}
+        return total / loss.divisor(inputs.counts), {f"{start}{key}": each for key, each in sums.items()}
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LossSum(_Several):
 
         LossSum({"policy": Cispo(), "entropy": Entropy()}, {"entropy": -0.01})
 
-    The metrics of a component are those of its loss, after its name, as "policy/clipped".
+    A component's metrics are named after it, as in "policy/clipped".
     """
 
     coefficients: Mapping[str, float] = field(default_factory=dict)
@@ -129,7 +129,8 @@ class LossBySource(_Several):
             total = total + mean
             count = (inputs.mask & own).sum()
             for key, each in found.items():
-                sums[key.removeprefix("/")] = (each, count) if not isinstance(each, tuple) else each
+                is_sum = not isinstance(each, tuple) and not key.endswith("/max")
+                sums[key.removeprefix("/")] = cast("Sum", (each, count) if is_sum else each)
         return total, sums
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
@@ -171,7 +172,7 @@ class Entropy(Loss):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy(Loss):
-    """The negative logprob of tokens, whatever their advantages: supervised learning.
+    """The negative logprob of tokens, regardless of advantages: supervised learning.
 
     On observations it is ECHO (arXiv 2605.24517): the policy also learns to predict what its environment answers. Their
     mean is over all observation tokens of the minibatch.
@@ -189,7 +190,7 @@ class CrossEntropy(Loss):
         return True
 
     def divisor(self, counts: Counts) -> float:
-        return counts.observations if self.on == "observations" else super().divisor(counts)
+        return max(1, counts.observations) if self.on == "observations" else super().divisor(counts)
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, Sum]]:
         if self.on == "observations":

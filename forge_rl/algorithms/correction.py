@@ -121,7 +121,7 @@ class Correction:
             return tokens.proximal
         if tokens.version is None:
             raise ConfigError(
-                "correction.proximal is loglinear, and the policy's version is unknown as it was not published",
+                "correction.proximal is loglinear, and the trainer's weights were not published before this batch",
                 hint="publish after each batch, or set correction.proximal to recompute",
             )
         return loglinear(tokens.logprobs.detach(), tokens.behaviour, tokens.versions, tokens.version)
@@ -219,7 +219,7 @@ def loglinear(logprobs: torch.Tensor, behaviour: torch.Tensor, versions: torch.T
         logprobs: [L], the current policy's.
         behaviour: [L], the engine's.
         versions: [L], that sampled the tokens.
-        version: of the current policy; its whole part is that of the proximal one.
+        version: the current policy's; the proximal policy's is its whole part.
     """
     proximal = math.floor(version)
     passed = (version - versions).clamp(min=0).to(logprobs.dtype)

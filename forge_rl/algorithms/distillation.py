@@ -79,7 +79,7 @@ class Distillation(Loss):
     k: int = 20
     """Number of the teacher's most likely tokens; SDPO (arXiv 2601.20802) has 100."""
     beta: float = 1.0
-    """0: forward KL, which covers all that the teacher does. 1: reverse KL, which keeps to what it does most. Between
+    """0: forward KL, which covers everything the teacher does. 1: reverse KL, which keeps to what it does most. Between
     them, the divergence above; SDPO has 0.5."""
     clip: float = math.inf
     """Maximum of the term of a single entry of the vocabulary, which has no gradient above it, so that few tokens of

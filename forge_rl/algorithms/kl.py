@@ -16,26 +16,17 @@ MAX_PENALTY_LOG_RATIO = 3.0
 policies disagree cannot outweigh the rest of a batch."""
 
 
-def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Estimate KL(policy || reference) at each token that the policy sampled, as a metric.
-
-    This is k3 = exp(-d) + d - 1, with d = logprobs - reference (Schulman, "Approximating KL divergence", 2020), which
-    is unbiased and never negative. As a loss it has the wrong gradient: see kl_penalty.
-
-    The logprobs of policy and frozen reference are float32 of the same, arbitrary shape, as are the estimates.
-    """
-    difference = (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return (-difference).expm1() + difference
-
-
 def kl_estimates(logprobs: torch.Tensor, others: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Estimate KL(policy || other) at each token that the policy sampled, by k1, k2 and k3; shapes as in kl_estimate.
+    """Estimate KL(policy || other) at each token that the policy sampled, as metrics, by k1, k2 and k3.
 
-    With d = logprobs - others, k1 = d is unbiased and may be negative, k2 = d^2 / 2 is biased and has little variance,
-    and k3 is `kl_estimate` (Schulman, as there). d is clamped to +-20.
+    With d = logprobs - others, clamped to +-20, k1 = d is unbiased and may be negative, k2 = d^2 / 2 is biased and has
+    little variance, and k3 = exp(-d) + d - 1 is unbiased and never negative (Schulman, "Approximating KL divergence",
+    2020). As losses, k1 and k3 have wrong gradients: see kl_penalty.
+
+    Both logprobs are float32 of the same, arbitrary shape, as are the estimates.
     """
     difference = (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return {"k1": difference, "k2": difference.square() / 2, "k3": kl_estimate(logprobs, others)}
+    return {"k1": difference, "k2": difference.square() / 2, "k3": (-difference).expm1() + difference}
 
 
 def kl_penalty(
@@ -55,8 +46,8 @@ def kl_penalty(
     context; the token's effect on later contexts is ignored, as in every token-level penalty.
 
     Args:
-        logprobs: as for kl_estimate, with gradient.
-        reference: as for kl_estimate.
+        logprobs: the policy's, of any shape, float32 with gradient.
+        reference: the frozen reference's, same shape.
         log_ratio: logprobs - behaviour, with gradient, same shape, float32.
 
     Raises:

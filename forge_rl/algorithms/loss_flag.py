@@ -57,7 +57,7 @@ LossTexts: TypeAlias = Annotated[
 
 
 def build_loss(texts: Sequence[str] | Loss) -> Loss:
-    """Build the loss that `texts` name, or a `LossBySource` if they name sources; a loss is returned as it is.
+    """Build the loss that `texts` name, or a `LossBySource` if they name sources; a loss is returned unchanged.
 
         build_loss(["clipped:clip_high=0.3,kl_coef=0.01"])
         build_loss(["math=dapo", "code=cispo:ratio_max=4", "gspo"])

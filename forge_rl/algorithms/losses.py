@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.correction import Correction
-from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_estimates, kl_penalty
+from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_penalty
 from forge_rl.algorithms.protocol import Loss, LossInputs, Need, Scope, Sum, widest
 from forge_rl.algorithms.sequences import log_ratios, sequence_means
 from forge_rl.errors import ConfigError, check_flags
@@ -121,9 +121,7 @@ class PolicyLoss(Loss):
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Sum]]:
         """Sum the loss; see Loss.__call__. The sums are "surrogate" (the loss without its KL penalty), "ratio", the
         method's own, the ones of `Correction.weights`, with an off_policy_bound "off_policy_masked" (tokens dropped for
-        it), "not_finite" (tokens left out as their logprobs are not finite), and `kl_estimates` of the divergence of
-        the engine's policy from the current one, "kl_behaviour/k1" to "k3", and with a reference of the current one
-        from it, "kl/k1" to "k3".
+        it), and "not_finite" (tokens left out as their logprobs are not finite).
 
         Raises:
             ConfigError: kl_coef is above 0 without a reference.
@@ -158,18 +156,12 @@ class PolicyLoss(Loss):
         loss = (weights * factor * losses).sum()
         ratio = masked(importance_ratio(logprobs.detach(), old))
         sums |= {"surrogate": losses.sum(), "ratio": ratio.sum(), **of_correction, **own}
-        drift = kl_estimates(behaviour, logprobs.detach())
-        sums |= {f"kl_behaviour/{kind}": estimate.sum() for kind, estimate in drift.items()}
         if self.entropy_coef > 0:
             assert inputs.entropy is not None, "needs has entropy_gradient"
             loss = loss - self.entropy_coef * (weights * masked(inputs.entropy)).sum()
-        if inputs.reference is not None:
-            reference = masked(inputs.reference)
-            estimates = kl_estimates(logprobs.detach(), reference)
-            sums |= {f"kl/{kind}": estimate.sum() for kind, estimate in estimates.items()}
-            if self.kl_coef > 0:
-                penalty = kl_penalty(logprobs, reference, logprobs - behaviour, self.kl_kind)
-                loss = loss + self.kl_coef * (weights * penalty).sum()
+        if self.kl_coef > 0 and inputs.reference is not None:
+            penalty = kl_penalty(logprobs, masked(inputs.reference), logprobs - behaviour, self.kl_kind)
+            loss = loss + self.kl_coef * (weights * penalty).sum()
         return loss, {
             name: value if isinstance(value, tuple) else value.detach().to(logprobs.dtype)
             for name, value in sums.items()
@@ -211,12 +203,18 @@ class ClippedSurrogate(PolicyLoss):
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`. The sums are "clipped" (tokens whose gradient
-        was clipped away) and "dual_clipped" (the part due to the dual clip)."""
+        was clipped away), of which "clipped_high" by the upper bound, "clipped_low" by the lower one, and
+        "dual_clipped" by the dual clip."""
         ratio = importance_ratio(logprobs, old)
         losses, lost = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
         dual = (advantages < 0) & (ratio > self.dual_clip)
         losses = losses.where(~dual, -self.dual_clip * advantages)
-        return losses, {"clipped": (lost | dual).sum(), "dual_clipped": dual.sum()}
+        return losses, {
+            "clipped": (lost | dual).sum(),
+            "clipped_high": (lost & (advantages > 0)).sum(),
+            "clipped_low": (lost & (advantages < 0)).sum(),
+            "dual_clipped": dual.sum(),
+        }
 
 
 def clipped_surrogate(

@@ -3,9 +3,10 @@ and version lag."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,10 +14,15 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from forge_rl.errors import ConfigError
+from forge_rl.packing.rows import Packed, pack
+from forge_rl.types import Batch, Episode, Group
+
 if TYPE_CHECKING:
     import torch
 
-    from forge_rl.packing.rows import Packed
+    from forge_rl.services.generator import Generator
+    from forge_rl.services.trainer import Trainer
 
 _MOST_ROWS = 8
 """Rows of a table; experts with the largest gap come first."""
@@ -74,32 +80,65 @@ class GapReport:
         return out.getvalue().rstrip()
 
 
+async def explain_gap(generator: Generator, trainer: Trainer, batch: Batch, prompts: int) -> GapReport:
+    """Sample answers from the trainer's own weights, let the trainer score them and the batch, and compare.
+
+    Args:
+        batch: the last step's batch; the answers are to prompts of its groups.
+        prompts: number of prompts to answer.
+
+    Raises:
+        ConfigError: the engines do not have the trainer's weights.
+    """
+    import torch
+
+    if generator.version != trainer.version:
+        raise ConfigError(
+            f"engines have version {generator.version}, the trainer {trainer.version}",
+            hint="call this between steps, once the weights are published",
+        )
+    groups = [group for group in batch.groups if group.episodes[0].turns][:prompts]
+    turns = await generator.sample([group.episodes[0].turns[0].prompt_ids for group in groups])
+    answered = [
+        Group(task=group.task, episodes=(Episode(task=group.task, turns=(turn,)),))
+        for group, turn in zip(groups, turns, strict=True)
+    ]
+    layout, temperature = replace(trainer.layout, minibatches=1), generator.sampling.temperature
+    laid = []
+    for each in (Batch(groups=tuple(answered), version=trainer.version), batch):
+        ones = torch.ones(len(each.groups), len(each.groups[0].episodes))
+        packed = await asyncio.to_thread(pack, each, ones, layout, drop_uniform=False)
+        laid.append((packed, await trainer.logprobs(packed, temperature=temperature)))
+    relative = torch.finfo(getattr(torch, generator.dtype)).eps
+    layers = await trainer.layer_noise(laid[0][0], temperature=temperature, relative=relative)
+    return await asyncio.to_thread(explain, laid[0], laid[1], layers)
+
+
 def explain(
     fresh: tuple[Packed, Sequence[torch.Tensor]],
-    last: tuple[Packed, Sequence[torch.Tensor]] | None,
+    last: tuple[Packed, Sequence[torch.Tensor]],
     layers: Sequence[float],
 ) -> GapReport:
     """Group tokens by what may explain their gap.
 
     Args:
         fresh: tokens sampled from the trainer's weights, and the trainer's logprobs of each row's targets.
-        last: likewise for the last batch, if any.
+        last: likewise for the last batch.
         layers: see `GapReport.layers`.
     """
     now = _tokens(*fresh)
     gap = now["gap"]
     positions = np.exp2(np.floor(np.log2(np.maximum(1, now["position"])))).astype(int)
     chances = np.floor(np.exp(now["behaviour"]) * 10).clip(0, 9).astype(int)
+    before = _tokens(*last)
     tables = {
         "position": _groups(gap, positions, lambda at: f"{at} to {2 * at - 1}"),
         "probability": _groups(gap, chances, lambda at: f"{at / 10:.1f} to {(at + 1) / 10:.1f}"),
         "source": _groups(gap, now["source"], str),
+        "lag": _groups(before["gap"], before["lag"], str),
     }
     if "routed" in now:
         tables["expert"] = _by_expert(gap, now["routed"])
-    if last is not None:
-        before = _tokens(*last)
-        tables["lag"] = _groups(before["gap"], before["lag"], str)
     everything = GapGroup("all", len(gap), float(gap.mean()) if len(gap) else 0.0, float(gap.max(initial=0.0)))
     return GapReport(fresh=everything, tables=tables, layers=layers)
 

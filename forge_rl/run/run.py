@@ -6,21 +6,18 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
-
-import torch
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError, ServiceError
 from forge_rl.metrics import Metric, batch_metrics
-from forge_rl.packing.rows import Packed, pack
+from forge_rl.packing.rows import Packed
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.evaluator import Evaluator
-from forge_rl.run.gap import GapReport, explain
+from forge_rl.run.gap import GapReport, explain_gap
 from forge_rl.run.kept import Stateful
 from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
@@ -28,7 +25,7 @@ from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import Services
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.trainer import Trainer
-from forge_rl.types import Batch, Episode, Group
+from forge_rl.types import Batch
 
 _GAP_BOUND = {"float32": 1e-3, "bfloat16": 5e-2}
 """Mean gap between trainer and engine logprobs above which a step warns, by the engines' dtype."""
@@ -276,31 +273,11 @@ class Run(Generic[C]):
             prompts: number of prompts to answer.
 
         Raises:
-            ConfigError: there was no batch yet, or the weights were updated since they were published.
+            ConfigError: no step has been taken yet, or the weights have changed since they were published.
         """
-        batch = self.last_batch
-        if batch is None:
-            raise ConfigError("there was no batch yet", hint="take a step first")
-        if self.generator.version != self.trainer.version:
-            raise ConfigError(
-                f"engines have version {self.generator.version}, the trainer {self.trainer.version}",
-                hint="call this between steps, once the weights are published",
-            )
-        groups = [group for group in batch.groups if group.episodes[0].turns][:prompts]
-        turns = await self.generator.sample([group.episodes[0].turns[0].prompt_ids for group in groups])
-        answered = [
-            Group(task=group.task, episodes=(Episode(task=group.task, turns=(turn,)),))
-            for group, turn in zip(groups, turns, strict=True)
-        ]
-        layout, temperature = replace(self.trainer.layout, minibatches=1), self.generator.sampling.temperature
-        laid = []
-        for each in (Batch(groups=tuple(answered), version=self.trainer.version), batch):
-            ones = [[1.0] * len(group.episodes) for group in each.groups]
-            packed = await asyncio.to_thread(pack, each, torch.tensor(ones), layout, drop_uniform=False)
-            laid.append((packed, await self.trainer.logprobs(packed, temperature=temperature)))
-        relative = torch.finfo(getattr(torch, self.generator.dtype)).eps
-        layers = await self.trainer.layer_noise(laid[0][0], temperature=temperature, relative=relative)
-        return await asyncio.to_thread(explain, laid[0], laid[1], layers)
+        if self.last_batch is None:
+            raise ConfigError("no step has been taken yet", hint="take one first")
+        return await explain_gap(self.generator, self.trainer, self.last_batch, prompts)
 
     async def after_step(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run work for another task, such as `checkpoint`, once the body of `recovering` has ended; waits for it.

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from forge_rl.algorithms.kl import kl_estimate
+from forge_rl.algorithms.kl import MAX_LOG_RATIO, kl_estimates
 from forge_rl.algorithms.logprobs import logprob_gap
 from forge_rl.algorithms.protocol import LossInputs
 from forge_rl.engines.titan.measures import Measures
@@ -15,7 +15,7 @@ from forge_rl.metrics import EffectiveShare, ExplainedVariance, Max, Mean, Sum, 
 
 @torch.no_grad()
 def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version: float | None) -> None:
-    """Measure the trained tokens of a row.
+    """Measure the trained tokens of a row; those with a logprob that is not finite are left out, but for the gap.
 
     Args:
         tokens: number of trained tokens.
@@ -32,11 +32,12 @@ def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version:
         gap = logprob_gap(logprobs, inputs.behaviour, compared)
         measures.add(name, Mean, gap["abs_sum"], gap["count"])
         measures.add(f"{name}/max", Max, torch.where(gap["count"] > 0, gap["max"], -math.inf))
+    mask = mask & logprobs.isfinite() & inputs.behaviour.isfinite()
     names = sorted(set(inputs.sources))
     index = {name: at for at, name in enumerate(names)}
     of_group = torch.tensor([*(index[name] for name in inputs.sources), 0], device=mask.device)
     places = of_group[inputs.groups.long().clamp(min=-1)] if names else torch.zeros_like(mask, dtype=torch.int64)
-    log_ratio = (logprobs - inputs.behaviour).where(mask, 0.0).clamp(-20, 20)
+    log_ratio = (logprobs - inputs.behaviour).where(mask, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, distance = log_ratio.exp(), log_ratio.abs()
     size, kinds = max(1, len(names)), mask.to(logprobs.dtype)
 
@@ -45,16 +46,15 @@ def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version:
         return values.new_zeros(size).index_add_(0, places, values.where(mask, 0.0))
 
     counts = sums(kinds)
-    # How far the policy is from the one that sampled the token, KL(behaviour || policy) by its unbiased estimate.
-    means = {"kl/behaviour": sums(kl_estimate(inputs.behaviour, logprobs))}
-    if entropy is not None:
-        means["entropy"] = sums(entropy)
+    means = {} if entropy is None else {"entropy": sums(entropy)}
+    # Tokens are the engine's samples: with lag or a mismatch, the divergence from the reference is only approximate.
+    divergences = {"kl_behaviour": kl_estimates(inputs.behaviour, logprobs)}
     if inputs.reference is not None:
-        means["kl/reference"] = sums(kl_estimate(logprobs, inputs.reference))
+        divergences["kl_reference"] = kl_estimates(logprobs, inputs.reference)
+    for name, estimates in divergences.items():
+        means |= {f"{name}/{kind}": sums(values) for kind, values in estimates.items()}
     of_ratio, of_squares = sums(ratio), sums(ratio.square())
-    largest = logprobs.new_full((size,), -math.inf).index_reduce_(
-        0, places, distance.where(mask, -math.inf), "amax", include_self=True
-    )
+    largest = logprobs.new_full((size,), -math.inf).scatter_reduce(0, places, distance.where(mask, -math.inf), "amax")
     tails = logprobs.new_zeros(size * Tail.BINS).index_add_(0, places * Tail.BINS + _bin(distance), kinds)
     tails = tails.view(size, Tail.BINS)
     parts = [("", slice(None))] + ([(f"/{name}", at) for name, at in index.items()] if size > 1 else [])
