@@ -12,12 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.ranks import run_ranks
 from forge_rl.algorithms.aggregation import Aggregation
-from forge_rl.algorithms.components import CrossEntropy, Entropy, LossBySource, LossSum
 from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.logprobs import Scoring
 from forge_rl.algorithms.losses import ClippedSurrogate
-from forge_rl.algorithms.minibatch_losses import ClipCov, KlCov, M2po
-from forge_rl.algorithms.policy_losses import Gmpo, Gspo, Topr
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
@@ -583,99 +580,6 @@ def test_two_ranks_train_as_one(tmp_path: Path):
         for rank in ranks:
             assert furthest(hf_weights(engine.model), rank[name][1]) < 1e-10, name
             assert rank[name][2] == ([None], 0.0), "all ranks skip what is not finite on one"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverAll(ClippedSurrogate):
-    """Weights each token by the mean over the minibatch, its rank in it, and a sum over its group and its episode."""
-
-    scope = "minibatch"
-
-    def statistics(self, tokens: LossInputs) -> dict[str, torch.Tensor]:
-        gaps = tokens.logprobs - tokens.behaviour
-        ranks = gaps.argsort().argsort().to(gaps.dtype) / len(gaps)
-        order = torch.arange(len(gaps), dtype=gaps.dtype) / len(gaps)
-        return {"mean": gaps.mean(), "ranks": ranks + order, "wide": torch.stack([gaps, -gaps], dim=1)}
-
-    def token_losses(self, logprobs: Any, old: Any, advantages: Any, inputs: LossInputs) -> Any:
-        found = inputs.statistics
-        torch.testing.assert_close(found["wide"].sum(dim=1), torch.zeros_like(logprobs))
-        return -(1 + found["mean"].exp() + found["ranks"]) * advantages * logprobs, {}
-
-
-def scattered_batch() -> Batch:
-    """Episodes of several segments, which rows of this length split."""
-    batch = random_batch(3, vocab=43, groups=3, turns=3)
-
-    def rewritten(episode: Any) -> Any:
-        first, second, third = episode.turns
-        return replace(episode, turns=(first, replace(second, prompt_ids=[41, 42, *second.prompt_ids[:4]]), third))
-
-    groups = [replace(g, episodes=tuple(map(rewritten, g.episodes))) for g in batch.groups]
-    return replace(batch, groups=tuple(groups))
-
-
-CORRECTED = ClippedSurrogate(
-    correction=Correction(
-        proximal="recompute", mode="truncate", level="sequence", high=1.5, reject="token_k2:0.1+seq_max_k2:0.5"
-    ),
-    top_entropy_quantile=0.4,
-)
-SELECTING: list[Loss] = [M2po(), ClipCov(cov_ratio=0.2, cov_low=0.01), KlCov(cov_ratio=0.2), CORRECTED]
-
-
-@pytest.mark.parametrize(
-    "loss", [Gspo(clip_high=0.5), Gmpo(), Topr(), OverAll(), *SELECTING], ids=lambda each: type(each).__name__
-)
-def test_statistics_over_episodes_and_the_minibatch_are_the_same_however_rows_are_laid(loss: Loss, tmp_path: Path):
-    make_model(tmp_path)
-    found, scattered = [], []
-    for seq_len in (256, 40):
-        engine = engine_of(tmp_path, seq_len=seq_len)
-        laid = packed(scattered_batch(), seq_len=seq_len)
-        scattered.append("episode" in laid.minibatches[0].scattered)
-        before = hf_weights(engine.model)
-        metrics = reduce(step(engine, laid, loss=loss))
-        found.append((metrics["loss"], metrics["grad_norm"], hf_weights(engine.model)))
-        assert moved(engine, before) > 1e-6
-    assert scattered == [False, True]
-    assert found[1][:2] == pytest.approx(found[0][:2], rel=1e-10)
-    assert furthest(found[0][2], found[1][2]) < 1e-10
-
-
-def test_components_have_means_of_their_own_and_do_not_dilute_each_other(tmp_path: Path):
-    make_model(tmp_path)
-    laid = packed(random_batch(0, vocab=43, turns=3))
-    gradients = []
-    parts: dict[str, Loss] = {"policy": LOSS, "entropy": Entropy(), "echo": CrossEntropy(on="observations")}
-    for loss in (*parts.values(), LossSum(parts, {"entropy": -0.5, "echo": 2.0})):
-        engine = engine_of(tmp_path, optimizer=replace(OPTIMIZER, max_grad_norm=1e9))
-        kept: list[torch.Tensor] = []
-        engine.optimizer.register_step_pre_hook(
-            lambda *_, engine=engine, kept=kept: kept.extend(p.grad.clone() for p in engine.model.parameters())
-        )
-        metrics = reduce(step(engine, laid, loss=loss))
-        gradients.append(torch.cat([each.flatten() for each in kept]))
-    assert "loss/policy/clipped" in metrics
-    policy, entropy, echo, together = gradients
-    assert all(each.norm() > 1e-3 for each in gradients)
-    torch.testing.assert_close(together, policy - 0.5 * entropy + 2 * echo, rtol=1e-9, atol=1e-12)
-
-
-def test_a_loss_for_each_source_is_that_loss_if_all_sources_have_the_same(tmp_path: Path):
-    make_model(tmp_path)
-    batch = random_batch(0, vocab=43, groups=3)
-    named = [replace(g, task=replace(g.task, source=name)) for g, name in zip(batch.groups, "abc", strict=True)]
-    laid = packed(replace(batch, groups=tuple(named)))
-    found = []
-    for loss in (Gspo(), LossBySource({"a": Gspo(), "": Gspo()}), LossBySource({"a": Gspo(), "": Topr()})):
-        engine = engine_of(tmp_path)
-        found.append((reduce(step(engine, laid, loss=loss)), hf_weights(engine.model)))
-    assert found[1][0]["loss"] == pytest.approx(found[0][0]["loss"], rel=1e-10)
-    assert furthest(found[0][1], found[1][1]) < 1e-12
-    assert furthest(found[0][1], found[2][1]) > 1e-6
-    assert {"loss/a/clipped", "loss/clipped"} <= found[1][0].keys()
-    assert {"loss/a/clipped", "loss/weight"} <= found[2][0].keys()
 
 
 def test_noise_in_a_layer_moves_logprobs_and_leaves_nothing_behind(tmp_path: Path):

@@ -33,8 +33,8 @@ def teacher_advantages(
 ) -> list[list[npt.NDArray[np.float32]]]:
     """Return coef * (teacher's logprob - policy's logprob) for each token, [P][G] arrays [T]: on-policy distillation.
 
-    With tokens from the policy, the policy gradient with these advantages is that of -KL(policy || teacher) at each
-    token, given its context; its effect on later contexts is ignored, as in "On-Policy Distillation" (Lu et al.,
+    With tokens from the policy, the policy gradient with these advantages is the gradient of -KL(policy || teacher) at
+    each token, given its context; its effect on later contexts is ignored, as in "On-Policy Distillation" (Lu et al.,
     Thinking Machines, 2025), a discount of 0. Differences are clamped to +-20. The advantage is 0 for tokens without a
     teacher's logprob (NaN) and without a finite one of the policy.
 
@@ -69,7 +69,7 @@ class Distillation(Loss):
     this is exact; else it is a lower bound, as merging tokens into a bucket lowers a divergence.
 
     Tokens whose teacher's logprobs are NaN have no loss, and are counted as "unscored". A teacher's logprob below -50,
-    such as that of a token that it excludes, counts as -50. The sums are "divergence", "tail" (the policy's probability
+    such as for a token that it excludes, counts as -50. The sums are "divergence", "tail" (the policy's probability
     of the tail) and "unscored", and "ratio_capped" with a ratio_max.
 
     Raises:
@@ -143,7 +143,7 @@ class Distillation(Loss):
 
 
 def with_tail(top: torch.Tensor) -> torch.Tensor:
-    """Append the logprob of all other tokens to those of some: [L, k] -> [L, k + 1].
+    """Append to the logprobs of k tokens the logprob of all others: [L, k] -> [L, k + 1].
 
     The tail is 1 - sum(exp(top)), computed by expm1, but at least 16 roundings of the dtype, as that is how far the sum
     may be off. That least value keeps the gradient of the sum, without which a policy could not leave the top k.

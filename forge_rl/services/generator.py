@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TypeAlias
@@ -128,11 +128,6 @@ class Generator:
         return self.config.max_model_len
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the model."""
-        return self._tokenizer
-
-    @property
     def dtype(self) -> str:
         """Dtype of the engines' weights and thus of published versions: "float32" or "bfloat16"."""
         return str(resolve_dtype(self.config.dtype)).removeprefix("torch.")
@@ -197,14 +192,8 @@ class Generator:
                 return completion.add(chunk)
 
             deadline_s, gather_s = self.config.request_deadline_s, completion.gather_s
-            try:
+            with self._blaming(replica):
                 await replica.ask("stream", prompt_ids, sampling, gather_s, deadline_s=deadline_s, on_item=take)
-            except (ReplicaError, DeadlineError):
-                raise
-            except ServiceError as error:  # an internal error of the engine
-                if self._stopping:
-                    raise
-                raise self._pool.mark_failed(replica, f"it failed: {error.message}") from error
             if not completion.finish:
                 raise self._pool.mark_failed(replica, "it sent garbage: its stream ended without a finish")
         finally:
@@ -267,16 +256,10 @@ class Generator:
             )
 
         async def attempt(replica: Replica) -> ScoredTokens:
-            try:
+            with self._blaming(replica):
                 found = await replica.ask(
                     "score", prompt_ids, token_ids, temperature, top_k, deadline_s=self.config.request_deadline_s
                 )
-            except (ReplicaError, DeadlineError):
-                raise
-            except ServiceError as error:  # an internal error of the engine
-                if self._stopping:
-                    raise
-                raise self._pool.mark_failed(replica, f"it failed: {error.message}") from error
             self._pool.note_progress(replica)
             if problem := validate_scores(found, len(token_ids), top_k, self._tokenizer.vocab_size):
                 raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
@@ -378,6 +361,18 @@ class Generator:
         closing = [replica.call("close", deadline_s=5.0) for replica in living]
         await asyncio.gather(*closing, return_exceptions=True)  # Service.stop kills those that do not close in time
         await self._service.stop()
+
+    @contextlib.contextmanager
+    def _blaming(self, replica: Replica) -> Iterator[None]:
+        """Count an engine as failed if it reports an error of its own in the body."""
+        try:
+            yield
+        except (ReplicaError, DeadlineError):
+            raise
+        except ServiceError as error:
+            if self._stopping:
+                raise
+            raise self._pool.mark_failed(replica, f"it failed: {error.message}") from error
 
     async def _choose(self, engine: int | None) -> Replica:
         if engine is None:
