@@ -74,12 +74,14 @@ if TYPE_CHECKING:
     from forge_rl.rewards.verifiers import ReasoningGymReward as ReasoningGymReward
     from forge_rl.rollout.agent_command import AgentCommand as AgentCommand
     from forge_rl.rollout.evaluation import EvalConfig as EvalConfig
+    from forge_rl.rollout.state import ScheduleConfig as ScheduleConfig
     from forge_rl.run.attach import attach as attach
     from forge_rl.run.launch import launch as launch
     from forge_rl.run.run import Run as Run
     from forge_rl.run.run_config import RunConfig as RunConfig
     from forge_rl.run.start import Starting as Starting
     from forge_rl.run.start import start as start
+    from forge_rl.run.task_config import TaskConfig as TaskConfig
     from forge_rl.services.generator_config import GeneratorConfig as GeneratorConfig
     from forge_rl.services.trainer_config import CriticConfig as CriticConfig
     from forge_rl.services.trainer_config import TrainerConfig as TrainerConfig
@@ -191,6 +193,7 @@ _HOMES = {
         "rewards.verifiers": ("ReasoningGymReward",),
         "rollout.agent_command": ("AgentCommand",),
         "rollout.evaluation": ("EvalConfig",),
+        "rollout.state": ("ScheduleConfig",),
         "run.attach": ("attach",),
         "run.launch": ("launch",),
         "run.run": ("Run",),
@@ -199,6 +202,7 @@ _HOMES = {
             "Starting",
             "start",
         ),
+        "run.task_config": ("TaskConfig",),
         "services.generator_config": ("GeneratorConfig",),
         "services.trainer_config": (
             "CriticConfig",

@@ -8,7 +8,6 @@ as JSON from stdin; the last line that it prints is scored. See agents/ask_twice
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 import sys
 from dataclasses import dataclass, field
@@ -43,15 +42,7 @@ async def step(run: rl.Run[Config]) -> None:
     """Run one step: let the agent work, train, publish."""
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
-    with run.phase("train"):
-        advantages = rl.batch_advantages(batch)
-        keep_uniform = run.loss.keeps_uniform
-        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
-        stats = await run.trainer.step(packed, run.loss, temperature=run.generator.sampling.temperature)
-    with run.phase("publish"):
-        version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
-        await run.generator.load(run.weights, version)
-    run.log(stats, batch, packed)
+    await run.train_on(batch, rl.batch_advantages(batch))
 
 
 async def main(config: Config) -> None:

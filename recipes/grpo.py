@@ -6,25 +6,15 @@ python -m recipes.grpo --help
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import forge_rl as rl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(rl.RunConfig):
+class Config(rl.TaskConfig):
     """Train a policy with group-relative advantages."""
 
-    tasks: tuple[str, ...] = ()
-    """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
-    Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7. By default the tasks of --env, or
-    one-digit additions."""
-    eval_tasks: tuple[str, ...] = ()
-    """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
-    data: rl.DataConfig = field(default_factory=rl.DataConfig)
-    env: str = ""
-    """Environment, as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default the model answers once."""
-    rewards: rl.RewardTexts = ("auto",)
     loss: rl.LossTexts = ("clipped",)
     advantages: rl.Estimator = "grpo"
     """Advantage estimator. grpo divides by a group's standard deviation, dr_grpo does not; reinforce and reinforce_pp
@@ -38,13 +28,10 @@ class Config(rl.RunConfig):
 def start(config: Config) -> rl.Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
     environment = rl.build_environment(config.env)
-    tasks = config.tasks or (() if config.env else (rl.ONE_DIGIT_ADDITION,))
     return rl.start(
         config,
         loss=rl.build_loss(config.loss),
-        sources=config.data.build(tasks, seed=config.seed, eval_tasks=config.eval_tasks)
-        if tasks
-        else rl.sources_of(environment, config.seed),
+        sources=config.sources(environment),
         reward=rl.build_reward(config.rewards),
         environment=environment,
         recipe="grpo",
@@ -57,8 +44,8 @@ async def step(run: rl.Run[Config]) -> None:
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
         advantages = rl.batch_advantages(batch, estimator=run.config.advantages)
-        keep_uniform = run.loss.keeps_uniform
-        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
+        drop = not run.loss.keeps_uniform
+        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=drop)
         stats = await run.trainer.step(packed, run.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)

@@ -12,19 +12,9 @@ import forge_rl as rl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(rl.RunConfig):
+class Config(rl.TaskConfig):
     """Train a policy with a critic: generalized advantage estimation, and a value model in a service of its own."""
 
-    tasks: tuple[str, ...] = ()
-    """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
-    Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7. By default the tasks of --env, or
-    one-digit additions."""
-    eval_tasks: tuple[str, ...] = ()
-    """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
-    data: rl.DataConfig = field(default_factory=rl.DataConfig)
-    env: str = ""
-    """Environment, as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default the model answers once."""
-    rewards: rl.RewardTexts = ("auto",)
     loss: rl.LossTexts = ("clipped",)
     critic: rl.CriticConfig = field(default_factory=rl.CriticConfig)
     gae: rl.GaeConfig = field(default_factory=rl.GaeConfig)
@@ -42,13 +32,10 @@ class Config(rl.RunConfig):
 def start(config: Config) -> rl.Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
     environment = rl.build_environment(config.env)
-    tasks = config.tasks or (() if config.env else (rl.ONE_DIGIT_ADDITION,))
     return rl.start(
         config,
         loss=rl.build_loss(config.loss),
-        sources=config.data.build(tasks, seed=config.seed, eval_tasks=config.eval_tasks)
-        if tasks
-        else rl.sources_of(environment, config.seed),
+        sources=config.sources(environment),
         reward=rl.build_reward(config.rewards),
         environment=environment,
         critic=config.critic,
@@ -65,8 +52,8 @@ async def step(run: rl.Run[Config]) -> None:
         found, returns = rl.gae(values, rl.token_rewards(batch.episodes), run.config.gae)
         advantages = rl.by_group(batch, found)
     with run.phase("train"):
-        keep_uniform, stats = run.loss.keeps_uniform, dict[str, float]()
-        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
+        drop, stats = not run.loss.keeps_uniform, dict[str, float]()
+        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=drop)
         if run.step >= run.config.value_pretraining_steps:
             stats = await run.trainer.step(packed, run.loss, temperature=run.generator.sampling.temperature)
     with run.phase("train_critic"):
@@ -83,15 +70,7 @@ async def step(run: rl.Run[Config]) -> None:
 async def main(config: Config) -> None:
     """Run all remaining steps."""
     async with start(config) as run:
-        if not run.scores:
-            await run.evaluate()
-        while run.step < config.steps:
-            async with run.recovering():
-                await step(run)
-                if run.due(config.evaluation.every):
-                    await run.evaluate()
-                if run.due(config.checkpoint_every):
-                    await run.checkpoint()
+        await run.train(step)
 
 
 if __name__ == "__main__":

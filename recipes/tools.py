@@ -5,7 +5,6 @@ python -m recipes.tools --help
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field, replace
 
 import forge_rl as rl
@@ -84,15 +83,7 @@ async def step(run: rl.Run[Config]) -> None:
     """Run one step: roll out, train, publish."""
     with run.phase("rollout"):
         batch = await run.rollouts.next_batch()
-    with run.phase("train"):
-        advantages = rl.batch_advantages(batch)
-        keep_uniform = run.loss.keeps_uniform
-        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform)
-        stats = await run.trainer.step(packed, run.loss, temperature=run.generator.sampling.temperature)
-    with run.phase("publish"):
-        version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
-        await run.generator.load(run.weights, version)
-    run.log(stats, batch, packed)
+    await run.train_on(batch, rl.batch_advantages(batch))
 
 
 async def main(config: Config) -> None:

@@ -12,7 +12,7 @@ from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError, ServiceError
 from forge_rl.metrics import Metric, batch_metrics
-from forge_rl.packing.rows import Packed
+from forge_rl.packing.rows import Packed, pack
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint
@@ -25,7 +25,7 @@ from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import Services
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.trainer import Trainer
-from forge_rl.types import Batch
+from forge_rl.types import Advantages, Batch
 
 _GAP_BOUND = {"float32": 1e-3, "bfloat16": 5e-2}
 """Mean gap between trainer and engine logprobs above which a step warns, by the engines' dtype."""
@@ -176,6 +176,25 @@ class Run(Generic[C]):
         self._log.log(self.step, values, batch)
         self._pop_evaluation()
         return values
+
+    async def train_on(self, batch: Batch, advantages: Advantages) -> None:
+        """Train on a batch, publish the weights, and log the step: the phases of `recipes/grpo.py` after its rollout.
+
+        with run.phase("rollout"):
+            batch = await run.rollouts.next_batch()
+        await run.train_on(batch, batch_advantages(batch, estimator="rloo"))
+
+        Args:
+            advantages: [P, G] float32, or [P][G] arrays with one per token; see `pack`.
+        """
+        with self.phase("train"):
+            drop = not self.loss.keeps_uniform
+            packed = await asyncio.to_thread(pack, batch, advantages, self.trainer.layout, drop_uniform=drop)
+            stats = await self.trainer.step(packed, self.loss, temperature=self.generator.sampling.temperature)
+        with self.phase("publish"):
+            version = await self.trainer.publish(self.weights, dtype=self.generator.dtype)
+            await self.generator.load(self.weights, version)
+        self.log(stats, batch, packed)
 
     @contextlib.asynccontextmanager
     async def recovering(self) -> AsyncIterator[None]:

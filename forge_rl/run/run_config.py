@@ -96,6 +96,11 @@ class RunConfig:
             object.__setattr__(self, "generator", replace(self.generator, routed_experts=True))
         counts = {"steps": 1, "groups_per_batch": 1, "group_size": 1}
         check_flags(self, "--", least=counts | {"checkpoint_every": 0, "keep_checkpoints": 1, "phase_deadline_s": 1})
+        if self.group_size == 1 and self.schedule.dynamic_sampling:
+            raise ConfigError(
+                "--schedule.dynamic-sampling replaces groups of equal rewards, which all are with --group-size 1",
+                hint="leave it out, or raise --group-size",
+            )
         if self.placement == "colocated" and self.schedule.decodes_while_training:
             raise ConfigError(
                 f"engines decode during training under the schedule {self.schedule.kind}, but --placement is colocated",

@@ -1,0 +1,86 @@
+"""Recipes: each keeps only what differs from `recipes/grpo.py`, whose loop and phases `Run` repeats."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import textwrap
+from inspect import getsource
+from pathlib import Path
+
+import pytest
+
+import forge_rl as rl
+from forge_rl.errors import ConfigError
+from forge_rl.rewards.composition import WeightedSum
+from recipes import dapo, grpo, reinforce
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+MOST = {"reinforce": 15, "dapo": 22, "ppo": 32, "agent_command": 36, "agent_openai": 52, "mixture": 52, "tools": 54}
+"""Most lines that a recipe has in place of lines of grpo.py."""
+
+
+def body(source: str, name: str, run: str) -> list[ast.stmt]:
+    """The statements of a function, with the run under one name."""
+    tree = ast.parse(textwrap.dedent(source).replace(f"{run}.", "it.").replace(f"({run})", "(it)"))
+    found = next(node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef) and node.name == name)
+    return [each for each in found.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+
+
+def test_the_run_repeats_the_loop_and_the_phases_of_grpo() -> None:
+    (opened,) = body(getsource(grpo), "main", "run")
+    assert isinstance(opened, ast.AsyncWith)
+    loop = "\n".join(map(ast.unparse, opened.body)).replace("config.steps", "it.config.steps")
+    ours = "\n".join(map(ast.unparse, body(getsource(rl.Run.train), "train", "self")))
+    assert ours == loop.replace("config.evaluation", "it.config.evaluation").replace(
+        "config.checkpoint_every", "it.config.checkpoint_every"
+    )
+
+    phases = "\n".join(map(ast.unparse, body(getsource(grpo), "step", "run")[1:]))
+    ours = "\n".join(map(ast.unparse, body(getsource(rl.Run.train_on), "train_on", "self")))
+    assert ours == phases.replace(
+        "    advantages = rl.batch_advantages(batch, estimator=it.config.advantages)\n", ""
+    ).replace("rl.pack", "pack")
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_recipe_differs_from_grpo_in_few_lines(name: str) -> None:
+    base, own = ((RECIPES / f"{each}.py").read_text().splitlines() for each in ("grpo", name))
+    added = [line for line in difflib.ndiff(base, own) if line.startswith("+ ") and line[2:].strip()]
+    assert len(added) <= MOST[name]
+
+
+def test_every_recipe_is_compared_with_grpo() -> None:
+    assert {path.stem for path in RECIPES.glob("[a-z]*.py")} == {"grpo", *MOST}
+
+
+def test_dapo_has_its_authors_settings() -> None:
+    generator = rl.GeneratorConfig(max_tokens=20480, max_model_len=32768)
+    config = dapo.Config(generator=generator, trainer=rl.TrainerConfig(seq_len=32768))
+    started = dapo.start(config)
+    loss = started.loss
+    assert isinstance(loss, rl.ClippedSurrogate)
+    assert (loss.clip_low, loss.clip_high, loss.dual_clip, loss.kl_coef) == (0.2, 0.28, 10, 0)
+    assert loss.aggregation.kind == "token_mean"
+    assert config.schedule.dynamic_sampling
+    assert isinstance(started.reward, WeightedSum)
+    assert started.reward.parts["overlong"] == (rl.build_reward(["overlong:max_tokens=20480,cache_tokens=4096"]), 1.0)
+    assert "overlong" not in getattr(dapo.start(dapo.Config(overlong_share=0)).reward, "parts", {})
+
+
+def test_reinforce_needs_no_groups_and_dynamic_sampling_does() -> None:
+    config = reinforce.Config()
+    assert config.group_size == 1
+    with pytest.raises(ConfigError, match="--group-size is 1"):
+        reinforce.Config(advantages="reinforce_pp_baseline")
+    with pytest.raises(ConfigError, match="dynamic-sampling"):
+        reinforce.Config(schedule=rl.ScheduleConfig(dynamic_sampling=True))
+
+
+def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
+    given = rl.TaskConfig(tasks=("sums=chain_sum",))
+    assert list(given.sources(rl.SingleTurn).sources) == ["sums"]  # type: ignore[union-attr]
+    game = rl.TaskConfig(env="game:highest=20")
+    assert list(game.sources(rl.build_environment(game.env))) == ["game"]
+    with pytest.raises(ConfigError, match="none of its own"):
+        rl.TaskConfig(env="tools").sources(rl.SingleTurn)
