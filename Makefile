@@ -69,6 +69,7 @@ licences: $(STAMP)  ## write LICENSES.md, or name the packages whose licence nee
 
 docs: $(STAMP)  ## build the site into .site, offline; a broken link or name is an error
 	$(BIN)/python -m tools.figures --check
+	$(BIN)/python -m tools.methods --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 demo: $(STAMP)  ## train the bundled model with GRPO, and show that it learned

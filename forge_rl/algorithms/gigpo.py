@@ -44,6 +44,7 @@ def gigpo_advantages(
 
     Args:
         gamma: discount of a reward per turn of delay.
+        step_weight: weight of the comparison of turns.
         scale: "std", or "none" for F = 1.
         anchor: the state in which a turn began. "observation": the tokens that the environment showed since the turn
             before, for environments that describe their whole state in each. "prompt": all tokens that the model saw,

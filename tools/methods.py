@@ -1,0 +1,278 @@
+"""Fill the pages of docs/methods from the code: options, source lines, comparisons and curves.
+
+    python -m tools.methods          # writes the table of docs/methods/index.md
+    python -m tools.methods --check  # exits with 1 if it is not up to date
+
+As a hook of mkdocs, this adds to each page what its front matter names, when the site is built, so that it cannot go
+stale. Formulas become MathML, which browsers render by themselves. The keys of a page's front matter:
+
+    title, kind, change, source, flag   its row in the index; `kind` is one of KINDS
+    options    names of losses, MODULE:CLASS with the prefix of its flags, or MODULE:FUNCTION
+    code       MODULE:QUALNAME, or with [NAME] only that case of its match statement; losses need none
+    compared   methods of docs/figures/conformance.json
+    presets    true for a table of the corrections that have a name
+    curves     names of pictures/methods/NAME.svg; by default the losses in `options` and the `estimators`
+    estimators names of --advantages
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import html
+import importlib
+import inspect
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+import yaml  # type: ignore[import-untyped]
+
+from forge_rl.algorithms.correction import Correction
+from forge_rl.algorithms.loss_flag import METHODS
+from forge_rl.algorithms.losses import PolicyLoss
+from forge_rl.flags.fields import flags_of
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "methods"
+KINDS = ("Policy losses", "Advantages", "Around the loss", "Other losses", "Data and rewards")
+"""Kinds of methods, in the order of the index."""
+_INDEX = re.compile(r"(<!-- methods -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_FRONT = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Write the index of methods."""
+
+    check: bool = False
+    """Only say whether the index is up to date."""
+
+
+def methods() -> dict[str, dict[str, Any]]:
+    """Return the front matter of all pages by name, in the order of the index."""
+    found = {path.stem: front_of(path) for path in FOLDER.glob("*.md") if path.stem != "index"}
+    return dict(sorted(found.items(), key=lambda item: (KINDS.index(item[1]["kind"]), item[1]["title"].lower())))
+
+
+def front_of(path: Path) -> dict[str, Any]:
+    """Return the front matter of a page; empty if it has none."""
+    found = _FRONT.match(path.read_text())
+    return yaml.safe_load(found[1]) if found else {}
+
+
+def index(page: str) -> str:
+    """Return the index with its tables filled in."""
+    lines: list[str] = []
+    kind = ""
+    for name, front in methods().items():
+        if front["kind"] != kind:
+            kind = front["kind"]
+            lines += [
+                "",
+                f"## {kind}",
+                "",
+                "| method | what it changes | source | flag | TRL, verl |",
+                "|---|---|---|---|---|",
+            ]
+        cells = [f"[{front['title']}]({name}.md)", front["change"], front.get("source", ""), front.get("flag", "")]
+        lines.append(f"| {' | '.join([*cells, '; '.join(_verdicts(front.get('compared', [])))])} |")
+    return _INDEX.sub(lambda found: found[1] + "\n".join([*lines, "", ""]), page)
+
+
+def _verdicts(compared: Sequence[str]) -> Iterator[str]:
+    """Yield what the comparison with other implementations found."""
+    equal = [peer for peer in ("TRL", "verl") if any(not row["differs_on_purpose"] for row in _rows(compared, peer))]
+    if equal:
+        yield f"equal to {' and '.join(equal)}"
+    for row in _rows(compared):
+        if row["differs_on_purpose"]:
+            yield f"{row['method']} differs from {row['peer']}: {row['differs_on_purpose']}"
+
+
+def _rows(compared: Sequence[str], peer: str = "") -> list[dict[str, Any]]:
+    return [row for name in compared for row in conformance()[name] if row["peer"] == (peer or row["peer"])]
+
+
+@functools.cache
+def conformance() -> Mapping[str, Sequence[dict[str, Any]]]:
+    """Return the rows of docs/figures/conformance.json by method."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in json.loads((ROOT / "docs" / "figures" / "conformance.json").read_text())["rows"]:
+        found.setdefault(row["method"], []).append(row)
+    return found
+
+
+def sections(front: Mapping[str, Any]) -> str:
+    """Return the sections that a page's front matter names."""
+    options: list[str] = front.get("options", [])
+    losses = [name for name in options if name in METHODS]
+    parts = [_loss_options(losses)] if losses else []
+    parts += [_presets()] if front.get("presets") else []
+    parts += [_options(text) for text in options if text not in METHODS]
+    code = [*front.get("code", []), *(ref for name in losses[:1] for ref in _code_of(name))]
+    pictures = front.get("curves", [*losses, *front.get("estimators", [])])
+    shown = [name for name in pictures if (ROOT / f"docs/pictures/methods/{name}.svg").exists()]
+    found = {
+        "Options": "\n".join(parts),
+        "Code": "\n".join(map(source_of, code)),
+        "Compared": compared(front.get("compared", [])),
+        "Curve": "\n".join(f"![Learning curve of {name}](../pictures/methods/{name}.svg)\n" for name in shown),
+    }
+    return "".join(f"\n## {title}\n\n{text}" for title, text in found.items() if text)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines += [f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |" for row in rows]
+    return "\n".join([*lines, ""])
+
+
+def _loss_options(names: Sequence[str]) -> str:
+    """Return a table of the options that a loss has beside those of all policy losses, with a default for each name."""
+    made = [{flag.dotted: flag for flag in flags_of(type(loss), loss)} for loss in (METHODS[name]() for name in names)]
+    common = {flag.dotted: flag.value for flag in flags_of(PolicyLoss)}
+    keys = [key for key in made[0] if any(key not in common or flags[key].value != common[key] for flags in made)]
+    rows = [[f"`{key}`", *(f"`{flags[key].value}`" for flags in made), made[0][key].text] for key in keys]
+    text = _table(["option", *(f"`{name}`" for name in names), "meaning"], rows) if rows else ""
+    is_policy = isinstance(METHODS[names[0]](), PolicyLoss)
+    return text + ("\nAlso the [options of every policy loss](options.md).\n" if is_policy else "")
+
+
+def _presets() -> str:
+    """Return a table of the corrections that have a name."""
+    fields = [flag.dotted for flag in flags_of(Correction)]
+    rows = [
+        [f"`{name}`", *(f"`{value}`" if (value := getattr(preset, field)) != "" else "" for field in fields)]
+        for name, preset in Correction.presets.items()
+    ]
+    return _table(["`correction=`", *fields], rows)
+
+
+def _options(text: str) -> str:
+    """Return a table of a config's fields, as flags or options, or of a function's parameters."""
+    name, _, prefix = text.partition(" ")
+    found = resolve(name)
+    if dataclasses.is_dataclass(found):
+        assert isinstance(found, type)
+        rows = [
+            [f"`{flag.name if prefix.startswith('--') else prefix + flag.dotted}`", _shown(flag.value), flag.text]
+            for flag in flags_of(found, prefix=prefix or "--")
+        ]
+        return _table(["flag" if prefix.startswith("--") else "option", "default", "meaning"], rows)
+    described = _described(inspect.getdoc(found) or "")
+    parameters = [each for each in inspect.signature(found).parameters.values() if each.name in described]
+    rows = [[f"`{each.name}`", _shown(each.default), described[each.name]] for each in parameters]
+    return _table([f"parameter of `{found.__name__}`", "default", "meaning"], rows) if rows else ""
+
+
+def _shown(value: object) -> str:
+    if callable(value) or value is None or value == "":
+        return ""
+    return "required" if value is tyro.MISSING else f"`{value!r}`" if isinstance(value, str) else f"`{value}`"
+
+
+def _described(doc: str) -> dict[str, str]:
+    """Return the texts of a docstring's Args by name."""
+    found: dict[str, str] = {}
+    inside = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", doc, flags=re.DOTALL | re.MULTILINE)
+    for names, text in re.findall(
+        r"^    (\w[\w, ]*): (.*?)(?=^    \w|\Z)", inside[1] if inside else "", re.DOTALL | re.MULTILINE
+    ):
+        said = " ".join(text.split())
+        found |= dict.fromkeys(names.split(", "), said[:1].upper() + said[1:])
+    return found
+
+
+def resolve(ref: str) -> Any:
+    """Return the object that MODULE:QUALNAME names."""
+    module, _, name = ref.partition(":")
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+def _code_of(name: str) -> Iterator[str]:
+    """Yield references to the functions that define a loss: those of its class, and of the classes it inherits from."""
+    kind = type(METHODS[name]())
+    for base in reversed([each for each in kind.__mro__ if each.__module__ != PolicyLoss.__mro__[1].__module__]):
+        for function in ("statistics", "_clipped", "token_losses", "__call__"):
+            if base not in (PolicyLoss, object) and function in vars(base):
+                yield f"{base.__module__}:{base.__qualname__}.{function}"
+
+
+def source_of(ref: str) -> str:
+    """Return the source of a function or class without docstrings as a block of Markdown, below its file and line."""
+    name, _, case = ref.removesuffix("]").partition("[")
+    found = resolve(name)
+    found = found.fget if isinstance(found, property) else found
+    lines, start = inspect.getsourcelines(found)
+    text = textwrap.dedent("".join(lines))
+    tree = ast.parse(text)
+    dropped = {number for node in ast.walk(tree) for number in _dropped(node, case)}
+    assert not case or any(isinstance(node, ast.Match) for node in ast.walk(tree)), ref
+    kept = [line for number, line in enumerate(text.splitlines(), 1) if number not in dropped]
+    path = Path(inspect.getfile(found)).relative_to(ROOT)
+    return f"`{path}`, line {start}:\n\n``` {{ .python }}\n" + "\n".join(kept).strip("\n") + "\n```\n"
+
+
+def _dropped(node: ast.AST, case: str) -> Iterator[int]:
+    """Yield the lines of a docstring, and of cases other than the wanted one."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+        yield from range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+    if case and isinstance(node, ast.Match):
+        for each in node.cases:
+            if f"'{case}'" not in ast.unparse(each.pattern):
+                yield from range(each.pattern.lineno, (each.body[-1].end_lineno or 0) + 1)
+
+
+def compared(names: Sequence[str]) -> str:
+    """Return a table of the comparisons of these methods."""
+    rows = []
+    for row in _rows(names):
+        worst = max(row[key] for key in ("loss", "gradient", "entropy_gradient", "advantages", "returns") if key in row)
+        rows.append([row["method"], row["peer"], f"`{row['function']}`", f"{worst:.2g}", row["differs_on_purpose"]])
+    columns = ["method", "peer", "its function", "largest deviation", "differs because"]
+    return _table(columns, rows) + "\n[What this compares](../figures/conformance.md).\n" if rows else ""
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Append the sections of a page of a method; called by mkdocs."""
+    return markdown + sections(page.meta) if page.file.src_uri.startswith("methods/") else markdown
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    """Turn formulas into MathML; called by mkdocs."""
+    return _FORMULA.sub(lambda found: mathml(html.unescape(found[2]), display=found[1] == "div"), content)
+
+
+def mathml(formula: str, *, display: bool = False) -> str:
+    """Return a LaTeX formula as MathML, in a scrolling box if it stands alone."""
+    from latex2mathml.converter import convert
+
+    found: str = convert(formula.strip(), display="block" if display else "inline")
+    return f'<div class="formula">{found}</div>' if display else found
+
+
+def main(config: Config) -> int:
+    """Write or check the index; return the exit status."""
+    path = FOLDER / "index.md"
+    text = path.read_text()
+    if (new := index(text)) == text:
+        return 0
+    if config.check:
+        print(f"{path.relative_to(ROOT)} is not up to date: python -m tools.methods")
+        return 1
+    path.write_text(new)
+    print(f"{path.relative_to(ROOT)} written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Config, description=__doc__)))
