@@ -53,6 +53,12 @@ def test_options_are_the_fields_of_a_loss():
     assert build_loss(loss) is loss
 
 
+def test_options_of_a_field_start_from_the_methods_default():
+    assert build_loss(["luspo:aggregation.tokens=9"]).aggregation == Aggregation(kind="constant", tokens=9)
+    with pytest.raises(ConfigError, match="sequence_mean has a divisor of 9"):
+        build_loss(["gspo:aggregation.tokens=9"])
+
+
 def test_criteria_of_a_correction_are_chained_in_the_text():
     loss: Any = build_loss(["math=clipped:correction=geometric,correction.reject=seq_mean_k1:0.9_1.1+token_k3:0.1"])
     correction = loss.losses["math"].correction

@@ -210,8 +210,8 @@ def _code_of(name: str) -> Iterator[str]:
 def source_of(ref: str) -> str:
     """Return the source of a function or class without docstrings as a block of Markdown, below its file and line."""
     name, _, case = ref.removesuffix("]").partition("[")
-    found = resolve(name)
-    found = found.fget if isinstance(found, property) else found
+    found: Any = resolve(name)
+    found = getattr(found, "fget", found)  # of a property
     lines, start = inspect.getsourcelines(found)
     text = textwrap.dedent("".join(lines))
     tree = ast.parse(text)

@@ -91,8 +91,10 @@ def _loss_of(parsed: FlagText) -> Loss:
         raise parsed.wrong(f"there is no method {parsed.name!r}", hint)
     make: Any = load(parsed.name, "--loss") if parsed.is_code else METHODS[parsed.name]
     if not isinstance(make, Loss):
-        kind: Any = make.func if isinstance(make, functools.partial) else make
-        options = read_options(parsed, cast(type[Any], kind)) if dataclasses.is_dataclass(kind) else dict(parsed.params)
+        kind, defaults = (make.func, make.keywords) if isinstance(make, functools.partial) else (make, {})
+        options = dict(parsed.params)
+        if dataclasses.is_dataclass(kind):
+            options = read_options(parsed, cast(type[Any], kind), defaults=defaults)
         try:
             make = make(**options)
         except ForgeError:

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
+from forge_rl.flags.fields import default_of
 from forge_rl.flags.texts import FlagText, suggest
 
 
-def read_options(parsed: FlagText, kind: type[Any], *, given: typing.Collection[str] = ()) -> dict[str, Any]:
+def read_options(
+    parsed: FlagText,
+    kind: type[Any],
+    *,
+    given: Collection[str] = (),
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Return the values of a dataclass's fields, in their types, as named by the options of `parsed`.
 
         read_options(parse("length:tokens=200", "--reward"), Length)  # {"tokens": 200}
 
-    A field of a field, which must be a dataclass with defaults, is named as FIELD.NAME. If this dataclass has `presets`
-    by name, FIELD=PRESET sets all of its fields.
+    A field of a field, which must be a dataclass, is named as FIELD.NAME; the others keep the values of the field's
+    default. If this dataclass has `presets` by name, FIELD=PRESET sets all of its fields.
 
     Args:
         given: required fields that have a value already.
+        defaults: defaults that replace those of the dataclass.
 
     Raises:
         ForgeError: there is no such field, its value is invalid, or one without a default is missing.
@@ -36,8 +46,9 @@ def read_options(parsed: FlagText, kind: type[Any], *, given: typing.Collection[
             nested.setdefault(outer, {})[inner] = value
         else:
             found[key] = value
+    own = {field.name: default_of(field) for field in dataclasses.fields(kind) if field.name in nested} | dict(defaults)
     for name, values in nested.items():
-        found[name] = dataclasses.replace(found[name], **values) if name in found else _kinds(kind)[name](**values)
+        found[name] = dataclasses.replace(found.get(name, own[name]), **values)
     unset = (dataclasses.MISSING, dataclasses.MISSING)
     missing = [
         field.name

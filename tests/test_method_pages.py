@@ -1,0 +1,146 @@
+"""The pages of docs/methods: every method has one, and its commands and lines of Python are accepted by the code."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+import forge_rl as rl
+from forge_rl.algorithms.advantages import Estimator
+from forge_rl.algorithms.correction import Correction
+from forge_rl.algorithms.loss_flag import METHODS
+from forge_rl.algorithms.user_loss import try_loss
+from forge_rl.flags.command_line import parse
+from forge_rl.types import Advantages
+from tests.fakes import batch_of
+from tools import methods
+from tools.methods import FOLDER, ROOT, conformance, sections
+
+PAGES = sorted(path for path in FOLDER.glob("*.md") if path.stem != "index")
+COMMANDS = [
+    (path.stem, line)
+    for path in PAGES
+    for fence in re.findall(r"```sh\n(.*?)```", path.read_text(), flags=re.DOTALL)
+    for line in fence.splitlines()
+]
+SNIPPETS = [
+    pytest.param(text, id=f"{path.stem}-{number}")
+    for path in PAGES
+    for number, text in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL))
+]
+
+
+def test_every_method_has_a_page() -> None:
+    fronts = methods.methods().values()
+    shown = [name for front in fronts for name in front.get("options", [])]
+    assert sorted(name for name in shown if name in METHODS) == sorted(METHODS)
+    estimators = [name for front in fronts for name in front.get("estimators", [])]
+    assert sorted(estimators) == sorted(get_args(Estimator))
+    told = "\n".join(path.read_text() for path in PAGES)
+    for name in (each for each in rl.__all__ if each.endswith("_advantages") or each in {"RoleBaselines", "LossSum"}):
+        assert f"rl.{name}" in told, name
+    compared = {name for front in fronts for name in front.get("compared", [])}
+    assert compared == set(conformance()), "each comparison with a peer is on a page"
+
+
+def test_the_index_is_up_to_date() -> None:
+    page = (FOLDER / "index.md").read_text()
+    assert methods.index(page) == page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_a_page_has_a_formula_its_options_and_its_code(page: Path) -> None:
+    front = methods.front_of(page)
+    text = page.read_text()
+    assert "\n$$\n" in text
+    assert f"\n# {front['title']}" in text
+    for key in ("options", "code"):
+        if key in front:
+            assert f"## {key.title()}\n" in sections(front)
+
+
+@pytest.mark.parametrize(("page", "line"), COMMANDS, ids=[f"{page}-{line[10:60]}" for page, line in COMMANDS])
+def test_a_command_on_a_page_is_accepted(page: str, line: str) -> None:
+    python, flag, name, *arguments = shlex.split(line)
+    assert (python, flag) == ("python", "-m")
+    recipe = importlib.import_module(name)
+    started = recipe.start(parse(recipe.Config, name, arguments))  # opens nothing yet
+    try_loss(started.loss, started.mixture.sources)
+    assert started.reward
+
+
+@pytest.mark.parametrize("text", SNIPPETS)
+def test_lines_of_python_on_a_page_run(text: str) -> None:
+    group = [(1.0, [([1, 2], [3, 4])]), (0.0, [([1, 2], [5])]), (1.0, [([1], [3])]), (0.0, [([1], [6, 7, 8])])]
+    batch = batch_of(group, [(reward / 2, turns) for reward, turns in group], group)
+    for episode in batch.episodes:
+        assert episode.score is not None
+        object.__setattr__(episode, "score", replace(episode.score, parts={"correct": episode.reward, "length": 1.0}))
+        episode.task.truth.setdefault("player", "first")
+        episode.task.truth.setdefault("answer", "5")
+    sizes = [len(each.turns) for each in batch.episodes]
+    names: dict[str, Any] = {
+        "rl": rl,
+        "np": np,
+        "batch": batch,
+        "run": _Run(),
+        "greedy": torch.ones(3),
+        "__name__": "page",
+    }
+    names["reference"] = [np.zeros(each.response_tokens) for each in batch.episodes]
+    exec(compile(text, "page", "exec", flags=0, dont_inherit=True), names)
+    if "advantages" in names:
+        advantages: Advantages = names["advantages"]
+        assert len(advantages) == 3
+    if "loss" in names:
+        try_loss(names["loss"])
+    if "score" in names:
+        assert [len(names["score"](each.task, each).turns) for each in batch.episodes] == sizes
+
+
+class _Run:
+    """What the lines use of a run."""
+
+    def keep(self, name: str, thing: object) -> None:
+        assert hasattr(thing, "state_dict")
+
+
+def test_a_formula_becomes_mathml_without_a_script() -> None:
+    page = '<p><span class="arithmatex">\\(a &lt; b\\)</span></p><div class="arithmatex">\\[\n\\frac{1}{2}\n\\]</div>'
+    pytest.importorskip("latex2mathml")
+    found = methods.on_page_content(page, None, None, None)
+    assert found.count("<math") == 2
+    assert 'class="formula"' in found
+    assert "arithmatex" not in found
+
+
+def test_a_table_has_each_presets_settings() -> None:
+    shown = sections({"presets": True, "options": ["forge_rl.algorithms.correction:Correction correction."]})
+    for name in Correction.presets:
+        assert f"| `{name}` |" in shown
+    assert "| `tis` | `recompute` | `truncate` | `token` | `0.0` | `2.0` |  |" in shown
+    assert "| `correction.high` | `inf` |" in shown
+
+
+def test_code_of_one_case_leaves_the_others_out() -> None:
+    shown = methods.source_of("forge_rl.algorithms.advantages:_in_groups[rloo]")
+    assert 'case "rloo"' in shown
+    assert 'case "grpo"' not in shown
+    assert '"""' not in shown
+
+
+def test_a_picture_is_shown_only_if_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "ROOT", tmp_path)
+    (tmp_path / "docs" / "pictures" / "methods").mkdir(parents=True)
+    (tmp_path / "docs" / "pictures" / "methods" / "one.svg").touch()
+    assert "pictures/methods/one.svg" in sections({"curves": ["one", "two"]})
+    assert "two" not in sections({"curves": ["one", "two"]})
+    assert tmp_path != ROOT
