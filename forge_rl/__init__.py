@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.policy_losses import Sapo as Sapo
     from forge_rl.algorithms.policy_losses import Topr as Topr
     from forge_rl.algorithms.policy_losses import Vespo as Vespo
+    from forge_rl.algorithms.preferences import BradleyTerry as BradleyTerry
+    from forge_rl.algorithms.preferences import Dpo as Dpo
+    from forge_rl.algorithms.preferences import PreferenceLoss as PreferenceLoss
     from forge_rl.algorithms.protocol import Loss as Loss
     from forge_rl.algorithms.protocol import LossInputs as LossInputs
     from forge_rl.algorithms.returns import by_group as by_group
@@ -55,6 +58,9 @@ if TYPE_CHECKING:
     from forge_rl.data.data_config import ONE_DIGIT_ADDITION as ONE_DIGIT_ADDITION
     from forge_rl.data.data_config import DataConfig as DataConfig
     from forge_rl.data.data_config import TaskTexts as TaskTexts
+    from forge_rl.data.examples import comparison_episodes as comparison_episodes
+    from forge_rl.data.examples import conversation_episodes as conversation_episodes
+    from forge_rl.data.examples import preference_episodes as preference_episodes
     from forge_rl.data.mixture import Mixture as Mixture
     from forge_rl.envs.by_source import BySource as BySource
     from forge_rl.envs.calculator import calculator as calculator
@@ -151,6 +157,11 @@ _HOMES = {
             "Topr",
             "Vespo",
         ),
+        "algorithms.preferences": (
+            "BradleyTerry",
+            "Dpo",
+            "PreferenceLoss",
+        ),
         "algorithms.protocol": (
             "Loss",
             "LossInputs",
@@ -167,6 +178,11 @@ _HOMES = {
             "DataConfig",
             "ONE_DIGIT_ADDITION",
             "TaskTexts",
+        ),
+        "data.examples": (
+            "comparison_episodes",
+            "conversation_episodes",
+            "preference_episodes",
         ),
         "data.mixture": ("Mixture",),
         "envs.by_source": ("BySource",),

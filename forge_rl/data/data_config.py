@@ -21,6 +21,7 @@ from forge_rl.data.sources import (
 )
 from forge_rl.data.sources.files import find_files, is_path, open_tables
 from forge_rl.data.sources.reasoning_gym import has_dataset
+from forge_rl.data.sources.rows import Kind
 from forge_rl.data.sources.tables import Table
 from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.flags import user_code
@@ -45,7 +46,8 @@ TaskTexts: TypeAlias = Annotated[
 _NUMBERS = " Answer with a number."
 _GENERATED_SHARE = 0.25
 _FILE_SHARE = 0.1
-_COLUMNS = tuple(field.name for field in dataclasses.fields(Columns))
+_PAIR = ("chosen", "rejected")
+_COLUMNS = tuple(field.name for field in dataclasses.fields(Columns) if field.name not in ("kind", *_PAIR))
 _HUB_KEYS = ("config", "split", "revision")
 
 
@@ -79,7 +81,9 @@ class DataConfig:
                 f"--data.held-out-share is {self.held_out_share}", hint="set --data.held-out-share between 0 and 1"
             )
 
-    def build(self, tasks: Sequence[str], *, seed: int, eval_tasks: Sequence[str] = ()) -> Mixture:
+    def build(
+        self, tasks: Sequence[str], *, seed: int, eval_tasks: Sequence[str] = (), kind: Kind = "prompt"
+    ) -> Mixture:
         """Build the mixture of tasks given as texts, see `flags.texts.parse`; the seed orders training tasks.
 
         A name is a reasoning-gym data set, a file, a folder, a glob pattern, a hub id, or FILE.py:NAME, where NAME is a
@@ -88,16 +92,18 @@ class DataConfig:
 
         Args:
             eval_tasks: evaluation-only tasks, in the same form; see Mixture.eval_sets.
+            kind: what the rows of files and of code are; see `Columns`.
 
         Raises:
             ConfigError: `tasks` is empty.
-            TaskError: a data set, file or parameter is unknown, or a source is given twice.
+            TaskError: a data set, file or parameter is unknown, a source is given twice, or generated tasks, which
+                have no pairs, are to be pairs.
         """
         if not tasks:
             raise ConfigError("no tasks are given", hint="set --tasks to at least one data set or file of tasks")
         specs = _parsed(tasks, "--tasks")
-        sources = self._sources(specs, seed, trained=True, evaluated=bool(eval_tasks))
-        held_apart = self.eval_sources(eval_tasks, seed=seed)
+        sources = self._sources(specs, seed, kind, trained=True, evaluated=bool(eval_tasks))
+        held_apart = self.eval_sources(eval_tasks, seed=seed, kind=kind)
         return Mixture(
             sources,
             {name: spec.weight for name, spec in zip(sources, specs, strict=True)},
@@ -106,15 +112,17 @@ class DataConfig:
             overlap=self.overlap,
         )
 
-    def eval_sources(self, tasks: Sequence[str], *, seed: int) -> dict[str, Source]:
+    def eval_sources(self, tasks: Sequence[str], *, seed: int, kind: Kind = "prompt") -> dict[str, Source]:
         """Build evaluation-only sources by set name: all rows of files, and the held-out part of generated tasks.
 
         Raises:
             TaskError: as for `build`.
         """
-        return self._sources(_parsed(tasks, "--eval-tasks"), seed, trained=False, evaluated=True)
+        return self._sources(_parsed(tasks, "--eval-tasks"), seed, kind, trained=False, evaluated=True)
 
-    def _sources(self, specs: Sequence[FlagText], seed: int, *, trained: bool, evaluated: bool) -> dict[str, Source]:
+    def _sources(
+        self, specs: Sequence[FlagText], seed: int, kind: Kind, *, trained: bool, evaluated: bool
+    ) -> dict[str, Source]:
         names = [spec.title or _short_name(spec) for spec in specs]
         sources: dict[str, Source] = {}
         for spec, short in zip(specs, names, strict=True):
@@ -123,38 +131,43 @@ class DataConfig:
                 raise TaskError(
                     f"the tasks {name!r} are given twice", hint="give them once, with the sum of the weights"
                 )
-            sources[name] = self._source(name, spec, seed, trained=trained, evaluated=evaluated)
+            sources[name] = self._source(name, spec, seed, kind, trained=trained, evaluated=evaluated)
         return sources
 
-    def _source(self, name: str, spec: FlagText, seed: int, *, trained: bool, evaluated: bool) -> Source:
+    def _source(self, name: str, spec: FlagText, seed: int, kind: Kind, *, trained: bool, evaluated: bool) -> Source:
         if _is_generated(spec):
+            if kind == "pair":
+                raise spec.wrong(
+                    "generated tasks have no preferred answers", "give a file with the columns prompt, chosen, rejected"
+                )
             share = _GENERATED_SHARE if self.held_out_share is None else self.held_out_share
             instruction = _NUMBERS if self.instruction is None else self.instruction
             return ReasoningGymSource(spec.name, spec.params, seed, share, name, instruction, self.system)
         share = (0.0 if evaluated else _FILE_SHARE) if self.held_out_share is None else self.held_out_share
         if spec.is_code:
             items: Any = user_code.load(spec.name, "--tasks")
-            return IterableSource(name, items, seed, share if trained else 1.0, self._columns(spec))
+            return IterableSource(name, items, seed, share if trained else 1.0, self._columns(spec, kind))
         return TableSource(
             name,
             _tables(spec),
-            self._columns(spec),
+            self._columns(spec, kind),
             seed=seed,
             held_out_share=share if trained else 1.0,
             max_bad_rows=self.max_bad_rows,
         )
 
-    def _columns(self, spec: FlagText) -> Columns:
+    def _columns(self, spec: FlagText, kind: Kind) -> Columns:
         others = () if spec.is_code else ("split",) if is_path(spec.name) else _HUB_KEYS
-        allowed = (*_COLUMNS, *others)
+        columns = (*_COLUMNS, *(_PAIR if kind == "pair" else ()))
+        allowed = (*columns, *others)
         if unknown := [key for key in spec.params if key not in allowed]:
             raise spec.wrong(f"the key {unknown[0]!r} is unknown", suggest(unknown[0], allowed, "keys"), at=unknown[0])
-        given = {key: spec.written[key] for key in _COLUMNS if key in spec.written}
+        given = {key: spec.written[key] for key in columns if key in spec.written}
         if "question" in given and "messages" in given:
             raise spec.wrong("set both question and messages", "set one: either is the whole prompt", at="messages")
         template = "" if "question" in given or "messages" in given else self.template
         common = {"template": template, "system": self.system, "instruction": self.instruction or ""}
-        return Columns(**{**common, **given})
+        return Columns(**{**common, **given}, kind=kind)
 
 
 def _parsed(texts: Sequence[str], flag: str) -> list[FlagText]:

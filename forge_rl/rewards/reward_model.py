@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 from forge_rl.errors import ModelError, check_flags
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Episode, Score, Task
+from forge_rl.types import Episode, Message, Score, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +21,9 @@ class RewardModel:
 
     --reward model:path=models/reward,replicas=2
 
-    The conversation is the task's messages and the episode's last text, rendered by the chat template of the model's
-    tokenizer. A classifier with several labels scores by the probability of the last one. Queued episodes are scored in
-    batches.
+    The conversation is the task's messages and tools and the episode's last text, rendered by the chat template of the
+    model's tokenizer. A classifier with several labels scores by the probability of the last one. Queued episodes are
+    scored in batches.
     """
 
     path: Path
@@ -82,7 +82,8 @@ class RewardModel:
             await asyncio.to_thread(self.load)
         assert self._scorer is not None
         answer = episode.text.encode(errors="replace").decode()  # lone surrogates cannot be tokenized
-        return Score(total=await self._scorer.score([*task.messages, {"role": "assistant", "content": answer}]))
+        messages = [*task.messages, {"role": "assistant", "content": answer}]
+        return Score(total=await self._scorer.score(messages, task.tools))
 
 
 class _Scorer:
@@ -120,12 +121,12 @@ class _Scorer:
         self._waiting: list[tuple[tuple[int, ...], asyncio.Future[float]]] = []
         self._running: asyncio.Task[None] | None = None
 
-    async def score(self, messages: Sequence[Mapping[str, object]]) -> float:
+    async def score(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> float:
         """Return the score of a conversation, batched with others in the queue.
 
         Text that looks like a control token is encoded as text: an answer cannot end its turn and praise itself.
         """
-        ids = self._tokenizer.render(messages, add_generation_prompt=False)
+        ids = self._tokenizer.render(messages, add_generation_prompt=False, tools=tools)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[float] = loop.create_future()
         self._waiting.append((ids[-self._config.max_tokens :], done))

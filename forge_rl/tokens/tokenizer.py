@@ -202,6 +202,12 @@ class Tokenizer:
         return tuple(sorted(token for token in found if isinstance(token, int)))
 
     @cached_property
+    def pad_id(self) -> int | None:
+        """Token id that the model's config declares as padding."""
+        found = self._setting("config.json", "pad_token_id")
+        return found if isinstance(found, int) else None
+
+    @cached_property
     def vocab_size(self) -> int:
         """Number of the model's logits, V, which may exceed the tokenizer's number of tokens."""
         size = self._setting("config.json", "vocab_size")

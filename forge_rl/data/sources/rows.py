@@ -1,4 +1,4 @@
-"""Turns rows into tasks: which columns form the prompt, and which the truth."""
+"""Turns rows into tasks: which columns form the prompt, and which the truth or the given answers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from forge_rl.criteria import read_criteria
 from forge_rl.data.sources.tables import RowError
@@ -20,13 +21,19 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 _TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
+_TEMPLATE = "--data.template"
 _MESSAGES = "messages"
 _CHATS = (_MESSAGES, "prompt")
 """Default columns of chat messages, used if they hold a list."""
 _QUESTIONS = ("question", "prompt")
 """Default columns of the question."""
+_COMPLETIONS = ("completion", "answer")
+"""Default columns of a conversation's answer, unless the messages have it."""
 _MOST_NAMES = 20
 _NO_COLUMN = object()
+
+Kind: TypeAlias = Literal["prompt", "conversation", "pair"]
+"""What a row is: a prompt to answer, a conversation with its answers, or a prompt with two answers, one preferred."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +47,11 @@ class Columns:
     their own names, and the answer also under "answer". A name such as `reward_model.ground_truth` refers to a field
     inside a column.
 
+    A conversation's truth has its messages from the first answer on as "completion". They are the rest of the messages
+    from the assistant's first on, if they end with the assistant's, or the column of the answer, as text or messages. A
+    pair's truth has the messages after the prompt as "chosen" and "rejected". If these columns are whole conversations,
+    the prompt is the messages that they have in common.
+
     Raises:
         TaskError: the template cannot be read.
     """
@@ -47,7 +59,8 @@ class Columns:
     question: str = ""
     """Column used as the user message; defaults to the column question or prompt."""
     answer: str = ""
-    """Column stored in the truth as "answer", which must have a value; defaults to the column answer, if it exists."""
+    """Column stored in the truth as "answer", which must have a value; defaults to the column answer, if it exists.
+    For a conversation, the column of what follows the prompt; defaults to the column completion or answer."""
     messages: str = ""
     """Column of chat messages, used unchanged; defaults to the column messages or prompt if it holds a list."""
     tools: str = ""
@@ -66,6 +79,12 @@ class Columns:
     """Text appended to the question, or to the last user message."""
     system: str = ""
     """System message for tasks that have none."""
+    chosen: str = ""
+    """Column of a pair's preferred answer; defaults to the column chosen."""
+    rejected: str = ""
+    """Column of a pair's other answer; defaults to the column rejected."""
+    kind: Kind = "prompt"
+    """What a row is; set by the recipe."""
 
     def __post_init__(self) -> None:
         _ = self._template  # report a bad template early
@@ -80,7 +99,7 @@ class Columns:
         Raises:
             RowError: a column is missing or has an invalid value.
         """
-        used, messages = self._messages(row)
+        used, messages, given = self._example(row)
         asked = prompt_key(messages)
         tools_column = self.tools or ("tools" if row.get("tools") is not None else "")
         tools = _tools(tools_column, _get(row, tools_column)) if tools_column else ()
@@ -91,6 +110,7 @@ class Columns:
                 raise RowError("is null", column=self.answer)
         if self.rubric:
             truth["rubric"] = _rubric(self.rubric, _get(row, self.rubric))
+        truth |= given
         if self.problem:
             asked = problem_key(json.dumps(_get(row, self.problem), sort_keys=True, default=str))
         if self.instruction:
@@ -106,6 +126,45 @@ class Columns:
             content = written or json.dumps(row, sort_keys=True, default=str).encode()
             name = f"{_digest(content):016x}"
         return Task(id=name, source=source, messages=tuple(messages), truth=truth, tools=tools), asked
+
+    def _example(self, row: Mapping[str, object]) -> tuple[str, list[Message], dict[str, list[Message]]]:
+        """Return the column used, or "", the prompt, and the given answers by their name in the truth."""
+        if self.kind == "pair":
+            return self._pair(row)
+        used, messages = self._messages(row)
+        if self.kind == "prompt":
+            _check_prompt(used, messages)
+            return used, messages, {}
+        if messages[-1]["role"] == "assistant" and not self.answer:
+            first = next(index for index, one in enumerate(messages) if one["role"] == "assistant")
+            if first == 0:
+                raise RowError("begins with an assistant message, which nothing asks for", column=used or _TEMPLATE)
+            return used, messages[:first], {"completion": messages[first:]}
+        column = self.answer or next((name for name in _COMPLETIONS if row.get(name) is not None), "")
+        if not column:
+            raise RowError(
+                f"has no answer: it ends with a message of the role {messages[-1]['role']!r}",
+                column=used,
+                hint="end the messages with the assistant's, or name the column of its answer: :answer=COLUMN",
+            )
+        _check_prompt(used, messages)
+        return used, messages, {"completion": _continuation(column, _answer(column, _get(row, column)))}
+
+    def _pair(self, row: Mapping[str, object]) -> tuple[str, list[Message], dict[str, list[Message]]]:
+        names = self.chosen or "chosen", self.rejected or "rejected"
+        sides = [_answer(name, _get(row, name)) for name in names]
+        if sides[0] == sides[1]:
+            raise RowError(f"is the same as {names[1]!r}", column=names[0], value=sides[0][-1].get("content"))
+        if any(side[0]["role"] == "assistant" for side in sides):
+            used, asked = self._messages(row)
+            _check_prompt(used, asked)
+        else:
+            used, asked = "", [one for one, _ in takewhile(_are_equal, zip(*sides, strict=False))]
+            if not asked:
+                raise RowError(f"has no message in common with {names[1]!r}", column=names[0], value=sides[0][0])
+            sides = [side[len(asked) :] for side in sides]
+        chosen, rejected = (_continuation(name, side) for name, side in zip(names, sides, strict=True))
+        return used, asked, {"chosen": chosen, "rejected": rejected}
 
     def _messages(self, row: Mapping[str, object]) -> tuple[str, list[Message]]:
         """Return the column used, or "", and the messages from it, without instruction and system message."""
@@ -133,7 +192,7 @@ class Columns:
 
     def _rendered(self, row: Mapping[str, object]) -> list[Message]:
         assert self._template is not None
-        name = "--data.template"
+        name = _TEMPLATE
         try:
             if _MESSAGES in self._template.blocks:
                 context = self._template.new_context({**row, "row": row})
@@ -261,14 +320,45 @@ def _chat(column: str, value: object) -> list[Message]:
         if isinstance(content, str):
             _check_text(column, content)
         messages.append(message)
+    return messages
+
+
+def _check_prompt(used: str, messages: Sequence[Message]) -> None:
     if messages[-1]["role"] == "assistant":
         raise RowError(
             "ends with an assistant message, so the prompt would contain the answer",
-            column=column,
+            column=used or _TEMPLATE,
             value=messages[-1].get("content"),
             hint="remove that message; name the column of the true answer with :answer=COLUMN",
         )
+
+
+def _answer(column: str, value: object) -> list[Message]:
+    """Return the messages of a given answer: a text, or messages that end with the assistant's."""
+    if value is None or value == "":
+        raise RowError("is null" if value is None else "is empty", column=column)
+    if isinstance(value, str) and not (_is_chat(value) and '"role"' in value):
+        _check_text(column, value)
+        return [{"role": "assistant", "content": value}]
+    messages = _chat(column, value)
+    if messages[-1]["role"] != "assistant":
+        raise RowError("does not end with an assistant message", column=column, value=messages[-1])
     return messages
+
+
+def _continuation(column: str, messages: list[Message]) -> list[Message]:
+    if not messages or messages[0]["role"] != "assistant":
+        raise RowError(
+            "does not continue the prompt with an assistant message",
+            column=column,
+            value=messages[0] if messages else None,
+            hint="give what follows the prompt, or a pair of whole conversations with the same prompt",
+        )
+    return messages
+
+
+def _are_equal(pair: tuple[object, object]) -> bool:
+    return pair[0] == pair[1]
 
 
 def _tools(column: str, value: object) -> tuple[Mapping[str, object], ...]:

@@ -1,0 +1,124 @@
+"""Rows of given answers: conversations and pairs in the forms that data sets have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forge_rl.data.data_config import DataConfig
+from forge_rl.data.sources.rows import Columns, Kind, problem_key
+from forge_rl.errors import TaskError
+
+ASKED = {"role": "user", "content": "2+3?"}
+SAID = {"role": "assistant", "content": "5"}
+OTHER = {"role": "assistant", "content": "6"}
+MORE = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2, "b": 3}}}]}
+
+CONVERSATIONS: list[tuple[Columns, dict[str, object], list[dict[str, object]]]] = [
+    (Columns(), {"messages": [ASKED, SAID, *MORE]}, [SAID, *MORE]),
+    (Columns(), {"messages": json.dumps([ASKED, SAID]), "answer": "six"}, [SAID]),
+    (Columns(), {"messages": [ASKED, CALL, {"role": "tool", "content": "5"}, SAID], "tools": [TOOL]}, [CALL]),
+    (Columns(), {"prompt": "2+3?", "completion": "5", "answer": "six"}, [SAID]),
+    (Columns(), {"prompt": [ASKED], "completion": [SAID, *MORE]}, [SAID, *MORE]),
+    (Columns(), {"question": "2+3?", "answer": "5"}, [SAID]),
+    (Columns(question="q", answer="meta.said"), {"q": "2+3?", "meta": {"said": "5"}, "completion": "6"}, [SAID]),
+    (
+        Columns(template="{{ a }}+{{ b }}?"),
+        {"a": 2, "b": 3, "answer": '[{"a": 5}]'},
+        [{**SAID, "content": '[{"a": 5}]'}],
+    ),
+]
+
+
+@pytest.mark.parametrize(("columns", "row", "completion"), CONVERSATIONS)
+def test_a_conversation_is_its_prompt_and_what_follows(
+    columns: Columns, row: dict[str, object], completion: list[dict[str, object]]
+) -> None:
+    task, problem = replace(columns, kind="conversation").read(row, "t")
+    assert task.messages == (ASKED,)
+    assert task.truth["completion"][: len(completion)] == completion  # type: ignore[index]
+    assert problem == problem_key("2+3?"), "an answer must not tell held-out problems apart"
+    assert task.tools == ((TOOL,) if "tools" in row else ())
+
+
+PAIRS: list[dict[str, object]] = [
+    {"prompt": "2+3?", "chosen": "5", "rejected": "6"},
+    {"prompt": [ASKED], "chosen": [SAID], "rejected": [OTHER], "score": 1},
+    {"question": "2+3?", "chosen": "5", "rejected": [OTHER]},
+    {"chosen": [ASKED, SAID], "rejected": [ASKED, OTHER]},
+    {"prompt": "Not this: the conversations have their own.", "chosen": [ASKED, SAID], "rejected": [ASKED, OTHER]},
+]
+
+
+@pytest.mark.parametrize("row", PAIRS)
+def test_a_pair_is_a_prompt_and_two_answers(row: dict[str, object]) -> None:
+    task, problem = Columns(kind="pair", system="Add.").read(row, "t")
+    assert task.messages == ({"role": "system", "content": "Add."}, ASKED)
+    assert (task.truth["chosen"], task.truth["rejected"]) == ([SAID], [OTHER])
+    assert problem == problem_key("2+3?")
+    assert task.truth.get("score") == row.get("score")
+
+
+def test_the_prompt_of_two_conversations_is_all_that_they_have_in_common() -> None:
+    row = {"good": [ASKED, SAID, *MORE], "bad": [ASKED, SAID, MORE[0], OTHER]}
+    task, _ = Columns(kind="pair", chosen="good", rejected="bad").read(row, "t")
+    assert task.messages == (ASKED, SAID, MORE[0])
+    assert (task.truth["chosen"], task.truth["rejected"]) == ([MORE[1]], [OTHER])
+
+
+BAD: list[tuple[Kind, dict[str, object], str]] = [
+    ("conversation", {"question": "2+3?"}, "column 'question' has no answer: it ends with .* 'user'.*:answer=COLUMN"),
+    ("conversation", {"messages": [ASKED, SAID, ASKED]}, "column 'messages' has no answer: it ends with .* 'user'"),
+    ("conversation", {"messages": [SAID, ASKED, SAID]}, "column 'messages' begins with an assistant message"),
+    ("conversation", {"prompt": [ASKED, SAID, ASKED], "completion": ""}, "column 'completion' is empty"),
+    ("conversation", {"question": "2+3?", "answer": 5}, "column 'answer' is not a list of messages: 5"),
+    (
+        "conversation",
+        {"prompt": "2+3?", "completion": [ASKED, SAID]},
+        "column 'completion' does not continue the prompt",
+    ),
+    ("conversation", {"prompt": "2+3?", "completion": [SAID, ASKED]}, "'completion' does not end with an assistant"),
+    ("pair", {"prompt": "2+3?", "chosen": "5"}, "column 'rejected' is missing"),
+    ("pair", {"prompt": "2+3?", "chosen": "5", "rejected": None}, "column 'rejected' is null"),
+    ("pair", {"prompt": "2+3?", "chosen": "5", "rejected": "5"}, "column 'chosen' is the same as 'rejected': '5'"),
+    ("pair", {"chosen": "5", "rejected": "6"}, "has no column 'question'"),
+    ("pair", {"prompt": [ASKED, SAID], "chosen": "5", "rejected": "6"}, "'prompt' ends with an assistant message"),
+    (
+        "pair",
+        {"chosen": [*MORE], "rejected": [ASKED, OTHER]},
+        "column 'chosen' has no message in common with 'rejected'",
+    ),
+    ("pair", {"chosen": [ASKED, SAID], "rejected": [ASKED, SAID, *MORE]}, "'chosen' does not continue the prompt with"),
+    ("pair", {"chosen": [ASKED, SAID], "rejected": [ASKED]}, "'rejected' does not end with an assistant message"),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "said"), BAD)
+def test_a_row_without_its_answers_is_named_with_its_column(
+    kind: Kind, row: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(TaskError, match=rf"(?s)a\.jsonl, line 1: .*{said}"):
+        DataConfig().build([str(path)], seed=0, kind=kind).draw_from("a")
+
+
+def test_kinds_are_for_rows_of_files_and_code_and_name_columns_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"q": "2+3?", "good": "5", "bad": "6"}) + "\n")
+    named = f"{path}:question=q,chosen=good,rejected=bad"
+    task = DataConfig(held_out_share=0.001).build([named], seed=0, kind="pair").draw_from("a")
+    assert (task.truth["chosen"], task.truth["rejected"]) == ([SAID], [OTHER])
+    for tasks, kind, said in (
+        (named, "prompt", "the key 'chosen' is unknown"),
+        (f"{path}:kind=pair", "pair", "the key 'kind' is unknown"),
+        ("chain_sum", "pair", "generated tasks have no preferred answers"),
+    ):
+        with pytest.raises(TaskError, match=said):
+            DataConfig().build([tasks], seed=0, kind=kind)  # type: ignore[arg-type]
+    assert DataConfig().build(["chain_sum"], seed=0, kind="conversation").draw_from("chain_sum").truth["answer"]

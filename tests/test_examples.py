@@ -1,0 +1,175 @@
+"""Episodes of given answers: which tokens are trained, by transformers' own masks and by templates written by hand."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forge_rl.data.examples import comparison_episodes, conversation_episodes, preference_episodes
+from forge_rl.errors import TaskError
+from forge_rl.models.bundled import bundled_model, default_cache
+from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.types import Episode, Message, Task
+
+MARKED = """{%- for message in messages %}
+{%- if message.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}
+{%- generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}
+{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+"""ChatML with the marks from which transformers makes a mask."""
+
+THINKING = """{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- set said = message.content.split('</think>')[-1].strip() %}
+{%- if message.role != 'assistant' %}{{- message.content }}
+{%- elif loop.index0 > ns.last and '</think>' in message.content %}
+{{- '<think>\\n' + message.content.split('</think>')[0].split('<think>')[-1].strip() + '\\n</think>\\n\\n' + said }}
+{%- elif loop.index0 > ns.last %}{{- '<think>\\n\\n</think>\\n\\n' + said }}
+{%- else %}{{- said }}{% endif %}{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' + opening|default('') }}{% endif %}"""
+"""Like Qwen3's: thinking stays only after the last user message."""
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, object]:
+    return {"role": "assistant", "content": text}
+
+
+def task_of(*prompt: Message, **truth: object) -> Task:
+    return Task(id="1", source="s", messages=prompt, truth=truth)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return bundled_model(default_cache())
+
+
+def tokenizer_of(folder: Path, target: Path, template: str) -> Tokenizer:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(folder / name, target / name)
+    (target / "chat_template.jinja").write_text(template)
+    return Tokenizer(target)
+
+
+def texts(episode: Episode, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """Prompt and completion of each turn."""
+    return [
+        (tokenizer.decode(turn.prompt_ids, skip_special=False), tokenizer.decode(turn.token_ids, skip_special=False))
+        for turn in episode.turns
+    ]
+
+
+CONVERSATIONS: list[list[Message]] = [
+    [user("2+3?"), assistant("5")],
+    [user("2+3?"), assistant("It is 5.\n"), user("And 4 more?"), assistant("  9, of course"), user("?"), assistant("")],
+    [{"role": "system", "content": "Add."}, user("1+1"), assistant("2é\n\n\n2"), user("\n"), assistant("\n\nwhat?")],
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_trained_are_the_tokens_that_transformers_marks(messages: list[Message], folder: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(folder, tmp_path, MARKED)
+    first = next(at for at, one in enumerate(messages) if one["role"] == "assistant")
+    (episode,) = conversation_episodes(task_of(*messages[:first], completion=messages[first:]), tokenizer)
+    expected: Any = tokenizer.hf.apply_chat_template(
+        [dict(one) for one in messages], return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+    )
+    trained = np.array(expected["assistant_masks"], np.bool_)
+    end = int(trained.nonzero()[0][-1]) + 1
+    (segment,) = episode.segments
+    assert segment.token_ids.tolist() == expected["input_ids"][:end]
+    assert segment.trained.tolist() == trained[:end].tolist()
+    assert not segment.logprobs.any()
+    assert {version for turn in episode.turns for version in turn.versions.tolist()} == {-1}
+
+
+def test_the_bundled_models_turns_end_with_their_stop_token(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    completion = [assistant("5"), user("And 4 more?"), assistant("9<|im_end|>")]
+    (episode,) = conversation_episodes(task_of(user("2+3?"), completion=completion), tokenizer)
+    system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    begin = system + "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
+    (first, second) = texts(episode, tokenizer)
+    assert first == (begin, "5<|im_end|>")
+    middle = "<|im_end|>\n<|im_start|>user\nAnd 4 more?<|im_end|>\n<|im_start|>assistant\n"
+    assert second == (begin + "5" + middle, "9<|im_end|><|im_end|>")
+    assert len(episode.segments) == 1
+    assert [turn.token_ids.tolist().count(2) for turn in episode.turns] == [1, 1], "a row cannot end a turn"
+    assert [turn.text for turn in episode.turns] == ["5", "9<|im_end|>"]
+    (plain,) = conversation_episodes(task_of(user("2+3?"), answer="5"), tokenizer)
+    assert texts(plain, tokenizer) == [first]
+
+
+def test_thinking_is_trained_in_its_turn_and_absent_from_later_prompts(folder: Path, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(folder, tmp_path, THINKING)
+    completion = [assistant("<think>2 and 3</think>5"), user("+4?"), assistant("9")]
+    (episode,) = conversation_episodes(task_of(user("2+3?"), completion=completion), tokenizer)
+    begin = "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
+    assert texts(episode, tokenizer) == [
+        (begin, "<think>\n2 and 3\n</think>\n\n5<|im_end|>"),
+        (
+            begin + "5<|im_end|>\n<|im_start|>user\n+4?<|im_end|>\n<|im_start|>assistant\n",
+            "<think>\n\n</think>\n\n9<|im_end|>",
+        ),
+    ]
+    assert len(episode.segments) == 2
+
+
+def test_an_opening_that_an_answer_lacks_is_not_in_its_prompt(folder: Path, tmp_path: Path) -> None:
+    opening = MARKED.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
+    assert opening != MARKED
+    tokenizer = tokenizer_of(folder, tmp_path, opening)
+    for text in ("5", "<think>\n2 and 3</think>5"):
+        (episode,) = conversation_episodes(task_of(user("2+3?"), completion=text), tokenizer)
+        ((prompt, said),) = texts(episode, tokenizer)
+        assert prompt + said == f"<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n{text}<|im_end|>"
+        assert prompt.endswith("<think>\n") == text.startswith("<think>\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages|length }}{% for one in messages %}{{ one.content }}{% endfor %}", "changes the messages before"),
+        (
+            "{% for one in messages %}{% if one.role == 'user' %}{{ one.content }}{% endif %}{% endfor %}",
+            "does not show an assistant message",
+        ),
+        ("{{ raise_exception('no!') if messages|length > 1 }}x", "refuses messages.*no!"),
+    ],
+)
+def test_a_template_that_hides_what_to_train_is_an_error(
+    template: str, said: str, folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(folder, tmp_path, template)
+    with pytest.raises(TaskError, match=said):
+        conversation_episodes(task_of(user("2+3?"), completion="5"), tokenizer)
+
+
+@pytest.mark.parametrize("truth", [{}, {"completion": []}, {"answer": 5}, {"completion": ["5"]}])
+def test_a_task_without_a_given_answer_is_an_error(truth: dict[str, object], folder: Path) -> None:
+    with pytest.raises(TaskError, match="has no completion or answer to train on"):
+        conversation_episodes(task_of(user("2+3?"), **truth), Tokenizer(folder))
+    with pytest.raises(TaskError, match="has no rejected to train on"):
+        preference_episodes(task_of(user("2+3?"), chosen="5", **truth), Tokenizer(folder))
+
+
+def test_a_pair_is_two_conversations_and_a_comparison_ends_with_one_token(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    task = task_of(user("2+3?"), chosen=[assistant("5")], rejected="6")
+    chosen, rejected = preference_episodes(task, tokenizer)
+    assert [texts(each, tokenizer)[0][1] for each in (chosen, rejected)] == ["5<|im_end|>", "6<|im_end|>"]
+    for episode, text in zip(comparison_episodes(task, tokenizer), "56", strict=True):
+        (turn,) = episode.turns
+        whole = tokenizer.render([user("2+3?"), assistant(text)], add_generation_prompt=False)
+        assert turn.prompt_ids.tolist() == list(whole)
+        assert len(turn.token_ids) == 1

@@ -1,0 +1,239 @@
+"""Losses of pairs against their formulas in float64, by transformers' logits, however the episodes lie in rows."""
+
+import asyncio
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.ranks import run_ranks
+from forge_rl.algorithms.preferences import BradleyTerry, Dpo, PreferenceLoss
+from forge_rl.algorithms.user_loss import try_loss
+from forge_rl.data.examples import comparison_episodes
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.errors import ConfigError
+from forge_rl.metrics import merge_all, reduce
+from forge_rl.packing.rows import Packed
+from forge_rl.packing.unpacking import unpack
+from forge_rl.rewards.reward_model import RewardModel
+from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.types import Batch, Episode, Group, Task
+from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
+from tests.plain_trainer import InFloat64, in_float64, logits_of
+from tests.test_titan_train import engine_of as policy_of
+from tests.test_values import OPTIMIZER, engine_of, make_value_model
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+LOSSES: list[PreferenceLoss] = [
+    Dpo(beta=0.7),
+    Dpo(beta=0.7, label_smoothing=0.2),
+    Dpo(beta=0.7, kind="ipo"),
+    BradleyTerry(center=0.3),
+]
+
+
+def pairs(groups: int = 3) -> Batch:
+    return random_batch(3, vocab=43, groups=groups, group_size=2, turns=2)
+
+
+def scattered_pairs() -> Batch:
+    """Pairs whose episodes have two segments each, which rows of 40 tokens split."""
+    groups = []
+    for group in pairs().groups:
+        episodes = []
+        for episode in group.episodes:
+            first, second = episode.turns
+            second = replace(second, prompt_ids=[41, 42, *second.prompt_ids[:4]])
+            episodes.append(replace(episode, turns=(first, second)))
+        groups.append(replace(group, episodes=tuple(episodes)))
+    return Batch(groups=tuple(groups), version=0)
+
+
+def plain_scores(model: Any, head: torch.Tensor | None, batch: Batch) -> list[torch.Tensor]:
+    """Logprob of each episode's trained tokens by transformers, or, with a value head, the value before each."""
+    found = []
+    for episode in batch.episodes:
+        parts = []
+        for segment in episode.segments:
+            ids = torch.tensor(np.asarray(segment.token_ids), dtype=torch.int64)
+            if head is None:
+                scores = logits_of(model, ids)[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            else:
+                with InFloat64():
+                    scores = model.model(ids[None]).last_hidden_state[0, :-1] @ head[0]
+            parts.append(scores[torch.tensor(np.asarray(segment.trained))[1:]])
+        found.append(torch.cat(parts))
+    return found
+
+
+def expected(loss: PreferenceLoss, scores: list[torch.Tensor]) -> torch.Tensor:
+    """The loss of each pair from the log ratios, or values, of each episode's tokens."""
+    found = []
+    for chosen, rejected in zip(scores[::2], scores[1::2], strict=True):
+        if isinstance(loss, BradleyTerry):
+            c, r = chosen.mean(), rejected.mean()
+            found.append((1 + (r - c).exp()).log() + loss.center * (c + r) ** 2)
+        elif isinstance(loss, Dpo) and loss.kind == "ipo":
+            found.append((chosen.mean() - rejected.mean() - 1 / (2 * loss.beta)) ** 2)
+        elif isinstance(loss, Dpo):
+            margin, e = loss.beta * (chosen.sum() - rejected.sum()), loss.label_smoothing
+            found.append((1 - e) * (1 + (-margin).exp()).log() + e * (1 + margin.exp()).log())
+    return torch.stack(found)
+
+
+def gradients(engine: TitanEngine) -> list[torch.Tensor]:
+    """The gradients of the next updates, filled in as they happen."""
+    kept: list[torch.Tensor] = []
+    engine.optimizer.register_step_pre_hook(lambda *_: kept.extend(p.grad.clone() for p in engine.model.parameters()))
+    return kept
+
+
+def laid(batch: Batch, seq_len: int, **layout: Any) -> Packed:
+    return packed(batch, seq_len=seq_len, drop_uniform=False, **layout)
+
+
+def engine_for(loss: PreferenceLoss, folder: Path, *, seq_len: int = 256) -> TitanEngine:
+    optimizer = replace(OPTIMIZER, weight_decay=0.0)
+    if isinstance(loss, BradleyTerry):
+        return engine_of(folder, optimizer=optimizer, seq_len=seq_len)
+    return policy_of(folder, reference=True, optimizer=optimizer, seq_len=seq_len)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_loss_and_gradient_of_pairs_are_those_of_their_formula_wherever_their_tokens_lie(
+    loss: PreferenceLoss, tmp_path: Path
+) -> None:
+    head = None
+    if isinstance(loss, BradleyTerry):
+        model, head = make_value_model(tmp_path)
+    else:
+        model = make_model(tmp_path)
+    batch = scattered_pairs()
+    scattered = []
+    for seq_len in (256, 40):
+        engine = engine_for(loss, tmp_path, seq_len=seq_len)
+        rows = laid(batch, seq_len)
+        scattered.append(sorted(rows.minibatches[0].scattered))
+        reference = in_float64(model, engine.model)
+        weight = None if head is None else head.double().requires_grad_()
+        if isinstance(loss, Dpo):
+            frozen = [each.detach() for each in plain_scores(reference, None, batch)]
+            train_batch(engine, rows, loss)  # from its first update on, the policy is not the reference
+            reference.load_state_dict(hf_weights(engine.model))
+            scores = [own - other for own, other in zip(plain_scores(reference, None, batch), frozen, strict=True)]
+        else:
+            scores = plain_scores(reference, weight, batch)
+        losses = expected(loss, scores)
+        losses.mean().backward()
+        kept = gradients(engine)
+        metrics = reduce(train_batch(engine, rows, loss))
+        assert metrics["loss"] == pytest.approx(float(losses.mean().detach()), rel=1e-10)
+        theirs = {name: each.grad for name, each in reference.named_parameters()}
+        if weight is not None:
+            theirs["score.weight"] = weight.grad
+        compared = 0
+        for (name, weights), grad in zip(engine.model.named_parameters(), kept, strict=True):
+            for part in engine.model.names.parts(name, weights.shape):
+                wanted = theirs[part.name]
+                assert wanted.abs().max() > 1e-6
+                assert (part.of(grad) - wanted).abs().max() / wanted.abs().max() < 1e-10, part.name
+                compared += 1
+        assert compared > 10
+        scale = loss.beta if isinstance(loss, Dpo) else 1.0
+        total = torch.stack([scale * (e.sum() if loss in LOSSES[:2] else e.mean()) for e in scores]).detach()
+        chosen, rejected = total[::2], total[1::2]
+        rewards = {
+            "chosen": chosen.mean(),
+            "rejected": rejected.mean(),
+            "margin": (chosen - rejected).mean(),
+            "accuracy": (chosen > rejected).double().mean(),
+        }
+        for name, value in rewards.items():
+            assert metrics[f"loss/rewards/{name}"] == pytest.approx(float(value), rel=1e-9), name
+    assert scattered == [[], ["episode", "group"]]
+
+
+def train_as_rank(rank: int, folder: Path) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    found = []
+    for loss in (LOSSES[0], LOSSES[3]):
+        engine = engine_for(loss, folder, seq_len=40)
+        rows = laid(scattered_pairs(), 40, shares=2)
+        found.append((train_batch(engine, rows, loss, epochs=2), hf_weights(engine.model)))
+    return found
+
+
+def test_pairs_over_two_ranks_train_as_on_one(tmp_path: Path) -> None:
+    make_value_model(tmp_path)
+    ranks = run_ranks(train_as_rank, 2, tmp_path)
+    for place, loss in enumerate((LOSSES[0], LOSSES[3])):
+        alone = engine_for(loss, tmp_path)
+        metrics = reduce(train_batch(alone, laid(scattered_pairs(), 256), loss, epochs=2))
+        together = reduce(merge_all(rank[place][0] for rank in ranks))
+        assert together == pytest.approx(metrics, rel=1e-8, abs=1e-12)
+        weights = hf_weights(alone.model)
+        for rank in ranks:
+            assert max(float((rank[place][1][name] - weights[name]).abs().max()) for name in weights) < 1e-10
+
+
+def test_losses_of_pairs_refuse_other_groups_and_bad_settings() -> None:
+    for loss in LOSSES:
+        try_loss(loss)
+        assert loss.keeps_uniform
+    for wrong in ({"beta": 0.0}, {"label_smoothing": 0.5}, {"kind": "hinge"}, {"kind": "ipo", "label_smoothing": 0.1}):
+        with pytest.raises(ConfigError, match=next(reversed(wrong)).replace("_", "[-_ ]")):
+            Dpo(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="center is -1"):
+        BradleyTerry(center=-1)
+
+
+def test_an_exported_reward_model_gives_the_scores_that_were_trained(tiny_model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "base")
+    template = folder / "chat_template.jinja"
+    # Its conversations end with a token that is also padding, so the score is read before it.
+    template.write_text(template.read_text().replace("'<|im_end|>' + '\n'", "'<|im_end|>'"))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.pad_id == tokenizer.render([{"role": "user", "content": "?"}], add_generation_prompt=False)[-1]
+    tools = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
+    tasks = [
+        Task(
+            id=str(n),
+            source="sums",
+            messages=({"role": "user", "content": f"{n} + {n}?"},),
+            truth={"chosen": f"{2 * n}", "rejected": f"It is {2 * n + 1}, I am quite sure."},
+            tools=tools[: n % 2],
+        )
+        for n in range(4)
+    ]
+    groups = [Group(task=task, episodes=comparison_episodes(task, tokenizer)) for task in tasks]
+    batch = Batch(groups=tuple(groups), version=0)
+    rows = laid(batch, 256)
+    assert rows.trained_tokens == len(batch.episodes)
+    engine = engine_of(folder, dtype="float32", seq_len=256, optimizer=replace(OPTIMIZER, lr=1e-2))
+    losses = [reduce(train_batch(engine, rows, BradleyTerry(), total_updates=100)) for _ in range(15)]
+    assert losses[0]["loss"] == pytest.approx(math.log(2)), "a new head has the value 0"
+    assert losses[-1]["loss"] < 0.3
+    assert losses[-1]["loss/rewards/accuracy"] == 1
+    for part in ("training", "model"):
+        (tmp_path / part).mkdir()
+    engine.save(tmp_path, folder, version=0).result()
+    values = unpack(rows, engine.values(rows.rows))
+    model = RewardModel(path=tmp_path / "model", batch=3)
+
+    async def scores() -> list[float]:
+        model.load()
+        answers = [
+            (task, Episode(task=task, turns=(), output=str(task.truth[name])))
+            for task in tasks
+            for name in ("chosen", "rejected")
+        ]
+        return [score.total for score in await asyncio.gather(*(model(*each) for each in answers))]
+
+    found = asyncio.run(scores())
+    assert np.std(found) > 1
+    assert found == pytest.approx([float(values[place]) for place in range(len(batch.episodes))], abs=1e-4)
