@@ -82,6 +82,7 @@ STARTS = {
     "wheel": 5,
     "two_ranks": 5,
     "run_ranks": 2,
+    "sandbox": 2,
     "nothing_left": 2,
     "started_processes": 2,
     "fake_service": 2,
@@ -182,6 +183,14 @@ def store_process() -> Iterator[None]:
     asyncio.run(shared_process().start())
     yield
     asyncio.run(shared_process().close())
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> Iterator[object]:
+    """A pool of sandboxes, `tests.sandbox_pool.SharedPool`, that tests share."""
+    from tests.sandbox_pool import opened_pool
+
+    yield from opened_pool()
 
 
 @pytest.fixture

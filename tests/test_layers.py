@@ -30,7 +30,7 @@ STAGES = (
         "forge_rl.rewards",
         "forge_rl.metrics",
     ),
-    ("forge_rl.runtime", "forge_rl.weights"),
+    ("forge_rl.sandbox", "forge_rl.runtime", "forge_rl.weights"),
     ("forge_rl.engines",),
     ("forge_rl.services",),
     ("forge_rl.gateway",),
@@ -51,6 +51,7 @@ ONLY_IN = {
     "os.environ": (
         *("forge_rl.system.variables", "forge_rl.runtime.cluster", "forge_rl.runtime.monarch_log"),
         *("forge_rl.runtime.private_network", "forge_rl.engines.cpu"),
+        *("forge_rl.sandbox.cells", "forge_rl.sandbox.server"),  # of the session's own processes
         *("apps", "recipes.agents"),
     ),
     "os.getenv": ("forge_rl.runtime.cluster", "apps"),

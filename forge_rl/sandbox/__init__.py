@@ -1,0 +1,34 @@
+"""Sandbox: stateful sessions of untrusted Python, thousands on one machine. Usable without the rest of the library.
+
+    async with Pool() as pool, pool.session() as session:
+        print((await session.run("2 + 2")).value)
+
+Names are imported on first use: the fork server imports neighbours of this file without asyncio and the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from forge_rl.sandbox.limits import CellError as CellError
+    from forge_rl.sandbox.limits import Limits as Limits
+    from forge_rl.sandbox.limits import Result as Result
+    from forge_rl.sandbox.limits import SandboxError as SandboxError
+    from forge_rl.sandbox.limits import Usage as Usage
+    from forge_rl.sandbox.pool import Pool as Pool
+    from forge_rl.sandbox.session import Session as Session
+
+_HOMES = {
+    **dict.fromkeys(("CellError", "Limits", "Result", "SandboxError", "Usage"), "limits"),
+    "Pool": "pool",
+    "Session": "session",
+}
+__all__ = ["CellError", "Limits", "Pool", "Result", "SandboxError", "Session", "Usage"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

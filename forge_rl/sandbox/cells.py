@@ -1,0 +1,263 @@
+"""Runs the cells of one session, inside of it. Imports nothing of this library but `frames` and `kernel`.
+
+This code shares its process with what the model wrote: nothing outside may trust it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import fcntl
+import io
+import linecache
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import traceback
+import types
+from typing import Any, NoReturn
+
+from forge_rl.sandbox import frames, kernel
+
+_MOST_TRACEBACK = 8192
+_TOOK_TOO_LONG = {signal.SIGALRM: "wall-clock", signal.SIGPROF: "CPU"}
+
+
+class CellOverrun(BaseException):
+    """The cell ran longer than it may; what it had done so far stays."""
+
+
+class _Output(io.RawIOBase):
+    """A stream into a file in memory that drops what exceeds a limit. Programs that a cell starts write to the file."""
+
+    def __init__(self, fd: int, most: int) -> None:
+        file = os.memfd_create(f"output {fd}", 0)
+        os.dup2(file, fd)
+        os.close(file)
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+        self._fd, self._most, self._left = fd, most, most
+        self.text = io.TextIOWrapper(self, encoding="utf-8", errors="replace", write_through=True)  # type: ignore[type-var]
+
+    def write(self, data: Any) -> int:
+        if self._left > 0:
+            kept = bytes(data[: self._left + 1])  # one byte more says that there was more
+            self._left -= len(kept)
+            while kept:
+                kept = kept[os.write(self._fd, kept) :]
+        return len(data)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def writable(self) -> bool:
+        return True
+
+    def take(self) -> tuple[str, bool]:
+        """Return what was written since the last call, and whether it was cut."""
+        data = os.pread(self._fd, self._most + 1, 0)
+        os.ftruncate(self._fd, 0)
+        self._left = self._most
+        return data[: self._most].decode("utf-8", "replace"), len(data) > self._most
+
+
+class Cells:
+    """State and streams of a session; `serve` answers its owner until that closes."""
+
+    def __init__(self, channel: socket.socket, output_bytes: int) -> None:
+        self.channel = channel
+        self.output_bytes = output_bytes
+        self.module = types.ModuleType("__main__")
+        self.module.__dict__["__builtins__"] = builtins
+        self.count = 0
+        self.running = False
+        self.pid = os.getpid()
+
+    def serve(self) -> NoReturn:
+        sys.modules["__main__"] = self.module
+        self._open_streams()
+        for number in _TOOK_TOO_LONG:
+            signal.signal(number, self._overrun)
+        self.channel.sendall(frames.encode({"ready": True}))
+        answers = {"run": self._run, "put": self._put, "get": self._get, "fork": self._fork}
+        try:
+            while True:
+                message, data, descriptors = frames.receive(self.channel)
+                answer = answers[str(message["do"])](message, data, descriptors)
+                if answer is not None:
+                    self.channel.sendall(answer)
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def _open_streams(self) -> None:
+        """Give both output streams a file of their own, which the session's memory limit bounds."""
+        self.out, self.err = _Output(1, self.output_bytes), _Output(2, self.output_bytes)
+        sys.stdout, sys.stderr = self.out.text, self.err.text
+
+    def _overrun(self, number: int, frame: object) -> None:
+        if self.running:
+            self.running = False
+            raise CellOverrun(f"the cell exceeded its {_TOOK_TOO_LONG[signal.Signals(number)]} limit")
+
+    def _run(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        self.count += 1
+        name = f"<cell {self.count}>"
+        linecache.cache[name] = (len(data), None, data.decode("utf-8", "replace").splitlines(True), name)
+        value: str | None = None
+        error: list[str] | None = None
+        before = _cpu_s()
+        self._start_clocks(float(message["wall_s"]), message["cpu_s"])
+        try:
+            try:
+                self.running = True
+                value = self._execute(data.decode("utf-8"), name)
+            except BaseException as raised:  # also SystemExit and KeyboardInterrupt: the session goes on
+                self.running = False
+                error = _described(raised)
+            finally:
+                self.running = False
+        except CellOverrun as raised:  # while the error was looked at
+            error = ["CellOverrun", str(raised), ""]
+        if os.getpid() != self.pid:  # the cell has forked, and this is the child
+            os._exit(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        for stream in (sys.stdout, sys.stderr):  # the cell may have put others there
+            with contextlib.suppress(Exception):
+                stream.flush()
+        sys.stdout, sys.stderr = self.out.text, self.err.text
+        (out, out_cut), (err, err_cut) = self.out.take(), self.err.take()
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return frames.encode(
+            {
+                "stdout": out,
+                "stderr": err,
+                "cut": out_cut or err_cut,
+                "value": value,
+                "error": error,
+                "cpu_s": _cpu_s() - before,
+                "memory_bytes": usage.ru_maxrss * 1024,
+            }
+        )
+
+    def _start_clocks(self, wall_s: float, cpu_s: float | None) -> None:
+        signal.setitimer(signal.ITIMER_REAL, wall_s)
+        if cpu_s is not None:
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            # For code that never returns to the interpreter: the kernel ends the process a second later.
+            _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+            resource.setrlimit(resource.RLIMIT_CPU, (int(_cpu_s() + cpu_s) + 2, hard))
+
+    def _execute(self, source: str, name: str) -> str | None:
+        """Run statements; return the representation of the last one's value if it is an expression."""
+        tree = ast.parse(source, name)
+        space = self.module.__dict__
+        last = tree.body[-1] if tree.body else None
+        if not isinstance(last, ast.Expr):
+            exec(compile(tree, name, "exec"), space)
+            return None
+        exec(compile(ast.Module(tree.body[:-1], []), name, "exec"), space)
+        value = eval(compile(ast.Expression(last.value), name, "eval"), space)
+        if value is None:
+            return None
+        space["_"] = value
+        return str(repr(value))[: self.output_bytes]
+
+    def _put(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        """Write a file, with this session's own rights: a link leads nowhere that its code could not go."""
+        path = str(message["path"])
+        try:
+            if folder := os.path.dirname(path):
+                os.makedirs(folder, exist_ok=True)
+            with open(path, "wb") as file:
+                file.write(data)
+        except OSError as error:
+            return frames.encode({"failed": str(error)})
+        return frames.encode({})
+
+    def _get(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        try:
+            fd = os.open(str(message["path"]), os.O_RDONLY | os.O_NONBLOCK)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                return frames.encode({"failed": "not a regular file"})
+            most = int(message["most"])
+            with open(fd, "rb") as file:
+                content = file.read(most + 1)
+        except OSError as error:
+            return frames.encode({"failed": str(error)})
+        if len(content) > most:
+            return frames.encode({"failed": f"more than {most} bytes"})
+        return frames.encode({}, content)
+
+    def _fork(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes | None:
+        """Become two: the child answers on a channel of its own, in cgroups and a folder of its own."""
+        try:
+            forked = kernel.fork_sibling()
+        except OSError as error:
+            return frames.encode({"failed": str(error)})
+        if forked:
+            for fd in descriptors:
+                os.close(fd)
+            return frames.encode({})
+        channel, birth = descriptors
+        self.pid = os.getpid()
+        self.channel.close()
+        self.channel = socket.socket(fileno=channel)
+        try:
+            with socket.socket(fileno=birth) as server:  # learns from the kernel who this is, and moves it
+                server.send(b"?")
+                if not server.recv(1):
+                    raise OSError("the server did not let the fork in")
+            before = os.getcwd()
+            after = os.path.join(os.path.dirname(before), str(message["folder"]))
+            shutil.copytree(before, after, symlinks=True)
+            enter_folder(after)
+            self._open_streams()
+            fresh_random()
+        except OSError as error:
+            self.channel.sendall(frames.encode({"failed": str(error)}))
+            os._exit(1)
+        return frames.encode({"ready": True})
+
+
+def _cpu_s() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    return sum(
+        used.ru_utime + used.ru_stime
+        for used in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+    )
+
+
+def _described(raised: BaseException) -> list[str]:
+    """Return the class, message and traceback of an error, which may be the cell's own class and raise itself."""
+    try:
+        frame = raised.__traceback__
+        while frame is not None and not frame.tb_frame.f_code.co_filename.startswith("<cell "):
+            frame = frame.tb_next
+        lines = traceback.format_exception(type(raised), raised, frame)
+        if isinstance(raised, CellOverrun):  # without the handler's own line
+            lines = [*lines[:-2], lines[-1]]
+        return [type(raised).__name__, str(raised)[:_MOST_TRACEBACK], "".join(lines)[-_MOST_TRACEBACK:]]
+    except Exception as second:
+        return [type(raised).__name__, f"its description raised {type(second).__name__}", ""]
+
+
+def enter_folder(folder: str) -> None:
+    """Make a folder this session's own, also for its temporary files."""
+    os.chdir(folder)
+    os.environ["HOME"] = os.environ["TMPDIR"] = os.environ["PWD"] = folder
+    tempfile.tempdir = None
+
+
+def fresh_random() -> None:
+    """Give this process random state of its own; a fork has its parent's."""
+    random.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()

@@ -1,0 +1,262 @@
+"""Control groups of a sandbox server and its sessions, version 1, 2 or both. Imports nothing of this library.
+
+A server's tree is one folder per hierarchy, with a folder for each session. It is reached by open descriptors, so that
+no process needs to see the file systems of cgroups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+
+CONTROLLERS = ("memory", "pids", "cpu")
+_PREFIX = "forge_rl-sandbox"
+_PERIOD_US = 100_000
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """A mounted hierarchy, and the folder of it in which a tree can be made."""
+
+    version: int
+    controllers: frozenset[str]
+    folder: str
+
+
+def hierarchies(mounts: str, own: str) -> list[Hierarchy]:
+    """Find the hierarchies whose controllers a session needs, and one of version 2 to kill by, if there is one.
+
+    Args:
+        mounts: text of /proc/self/mountinfo.
+        own: text of /proc/self/cgroup.
+    """
+    paths: dict[str, str] = {}
+    for line in own.splitlines():
+        _, names, path = line.split(":", 2)
+        paths |= dict.fromkeys(names.split(","), path)
+    found: list[Hierarchy] = []
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        root, folder = before.split()[3:5]
+        kind, _, options = after.split()[:3]
+        if kind == "cgroup":
+            here = frozenset(options.split(",")) & set(CONTROLLERS)
+            if here and not any(here & known.controllers for known in found):
+                found.append(Hierarchy(1, here, _below(folder, root, paths.get(min(here), "/"))))
+        elif kind == "cgroup2":
+            path, enabled = _enabled(folder, _below(folder, root, paths.get("", "/")))
+            found.append(Hierarchy(2, enabled, path))
+    return found
+
+
+def _below(mounted: str, root: str, path: str) -> str:
+    """Return the folder of a cgroup below a mount that shows the hierarchy from `root` on."""
+    inside = os.path.relpath(path, root)
+    return mounted if inside == "." or inside.startswith("..") else os.path.join(mounted, inside)
+
+
+def _enabled(mounted: str, folder: str) -> tuple[str, frozenset[str]]:
+    """Return the nearest cgroup of version 2 whose children get all controllers, or else the process's own."""
+    tried = folder
+    while tried.startswith(mounted):
+        with contextlib.suppress(OSError), open(os.path.join(tried, "cgroup.subtree_control")) as file:
+            enabled = frozenset(file.read().split()) & set(CONTROLLERS)
+            if len(enabled) == len(CONTROLLERS):
+                return tried, enabled
+        tried = os.path.dirname(tried)
+    return folder, frozenset()
+
+
+def here() -> list[Hierarchy]:
+    """Find the hierarchies of this process."""
+    with open("/proc/self/mountinfo") as mounts, open("/proc/self/cgroup") as own:
+        return hierarchies(mounts.read(), own.read())
+
+
+def lacking(found: list[Hierarchy]) -> str:
+    """Return which controllers this process cannot use, or ""."""
+    usable: set[str] = set()
+    for one in found:
+        if os.access(one.folder, os.W_OK):
+            usable |= one.controllers
+    return ", ".join(name for name in CONTROLLERS if name not in usable)
+
+
+def name_of(pid: int) -> str:
+    """Return the name of a process's tree; unique on the machine, also among containers that share its cgroups."""
+    with open(f"/proc/{pid}/stat") as file:
+        started = file.read().rpartition(")")[2].split()[19]
+    return f"{_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}-{pid}-{started}"
+
+
+def remove_abandoned(found: list[Hierarchy]) -> None:
+    """Remove trees whose server was killed together with everything that watched it."""
+    space = f"{_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}-"
+    for one in found:
+        for name in os.listdir(one.folder) if os.path.isdir(one.folder) else ():
+            if name.startswith(space):
+                alive = False
+                with contextlib.suppress(OSError, ValueError):
+                    alive = name_of(int(name.split("-")[-2])) == name
+                if not alive:
+                    Tree(name, [one]).remove_all()
+
+
+@dataclass
+class Tree:
+    """The cgroups of one server. `close` or `remove_all` ends its use."""
+
+    name: str
+    found: list[Hierarchy]
+    folders: list[int] = field(default_factory=list)
+    """A descriptor of the tree's folder for each hierarchy."""
+
+    def __post_init__(self) -> None:
+        for one in self.found:
+            path = os.path.join(one.folder, self.name)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o755)
+            if one.version == 2 and one.controllers:
+                with open(os.path.join(path, "cgroup.subtree_control"), "w") as file:
+                    file.write(" ".join(f"+{name}" for name in sorted(one.controllers)))
+            self.folders.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+    def add(self, session: str, *, memory_bytes: int, processes: int, cpus: float) -> None:
+        """Make a session's cgroups with its limits.
+
+        Raises:
+            OSError: the machine allows no more.
+        """
+        quota = max(1000, int(cpus * _PERIOD_US))
+        for one, folder in zip(self.found, self.folders, strict=True):
+            os.mkdir(session, 0o755, dir_fd=folder)
+            new = one.version == 2
+            if "memory" in one.controllers:
+                _write(folder, f"{session}/{'memory.max' if new else 'memory.limit_in_bytes'}", str(memory_bytes))
+                if new:
+                    _write(folder, f"{session}/memory.oom.group", "1")
+                    with contextlib.suppress(FileNotFoundError):  # a kernel without swap
+                        _write(folder, f"{session}/memory.swap.max", "0")
+            if "pids" in one.controllers:
+                _write(folder, f"{session}/pids.max", str(processes))
+            if "cpu" in one.controllers:
+                name, value = ("cpu.max", f"{quota} {_PERIOD_US}") if new else ("cpu.cfs_quota_us", str(quota))
+                _write(folder, f"{session}/{name}", value)
+
+    def doors(self, session: str) -> list[int]:
+        """Open the files by which a process enters a session's cgroups of version 1: it writes 0, while it is root.
+
+        A thread that moves itself takes no lock that all forks of the machine need. Whoever holds one of these can
+        move any process that he sees, so nobody but this library's own code may.
+        """
+        return [
+            os.open(f"{session}/tasks", os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
+            for one, folder in zip(self.found, self.folders, strict=True)
+            if one.version == 1
+        ]
+
+    def move(self, pid: int, session: str) -> None:
+        """Move a process into a session's cgroups.
+
+        Raises:
+            ProcessLookupError: it has ended.
+        """
+        for folder in self.folders:
+            _write(folder, f"{session}/cgroup.procs", str(pid))
+
+    def unified(self, session: str) -> int | None:
+        """Open a session's folder of version 2, to fork into; None if there is none."""
+        for one, folder in zip(self.found, self.folders, strict=True):
+            if one.version == 2:
+                return os.open(session, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+        return None
+
+    def processes(self, session: str) -> list[int]:
+        """List a session's processes, as seen from this process's namespace."""
+        for folder in self.folders:
+            with contextlib.suppress(OSError):
+                return [int(pid) for pid in _read(folder, f"{session}/cgroup.procs").split()]
+        return []
+
+    def kill(self, session: str) -> None:
+        """Kill every process of a session."""
+        for one, folder in zip(self.found, self.folders, strict=True):
+            if one.version == 2:
+                with contextlib.suppress(OSError):
+                    _write(folder, f"{session}/cgroup.kill", "1")
+                    return
+        for pid in self.processes(session):  # called again until none is left: pids.max bounds them
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def remove(self, session: str) -> bool:
+        """Remove a session's cgroups; False if a process is left."""
+        for folder in self.folders:
+            try:
+                os.rmdir(session, dir_fd=folder)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                if error.errno == errno.EBUSY:
+                    return False
+                raise
+        return True
+
+    def kills_for_memory(self, session: str) -> int:
+        """Return how many of a session's processes were killed because it was out of memory."""
+        for one, folder in zip(self.found, self.folders, strict=True):
+            if "memory" in one.controllers:
+                with contextlib.suppress(OSError):
+                    text = _read(folder, f"{session}/{'memory.events' if one.version == 2 else 'memory.oom_control'}")
+                    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+        return 0
+
+    def close(self) -> None:
+        """Close the descriptors; the cgroups stay."""
+        for folder in self.folders:
+            os.close(folder)
+        self.folders.clear()
+
+    def remove_all(self) -> None:
+        """Kill what is left and remove the tree."""
+        deadline = time.monotonic() + 10
+        sessions = {entry for folder in self.folders for entry in os.listdir(folder) if _is_folder(folder, entry)}
+        for session in sessions:
+            self.kill(session)
+            while not self.remove(session) and time.monotonic() < deadline:
+                time.sleep(0.005)
+                self.kill(session)
+        for folder in self.folders:
+            # The name may lead to nothing here, as the folder may be below another root: go by its parent.
+            parent = os.open("..", os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
+            with contextlib.suppress(FileNotFoundError):
+                os.rmdir(self.name, dir_fd=parent)
+            os.close(parent)
+        self.close()
+
+
+def _is_folder(folder: int, entry: str) -> bool:
+    with contextlib.suppress(OSError):
+        os.close(os.open(entry, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder))
+        return True
+    return False
+
+
+def _write(folder: int, path: str, value: str) -> None:
+    opened = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        os.write(opened, value.encode())
+    finally:
+        os.close(opened)
+
+
+def _read(folder: int, path: str) -> str:
+    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return os.read(opened, 1 << 16).decode()
+    finally:
+        os.close(opened)

@@ -1,0 +1,228 @@
+"""The owner's end of one fork server: starts it, passes requests on, and cleans up after it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forge_rl.sandbox import cgroups
+from forge_rl.sandbox.limits import Limits, SandboxError
+from forge_rl.sandbox.server import missing_layers
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+_PROGRAM = """import sys
+sys.path.insert(0, sys.argv[1])
+from forge_rl.sandbox.server import main
+main(*map(int, sys.argv[2:]))"""
+_MOST_MESSAGE = 1 << 16
+_START_S, _END_S = 60.0, 20.0
+
+
+@dataclass(eq=False)
+class Watched:
+    """What the server has said about a session."""
+
+    exited: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when its first process has ended, or it failed to start."""
+    cause: str = ""
+    out_of_memory: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when nothing of it is left."""
+    birth: asyncio.Future[list[int]] | None = None
+    """Descriptor of the channel by which a fork tells the server that it is there."""
+
+
+class Host:
+    """A running fork server. `await Host.start(...)`, then `close`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket, lifeline: int, tree: str) -> None:
+        self.process = process
+        self.sessions: dict[str, Watched] = {}
+        self.lost = ""
+        """Why the server is gone; "" while it serves."""
+        self.missing: dict[str, str] = {}
+        self._channel = channel
+        self._lifeline = lifeline
+        self._tree = tree
+        self._loop = asyncio.get_running_loop()
+        self._sending = asyncio.Lock()
+
+    @classmethod
+    async def start(cls, *, packages: Sequence[str], preload: Sequence[str], without: Sequence[str]) -> Host:
+        """Start a fork server from a clean interpreter.
+
+        Raises:
+            SandboxError: this machine lacks a layer that `without` does not name, or the server failed.
+        """
+        missing = missing_layers()
+        if not missing.keys() <= set(without) or "uid" in missing:
+            reasons = "; ".join(f"{layer}: {reason}" for layer, reason in missing.items())
+            hint = "run as root" if "uid" in missing else f"allow it by name: Pool(without={sorted(missing)})"
+            raise SandboxError(f"this machine cannot isolate sandboxes fully: {reasons}", hint=hint)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        held, lifeline = os.pipe()
+        # Not the environment's interpreter: its packages are the owner's, and a session sees only what it is given.
+        python = getattr(sys, "_base_executable", None) or sys.executable
+        process = subprocess.Popen(  # noqa: ASYNC220  a millisecond, and no event loop watches it
+            [python, "-I", "-S", "-c", _PROGRAM, _ROOT, str(theirs.fileno()), str(held)],
+            pass_fds=[theirs.fileno(), held],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={"LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"},
+            start_new_session=True,  # Ctrl-C is the owner's
+        )
+        theirs.close()
+        os.close(held)
+        host = cls(process, ours, lifeline, cgroups.name_of(process.pid))
+        config = {"packages": list(packages), "preload": list(preload), "missing": missing, "root": _ROOT}
+        try:
+            async with asyncio.timeout(_START_S):
+                await host._send(config)
+                answer = json.loads(await host._loop.sock_recv(ours, _MOST_MESSAGE) or b"{}")
+        except TimeoutError:
+            answer = {"refused": f"it did not answer within {_START_S:.0f} s"}
+        except (OSError, ValueError) as error:
+            answer = {"refused": str(error)}
+        if "serving" not in answer:
+            await host.close()
+            cause = answer.get("refused", "it ended without a word")
+            raise SandboxError(f"the sandbox server did not start: {cause}")
+        host.missing = missing
+        host._loop.add_reader(ours, host._receive)
+        return host
+
+    async def begin(self, name: str, limits: Limits, control: socket.socket) -> Watched:
+        """Ask for a session that answers on a channel, whose descriptor may be closed afterwards."""
+        watched = self.sessions[name] = Watched()
+        await self._send({"do": "start", "session": name, "limits": _as_json(limits)}, [control.fileno()])
+        return watched
+
+    async def prepare_fork(self, name: str, of: str, limits: Limits) -> tuple[Watched, list[int]]:
+        """Ask for the cgroups of a fork; return the descriptor of the channel by which it enters them."""
+        watched = self.sessions[name] = Watched(birth=self._loop.create_future())
+        await self._send({"do": "fork", "session": name, "of": of, "limits": _as_json(limits)})
+        assert watched.birth is not None
+        return watched, await watched.birth
+
+    async def end(self, name: str) -> None:
+        """Kill a session, and return once nothing of it is left."""
+        watched = self.sessions.get(name)
+        if watched is None:
+            return
+        if not self.lost and not watched.ended.is_set():
+            with contextlib.suppress(SandboxError):
+                await self._send({"do": "end", "session": name})
+                async with asyncio.timeout(_END_S):
+                    await watched.ended.wait()
+        self.sessions.pop(name, None)
+
+    async def close(self) -> None:
+        """End the server and all of its sessions; return when no process, mount or cgroup is left."""
+        self._lose("the pool was closed")
+        await asyncio.to_thread(self._clean_up)
+
+    def _clean_up(self) -> None:
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.returncode:  # the keeper was killed: the kernel has ended its server, the cgroups stay
+            self._remove_tree()
+
+    def _remove_tree(self) -> None:
+        found = [one for one in cgroups.here() if os.path.isdir(os.path.join(one.folder, self._tree))]
+        if found:
+            cgroups.Tree(self._tree, found).remove_all()
+
+    def _lose(self, cause: str) -> None:
+        if self.lost:
+            return
+        self.lost = cause
+        self._loop.remove_reader(self._channel)
+        self._channel.close()
+        os.close(self._lifeline)
+        for watched in self.sessions.values():
+            watched.cause = watched.cause or cause
+            watched.exited.set()
+            watched.ended.set()
+            if watched.birth is not None and not watched.birth.done():
+                watched.birth.set_exception(SandboxError(f"no session was forked: {cause}"))
+
+    async def _send(self, message: object, fds: Sequence[int] = ()) -> None:
+        data = json.dumps(message).encode()
+        async with self._sending:
+            while True:
+                if self.lost:
+                    raise SandboxError(f"the sandbox server is gone: {self.lost}")
+                try:
+                    socket.send_fds(self._channel, [data], list(fds))
+                    return
+                except BlockingIOError:
+                    await writable(self._loop, self._channel)
+                except OSError as error:
+                    self._lose(f"its channel broke ({error.strerror})")
+
+    def _receive(self) -> None:
+        for _ in range(64):  # then others have their turn
+            try:
+                data, fds, _, _ = socket.recv_fds(self._channel, _MOST_MESSAGE, 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                data, fds = b"", []
+            if not data:
+                self._lose("the sandbox server was killed")
+                return
+            self._hear(json.loads(data), fds)
+
+    def _hear(self, message: dict[str, object], fds: list[int]) -> None:
+        watched = self.sessions.get(str(message.get("session")))
+        if watched is None:
+            for fd in fds:
+                os.close(fd)
+        elif "birth" in message and watched.birth is not None and not watched.birth.done():
+            watched.birth.set_result(fds)
+        elif "ended" in message:
+            watched.exited.set()
+            watched.ended.set()
+        elif "failed" in message:
+            watched.cause = f"the machine refused to start it: {message['failed']}"
+            watched.exited.set()
+            if watched.birth is not None and not watched.birth.done():
+                watched.birth.set_exception(_full(watched.cause))
+        elif "exit" in message:
+            status = int(str(message["exit"]))
+            watched.out_of_memory = bool(message["memory"])
+            watched.cause = f"killed by signal {-status}" if status < 0 else f"its process ended with status {status}"
+            watched.exited.set()
+
+
+async def writable(loop: asyncio.AbstractEventLoop, channel: socket.socket) -> None:
+    """Wait until a non-blocking socket takes more."""
+    ready = loop.create_future()
+    loop.add_writer(channel, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_writer(channel)
+
+
+def _as_json(limits: Limits) -> dict[str, object]:
+    names = ("memory_bytes", "processes", "cpus", "output_bytes", "scratch_bytes", "scratch_files")
+    return {name: getattr(limits, name) for name in names}
+
+
+def _full(cause: str) -> SandboxError:
+    return SandboxError(cause, hint="the machine is full: open fewer sessions at a time, or lower Pool(sessions=...)")

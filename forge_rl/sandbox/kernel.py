@@ -1,0 +1,181 @@
+"""Linux system calls that Python does not offer, through ctypes. Imports nothing of this library."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+from collections.abc import Iterable
+
+NEW_MOUNTS, NEW_HOST_NAME, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = (
+    0x00020000,
+    0x04000000,
+    0x08000000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+)
+"""CLONE_NEW flags of namespaces."""
+READ_ONLY, NO_SETUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 1 << 14, 1 << 18
+"""Flags of `mount`."""
+_INTO_CGROUP, _PARENT, _CHILD_SETTID, _CHILD_CLEARTID = 0x200000000, 0x8000, 0x01000000, 0x00200000
+_MOUNT_SETATTR, _CLONE3 = 442, 435  # the same on all architectures, as are Landlock's
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_PARENT_DEATH_SIGNAL, _BOUNDING_DROP, _CHILD_SUBREAPER, _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 1, 24, 36, 38, 22, 2
+
+# Landlock's file rights: linux/landlock.h.
+EXECUTE, WRITE_FILE, READ_FILE, READ_FOLDER = 1, 1 << 1, 1 << 2, 1 << 3
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+"""Number of file access rights by Landlock version; 16 from version 5 on."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_held = ctypes.PyDLL(None, use_errno=True)
+"""The same, called without releasing the interpreter's lock, as a fork must be."""
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    """Give this process new namespaces."""
+    _checked(_libc.unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    """Mount a file system, or change a mount."""
+    _checked(_libc.mount(source.encode(), target.encode(), kind.encode() or None, flags, options.encode()), "mount")
+
+
+def bind_read_only(source: str, target: str) -> None:
+    """Show a file or folder, with all that is mounted below it, at another place: read-only, no devices, no setuid."""
+    mount(source, target, flags=BIND | RECURSIVE)
+    attributes = struct.pack("QQQQ", READ_ONLY | NO_SETUID | NO_DEVICES, 0, 0, 0)
+    recursive = 0x8000
+    if _libc.syscall(_MOUNT_SETATTR, -100, target.encode(), recursive, attributes, len(attributes)) < 0:
+        # Before Linux 5.12 only the topmost mount can be changed at once.
+        mount("none", target, flags=REMOUNT | BIND | READ_ONLY | NO_SETUID | NO_DEVICES)
+
+
+def unmount(target: str) -> None:
+    """Detach a mount; files in use stay until they are closed."""
+    detach = 2
+    _checked(_libc.umount2(target.encode(), detach), "umount")
+
+
+def pivot_root(folder: str) -> None:
+    """Make a mounted folder the root of this mount namespace, and detach the old one."""
+    os.chdir(folder)
+    _checked(_libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+    unmount(".")
+    os.chdir("/")
+
+
+def end_with_parent() -> None:
+    """Make the kernel kill this process when its parent's thread exits. A change of user undoes it."""
+    _libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
+def forbid_privileges() -> None:
+    """Forbid this process and its children to gain privileges by executing a program."""
+    _checked(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+
+
+def drop_bounding_capabilities() -> None:
+    """Keep this process's children from ever having capabilities that the process does not hold already."""
+    for capability in range(64):
+        if _libc.prctl(_BOUNDING_DROP, capability, 0, 0, 0) < 0:
+            return
+
+
+def has_seccomp() -> bool:
+    """Return True if the kernel filters system calls."""
+    bad_address = 14  # a null filter is looked at only where filters exist
+    return _libc.prctl(_SECCOMP, _FILTER, None, 0, 0) == -1 and ctypes.get_errno() == bad_address
+
+
+def filter_calls(program: bytes) -> None:
+    """Apply a seccomp filter to this process for good."""
+    kept = ctypes.create_string_buffer(program, len(program))
+    described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(kept))
+    _checked(_libc.prctl(_SECCOMP, _FILTER, described, 0, 0), "seccomp")
+
+
+def landlock_version() -> int:
+    """Return the kernel's version of Landlock; 0 if there is none."""
+    return max(0, int(_libc.syscall(_CREATE_RULESET, None, 0, 1)))
+
+
+def restrict_files(rules: Iterable[tuple[int, int]], version: int) -> None:
+    """Restrict this process for good to paths below open ones, with Landlock.
+
+    TCP is refused from version 4 on; abstract sockets and signals outside of this process's descendants from 6 on.
+
+    Args:
+        rules: descriptors opened with O_PATH, and what may be done with what is below; -1 is everything.
+        version: of Landlock, 1 or more.
+    """
+    every = (1 << _FILE_RIGHTS.get(version, 16)) - 1
+    handled = struct.pack("QQQ", every, 3, 3)[: 8 * (1 + (version >= 4) + (version >= 6))]
+    ruleset = _checked(_libc.syscall(_CREATE_RULESET, handled, len(handled), 0), "landlock_create_ruleset")
+    for path, rights in rules:
+        rule = struct.pack("=Qi", rights & every, path)
+        _checked(_libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), "landlock_add_rule")
+    _checked(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+    os.close(ruleset)
+
+
+def _thread_id_address() -> int:
+    """Find where the C library keeps this thread's id, which its own fork has the kernel write in the child."""
+    _libc.pthread_self.restype = ctypes.c_void_p
+    start = int(_libc.pthread_self())
+    words = (ctypes.c_int * 512).from_address(start)
+    tid = _libc.gettid()
+    for index, word in enumerate(words):
+        if word == tid:
+            return start + 4 * index
+    return 0
+
+
+def _forked(result: int) -> int:
+    """Run the interpreter's hooks on both sides of a fork."""
+    if result == 0:
+        _held.PyOS_AfterFork_Child()
+        return 0
+    number = ctypes.get_errno()
+    _held.PyOS_AfterFork_Parent()
+    if result < 0:
+        raise OSError(number, f"fork: {os.strerror(number)}")
+    return result
+
+
+def fork_into(cgroup: int | None, namespaces: int = 0) -> int:
+    """Fork, as `os.fork`, with the child in a cgroup of version 2 and in new namespaces from its start.
+
+    Args:
+        cgroup: descriptor of the cgroup's folder; None for the parent's.
+    """
+    address = _thread_id_address()
+    flags = (
+        namespaces | (_CHILD_SETTID | _CHILD_CLEARTID if address else 0) | (_INTO_CGROUP if cgroup is not None else 0)
+    )
+    arguments = struct.pack("11Q", flags, 0, address, 0, signal.SIGCHLD, 0, 0, 0, 0, 0, cgroup or 0)
+    buffer = ctypes.create_string_buffer(arguments, len(arguments))
+    _held.PyOS_BeforeFork()
+    return _forked(_held.syscall(_CLONE3, buffer, len(arguments)))
+
+
+def fork_sibling() -> int:
+    """Fork, as `os.fork`, but make the child one of this process's own parent."""
+    address = _thread_id_address()
+    flags = _PARENT | (_CHILD_SETTID | _CHILD_CLEARTID if address else 0)
+    machine = os.uname().machine
+    last = (address, 0) if machine == "x86_64" else (0, address)  # the child's id and its TLS swap places on ARM
+    _held.PyOS_BeforeFork()
+    return _forked(_held.syscall(_CLONE[machine], ctypes.c_long(flags), None, None, *map(ctypes.c_void_p, last)))

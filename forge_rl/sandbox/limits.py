@@ -1,0 +1,89 @@
+"""What a session may use, and what its cells return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forge_rl.errors import ConfigError, ForgeError, check_flags
+
+
+class SandboxError(ForgeError):
+    """A sandbox that cannot start, is full or was killed, or a session that has ended. Not an error of a cell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of a session and of each of its cells."""
+
+    wall_s: float = 30.0
+    """Seconds that a cell may take."""
+    cpu_s: float | None = None
+    """CPU seconds that a cell may take; None for as many as the time and `cpus` give."""
+    cpus: float = 1.0
+    """CPUs that a session may keep busy."""
+    memory_bytes: int = 512 << 20
+    """Memory of a session, with its files and the kernel's share."""
+    processes: int = 64
+    """Processes and threads of a session."""
+    output_bytes: int = 64 << 10
+    """Bytes kept of each of a cell's stdout, stderr and value; the rest is dropped."""
+    scratch_bytes: int = 64 << 20
+    """Bytes of a session's files, which are kept in memory."""
+    scratch_files: int = 4096
+    """Number of a session's files and folders."""
+    transfer_bytes: int = 16 << 20
+    """Largest file that goes in or out."""
+
+    def __post_init__(self) -> None:
+        check_flags(
+            self,
+            "Limits:",
+            least={
+                "cpus": 0.01,
+                "memory_bytes": 16 << 20,
+                "processes": 1,
+                "output_bytes": 0,
+                "scratch_bytes": 4096,
+                "scratch_files": 8,
+                "transfer_bytes": 0,
+            },
+            above={"wall_s": 0},
+        )
+        if self.cpu_s is not None and self.cpu_s <= 0:
+            raise ConfigError(f"Limits:cpu_s is {self.cpu_s}", hint="set it to a value above 0, or to None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellError:
+    """How a cell failed. Its texts were written by the cell: they may contain anything, terminal escapes included."""
+
+    name: str
+    """Class of the exception; `CellOverrun`, `OutOfMemory`, `Ended` or `BadFrame` if the sandbox ended the cell."""
+    message: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What a cell used."""
+
+    wall_s: float
+    """Seconds, measured outside of the session."""
+    cpu_s: float = 0.0
+    """CPU seconds, as the session reports them: a hostile one can lie."""
+    memory_bytes: int = 0
+    """Most memory that the session's first process has had, as it reports it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a cell did. All texts were written by the cell."""
+
+    stdout: str = ""
+    stderr: str = ""
+    value: str | None = None
+    """`repr` of the last statement's value, if it is an expression and not None."""
+    error: CellError | None = None
+    usage: Usage
+    cut: bool = False
+    """True if stdout or stderr was longer than the limit."""

@@ -1,0 +1,197 @@
+"""A pool of sandbox sessions on this machine: warm ones, a bound on starts, and a queue in order of arrival."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import resource
+import warnings
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+from forge_rl.errors import ConfigError
+from forge_rl.sandbox.host import Host
+from forge_rl.sandbox.limits import Limits, SandboxError
+from forge_rl.sandbox.session import Body, Session, fork_body, start_body
+
+PRELOADED = (
+    *("ast", "asyncio", "bisect", "collections", "copy", "csv", "dataclasses", "datetime", "decimal", "enum"),
+    *("fractions", "functools", "heapq", "inspect", "io", "itertools", "json", "math", "operator", "pathlib", "random"),
+    *("re", "shutil", "statistics", "string", "subprocess", "tempfile", "textwrap", "threading", "time", "typing"),
+    *("unittest", "uuid"),
+)
+"""Modules that every session has imported already, at no cost of its own."""
+_MIB_PER_SESSION = 4
+_SPARE_FILES = 128
+
+
+class Pool:
+    """Sessions that run untrusted Python on this machine, each confined and within limits.
+
+        async with Pool() as pool, pool.session() as session:
+            result = await session.run("sum(range(10))")
+
+    Args:
+        limits: of sessions that are opened without limits of their own.
+        warm: sessions kept started for the next that are opened.
+        starting: how many start at a time.
+        sessions: how many may be open, forks included; None for as many as memory and open files allow.
+        servers: fork servers that share the work; None for one per two CPUs, at most 8.
+        packages: folders of packages that sessions may import, such as a site-packages folder; they can read all of it.
+        preload: modules imported before sessions are forked.
+        without: layers of isolation that may be missing on this machine: "cgroup", "landlock", "seccomp".
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: Limits | None = None,
+        warm: int = 4,
+        starting: int = 8,
+        sessions: int | None = None,
+        servers: int | None = None,
+        packages: Sequence[str | Path] = (),
+        preload: Sequence[str] = PRELOADED,
+        without: Sequence[str] = (),
+    ) -> None:
+        self.limits = limits or Limits()
+        self.most = _most_sessions() if sessions is None else sessions
+        self.servers = max(1, min(8, (os.cpu_count() or 1) // 2)) if servers is None else servers
+        for name, value, least in (("warm", warm, 0), ("starting", starting, 1), ("servers", self.servers, 1)):
+            if value < least:
+                raise ConfigError(f"Pool({name}={value})", hint=f"{name} must be {least} or more")
+        if self.most < 1:
+            raise ConfigError(f"there is room for {self.most} sessions", hint="free memory, or raise `ulimit -n`")
+        if unknown := set(without) - {"cgroup", "landlock", "seccomp"}:
+            raise ConfigError(f"Pool(without={sorted(unknown)})", hint="layers are cgroup, landlock and seccomp")
+        self._packages = [str(Path(folder).resolve()) for folder in packages]
+        self._preload, self._without = list(preload), list(without)
+        self._hosts: list[Host] = []
+        self._mending = asyncio.Lock()
+        self._names = itertools.count(1)
+        self._places = asyncio.Semaphore(self.most)
+        self._starting = asyncio.Semaphore(starting)
+        self._warm: deque[Body] = deque()
+        self._warming = 0
+        self._most_warm = warm
+        self._tasks = asyncio.TaskGroup()
+
+    async def __aenter__(self) -> Pool:
+        await self._tasks.__aenter__()
+        try:
+            await self._mend()
+        except BaseException:
+            await self._tasks.__aexit__(None, None, None)
+            raise
+        self._refill()
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._most_warm = 0
+        try:
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            await asyncio.shield(asyncio.gather(*(host.close() for host in self._hosts)))
+            for body in self._warm:
+                body.channel.close()
+
+    @contextlib.asynccontextmanager
+    async def session(
+        self, *, limits: Limits | None = None, undo: bool = False, wait_s: float | None = None
+    ) -> AsyncIterator[Session]:
+        """Open a session for a block of code; see `open`."""
+        async with await self.open(limits=limits, undo=undo, wait_s=wait_s) as session:
+            yield session
+
+    async def open(self, *, limits: Limits | None = None, undo: bool = False, wait_s: float | None = None) -> Session:
+        """Open a session, which its caller closes. Those who wait for a place get it in the order in which they came.
+
+        Args:
+            limits: instead of the pool's.
+            undo: keep the state before each cell, for `Session.restore`; takes a second place.
+            wait_s: how long to wait for a place; None for as long as it takes.
+
+        Raises:
+            SandboxError: no place became free, or the session could not be started.
+        """
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._places.acquire()
+        except TimeoutError:
+            raise SandboxError(
+                f"all {self.most} sessions are open, and none was closed within {wait_s:g} s",
+                hint="close sessions, or raise Pool(sessions=...)",
+            ) from None
+        try:
+            body = self._take_warm() if limits is None else None
+            if body is None:
+                body = await self._start(limits or self.limits)
+        except BaseException:
+            self._places.release()
+            raise
+        self._refill()
+        return Session(body, limits or self.limits, fork_body=self._fork, release=self._places.release, undo=undo)
+
+    def _take_warm(self) -> Body | None:
+        while self._warm:
+            body = self._warm.popleft()
+            if body.alive:
+                return body
+        return None
+
+    async def _start(self, limits: Limits) -> Body:
+        async with self._starting:
+            if len(self._hosts) < self.servers or any(host.lost for host in self._hosts):
+                await self._mend()
+            host = min(self._hosts, key=lambda host: len(host.sessions))
+            return await start_body(str(next(self._names)), host, limits)
+
+    async def _fork(self, of: Body, limits: Limits) -> Body:
+        if self._places.locked():  # waiting could be for ever: the caller holds a place
+            raise SandboxError(
+                f"all {self.most} sessions are open: none can be forked", hint="raise Pool(sessions=...)"
+            )
+        await self._places.acquire()
+        try:
+            return await fork_body(str(next(self._names)), of, limits)
+        except BaseException:
+            self._places.release()
+            raise
+
+    async def _mend(self) -> None:
+        """Start the servers that are not there, or no longer."""
+        async with self._mending:
+            lost = [host for host in self._hosts if host.lost]
+            self._hosts = [host for host in self._hosts if not host.lost]
+            await asyncio.gather(*(host.close() for host in lost))
+            while len(self._hosts) < self.servers:
+                host = await Host.start(packages=self._packages, preload=self._preload, without=self._without)
+                self._hosts.append(host)
+                for layer, reason in host.missing.items():
+                    warnings.warn(f"sandbox sessions run without {layer}: {reason}", stacklevel=2)
+
+    def _refill(self) -> None:
+        """Start warm sessions in the background, as many as are missing and have a place."""
+        while len(self._warm) + self._warming < self._most_warm and not self._places.locked():
+            self._warming += 1
+            self._tasks.create_task(self._warm_up())
+
+    async def _warm_up(self) -> None:
+        try:
+            body = await self._start(self.limits)
+        except SandboxError:  # whoever opens a session next is told
+            return
+        finally:
+            self._warming -= 1
+        self._warm.append(body)
+
+
+def _most_sessions() -> int:
+    """Return how many sessions memory and open files have room for."""
+    with open("/proc/meminfo") as file:
+        available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(available // 1024 // _MIB_PER_SESSION, soft - len(os.listdir("/proc/self/fd")) - _SPARE_FILES, 10_000)

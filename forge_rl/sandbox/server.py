@@ -1,0 +1,404 @@
+"""The fork server: a clean process that forks one confined process for each session.
+
+It runs as `python -I -S` and imports nothing of this library but its own neighbours. The first process, the keeper,
+makes new namespaces and the cgroups; it forks the server, which is PID 1 there, and removes the cgroups when the server
+or the owner has ended. Whoever kills the server kills its sessions with it, and their mounts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from forge_rl.sandbox import cells, cgroups, frames, kernel, seccomp
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+"""What a session can read and execute, besides Python."""
+_ETC = (
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "localtime",
+    "alternatives",
+    "mime.types",
+    "ssl/certs",
+    "ssl/openssl.cnf",
+)
+_PASSWD = "root:x:0:0:root:/:/bin/false\nsandbox:x:{uid}:{uid}:session:/tmp:/bin/sh\n"
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "USER": "sandbox", "LOGNAME": "sandbox"}
+_LEAST_UID, _UIDS = 0x40000000, 0x10000
+_MOST_FILES = 1 << 20
+_CREDENTIALS = struct.Struct("3i")  # struct ucred
+_MOST_MESSAGE = 1 << 16
+_SHARED_NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_HOST_NAME | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_NETWORK
+
+
+def missing_layers() -> dict[str, str]:
+    """Return the layers of the profile `standard` that this machine lacks, each with the reason."""
+    missing, machine = {}, os.uname().machine
+    if os.geteuid() != 0:
+        missing["uid"] = "only root can give each session a user of its own"
+    if lacking := cgroups.lacking(cgroups.here()):
+        missing["cgroup"] = f"no cgroups can be made for {lacking}"
+    if kernel.landlock_version() < 1:
+        missing["landlock"] = "the kernel has no Landlock (5.13 and later, if enabled)"
+    if machine not in seccomp.ARCHITECTURES:
+        missing["seccomp"] = f"there is no table of system calls for {machine}"
+    elif not kernel.has_seccomp():
+        missing["seccomp"] = "the kernel filters no system calls"
+    return missing
+
+
+def main(channel_fd: int, lifeline_fd: int) -> None:
+    """Be the keeper, until the owner closes its end of the lifeline, or the server ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel, lifeline = socket.socket(fileno=channel_fd), lifeline_fd
+    config = json.loads(channel.recv(_MOST_MESSAGE))
+    for name in config["preload"]:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            channel.send(json.dumps({"refused": f"a session cannot import {name}: {error}"}).encode())
+            return
+    found = [] if "cgroup" in config["missing"] else cgroups.here()
+    cgroups.remove_abandoned(found)
+    tree = cgroups.Tree(cgroups.name_of(os.getpid()), found)
+    keeper = os.getpid()
+    try:
+        kernel.unshare(_SHARED_NAMESPACES)
+        _build_root([sys.base_prefix, *config["packages"]])
+        server = os.fork()
+        if server == 0:
+            config["number"] = keeper
+            kernel.end_with_parent()
+            os.close(lifeline)
+            _serve(channel, tree, config)
+        channel.close()
+        ended = os.pidfd_open(server)
+        waiting = select.poll()
+        waiting.register(lifeline, 0)
+        waiting.register(ended, select.POLLIN)
+        waiting.poll()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            channel.send(json.dumps({"refused": str(error)}).encode())
+    finally:
+        tree.remove_all()
+
+
+def _build_root(folders: list[str]) -> None:
+    """Make a root that shows only the system's programs, Python and empty folders, in this mount namespace."""
+    kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
+    root = "/tmp"  # exists everywhere, and is hidden by this from here on
+    etc = {name: os.path.join("/etc", name) for name in _ETC if os.path.exists(os.path.join("/etc", name))}
+    opened = {path: os.open(path, os.O_PATH) for path in folders if os.path.isdir(path)}
+    kernel.mount("tmpfs", root, "tmpfs", kernel.NO_SETUID, "size=16m,mode=755")
+    for path in _SYSTEM:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+        elif os.path.isdir(path):
+            _show(path, root + path)
+    for name, path in etc.items():
+        _show(os.path.realpath(path), f"{root}/etc/{name}")
+    for name in _DEVICES:
+        _show(f"/dev/{name}", f"{root}/dev/{name}", device=True)
+    for path, fd in opened.items():
+        if not any(path == shown or path.startswith(shown + "/") for shown in _SYSTEM):
+            _show(f"/proc/self/fd/{fd}", root + path)
+        os.close(fd)
+    for name, text in (("passwd", _PASSWD.format(uid=65534)), ("group", "sandbox:x:65534:\n")):
+        with open(f"{root}/etc/{name}", "w") as file:
+            file.write(text)
+    for name in ("proc", "tmp"):
+        os.mkdir(f"{root}/{name}", 0o711)
+    kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "size=1m,mode=711")
+    kernel.pivot_root(root)
+
+
+def _show(source: str, target: str, *, device: bool = False) -> None:
+    os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
+    if os.path.isdir(source):
+        os.makedirs(target, 0o755, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    if device:
+        kernel.mount(source, target, flags=kernel.BIND)
+    else:
+        kernel.bind_read_only(source, target)
+
+
+def _serve(channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -> NoReturn:
+    """Be the server, until the owner closes the channel."""
+    try:
+        hidden = kernel.NO_SETUID | kernel.NO_DEVICES
+        try:
+            kernel.mount("proc", "/proc", "proc", hidden, "hidepid=2,subset=pid")
+        except OSError:  # before Linux 5.8 a process's own proc cannot be cut down
+            kernel.mount("proc", "/proc", "proc", hidden, "hidepid=2")
+        kernel.mount("none", "/", flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | kernel.NO_SETUID)
+        socket.sethostname("sandbox")
+        kernel.drop_bounding_capabilities()
+        server = _Server(channel, tree, config)
+        channel.send(json.dumps({"serving": True}).encode())
+        server.run()
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            channel.send(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
+        os._exit(1)
+    os._exit(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """What the server keeps of a session."""
+
+    folder: str
+    """The scratch folder that the session shares with its forks."""
+    uid: int
+    """The user that it shares with them."""
+
+
+class _Server:
+    """Starts and ends sessions on request; one thread, so that it can fork."""
+
+    def __init__(self, channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -> None:
+        missing = config["missing"]
+        self.channel = channel
+        self.tree = tree
+        self.filter = b"" if "seccomp" in missing else seccomp.session_filter()
+        self.landlock = 0 if "landlock" in missing else kernel.landlock_version()
+        self.sessions: dict[str, _Entry] = {}
+        self.ending: set[str] = set()
+        self.births: dict[int, tuple[socket.socket, str]] = {}
+        """Channels of forks that are about to be born."""
+        self.pids: dict[int, str] = {}
+        self.first_uid, self.uids = _uids(config["number"])
+        self.rules = [
+            (os.open(path, os.O_PATH | os.O_CLOEXEC), rights)
+            for path, rights in self._readable([sys.base_prefix, *config["packages"]])
+        ]
+        os.environ.clear()
+        os.environ.update(_ENVIRONMENT)
+        sys.path[:] = [path for path in sys.path if path != config["root"]] + list(config["packages"])
+        sys.argv[:] = [""]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "forge_rl"]:
+            del sys.modules[name]
+        self.waiting = select.poll()
+        self.woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake)
+        self.wake = wake
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        null = os.open("/dev/null", os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        os.close(null)
+        gc.collect()
+        gc.freeze()
+
+    @staticmethod
+    def _readable(folders: list[str]) -> list[tuple[str, int]]:
+        read = kernel.READ_FILE | kernel.READ_FOLDER
+        found = [(path, read | kernel.EXECUTE) for path in (*_SYSTEM, *folders) if os.path.isdir(path)]
+        found += [("/etc", read), ("/proc", read)]
+        return found + [(f"/dev/{name}", kernel.READ_FILE | kernel.WRITE_FILE) for name in _DEVICES]
+
+    def run(self) -> None:
+        self.waiting.register(self.channel, select.POLLIN)
+        self.waiting.register(self.woken, select.POLLIN)
+        while True:
+            # The end of a killed process wakes this loop; the timeout is for a cgroup that empties a moment later.
+            ready = dict(self.waiting.poll(20 if self.ending else None))
+            if self.woken in ready:
+                os.read(self.woken, 4096)
+            self._reap()
+            for name in list(self.ending):
+                self._finish(name)
+            if self.channel.fileno() in ready:
+                message, fds, _, _ = socket.recv_fds(self.channel, _MOST_MESSAGE, 1)
+                if not message:
+                    return
+                self._answer(json.loads(message), fds)
+            for fd in ready.keys() & self.births.keys():
+                self._let_in(fd)
+
+    def _tell(self, **message: object) -> None:
+        self.channel.send(json.dumps(message).encode())
+
+    def _answer(self, message: dict[str, Any], fds: list[int]) -> None:
+        name, do = str(message["session"]), message["do"]
+        try:
+            if do == "start":
+                self._start(name, message["limits"], fds[0])
+            elif do == "fork":
+                self._prepare_fork(name, message["of"], message["limits"])
+            elif do == "end" and name in self.sessions:
+                self._finish(name)
+        except OSError as error:
+            if do in ("start", "fork"):
+                self._tell(session=name, failed=str(error))
+                if name in self.sessions:
+                    self._finish(name)
+                else:
+                    self.tree.remove(name)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _start(self, name: str, limits: dict[str, Any], control: int) -> None:
+        uid = self.first_uid + int(name) % self.uids
+        self._add(name, limits)
+        folder = f"/tmp/{name}"
+        os.mkdir(folder, 0o700)
+        self.sessions[name] = _Entry(folder=folder, uid=uid)
+        options = f"size={limits['scratch_bytes']},nr_inodes={limits['scratch_files']},mode=700,uid={uid},gid={uid}"
+        kernel.mount("tmpfs", folder, "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, options)
+        doors = self.tree.doors(name)
+        unified = self.tree.unified(name)
+        try:
+            pid = kernel.fork_into(unified)
+            if pid == 0:
+                self._become_session(folder, uid, limits, control, doors)
+            self.pids[pid] = name
+        finally:
+            for fd in [*doors, *([unified] if unified is not None else [])]:
+                os.close(fd)
+
+    def _add(self, name: str, limits: dict[str, Any]) -> None:
+        self.tree.add(name, memory_bytes=limits["memory_bytes"], processes=limits["processes"], cpus=limits["cpus"])
+
+    def _prepare_fork(self, name: str, of: str, limits: dict[str, Any]) -> None:
+        """Make a fork's cgroups, and a channel by which it says that it is there."""
+        if of not in self.sessions:
+            raise OSError("the session has ended")
+        self._add(name, limits)
+        self.sessions[name] = self.sessions[of]
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        with theirs:
+            socket.send_fds(self.channel, [json.dumps({"session": name, "birth": True}).encode()], [theirs.fileno()])
+        self.births[ours.fileno()] = ours, name
+        self.waiting.register(ours, select.POLLIN)
+
+    def _let_in(self, fd: int) -> None:
+        """Move a fork into its cgroups. The kernel says which process it is: what it says itself is not asked."""
+        channel, name = self.births.pop(fd)
+        self.waiting.unregister(fd)
+        with channel:
+            _, sent, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
+            entry = self.sessions.get(name)
+            for level, kind, data in sent:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and entry is not None:
+                    pid, uid, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
+                    if uid == entry.uid:
+                        with contextlib.suppress(OSError):  # it has ended, or does not listen
+                            self.tree.move(pid, name)
+                            self.pids[pid] = name
+                            channel.send(b"!")
+
+    def _become_session(
+        self, folder: str, uid: int, limits: dict[str, Any], control: int, doors: list[int]
+    ) -> NoReturn:
+        channel = socket.socket(fileno=control)
+        try:
+            for door in doors:
+                os.write(door, b"0")
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _limit_resources(limits)
+            os.umask(0o077)
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            own = os.path.join(folder, "0")
+            os.mkdir(own, 0o700)
+            cells.enter_folder(own)
+            kernel.forbid_privileges()
+            if self.landlock:
+                rules = [*self.rules, (os.open(folder, os.O_PATH | os.O_CLOEXEC), -1)]
+                kernel.restrict_files(rules, self.landlock)
+            # Nothing of the server's is left open: not its channel, its cgroups or its pipe.
+            os.closerange(3, control)
+            os.closerange(control + 1, _MOST_FILES)
+            cells.fresh_random()
+            if self.filter:
+                kernel.filter_calls(self.filter)
+            cells.Cells(channel, limits["output_bytes"]).serve()
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                channel.sendall(frames.encode({"failed": f"{type(error).__name__}: {error}"}))
+        finally:
+            os._exit(1)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            name = self.pids.pop(pid, "")
+            if name in self.sessions and name not in self.ending:
+                self.ending.add(name)
+                self._tell(
+                    session=name, exit=os.waitstatus_to_exitcode(status), memory=self.tree.kills_for_memory(name)
+                )
+
+    def _finish(self, name: str) -> None:
+        """Kill what is left of a session; once all of it has ended, remove its cgroups and folder."""
+        self.ending.add(name)
+        self.tree.kill(name)
+        self._reap()
+        if not self.tree.remove(name):
+            return
+        self.ending.discard(name)
+        folder = self.sessions.pop(name).folder
+        if not any(entry.folder == folder for entry in self.sessions.values()):
+            with contextlib.suppress(OSError):  # it may have failed to be mounted
+                kernel.unmount(folder)
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        self._tell(session=name, ended=True)
+
+
+def _uids(number: int) -> tuple[int, int]:
+    """Return the first of the user ids of a server's sessions, and how many there are.
+
+    Args:
+        number: tells this server from others of the machine.
+    """
+    with open("/proc/self/uid_map") as file:
+        first, _, size = max((tuple(map(int, line.split())) for line in file), key=lambda mapped: mapped[2])
+    if first + size >= 2 * _LEAST_UID:
+        return _LEAST_UID + number % (_LEAST_UID // _UIDS) * _UIDS, _UIDS
+    if size < 4096:
+        raise OSError(f"this container has only {size} user ids, too few for sessions of their own")
+    return first + size // 2, size // 2 - 1  # other servers have the same ones, but see none of our processes
+
+
+def _limit_resources(limits: dict[str, Any]) -> None:
+    for kind, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_FSIZE, limits["scratch_bytes"]),
+        (resource.RLIMIT_NPROC, limits["processes"]),
+    ):
+        resource.setrlimit(kind, (value, value))

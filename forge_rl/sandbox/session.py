@@ -1,0 +1,398 @@
+"""A session: cells of Python that keep state, files, forks, and the way back to the cell before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from forge_rl.sandbox import frames
+from forge_rl.sandbox.host import Host, Watched, writable
+from forge_rl.sandbox.limits import CellError, Limits, Result, SandboxError, Usage
+
+_GRACE_S = 2.0
+"""Time beyond a cell's limit in which the session may still interrupt it by itself and keep its state."""
+_READY_S, _FORK_S, _FILE_S, _CAUSE_S = 60.0, 30.0, 60.0, 2.0
+_MOST_HARNESS_TEXT = 1 << 18
+_BYTES_PER_ESCAPE = 6
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """The processes that a session is at present, reached by a channel."""
+
+    name: str
+    host: Host
+    channel: socket.socket
+    watched: Watched
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still answers, as far as is known."""
+        return not self.watched.exited.is_set() and self.channel.fileno() >= 0
+
+    async def end(self) -> None:
+        """Kill it; return when nothing of it is left."""
+        self.channel.close()
+        await self.host.end(self.name)
+
+
+async def start_body(name: str, host: Host, limits: Limits) -> Body:
+    """Start a session on a server.
+
+    Raises:
+        SandboxError: the machine is full, or the server is gone.
+    """
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    try:
+        with theirs:
+            body = Body(name, host, ours, await host.begin(name, limits, theirs))
+    except BaseException:
+        ours.close()
+        raise
+    await _ready(body, _READY_S)
+    return body
+
+
+async def _ready(body: Body, limit_s: float) -> None:
+    """Wait for a body's first frame; end the body if it does not come."""
+    try:
+        async with asyncio.timeout(limit_s):
+            hello, _ = await _receive(body.channel, most_text=_MOST_HARNESS_TEXT, most_data=0)
+        if "ready" in hello:
+            return
+        cause = str(hello.get("failed", "it spoke out of turn"))
+    except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CAUSE_S):
+                await body.watched.exited.wait()
+        cause = body.watched.cause or str(error) or f"no answer within {limit_s:.0f} s"
+    except BaseException:
+        await asyncio.shield(body.end())
+        raise
+    await body.end()
+    raise SandboxError(f"a session did not start: {cause}", hint="the machine is full, or Limits are too tight")
+
+
+class Session:
+    """Runs cells one at a time; made by `Pool.session`.
+
+        async with pool.session() as session:
+            await session.run("x = 6")
+            assert (await session.run("x * 7")).value == "42"
+
+    Args:
+        body: the started processes.
+        limits: of the session and its cells.
+        fork_body: makes another body of one, within the pool's bounds.
+        release: gives back a body's place in the pool.
+        undo: keep the state before each cell for `restore`.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        limits: Limits,
+        *,
+        fork_body: Callable[[Body, Limits], Awaitable[Body]],
+        release: Callable[[], None],
+        undo: bool = False,
+    ) -> None:
+        self.limits = limits
+        self._body = body
+        self._before: Body | None = None
+        self._fork_body = fork_body
+        self._release = release
+        self._undo = undo
+        self._lock = asyncio.Lock()
+        self._closed = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether the session takes another cell; False once it was killed or closed."""
+        return not self._closed and self._body.alive
+
+    async def run(self, code: str, *, wall_s: float | None = None, cpu_s: float | None = None) -> Result:
+        """Run a cell of Python and return what it did. A cell that fails is a result, not an exception.
+
+        A cell that runs too long is interrupted and the session keeps its state; if it resists, or exceeds another
+        limit, the session is killed: `alive` is False then, and only `restore` brings it back.
+
+        Args:
+            code: statements; the value of a last expression is returned as its `repr`.
+            wall_s: seconds for this cell instead of `limits.wall_s`.
+            cpu_s: CPU seconds for this cell instead of `limits.cpu_s`.
+
+        Raises:
+            SandboxError: the session has ended before, or the server is gone.
+        """
+        wall_s = self.limits.wall_s if wall_s is None else wall_s
+        if not (0 < wall_s < math.inf):
+            raise SandboxError(f"wall_s is {wall_s}", hint="give a cell a positive number of seconds")
+        cpu_s = self.limits.cpu_s if cpu_s is None else cpu_s
+        async with self._lock:
+            self._check_alive()
+            if self._undo:
+                before = await self._fork_body(self._body, self.limits)
+                await self._drop_before()
+                self._before = before
+            body, started = self._body, time.perf_counter()
+            try:
+                async with self._ending_on_cancel(body), asyncio.timeout(wall_s + _GRACE_S):
+                    await _send(
+                        body.channel, {"do": "run", "wall_s": wall_s, "cpu_s": cpu_s}, code.encode("utf-8", "replace")
+                    )
+                    message, _ = await _receive(body.channel, most_text=self._most_text, most_data=0)
+                return _result(message, self.limits.output_bytes, time.perf_counter() - started)
+            except TimeoutError:
+                error = CellError(
+                    name="CellOverrun", message=f"the cell exceeded {wall_s:g} s and did not stop: killed"
+                )
+            except (EOFError, OSError):
+                error = await _why(body)
+            except frames.FrameError as raised:
+                error = CellError(name="BadFrame", message=f"the session broke the protocol ({raised}): killed")
+            wall = time.perf_counter() - started
+            body.watched.cause = body.watched.cause or error.message
+            body.watched.exited.set()
+            await body.end()
+            if body.host.lost:
+                raise SandboxError(
+                    f"the sandbox server is gone: {body.host.lost}", hint="run the cells again elsewhere"
+                )
+            return Result(error=error, usage=Usage(wall_s=wall))
+
+    async def put(self, path: str, data: bytes) -> None:
+        """Write a file, relative to the session's folder. It is written by the session, with its own rights.
+
+        Raises:
+            SandboxError: the file is too large or the session cannot write it.
+        """
+        if len(data) > self.limits.transfer_bytes:
+            raise SandboxError(
+                f"{path} has {len(data)} bytes", hint=f"Limits:transfer_bytes is {self.limits.transfer_bytes}"
+            )
+        await self._ask({"do": "put", "path": path}, data)
+
+    async def get(self, path: str) -> bytes:
+        """Read a file, relative to the session's folder, with the session's own rights.
+
+        Raises:
+            SandboxError: there is no such regular file, or it is too large.
+        """
+        return await self._ask({"do": "get", "path": path, "most": self.limits.transfer_bytes})
+
+    async def fork(self) -> Session:
+        """Return a copy of the session that goes on apart: its variables, and its folder under another name.
+
+        Threads and the programs that the session has started are not copied. Both have the same limits, each its own;
+        files count against the same space. The caller closes the copy.
+
+        Raises:
+            SandboxError: the pool is full, or the session cannot fork.
+        """
+        async with self._lock:
+            self._check_alive()
+            body = await self._fork_body(self._body, self.limits)
+        return Session(body, self.limits, fork_body=self._fork_body, release=self._release, undo=self._undo)
+
+    async def restore(self) -> None:
+        """Go back to the state before the latest cell, also if it has killed the session.
+
+        Raises:
+            SandboxError: the session was not opened with `undo=True`, or has no cell to go back from.
+        """
+        async with self._lock:
+            if self._closed or self._before is None or not self._before.alive:
+                hint = "open it with pool.session(undo=True)" if not self._undo else "each cell can be undone once"
+                raise SandboxError("there is no state to go back to", hint=hint)
+            body, self._body, self._before = self._body, self._before, None
+            await self._end(body)
+
+    async def close(self) -> None:
+        """Kill the session; return when nothing of it is left."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._drop_before()
+        await self._end(self._body)
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await asyncio.shield(self.close())
+
+    @property
+    def _most_text(self) -> int:
+        return _MOST_HARNESS_TEXT + 3 * _BYTES_PER_ESCAPE * self.limits.output_bytes
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise SandboxError("the session is closed")
+        if not self._body.alive:
+            raise SandboxError(
+                f"the session has ended: {self._body.watched.cause or 'its process is gone'}",
+                hint="restore() it if it was opened with undo=True, or open another",
+            )
+
+    async def _drop_before(self) -> None:
+        if self._before is not None:
+            before, self._before = self._before, None
+            await self._end(before)
+
+    async def _end(self, body: Body) -> None:
+        try:
+            await body.end()
+        finally:
+            self._release()
+
+    @contextlib.asynccontextmanager
+    async def _ending_on_cancel(self, body: Body):  # type: ignore[no-untyped-def]
+        """Kill the session if its caller is cancelled, as its answer would be taken for that of the next request."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            # The timeout of `run` cancels too, and kills the session anyway.
+            body.watched.cause = body.watched.cause or "its caller was cancelled"
+            body.watched.exited.set()
+            await asyncio.shield(body.end())
+            raise
+
+    async def _ask(self, message: dict[str, object], data: bytes = b"") -> bytes:
+        async with self._lock:
+            self._check_alive()
+            body = self._body
+            try:
+                async with self._ending_on_cancel(body), asyncio.timeout(_FILE_S):
+                    await _send(body.channel, message, data)
+                    answer, content = await _receive(
+                        body.channel, most_text=_MOST_HARNESS_TEXT, most_data=self.limits.transfer_bytes
+                    )
+            except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
+                body.watched.cause = body.watched.cause or f"it did not transfer a file ({error})"
+                body.watched.exited.set()
+                await body.end()
+                raise SandboxError(f"the session did not transfer {message['path']}: killed") from None
+        if "failed" in answer:
+            raise SandboxError(f"the session could not transfer {message['path']}: {str(answer['failed'])[:500]}")
+        return content
+
+
+async def fork_body(name: str, of: Body, limits: Limits) -> Body:
+    """Fork the process of a session, whose channel must be quiet.
+
+    Raises:
+        SandboxError: the machine is full or the session refuses; it goes on unless it has broken the protocol.
+    """
+    watched, birth = await of.host.prepare_fork(name, of.name, limits)
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    body = Body(name, of.host, ours, watched)
+    try:
+        async with asyncio.timeout(_FORK_S):
+            await _send(of.channel, {"do": "fork", "folder": name}, fds=[theirs.fileno(), *birth])
+            answer, _ = await _receive(of.channel, most_text=_MOST_HARNESS_TEXT, most_data=0)
+        failed = answer.get("failed")
+    except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
+        failed = f"it broke the protocol ({error}) and was killed"
+        of.watched.cause = failed
+        of.watched.exited.set()
+        await of.end()
+    except BaseException:
+        await asyncio.shield(asyncio.gather(of.end(), body.end()))
+        raise
+    finally:
+        theirs.close()
+        for fd in birth:
+            os.close(fd)
+    if failed is not None:
+        await body.end()
+        raise SandboxError(f"the session could not fork: {str(failed)[:500]}", hint="Limits:processes may be too low")
+    await _ready(body, _FORK_S)
+    return body
+
+
+async def _why(body: Body) -> CellError:
+    """Say why a session ended in the middle of a cell."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CAUSE_S):
+            await body.watched.exited.wait()
+    if body.watched.out_of_memory:
+        return CellError(name="OutOfMemory", message="the session exceeded its memory limit: killed")
+    return CellError(
+        name="Ended", message=f"the cell ended its session: {body.watched.cause or 'it closed its channel'}"
+    )
+
+
+async def _send(
+    channel: socket.socket, message: dict[str, object], data: bytes = b"", fds: list[int] | None = None
+) -> None:
+    loop = asyncio.get_running_loop()
+    frame = memoryview(frames.encode(message, data))
+    if fds:
+        while True:
+            try:
+                frame = frame[socket.send_fds(channel, [frame], fds) :]
+                break
+            except BlockingIOError:
+                await writable(loop, channel)
+    await loop.sock_sendall(channel, frame)
+
+
+async def _receive(channel: socket.socket, *, most_text: int, most_data: int) -> tuple[dict[str, object], bytes]:
+    """Wait for a frame from a session, which may be hostile.
+
+    Raises:
+        EOFError: the session has closed its channel.
+        frames.FrameError: the frame exceeds a limit or is no JSON object.
+    """
+    head = await _exactly(channel, frames.HEAD.size)
+    text, data = frames.sizes(head, most_text=most_text, most_data=most_data)
+    return frames.decode(await _exactly(channel, text)), await _exactly(channel, data)
+
+
+async def _exactly(channel: socket.socket, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    parts = bytearray()
+    while len(parts) < size:
+        part = await loop.sock_recv(channel, min(size - len(parts), 1 << 20))
+        if not part:
+            raise EOFError("it closed its channel")
+        parts += part
+    return bytes(parts)
+
+
+def _result(message: dict[str, object], most: int, wall_s: float) -> Result:
+    """Build a result from what a session has sent, of which nothing is trusted."""
+    error = message.get("error")
+    if error is not None and not (
+        isinstance(error, list) and len(error) == 3 and all(isinstance(text, str) for text in error)
+    ):
+        raise frames.FrameError("its error is no list of three texts")
+    texts = {}
+    for name in ("stdout", "stderr", "value"):
+        text = message.get(name)
+        if not (isinstance(text, str) or (text is None and name == "value")):
+            raise frames.FrameError(f"its {name} is no text")
+        texts[name] = None if text is None else text[:most]
+    numbers = []
+    for name in ("cpu_s", "memory_bytes"):
+        number = message.get(name)
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e18:
+            raise frames.FrameError(f"its {name} is no size")
+        numbers.append(number)
+    return Result(
+        stdout=texts["stdout"] or "",
+        stderr=texts["stderr"] or "",
+        value=texts["value"],
+        error=None if error is None else CellError(name=error[0][:200], message=error[1], traceback=error[2]),
+        usage=Usage(wall_s=wall_s, cpu_s=float(numbers[0]), memory_bytes=int(numbers[1])),
+        cut=message.get("cut") is True,
+    )

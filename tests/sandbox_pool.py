@@ -1,0 +1,118 @@
+"""A pool of sandboxes that tests share, in an event loop of its own thread."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from forge_rl.sandbox import Limits, Pool, Result, SandboxError, Session
+
+T = TypeVar("T")
+LIMITS = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 << 20, scratch_files=64)
+
+
+class SharedPool:
+    """Runs coroutines beside an open pool."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+
+    def open(self) -> None:
+        self.thread.start()
+        self.stop = self.run(self._event())
+        opened: asyncio.Future[Pool] = self.run(self._future())
+        self.holding = asyncio.run_coroutine_threadsafe(self._hold(opened), self.loop)
+        self.pool = self.run(self._wait(opened))
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.stop.set)
+        self.holding.result(60)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(120)
+
+    def cell(self, code: str, **limits: Any) -> Result:
+        """Run one cell in a fresh session."""
+
+        async def work() -> Result:
+            async with self.pool.session() as session:
+                return await session.run(code, **limits)
+
+        return self.run(work())
+
+    def value(self, code: str) -> str | None:
+        """Run one cell in a fresh session, which must succeed."""
+        result = self.cell(code)
+        assert result.error is None, result.error.traceback
+        return result.value
+
+    def refused(self, code: str) -> str:
+        """Run one cell that must fail with an error of the system; return its class."""
+        result = self.cell(code)
+        assert result.error is not None, f"got through: {result.value} {result.stdout}"
+        return result.error.name
+
+    async def _hold(self, opened: "asyncio.Future[Pool]") -> None:
+        try:
+            async with Pool(limits=LIMITS, warm=2, sessions=64, servers=1) as pool:
+                opened.set_result(pool)
+                await self.stop.wait()
+        except SandboxError as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
+
+    async def _event(self) -> asyncio.Event:
+        return asyncio.Event()
+
+    async def _future(self) -> "asyncio.Future[Pool]":
+        return self.loop.create_future()
+
+    async def _wait(self, work: Awaitable[T]) -> T:
+        return await work
+
+
+def opened_pool() -> Iterator[SharedPool]:
+    """Open a shared pool; skip where this machine cannot isolate sessions."""
+    shared = SharedPool()
+    try:
+        shared.open()
+    except SandboxError as error:
+        shared.close()
+        pytest.skip(str(error))
+    try:
+        yield shared
+    finally:
+        shared.close()
+
+
+def left_in_cgroups(name: str = "forge_rl-sandbox") -> list[Path]:
+    """Folders of sandbox servers' cgroups."""
+    from forge_rl.sandbox import cgroups
+
+    found = []
+    for one in cgroups.here():
+        with contextlib.suppress(OSError):
+            found += [path for path in Path(one.folder).iterdir() if path.name.startswith(name)]
+    return found
+
+
+__all__ = [
+    "LIMITS",
+    "Limits",
+    "Pool",
+    "Result",
+    "SandboxError",
+    "Session",
+    "SharedPool",
+    "left_in_cgroups",
+    "opened_pool",
+]

@@ -1,0 +1,345 @@
+"""Sandbox sessions: what cells do and return, limits, forks, the way back, pools, and that nothing is left of them."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from forge_rl.errors import ConfigError
+from forge_rl.sandbox import Limits, Pool, SandboxError
+from tests.sandbox_pool import SharedPool, left_in_cgroups
+
+IN_C = "import itertools\nmax(itertools.repeat(0))"
+"""A loop that never returns to the interpreter."""
+
+
+def test_state_stays_between_cells_and_the_last_expression_is_the_value(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as session:
+            first = await session.run("import math\nx = 6\ndef f(): return x * 7")
+            x = await session.run("print('é', end='')\nf()")
+            last = await session.run("_, math.tau > 6, __name__")
+            return first, x, last
+
+    first, x, last = sandbox.run(work())
+    assert (first.value, first.error, first.stdout) == (None, None, "")
+    assert (x.value, x.stdout, x.error) == ("42", "é", None)
+    assert last.value == "(42, True, '__main__')"
+    assert 0 < x.usage.wall_s < 20
+    assert x.usage.memory_bytes > 1 << 20
+
+
+def test_an_error_names_its_line_and_the_session_goes_on(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as session:
+            results = [await session.run(code) for code in ("y = 1\n1 / 0", "x = (", "import sys; sys.exit(3)", "y")]
+            return results, session.alive
+
+    (error, syntax, left, last), alive = sandbox.run(work())
+    assert error.error.name == "ZeroDivisionError"
+    assert 'File "<cell 1>", line 2' in error.error.traceback
+    assert "1 / 0" in error.error.traceback
+    assert "cells.py" not in error.error.traceback
+    assert syntax.error.name == "SyntaxError"
+    assert (left.error.name, left.error.message) == ("SystemExit", "3")
+    assert last.value == "1"
+    assert alive
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout", "stderr"),
+    [
+        ("import sys; print(1); print(2, file=sys.stderr)", "1\n", "2\n"),
+        ("import sys; sys.stdout.buffer.write(b'3\\xff')", "3\ufffd", ""),
+        ("import subprocess; print(4); subprocess.run('echo 5; echo 6 >&2', shell=True); print(7)", "4\n5\n7\n", "6\n"),
+        ("import os, sys; os.write(1, b'8'); sys.stdout = None", "8", ""),
+    ],
+)
+def test_what_a_cell_and_its_programs_print_is_captured(sandbox: SharedPool, code: str, stdout: str, stderr: str):
+    result = sandbox.cell(code)
+    assert result.error is None
+    assert (result.stdout, result.stderr) == (stdout, stderr)
+
+
+@pytest.mark.parametrize("code", ["print('x' * 10**6)", "import os\nfor _ in range(3): os.write(1, b'x' * 10**6)"])
+def test_output_is_cut_at_its_limit_also_the_next_cells(sandbox: SharedPool, code: str):
+    async def work():
+        async with sandbox.pool.session() as session:
+            return await session.run(code), await session.run("print('y')"), await session.run("'z' * 10**6")
+
+    long, short, value = sandbox.run(work())
+    most = Limits().output_bytes
+    assert (len(long.stdout), long.cut) == (most, True)
+    assert (short.stdout, short.cut) == ("y\n", False)
+    assert len(value.value) == most
+
+
+def test_a_cell_that_takes_too_long_is_interrupted_and_its_state_stays(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as session:
+            long = await session.run("n = 0\nwhile True: n += 1", wall_s=0.2)
+            cpu = await session.run("while True: n += 1", wall_s=15, cpu_s=0.2)
+            return long, cpu, await session.run("n > 0")
+
+    long, cpu, after = sandbox.run(work())
+    assert (long.error.name, long.error.message) == ("CellOverrun", "the cell exceeded its wall-clock limit")
+    assert (cpu.error.name, cpu.error.message) == ("CellOverrun", "the cell exceeded its CPU limit")
+    assert cpu.usage.wall_s < 14
+    assert after.value == "True"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (IN_C, "CellOverrun"),
+        ("def f():\n  while True: pass\nwhile True:\n  try: f()\n  except BaseException: pass", "CellOverrun"),
+        ("x = b'x' * (200 << 20)", "OutOfMemory"),
+        ("import os; os._exit(3)", "Ended"),
+        ("import os; os.kill(os.getpid(), 9)", "Ended"),
+    ],
+)
+def test_a_cell_that_resists_ends_only_its_session_which_can_be_restored(sandbox: SharedPool, code: str, error: str):
+    async def work():
+        async with sandbox.pool.session(undo=True) as session, sandbox.pool.session() as other:
+            await session.run("x = 1")
+            await other.run("x = 2")
+            result = await session.run(code, wall_s=1)
+            with pytest.raises(SandboxError, match="the session has ended"):
+                await session.run("x")
+            await session.restore()
+            return result, await session.run("x"), await other.run("x")
+
+    result, restored, other = sandbox.run(work())
+    assert result.error.name == error
+    assert (restored.value, other.value) == ("1", "2")
+
+
+def test_restore_undoes_one_cell(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session(undo=True) as session:
+            with pytest.raises(SandboxError, match="no state to go back to"):
+                await session.restore()
+            for code in ("x = [1]", "x.append(2)", "x.append(3)"):
+                await session.run(code)
+            await session.put("kept", b"1")
+            await session.restore()
+            with pytest.raises(SandboxError, match="no state to go back to"):
+                await session.restore()
+            return await session.run("import os; x, os.listdir()")
+
+    assert sandbox.run(work()).value == "([1, 2], [])"
+
+
+def test_a_fork_goes_on_apart(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as session:
+            await session.run("import random, tempfile; x = [1]; random.seed(5); open('a', 'w').write('1')")
+            async with await session.fork() as fork:
+                await session.run("x.append(2); open('a', 'w').write('2')")
+                both = [await one.run("x, open('a').read()") for one in (session, fork)]
+                rolls = {(await one.run("random.random()")).value for one in (session, fork)}
+                folders = {(await one.run("tempfile.gettempdir()")).value for one in (session, fork)}
+                async with await fork.fork() as third:
+                    await fork.run("import os; os._exit(0)")
+                    return [one.value for one in both], rolls, folders, await third.run("x"), await session.run("x")
+
+    both, rolls, folders, third, first = sandbox.run(work())
+    assert both == ["([1, 2], '2')", "([1], '1')"]
+    assert len(rolls) == len(folders) == 2
+    assert (third.value, first.value) == ("[1]", "[1, 2]")
+
+
+def test_sessions_do_not_share_random_numbers_or_users(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as one, sandbox.pool.session() as two:
+            code = "import os, random, uuid; random.random(), uuid.uuid4(), os.getuid(), os.getcwd()"
+            return [await session.run(code) for session in (one, two)]
+
+    one, two = (result.value.split(", ") for result in sandbox.run(work()))
+    assert len(one) == 4
+    assert not set(one) & set(two)
+
+
+def test_files_go_in_and_out(sandbox: SharedPool):
+    data = bytes(range(256)) * 4096
+
+    async def work():
+        async with sandbox.pool.session() as session:
+            await session.put("folder/x.bin", data)
+            assert await session.get("folder/x.bin") == data
+            assert (await session.run("len(open('folder/x.bin', 'rb').read())")).value == str(len(data))
+            for path, message in (("nothing", "No such file"), ("folder", "not a regular file")):
+                with pytest.raises(SandboxError, match=message):
+                    await session.get(path)
+            with pytest.raises(SandboxError, match=r"No space left|File too large"):
+                await session.put("large", b"x" * (5 << 20))
+            assert session.alive
+
+    sandbox.run(work())
+
+
+def test_a_cancelled_cell_ends_its_session(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as session:
+            cell = asyncio.create_task(session.run("import time; time.sleep(60)"))
+            await asyncio.sleep(0.1)
+            cell.cancel()
+            await asyncio.wait([cell])
+            assert cell.cancelled()
+            assert not session.alive
+
+    sandbox.run(work())
+
+
+@pytest.mark.usefixtures("sandbox")  # which skips where there can be none
+def test_who_waits_gets_a_place_in_order_and_a_full_pool_says_so():
+    async def work():
+        order = []
+        async with Pool(warm=0, sessions=1, servers=1) as pool:
+            first = await pool.open()
+            with pytest.raises(SandboxError, match="all 1 sessions are open"):
+                await pool.open(wait_s=0.05)
+            with pytest.raises(SandboxError, match="none can be forked"):
+                await first.fork()
+
+            async def wait(name):
+                async with pool.session():
+                    order.append(name)
+
+            async with asyncio.TaskGroup() as group:
+                for name in "abc":
+                    group.create_task(wait(name))
+                    await asyncio.sleep(0)
+                await first.close()
+        return order
+
+    assert asyncio.run(work()) == ["a", "b", "c"]
+
+
+@pytest.mark.usefixtures("sandbox")
+@pytest.mark.parametrize("victim", ["server", "keeper"])
+def test_a_killed_server_is_replaced_and_leaves_nothing(victim: str):
+    async def work():
+        async with Pool(warm=1, sessions=8, servers=1) as pool:
+            session = await pool.open()
+            await session.run("import os\nif os.fork() == 0:\n  import time; time.sleep(100)")
+            (host,) = pool._hosts
+            trees = left_in_cgroups(host._tree)
+            assert trees
+            keeper = host.process.pid
+            inside = {int(pid) for tree in trees for pid in _processes(tree)}
+            assert len(inside) >= 2  # the session and its child, perhaps a warm one
+            os.kill(_child(keeper) if victim == "server" else keeper, signal.SIGKILL)
+            with pytest.raises(SandboxError, match="server is gone"):
+                await session.run("import time; time.sleep(100)")
+            await session.close()
+            async with pool.session() as other:
+                assert (await other.run("1")).value == "1"
+            return [tree for tree in trees if tree.exists()], [pid for pid in inside if _alive(pid)]
+
+    assert asyncio.run(work()) == ([], [])
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_a_killed_owner_leaves_nothing():
+    program = """if True:
+        import asyncio
+        from forge_rl.sandbox import Pool
+        async def main():
+            async with Pool(servers=1) as pool, pool.session() as session:
+                await session.run("import os\\nif os.fork() == 0:\\n  import time; time.sleep(100)")
+                print(pool._hosts[0]._tree, flush=True)
+                await session.run("import time; time.sleep(100)", wall_s=100)
+        asyncio.run(main())
+    """
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    tree = owner.stdout.readline().strip()
+    inside = {int(pid) for folder in left_in_cgroups(tree) for pid in _processes(folder)}
+    assert len(inside) >= 2
+    owner.kill()
+    owner.communicate()
+    deadline = time.monotonic() + 20
+    while left_in_cgroups(tree) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert left_in_cgroups(tree) == []
+    assert not [pid for pid in inside if _alive(pid)]
+
+
+def _child(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
+def _processes(tree: Path) -> set[str]:
+    found = set()
+    for file in tree.rglob("cgroup.procs"):
+        with contextlib.suppress(OSError):
+            found |= set(file.read_text().split())
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "forge_rl-sandbox" in Path(f"/proc/{pid}/cgroup").read_text()
+    except OSError:
+        return False
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_another_user_is_refused_and_told_why():
+    program = """if True:
+        import asyncio, os, sys
+        import forge_rl.sandbox.pool
+        os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+        from forge_rl.sandbox import Pool, SandboxError
+        async def main():
+            try:
+                async with Pool(servers=1, without=["cgroup", "landlock", "seccomp"]): pass
+            except SandboxError as error:
+                print(error)
+        asyncio.run(main())
+    """
+    code = f"import sys; sys.path.insert(0, {os.getcwd()!r})\n"
+    done = subprocess.run([sys.executable, "-c", code + program], capture_output=True, text=True)
+    assert "only root can give each session a user of its own" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"starting": 0}, r"Pool\(starting=0\)"),
+        ({"sessions": 0}, "room for 0 sessions"),
+        ({"without": ["uid"]}, r"without=\['uid'\]"),
+        ({"limits": lambda: Limits(wall_s=0)}, "wall_s is 0"),
+        ({"limits": lambda: Limits(cpu_s=-1.0)}, "cpu_s is -1"),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_starts(arguments: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        Pool(**{name: value() if callable(value) else value for name, value in arguments.items()})
+
+
+def test_a_module_that_cannot_be_preloaded_is_named(sandbox: SharedPool):
+    async def work():
+        async with Pool(preload=["no_such_module"], servers=1):
+            pass
+
+    with pytest.raises(SandboxError, match="cannot import no_such_module"):
+        asyncio.run(work())
+
+
+def test_the_documents_example_runs(sandbox: SharedPool):
+    page = (Path(__file__).parent.parent / "docs" / "doors" / "sandbox.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0]
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "rows: 3\n 6 None\n"
+
+
+def test_importing_the_sandbox_loads_little():
+    program = "import sys, forge_rl.sandbox.pool; sys.exit(bool({'torch', 'monarch', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
