@@ -368,6 +368,9 @@ class _Server:
         if not self.tree.remove(name):
             return
         self.ending.discard(name)
+        for fd in [fd for fd, (_, child) in self.births.items() if child == name]:  # it never came
+            self.waiting.unregister(fd)
+            self.births.pop(fd)[0].close()
         folder = self.sessions.pop(name).folder
         if not any(entry.folder == folder for entry in self.sessions.values()):
             with contextlib.suppress(OSError):  # it may have failed to be mounted
@@ -394,7 +397,7 @@ def _uids(number: int) -> tuple[int, int]:
 
 def _limit_resources(limits: dict[str, Any]) -> None:
     for kind, value in (
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, 1),  # unlike 0, it also keeps a program of the machine from being given the core
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_NOFILE, 256),

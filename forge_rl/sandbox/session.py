@@ -138,35 +138,37 @@ class Session:
         cpu_s = self.limits.cpu_s if cpu_s is None else cpu_s
         async with self._lock:
             self._check_alive()
-            if self._undo:
-                before = await self._fork_body(self._body, self.limits)
-                await self._drop_before()
-                self._before = before
-            body, started = self._body, time.perf_counter()
-            try:
-                async with self._ending_on_cancel(body), asyncio.timeout(wall_s + _GRACE_S):
-                    await _send(
-                        body.channel, {"do": "run", "wall_s": wall_s, "cpu_s": cpu_s}, code.encode("utf-8", "replace")
-                    )
-                    message, _ = await _receive(body.channel, most_text=self._most_text, most_data=0)
-                return _result(message, self.limits.output_bytes, time.perf_counter() - started)
-            except TimeoutError:
-                error = CellError(
-                    name="CellOverrun", message=f"the cell exceeded {wall_s:g} s and did not stop: killed"
+            if not self._undo:
+                return await self._run(code, wall_s, cpu_s)
+            before, older = await self._fork_body(self._body, self.limits), self._before
+            self._before = before
+            async with asyncio.TaskGroup() as group:
+                if older is not None:
+                    group.create_task(self._end(older))
+                return await self._run(code, wall_s, cpu_s)
+
+    async def _run(self, code: str, wall_s: float, cpu_s: float | None) -> Result:
+        body, started = self._body, time.perf_counter()
+        try:
+            async with self._ending_on_cancel(body), asyncio.timeout(wall_s + _GRACE_S):
+                await _send(
+                    body.channel, {"do": "run", "wall_s": wall_s, "cpu_s": cpu_s}, code.encode("utf-8", "replace")
                 )
-            except (EOFError, OSError):
-                error = await _why(body)
-            except frames.FrameError as raised:
-                error = CellError(name="BadFrame", message=f"the session broke the protocol ({raised}): killed")
-            wall = time.perf_counter() - started
-            body.watched.cause = body.watched.cause or error.message
-            body.watched.exited.set()
-            await body.end()
-            if body.host.lost:
-                raise SandboxError(
-                    f"the sandbox server is gone: {body.host.lost}", hint="run the cells again elsewhere"
-                )
-            return Result(error=error, usage=Usage(wall_s=wall))
+                message, _ = await _receive(body.channel, most_text=self._most_text, most_data=0)
+            return _result(message, self.limits.output_bytes, time.perf_counter() - started)
+        except TimeoutError:
+            error = CellError(name="CellOverrun", message=f"the cell exceeded {wall_s:g} s and did not stop: killed")
+        except (EOFError, OSError):
+            error = await _why(body)
+        except frames.FrameError as raised:
+            error = CellError(name="BadFrame", message=f"the session broke the protocol ({raised}): killed")
+        wall = time.perf_counter() - started
+        body.watched.cause = body.watched.cause or error.message
+        body.watched.exited.set()
+        await body.end()
+        if body.host.lost:
+            raise SandboxError(f"the sandbox server is gone: {body.host.lost}", hint="run the cells again elsewhere")
+        return Result(error=error, usage=Usage(wall_s=wall))
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file, relative to the session's folder. It is written by the session, with its own rights.

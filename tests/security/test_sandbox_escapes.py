@@ -1,0 +1,535 @@
+"""Attacks on the sandbox from inside of a session: each fails, harms no other session and leaves the server healthy."""
+
+import ast
+import os
+import socket
+import struct
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forge_rl.sandbox import SandboxError, seccomp
+from tests.sandbox_pool import LIMITS, SharedPool
+
+CALL = """import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+def call(*a): return libc.syscall(*a), ctypes.get_errno()
+"""
+"""Then `call(...)` makes a system call, and returns its result and errno."""
+
+
+@pytest.fixture(autouse=True)
+def healthy(sandbox: SharedPool) -> Iterator[None]:
+    """A neighbour, opened before the attack, lives on, and a new session opens after it."""
+
+    async def neighbour():
+        session = await sandbox.pool.open()
+        await session.run("secret = 7; open('secret', 'w').write('7')")
+        return session
+
+    async def check():
+        async with session:
+            assert (await session.run("secret, open('secret').read()")).value == "(7, '7')"
+        async with sandbox.pool.session() as other:
+            assert (await other.run("1 + 1")).value == "2"
+
+    hosts = list(sandbox.pool._hosts)
+    session = sandbox.run(neighbour())
+    yield
+    sandbox.run(check())
+    assert sandbox.pool._hosts == hosts
+    assert not any(host.lost for host in hosts)
+
+
+# What a session could use up.
+
+
+def test_fork_bomb(sandbox: SharedPool):
+    result = sandbox.cell("import os\nwhile True:\n  try: os.fork()\n  except OSError: pass", wall_s=1)
+    assert result.error.name == "CellOverrun"
+
+
+def test_thread_bomb(sandbox: SharedPool):
+    thread = "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
+    result = sandbox.cell(f"import threading, time\nfor _ in range(500): {thread}", wall_s=10)
+    assert result.error.name == "RuntimeError"
+    assert "can't start new thread" in result.error.message
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = []\nwhile True: x.append(bytearray(b'x' * (1 << 20)))",
+        "import mmap\nx = mmap.mmap(-1, 1 << 30)\nfor i in range(0, 1 << 30, 4096): x[i] = 1",
+        "import os\nwhile True: os.write(os.memfd_create('x'), b'x' * (1 << 20))",
+        "import os\nfor _ in range(20):\n  if os.fork() == 0:\n    x = b'x' * (20 << 20)\n    while True: pass\n"
+        "while True: pass",
+    ],
+    ids=["heap", "mapping", "memory files", "children"],
+)
+def test_memory_bomb(sandbox: SharedPool, code: str):
+    result = sandbox.cell(code, wall_s=2)
+    assert result.error.name in ("OutOfMemory", "CellOverrun")
+
+
+def test_memory_of_sockets_and_pipes_is_bounded(sandbox: SharedPool):
+    code = """
+        import socket
+        pairs = []
+        while True:
+            a, b = socket.socketpair()
+            a.setblocking(False)
+            pairs.append((a, b))
+            a.send(b"x" * (1 << 20))
+    """
+    assert sandbox.cell(textwrap.dedent(code), wall_s=5).error.name in ("OSError", "OutOfMemory")
+
+
+def test_disk_fill(sandbox: SharedPool):
+    code = "f = open('x', 'wb', buffering=0)\ntry:\n  while True: f.write(b'x' * (1 << 20))\nexcept OSError: pass\n"
+    assert 0 < int(sandbox.value(f"{code}import os; os.path.getsize('x')")) <= LIMITS.scratch_bytes
+
+
+def test_inode_exhaustion(sandbox: SharedPool):
+    code = "import os\nn = 0\ntry:\n  while True:\n    os.mkdir(str(n)); n += 1\nexcept OSError: pass\nn"
+    assert 0 < int(sandbox.value(code)) < LIMITS.scratch_files
+
+
+def test_huge_output_of_programs(sandbox: SharedPool):
+    result = sandbox.cell("import subprocess; subprocess.run('yes', shell=True)", wall_s=10)
+    assert len(result.stdout) == LIMITS.output_bytes
+    assert result.cut
+
+
+def test_endless_loop_in_c(sandbox: SharedPool):
+    assert sandbox.cell("import re; re.match('(a*)*b', 'a' * 60)", wall_s=0.3).error.name == "CellOverrun"
+
+
+def test_limits_cannot_be_raised(sandbox: SharedPool):
+    for kind in ("NPROC", "NOFILE", "FSIZE", "CORE", "MEMLOCK"):
+        code = f"import resource as r\nr.setrlimit(r.RLIMIT_{kind}, (1 << 30, 1 << 30))"
+        assert sandbox.refused(code) in ("PermissionError", "ValueError")
+
+
+# Files.
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "/etc/shadow",
+            "/root/.bashrc",
+            "/proc/1/environ",
+            "/proc/1/mem",
+            "/proc/kcore",
+            "/proc/sys/kernel/core_pattern",
+        ),
+        *(
+            "/dev/mem",
+            "/dev/kmsg",
+            "/sys/kernel",
+            "/sys/fs/cgroup",
+            str(Path(__file__)),
+            "/dev/shm",
+            "/run",
+            "/var/log",
+        ),
+    ],
+)
+def test_the_machines_files_cannot_be_read(sandbox: SharedPool, path: str):
+    code = f"import os\nos.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read()"
+    assert sandbox.refused(code) in ("FileNotFoundError", "PermissionError")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/etc/x", "/usr/x", "/usr/bin/x", "/tmp/x", "/x", "/proc/x", "/dev/x", f"{sys.base_prefix}/x", "/proc/self/mem2"],
+)
+def test_nothing_can_be_written_elsewhere(sandbox: SharedPool, path: str):
+    assert sandbox.refused(f"open({path!r}, 'w')") in ("FileNotFoundError", "PermissionError", "OSError")
+
+
+def test_what_all_sessions_run_cannot_be_changed(sandbox: SharedPool):
+    for path in ("json.__file__", "'/bin/sh'", "'/etc/passwd'"):
+        assert sandbox.refused(f"import json\nopen({path}, 'r+b')") in ("PermissionError", "OSError")
+
+
+def test_other_sessions_files_cannot_be_found(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as victim, sandbox.pool.session() as session:
+            folder = (await victim.run("import os; os.chmod('..', 0o777); os.chmod('.', 0o777); os.getcwd()")).value
+            results = [
+                await session.run(f"import os\n{attack}")
+                for attack in (
+                    f"open({folder} + '/x', 'w')",
+                    f"os.listdir({folder})",
+                    "os.listdir('/tmp')",
+                    f"os.chdir({folder}); os.listdir()",
+                )
+            ]
+            return [result.error.name for result in results]
+
+    assert sandbox.run(work()) == ["PermissionError"] * 4
+
+
+@pytest.mark.parametrize("link", ["/etc/shadow", "/proc/1/environ", "../../x", "/dev/zero"])
+def test_links_lead_transfers_nowhere(sandbox: SharedPool, link: str):
+    async def work():
+        async with sandbox.pool.session() as session:
+            await session.run(f"import os; os.symlink({link!r}, 'x'); os.symlink('/etc', 'folder')")
+            with pytest.raises(SandboxError, match="could not transfer"):
+                await session.get("x")
+            with pytest.raises(SandboxError, match="could not transfer"):
+                await session.put("folder/passwd", b"root::0:0::/:/bin/sh")
+            if link != "/dev/zero":
+                with pytest.raises(SandboxError, match="could not transfer"):
+                    await session.put("x", b"1")
+
+    sandbox.run(work())
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang_a_transfer(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as session:
+            await session.run("import os; os.mkfifo('x')")
+            with pytest.raises(SandboxError, match="not a regular file"):
+                await session.get("x")
+
+    sandbox.run(work())
+
+
+# Other processes.
+
+
+@pytest.mark.parametrize("target", ["1", "2", "os.getppid()", "-1", "0x7fffffff"])
+def test_nobody_else_can_be_killed(sandbox: SharedPool, target: str):
+    result = sandbox.cell(f"import os\nos.kill({target}, 9)")
+    expected = [None] if target == "-1" else ["PermissionError", "ProcessLookupError"]  # -1: its own are all it reaches
+    assert (result.error and result.error.name) in expected
+
+
+def test_other_sessions_cannot_be_seen_killed_or_traced(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as victim, sandbox.pool.session() as session:
+            pid = (await victim.run("import os; os.getpid()")).value
+            attacks = (
+                f"os.kill({pid}, 0)",
+                f"os.kill({pid}, 9)",
+                f"open('/proc/{pid}/mem', 'rb')",
+                f"open('/proc/{pid}/environ')",
+                f"os.listdir('/proc/{pid}/fd')",
+                f"os.pidfd_open({pid})",
+                f"os.sched_setaffinity({pid}, [0])",
+                f"os.setpriority(os.PRIO_PROCESS, {pid}, 19)",
+            )
+            results = [await session.run(f"import os\n{attack}") for attack in attacks]
+            seen = await session.run("import os\n[pid for pid in os.listdir('/proc') if pid.isdigit()], os.getpid()")
+            return [result.error and result.error.name for result in results], seen
+
+    errors, seen = sandbox.run(work())
+    assert set(errors) <= {"PermissionError", "FileNotFoundError", "ProcessLookupError"}
+    if seen.error is None:
+        pids, own = ast.literal_eval(seen.value)
+        assert set(pids) <= {str(own)}
+
+
+def test_tracing_and_the_memory_of_processes_are_refused(sandbox: SharedPool):
+    numbers = {"x86_64": (101, 310, 311, 312, 438, 434, 424), "aarch64": (117, 270, 271, 272, 438, 434, 424)}[
+        os.uname().machine
+    ]
+    assert sandbox.value(f"{CALL}{{call(n, 0, 0, 0, 0, 0, 0) for n in {numbers}}}") == "{(-1, 1)}"
+
+
+# Privileges, and system calls that reach much of the kernel.
+
+DANGEROUS = {
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
+    "setns": (308, 268), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "keyctl": (250, 219), "add_key": (248, 217),
+    "request_key": (249, 218), "kexec_load": (246, 104), "reboot": (169, 142), "quotactl": (179, 60),
+    "swapon": (167, 224), "init_module": (175, 105), "finit_module": (313, 273), "acct": (163, 89),
+    "syslog": (103, 116), "socket": (41, 198), "bind": (49, 200), "connect": (42, 203), "listen": (50, 201),
+    "setuid": (105, 146), "setresuid": (117, 147), "setgroups": (116, 159), "capset": (126, 91),
+    "personality": (135, 92), "ptrace": (101, 117), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
+    "mq_open": (240, 180), "open_by_handle_at": (304, 265), "fsopen": (430, 430), "open_tree": (428, 428),
+    "move_mount": (429, 429), "mount_setattr": (442, 442), "memfd_secret": (447, 447), "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440), "kcmp": (312, 272), "mbind": (237, 235), "move_pages": (279, 239),
+    "lookup_dcookie": (212, 18), "fanotify_init": (300, 262), "name_to_handle_at": (303, 264), "seccomp": (317, 277),
+    "vmsplice": (278, 75), "setsockopt": (54, 208), "sethostname": (170, 161), "clock_settime": (227, 112),
+    "settimeofday": (164, 170), "adjtimex": (159, 171), "vhangup": (153, 58), "setdomainname": (171, 162),
+    "landlock_restrict_self": (446, 446),
+}  # fmt: skip
+
+
+def test_dangerous_system_calls_are_refused(sandbox: SharedPool):
+    column = list(seccomp.ARCHITECTURES).index(os.uname().machine)
+    numbers = {name: pair[column] for name, pair in DANGEROUS.items()}
+    code = f"{CALL}{{name: call(n, 0, 0, 0, 0, 0, 0) for name, n in {numbers}.items()}}"
+    result = ast.literal_eval(sandbox.value(code))
+    assert {name for name, answer in result.items() if answer != (-1, 1)} == set()
+
+
+@pytest.mark.parametrize("flag", [0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000])
+def test_clone_makes_no_namespaces(sandbox: SharedPool, flag: int):
+    number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+    code = f"{CALL}r = call({number}, ctypes.c_long({flag} | 17), 0, 0, 0, 0)\nif r[0] == 0: os._exit(0)\nr"
+    assert sandbox.value(code) == "(-1, 1)"
+
+
+def test_clone3_does_not_exist(sandbox: SharedPool):
+    code = f"{CALL}r = call(435, ctypes.create_string_buffer(88), 88)\nif r[0] == 0: os._exit(0)\nr"
+    assert sandbox.value(code) == "(-1, 38)"
+
+
+def test_unknown_and_foreign_system_calls(sandbox: SharedPool):
+    assert sandbox.value(f"{CALL}call(1000)") == "(-1, 38)"
+    if os.uname().machine == "x86_64":
+        assert sandbox.value(f"{CALL}call(0x40000000 + 39)") == "(-1, 1)"
+
+
+def test_32_bit_calls_end_the_session(sandbox: SharedPool):
+    if os.uname().machine != "x86_64":
+        pytest.skip("x86 only")
+    # mov eax, 20 (getpid); int 0x80; ret
+    code = (
+        "import ctypes, mmap\nm = mmap.mmap(-1, 4096, prot=7)\nm.write(bytes.fromhex('b814000000cd80c3'))\n"
+        "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))()"
+    )
+    assert sandbox.cell(code).error.name == "Ended"
+
+
+def test_no_privileges_are_held_or_gained(sandbox: SharedPool):
+    status = dict(
+        line.split(":\t", 1)
+        for line in ast.literal_eval(sandbox.value("open('/proc/self/status').read()")).splitlines()
+    )
+    assert {status[f"Cap{kind}"] for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {"0" * 16}
+    assert (status["NoNewPrivs"], status["Seccomp"], status["Groups"].strip()) == ("1", "2", "")
+    assert len(set(status["Uid"].split())) == 1
+    assert int(status["Uid"].split()[0]) not in (0, os.getuid())
+
+
+def test_programs_with_setuid_stay_what_they_are(sandbox: SharedPool):
+    run = "subprocess.run(['su', '-c', 'id'], capture_output=True, stdin=subprocess.DEVNULL).returncode"
+    assert sandbox.value(f"import subprocess; {run}") != "0"
+
+
+# The network.
+
+
+@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG"])
+def test_no_sockets(sandbox: SharedPool, family: str):
+    assert sandbox.refused(f"import socket; socket.socket(socket.{family})") == "PermissionError"
+
+
+def test_abstract_sockets_of_the_machine_cannot_be_reached(sandbox: SharedPool):
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as box:
+        name = b"\0forge_rl-test-" + os.urandom(8)
+        listener.bind(name)
+        listener.listen()
+        box.bind(name + b"d")
+        box.setblocking(False)
+        for attack in (
+            f"a.connect({name!r})",
+            f"a.sendto(b'x', {name + b'd'!r})",
+            f"socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0].sendto(b'x', {name + b'd'!r})",
+            f"a.sendmsg([b'x'], [], 0, {name + b'd'!r})",
+        ):
+            assert sandbox.refused(f"import socket\na, b = socket.socketpair()\n{attack}") in (
+                "PermissionError",
+                "OSError",
+            )
+        with pytest.raises(BlockingIOError):
+            box.recv(1)
+
+
+def test_the_control_channel_leads_nowhere_else(sandbox: SharedPool):
+    """A session may write to its own channel only: it is a connected pair."""
+    code = """
+        import os, socket
+        found = []
+        for fd in range(3, 256):
+            try: s = socket.socket(fileno=os.dup(fd))
+            except OSError: continue
+            found.append((s.family.name, s.type.name, s.getpeername()))
+        found
+    """
+    assert sandbox.value(textwrap.dedent(code)) == "[('AF_UNIX', 'SOCK_STREAM', '')]"
+
+
+def test_no_descriptors_are_inherited(sandbox: SharedPool):
+    code = """
+        import os
+        def is_open(fd):
+            try: os.fstat(fd)
+            except OSError: return False
+            return True
+        sum(map(is_open, range(1024)))
+    """
+    assert sandbox.value(textwrap.dedent(code)) == "4"  # three streams and the channel
+
+
+def test_no_variables_are_inherited(sandbox: SharedPool):
+    assert set(ast.literal_eval(sandbox.value("import os; list(os.environ)"))) == {
+        *("PATH", "LANG", "USER", "LOGNAME", "HOME", "TMPDIR", "PWD")
+    }
+    assert sandbox.refused("open('/proc/self/environ').read()") == "PermissionError"
+    seen = sandbox.value("import subprocess; subprocess.check_output(['cat', '/proc/self/environ'])")
+    assert os.environ["FORGE_RL_TESTS"] not in seen
+
+
+# The protocol.
+
+CHANNEL = """if True:
+    import os, socket, struct, json
+    for fd in range(3, 256):
+        try: channel = socket.socket(fileno=os.dup(fd)); channel.getpeername(); break
+        except OSError: continue
+    def frame(text, data=b""): return struct.pack(">II", len(text), len(data)) + text + data
+"""
+RESULT = '{"stdout": %s, "stderr": "", "value": null, "error": null, "cpu_s": 0, "memory_bytes": 0}'
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "channel.send(struct.pack('>II', 0xffffffff, 0))",
+        "channel.send(struct.pack('>II', 2, 0xffffffff) + b'{}')",
+        "channel.send(frame(b'{'))",
+        "channel.send(frame(b'[1]'))",
+        "channel.sendall(frame(b'[' * 100000))",
+        "channel.send(frame(b'\\xff\\xfe'))",
+        "channel.send(frame(b'{}', b'data'))",
+        "channel.send(frame(b'{}'))",
+        "channel.send(frame(json.dumps({'stdout': 1}).encode()))",
+        "channel.send(frame(%r.replace('null, \"cpu', '[\"a\"], \"cpu').encode()))" % (RESULT % '""'),
+        "channel.send(frame(%r.replace('0,', 'NaN,').encode()))" % (RESULT % '""'),
+        "channel.send(frame(%r.replace('0,', '1e999,').encode()))" % (RESULT % '""'),
+        "channel.send(frame(%r.replace('0,', '9' * 5000 + ',').encode()))" % (RESULT % '""'),
+        "import pickle; channel.send(frame(pickle.dumps({'stdout': print})))",
+    ],
+)
+def test_a_broken_frame_ends_its_session(sandbox: SharedPool, attack: str):
+    result = sandbox.cell(f"{CHANNEL}\n{attack}\nimport time; time.sleep(30)", wall_s=5)
+    assert result.error.name == "BadFrame"
+
+
+def test_half_a_frame_is_waited_for_no_longer_than_the_cell_may_take(sandbox: SharedPool):
+    result = sandbox.cell(
+        f"{CHANNEL}\nchannel.send(b'x' * 4)\nwhile True:\n  try:\n    time.sleep(1)\n  except: pass", wall_s=0.3
+    )
+    assert result.error.name in ("CellOverrun", "BadFrame")
+
+
+def test_a_forged_result_is_text_within_limits(sandbox: SharedPool):
+    attack = f"channel.sendall(frame({RESULT!r}.replace('%s', json.dumps('y' * 300000)).encode()))"
+    result = sandbox.cell(f"{CHANNEL}\n{attack}")
+    assert len(result.stdout) == LIMITS.output_bytes
+
+
+def test_objects_are_never_unpickled(sandbox: SharedPool, tmp_path: Path):
+    reduce = f"def __reduce__(self): return (open, ({str(tmp_path / 'x')!r}, 'w'))"
+    assert sandbox.value(f"class X:\n  {reduce}\n  def __repr__(self): return 'y'\nX()") == "y"
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_fork_that_is_another_process_stays_in_its_sessions_reach(sandbox: SharedPool):
+    """A session that answers a fork by itself, from a process of its own, gains no more than a fork has."""
+    code = f"""{CHANNEL}
+import threading
+def serve():
+    head, fds, _, _ = socket.recv_fds(channel, 8, 8)
+    text, data = struct.unpack(">II", head)
+    channel.recv(text)
+    new, birth = (socket.socket(fileno=fd) for fd in fds)
+    birth.send(b"?")  # this very process asks to be moved
+    birth.recv(1)
+    channel.send(frame(b"{{}}"))
+    new.send(frame(b'{{"ready": true}}'))
+    while True: pass
+channel.send(frame({(RESULT % '""')!r}.encode()))
+serve()
+"""
+
+    async def work():
+        async with sandbox.pool.session() as session:
+            await session.run(code)
+            fork = await session.fork()
+            await fork.close()
+            with pytest.raises(SandboxError):
+                await session.fork()
+            assert not session.alive
+
+    sandbox.run(work())
+
+
+# What could be shared.
+
+
+def test_forks_share_no_clock_limit_or_random_state(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as session:
+            await session.run("import random, signal, uuid")
+            async with await session.fork() as one, await session.fork() as two:
+                code = "random.random(), uuid.uuid4(), random.SystemRandom().random()"
+                values = [(await each.run(code)).value for each in (session, one, two)]
+                clocks = [(await each.run("signal.getitimer(signal.ITIMER_PROF)")).value for each in (one, two)]
+                return values, clocks
+
+    values, clocks = sandbox.run(work())
+    assert len({part for value in values for part in value.split(", ")}) == 9
+    assert clocks == ["(0.0, 0.0)"] * 2
+
+
+def test_keyrings_are_out_of_reach(sandbox: SharedPool):
+    assert sandbox.refused("open('/proc/keys').read()") in ("FileNotFoundError", "PermissionError")
+
+
+def test_the_filter_of_each_architecture_by_a_second_reading():
+    """Interpret the filter's instructions as linux/bpf_common.h defines them."""
+    for machine, (architecture, column) in seccomp.ARCHITECTURES.items():
+        program = list(struct.iter_unpack("=HBBI", seccomp.session_filter(machine)))
+
+        def verdict(number, *arguments, architecture=architecture, program=program):
+            data = struct.pack(
+                "<IIQ6Q", number & 0xFFFFFFFF, architecture, 0, *(*arguments, *[0] * (6 - len(arguments)))
+            )
+            accumulator = at = 0
+            while True:
+                code, yes, no, k = program[at]
+                at += 1
+                match code:
+                    case 0x20:
+                        accumulator = struct.unpack_from("<I", data, k)[0]
+                    case 0x54:
+                        accumulator &= k
+                    case 0x06:
+                        return {0x7FFF0000: "allow", 0x80000000: "kill"}.get(k, k & 0xFFFF)
+                    case _:
+                        test = {
+                            0x15: accumulator == k,
+                            0x25: accumulator > k,
+                            0x35: accumulator >= k,
+                            0x45: accumulator & k,
+                        }
+                        at += yes if test[code] else no
+
+        assert len(program) < 4096
+        for name, pair in DANGEROUS.items():
+            assert verdict(pair[column]) == 1, name
+        read, clone, pair, sendto, prctl = (n[column] for n in ((0, 63), (56, 220), (53, 199), (44, 206), (157, 167)))
+        assert verdict(read) == "allow"
+        assert verdict(read, architecture=architecture ^ 1) == "kill"
+        assert verdict(435) == verdict(463) == verdict(10_000) == 38
+        assert verdict(clone, 17) == verdict(clone, 0x8000) == "allow"
+        assert [verdict(clone, 1 << bit) for bit in (17, 25, 26, 27, 28, 29, 30)] == [1] * 7
+        assert verdict(pair, 1, 1 | 0o2000000) == verdict(pair, 1, 5) == "allow"
+        assert [verdict(pair, *kind) for kind in ((1, 2), (1, 3), (2, 1), (16, 1))] == [1] * 4
+        assert verdict(sendto, 3) == "allow"
+        assert verdict(sendto, 3, 0, 0, 0, 1) == verdict(sendto, 3, 0, 0, 0, 1 << 32) == 1
+        assert verdict(prctl, 15) == "allow"
+        assert verdict(prctl, 8) == verdict(prctl, 22) == 1
