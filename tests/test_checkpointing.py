@@ -52,6 +52,11 @@ class Parts:
     async def restore(self, state: dict[str, Any]) -> None:
         self.batches = state["batches"]
 
+    alive = True
+
+    async def wait_idle(self) -> int:
+        return self.updates
+
     async def save(self, folder: Path, *, model: Path) -> None:
         self.done.append("save")
         (folder / "training" / "updates").write_text(str(self.updates))

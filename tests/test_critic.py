@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,8 +15,10 @@ from forge_rl.engines.architecture import read_architecture
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.packing.rows import Layout, Packed, pack
 from forge_rl.packing.unpacking import values_of_episodes
+from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.defaults import check_critic
 from forge_rl.run.plan import check_state_fits, plan_run
+from forge_rl.run.run import Run
 from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.types import Batch
 from recipes.ppo import Config
@@ -95,6 +98,49 @@ def test_a_checkpoint_holds_the_critic_and_a_rollback_brings_it_back_with_the_po
         critic.updates = 2
         with pytest.raises(CheckpointError, match="holds a critic of 2 updates, but a controller state of 3"):
             await again.resume(saved)
+
+    asyncio.run(check())
+
+
+class Stopped(Run[Any]):
+    """What a stop needs of a run."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer, self._services = checkpointer, checkpointer._services
+        self.config, self.rollouts = Config(), cast(Any, SimpleNamespace(last=None))
+        self.events: list[str] = []
+        self._log = cast(Any, SimpleNamespace(event=self.events.append))
+
+    def log(self, stats: Any, batch: Any = None, packed: Any = None) -> dict[str, Any]:
+        self._checkpointer.end_step()
+        return {}
+
+
+def test_a_stop_between_the_updates_of_policy_and_critic_saves_no_step_of_half_of_them(tmp_path: Path) -> None:
+    async def check() -> None:
+        policy, critic = Parts(), Parts()
+        critic.name = "critic"
+        checkpointer = checkpointer_of(policy, tmp_path)
+        checkpointer._services = replace(checkpointer._services, critic=cast(Any, critic))
+        run = Stopped(checkpointer)
+        critic.updates += 3
+        policy.step(checkpointer)
+        await save(checkpointer)
+        critic.updates += 3
+        policy.step(checkpointer)
+        policy.updates += 2
+        await run.save_interrupted()
+        assert run.events == [
+            "step 3 is not saved, as only the trainer took updates in it; the same command resumes from step 1"
+        ]
+        assert (run.step, checkpointer.saved) == (2, 1)
+        critic.updates += 3
+        await run.save_interrupted()
+        saved = checkpointer.checkpoints.latest()
+        assert saved is not None
+        assert (run.step, saved.step) == (3, 3)
+        assert [(path / "updates").read_text() for path in (saved.training, saved.critic)] == ["6", "9"]
+        assert (saved.controller_state()["updates"], saved.controller_state()["critic_updates"]) == (6, 9)
 
     asyncio.run(check())
 

@@ -4,6 +4,7 @@ import pytest
 
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import ConfigError
+from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
 
 
 def course(total_steps: int, **settings: object) -> list[float]:
@@ -57,6 +58,8 @@ def test_a_warm_up_longer_than_the_run_never_reaches_the_peak():
     ],
 )
 def test_a_value_out_of_range_is_refused_with_its_flag(field: str, value: float):
-    with pytest.raises(ConfigError, match=f"{field.replace('_', '-')} is {value}\n") as caught:
-        OptimizerConfig(**{field: value})
-    assert f"--trainer.optimizer.{field.replace('_', '-')} " in caught.value.hint
+    for kind, service in ((TrainerConfig, "trainer"), (CriticConfig, "critic")):
+        flag = f"--{service}.optimizer.{field.replace('_', '-')}"
+        with pytest.raises(ConfigError, match=f"{flag} is {value}\n") as caught:
+            kind(optimizer=OptimizerConfig(**{field: value}))
+        assert f"{flag} " in caught.value.hint

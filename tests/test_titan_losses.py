@@ -112,3 +112,20 @@ def test_a_loss_for_each_source_is_that_loss_if_all_sources_have_the_same(tmp_pa
     assert furthest(found[0][1], found[2][1]) > 1e-6
     assert {"loss/a/clipped", "loss/clipped"} <= found[1][0].keys()
     assert {"loss/a/clipped", "loss/weight"} <= found[2][0].keys()
+
+
+def test_metrics_of_a_loss_for_a_source_are_means_over_its_own_tokens(tmp_path: Path):
+    make_model(tmp_path)
+    batch = random_batch(0, vocab=43, groups=3)
+    named = [replace(g, task=replace(g.task, source=name)) for g, name in zip(batch.groups, "abb", strict=True)]
+    laid = packed(replace(batch, groups=tuple(named)))
+    one = ClippedSurrogate(correction=Correction(proximal="recompute", mode="truncate", high=2.0))
+    whole, parts = (
+        reduce(step(engine_of(tmp_path), laid, loss=loss)) for loss in (one, LossBySource({"a": one, "": one}))
+    )
+    counts = [sum(episode.response_tokens for episode in group.episodes) for group in batch.groups]
+    for name in ("ratio", "surrogate", "correction/weight"):
+        of_sources = counts[0] * parts[f"loss/a/{name}"] + sum(counts[1:]) * parts[f"loss/{name}"]
+        assert of_sources / sum(counts) == pytest.approx(whole[f"loss/{name}"], rel=1e-9)
+    assert parts["loss/a/ratio"] == pytest.approx(1.0), "the update is the first one"
+    assert parts["loss/a/correction/ess"] > 0.5

@@ -28,10 +28,18 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0
     """Maximum global norm of the gradient; larger gradients are scaled down to it."""
 
-    def __post_init__(self) -> None:
+    def check(self, flags: str) -> None:
+        """Check the settings' limits.
+
+        Args:
+            flags: prefix of their flags, such as "--trainer.optimizer.".
+
+        Raises:
+            ConfigError: one is beyond its limit.
+        """
         check_flags(
             self,
-            "--trainer.optimizer.",
+            flags,
             least={"weight_decay": 0, "beta1": 0, "beta2": 0, "warmup_updates": 0},
             above={"lr": 0, "max_grad_norm": 0},
             below={"beta1": 1, "beta2": 1},

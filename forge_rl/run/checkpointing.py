@@ -80,9 +80,10 @@ class Checkpointer:
         return self._seconds_before + time.monotonic() - self._began
 
     @property
-    def trained(self) -> bool:
-        """True if the trainer or the critic took updates since the end of the last step."""
-        return self._updates() != self._ended[0]
+    def trained(self) -> list[str]:
+        """Names of the trainers (policy's, critic's) that took updates since the end of the last step."""
+        trainers, ended = self._services.trainers, self._ended[0]
+        return [each.name for each, updates in zip(trainers, ended, strict=True) if each.updates != updates]
 
     def _updates(self) -> list[int]:
         """Return the updates taken by the trainer and, if there is one, the critic."""

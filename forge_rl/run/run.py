@@ -200,7 +200,7 @@ class Run(Generic[C]):
     async def recovering(self) -> AsyncIterator[None]:
         """If the trainer or the critic dies, skip the rest of the body and roll the run back to its last checkpoint.
 
-        The recipe's loop then continues from there; at most trainer.max_restarts times.
+        The recipe's loop then continues from there; at most max_restarts times for each of them.
 
         Raises:
             ServiceError: no restart is left.
@@ -346,15 +346,26 @@ class Run(Generic[C]):
             )
 
     async def save_interrupted(self) -> None:
-        """Save the steps since the last checkpoint, if the run writes checkpoints and its trainers are alive."""
+        """Save the steps since the last checkpoint, if the run writes checkpoints and its trainers are alive.
+
+        A step in which only one of trainer and critic took updates is not saved, since the other's may be missing; nor
+        are the steps before it, whose state is gone.
+        """
         trainers = self._services.trainers
         if self.config.checkpoint_every == 0 or not all(trainer.alive for trainer in trainers):
             return
         for trainer in trainers:
             await trainer.wait_idle()
-        if self._checkpointer.trained:  # stopped within a step whose updates have finished
-            self.log({}, self.rollouts.last)
         await self._checkpointer.close()
+        trained = self._checkpointer.trained
+        if trained and len(trained) < len(trainers):
+            self._log.event(
+                f"step {self.step + 1} is not saved, as only the {trained[0]} took updates in it; the same command "
+                f"resumes from step {self._checkpointer.saved or 0}"
+            )
+            return
+        if trained:  # stopped within a step whose updates have finished
+            self.log({}, self.rollouts.last)
         if self.step not in (0, self._checkpointer.saved):
             await self._checkpointer.begin_save()
             await self._checkpointer.finish_save()

@@ -288,6 +288,11 @@ class Service:
         replica.tree.signal_roots(signal.SIGKILL)
         self._on_death(replica, cause)
 
+    def retire(self, replica: Replica, cause: str) -> None:
+        """Kill a healthy replica so that it can be replaced; fails its calls in flight, but records no fault."""
+        replica.tree.signal_roots(signal.SIGKILL)
+        replica.fail(cause)
+
     def abandon(self, replica: Replica) -> None:
         """Give up on a dead replica."""
         self._set_state(replica, ReplicaState.ABANDONED)

@@ -77,7 +77,7 @@ class Trainer:
         """Reason why the ranks hold no policy; "" while they do."""
         self._specs: tuple[TensorSpec, ...] | None = None
         self.restarts = 0
-        """Number of restarts so far."""
+        """Number of restarts after failures so far."""
         self.version = 0
         """Latest published version; before the first publish, the version that it will get."""
         self.updates = 0
@@ -149,12 +149,13 @@ class Trainer:
         """Replace all ranks by new processes, regardless of the old ones' state, and load the policy.
 
         Calls in flight fail immediately, as do new calls until this has finished. If a rank dies meanwhile, this can be
-        called again; each call counts as a restart. The weight store is not rolled back: see `WeightStore.rollback`.
+        called again. Only a restart after a failure counts, not one of healthy ranks, such as the policy's when a critic
+        died. The weight store is not rolled back: see `WeightStore.rollback`.
 
         Args:
             resume: training state to resume from, including version and updates; None restarts from the model, at
                 version 0.
-            cause: cause to record for the fault if no rank has died.
+            cause: reason that calls in flight report if no rank has died.
 
         Raises:
             ReplicaError: a rank died again.
@@ -162,16 +163,20 @@ class Trainer:
             CheckpointError: the training state cannot be read.
         """
         dead = self._service.replicas[0]
-        if dead.alive:
-            self._service.mark_failed(dead, cause)
-        if not self.restarts_left:
-            raise ServiceError(
-                self._spent(dead.death.result()),
-                service=self._service.name,
-                replica=dead.index,
-                hint=f"see {dead.log}; the same command resumes from the last checkpoint",
-            )
-        self.restarts += 1
+        if self.alive:
+            dead.death.remove_done_callback(self._on_last_death)
+            self._service.retire(dead, cause)
+        else:
+            if dead.alive:  # its last restart failed
+                self._service.mark_failed(dead, cause)
+            if not self.restarts_left:
+                raise ServiceError(
+                    self._spent(dead.death.result()),
+                    service=self._service.name,
+                    replica=dead.index,
+                    hint=f"see {dead.log}; the same command resumes from the last checkpoint",
+                )
+            self.restarts += 1
         self._unavailable = "it is being restarted"
         try:
             await self._service.clean_up(dead)

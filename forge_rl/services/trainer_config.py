@@ -54,6 +54,7 @@ class TrainerConfig(TrainSettings):
             above={"deadline_s": 0},
             below={"port": 65536},
         )
+        self.optimizer.check("--trainer.optimizer.")
         if self.dtype == "float64" and device_type() == "cuda":
             raise ConfigError(
                 "attention has no float64 on a GPU",
