@@ -149,8 +149,8 @@ class Trainer:
         """Replace all ranks by new processes, regardless of the old ones' state, and load the policy.
 
         Calls in flight fail immediately, as do new calls until this has finished. If a rank dies meanwhile, this can be
-        called again. Only a restart after a failure counts, not one of healthy ranks, such as the policy's when a critic
-        died. The weight store is not rolled back: see `WeightStore.rollback`.
+        called again. Only restarts after a failure count, not one of healthy ranks, as the policy's when a critic died.
+        The weight store is not rolled back: see `WeightStore.rollback`.
 
         Args:
             resume: training state to resume from, including version and updates; None restarts from the model, at
