@@ -20,6 +20,7 @@ def test_remax_subtracts_each_groups_greedy_reward():
     found = remax_advantages(torch.tensor([[0.0, 1.0, 0.5], [1.0, 1.0, 1.0]]), torch.tensor([0.25, 1.0]))
     torch.testing.assert_close(found, torch.tensor([[-0.25, 0.75, 0.25], [0.0, 0.0, 0.0]]))
     scored = torch.tensor([[True, False]])
+    assert remax_advantages(torch.ones(2, 1), torch.tensor([math.nan, 0.5])).tolist() == [[0.0], [0.5]]
     found = remax_advantages(torch.tensor([[1.0, math.nan]]), torch.tensor([0.5]), scored=scored)
     torch.testing.assert_close(found, torch.tensor([[0.5, 0.0]]))
 
@@ -29,7 +30,8 @@ def test_remax_subtracts_each_groups_greedy_reward():
     [
         (torch.zeros(2, 3), torch.zeros(3), r"rewards have shape \[2, 3\] and baselines \[3\]"),
         (torch.zeros(2), torch.zeros(2), "shape"),
-        (torch.zeros(1, 2), torch.tensor([math.nan]), "not finite"),
+        (torch.zeros(1, 2), torch.tensor([math.inf]), "not finite"),
+        (torch.tensor([[0.0, math.nan]]), torch.zeros(1), "not finite"),
         (torch.tensor([[0.0, math.inf]]), torch.zeros(1), "not finite"),
     ],
 )

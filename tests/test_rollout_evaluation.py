@@ -1,10 +1,12 @@
 """Evaluations over staged services, beside training: their episodes, scores, pauses, rollbacks and errors."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forge_rl.envs.protocol import Step
@@ -106,6 +108,43 @@ def test_an_evaluation_has_its_own_sampling_the_same_seeds_each_time_and_is_in_n
         generator.version = 1
         assert await seeds(executor, generator, wait=True) == first
         assert len({seed for _, seed in first}) == 6
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["synchronous", "pipelined", "asynchronous"])
+def test_the_tasks_of_a_batch_are_answered_greedily_after_a_running_evaluation(kind: Any) -> None:
+    async def main() -> None:
+        class Moody(SingleTurn):
+            async def step(self, answer: str, *, truncated: bool = False) -> Step:
+                if self._task.id == spoiled:
+                    raise ServiceError("KeyError: 'x'", service="environment", replica=0)
+                return Step(done=True, reward=float(self._task.id))
+
+        spoiled, generator, told = "", StagedGenerator(), list[str]()
+        executor = rollouts(
+            schedule=ScheduleConfig(kind=kind),
+            generator=generator,
+            environment=StagedEnvironment(Moody),
+            warn=told.append,
+        )
+        evaluation = evaluation_of(sets_of(2))
+        batch = await executor.next_batch()
+        executor.start_evaluation(evaluation)
+        spoiled = batch.groups[1].task.id
+        generator.seen.clear()
+        found = await executor.greedy_rewards(batch)
+        assert evaluation.complete
+        wanted = [float(group.task.id) for group in batch.groups]
+        wanted[1] = math.nan
+        np.testing.assert_array_equal(found.numpy(), wanted)
+        greedy = ["".join(map(chr, ids)) for ids, sampling in generator.seen if sampling.temperature == 0]
+        shown = [str(group.task.messages[0]["content"]) for group in batch.groups]
+        assert sorted(greedy) == sorted(["h1", "h2", *shown])
+        (warning,) = (text for text in told if "greedy" in text)
+        assert warning.startswith(f"1 of 3 greedy episodes failed; counting {spoiled} ended with environment_error: ")
+        spoiled = ""
+        assert len((await executor.next_batch()).episodes) == len(batch.episodes)
 
     asyncio.run(main())
 

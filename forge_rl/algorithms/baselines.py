@@ -18,14 +18,13 @@ def remax_advantages(
 ) -> torch.Tensor:
     """Subtract from each reward the reward of the greedy answer to the same task.
 
-        remax_advantages(torch.tensor([[0.0, 1.0]]), torch.tensor([1.0]))  # [[-1.0, 0.0]]
+        advantages = remax_advantages(batch.rewards, await run.rollouts.greedy_rewards(batch))
 
-    ReMax (arXiv 2310.10505), as in verl, without the KL penalty. The baselines are the caller's: all episodes of a
-    batch are sampled at the run's temperature, so none of them is greedy.
+    ReMax (arXiv 2310.10505), as in verl, without the KL penalty.
 
     Args:
         rewards: [P, G].
-        baselines: [P], the reward of each group's greedy episode.
+        baselines: [P], the reward of each group's greedy episode; NaN if it has none, so that its group gets 0.
         scored: [P, G] bool, False for an episode without a score, which gets 0; by default all are scored.
 
     Returns:
@@ -40,6 +39,7 @@ def remax_advantages(
             hint="give one baseline to each group, [P] for rewards of [P, G]",
         )
     found = (rewards.detach().double() - baselines.detach().double()[:, None]).float()
+    found = found.where(~baselines.isnan()[:, None], 0.0)
     if scored is not None:
         found = found.where(scored, 0.0)
     if not bool(found.isfinite().all()):

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import zlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from forge_rl.errors import ContextError, ForgeError, PoisonError, TaskError, UnscoredError
 from forge_rl.metrics import RolloutStatus
 from forge_rl.rewards.scorer import Scorer, not_scored, score_again
 from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import Dispatcher, PolicyClient
-from forge_rl.rollout.evaluation import Evaluation
+from forge_rl.rollout.evaluation import Evaluation, describe_failure
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import EVALUATION, InflightEpisode
 from forge_rl.types import Batch, Episode, Group, Outcome, Task
+
+if TYPE_CHECKING:
+    import torch
 
 _WAVE = 64
 """Maximum episodes started per event loop iteration, so that others get their turn."""
@@ -138,8 +142,7 @@ class RolloutExecutor:
         self._scheduler.tasks.batch_delivered(made, pending=pending)
         if not self.config.decodes_while_training:
             self._scheduler.capacity.set_paused(True)
-            states = self._scheduler.states + self._scheduler.evaluation_states
-            await self._devices.hand_to_trainer(idle=not states["decoding"])
+            await self._hand_to_trainer()
         self._advance()
         self.last = Batch(groups=made, version=version)
         for text in self._advice.look_at(self.last, max_tokens=self._generator.sampling.max_tokens):
@@ -174,6 +177,31 @@ class RolloutExecutor:
                 await self._changed.wait()
         finally:
             self._scheduler.await_evaluation(False)
+
+    async def greedy_rewards(self, batch: Batch) -> torch.Tensor:
+        """Answer each task of a batch once at temperature 0, with the engines' current weights.
+
+            advantages = remax_advantages(batch.rewards, await run.rollouts.greedy_rewards(batch))
+
+        Episodes of later batches pause meanwhile. A running evaluation is finished first.
+
+        Returns:
+            The rewards, [P] float32; NaN for an episode that failed through no fault of the policy.
+        """
+        import torch
+
+        await self.finish_evaluation()
+        sampling = replace(self._generator.sampling, temperature=0.0)
+        sets = {"greedy": [group.task for group in batch.groups]}
+        greedy = Evaluation(sets, episodes=1, sampling=sampling, version=self._version())
+        self.start_evaluation(greedy)
+        await self.finish_evaluation()
+        if not self.config.decodes_while_training:
+            await self._hand_to_trainer()
+        episodes = [episode for (episode,) in greedy.results("greedy")]
+        if failed := [episode for episode in episodes if not episode.outcome.scored]:
+            self._warn(f"{len(failed)} of {len(episodes)} greedy episodes failed; {describe_failure(failed[-1])}")
+        return torch.tensor([episode.reward if episode.outcome.scored else math.nan for episode in episodes])
 
     def reward_replaced(self) -> None:
         """Resume if the run was waiting for a new reward, and warn about scores of the old one that stay."""
@@ -280,6 +308,10 @@ class RolloutExecutor:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+    async def _hand_to_trainer(self) -> None:
+        states = self._scheduler.states + self._scheduler.evaluation_states
+        await self._devices.hand_to_trainer(idle=not states["decoding"])
 
     @property
     def _held(self) -> bool:
