@@ -12,7 +12,7 @@ import pytest
 from benchmarks.conformance import __main__ as conformance
 from benchmarks.conformance.batches import GROUP_SIZE, KINDS, draw
 from benchmarks.conformance.ours import loss_of
-from benchmarks.conformance.table import COMPARISONS, TRL_LOSSES, VERL_LOSSES, Comparison
+from benchmarks.conformance.table import COMPARISONS, TRL_DIVERGENCES, TRL_LOSSES, VERL_LOSSES, Comparison
 from benchmarks.peer_environments import TRL, Peer, set_up
 from benchmarks.peers.exchange import Job, read_batch, read_jobs, read_result, write_jobs, write_result
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report
@@ -49,7 +49,7 @@ def test_batches_hold_what_methods_stumble_over() -> None:
     assert not np.array_equal(draw("plain", 3)["logprobs"], draw("plain", 4)["logprobs"])
 
 
-@pytest.mark.parametrize("losses", [TRL_LOSSES, VERL_LOSSES], ids=["TRL", "verl"])
+@pytest.mark.parametrize("losses", [TRL_LOSSES, TRL_DIVERGENCES, VERL_LOSSES], ids=["TRL", "divergences", "verl"])
 def test_batches_tell_methods_apart(losses: tuple[Comparison, ...]) -> None:
     """A setting that no batch reaches would make two methods equal."""
     by_name = {each.method: each.ours for each in losses if not each.differs}

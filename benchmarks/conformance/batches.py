@@ -20,11 +20,14 @@ Batch = Mapping[str, npt.NDArray[Any]]
     groups                                    [N] int64, index of the group
     penalties                                 [N, T] float64, subtracted from the rewards of tokens
     values                                    [N, T] float64, a critic's; arbitrary where not mask
+    old_values, returns                       [N, T] float64: the critic's before the update, and targets
     entropy                                   [N, T] float64, of the policy; arbitrary where not mask
     greedy                                    [N] float64, reward of the greedy answer to the episode's task
+    student, teacher                          [N, T, VOCABULARY] float64, logits of two policies
+    tokens                                    [N, T] int64, tokens of this vocabulary
 """
 
-GROUPS, GROUP_SIZE, TOKENS = 4, 6, 24
+GROUPS, GROUP_SIZE, TOKENS, VOCABULARY = 4, 6, 24, 8
 KINDS = ("plain", "masked", "extreme", "token_advantages", "far", "missing_parts", "on_policy", "unscored")
 """plain: uneven lengths, ratios that a clip reaches, log ratios to the reference below 3, a group with equal rewards.
 masked: as plain, with observations in the middle of episodes, and an episode without a trained token in some groups.
@@ -79,8 +82,13 @@ def draw(kind: str, seed: int) -> Batch:
         "groups": np.repeat(np.arange(GROUPS), GROUP_SIZE),
         "penalties": random.normal(0.0, 0.1, shape),
         "values": random.normal(0.5, 0.5, shape),
-        "entropy": random.gamma(1.0, 0.5, shape),
+        "entropy": random.gamma(1.0, 0.5, shape).astype(np.float32).astype(float),
         "greedy": np.repeat(random.random(GROUPS), GROUP_SIZE),
+        "old_values": random.normal(0.5, 0.5, shape),
+        "returns": random.normal(0.5, 1.0, shape),
+        "student": random.normal(0.0, 2.0, (*shape, VOCABULARY)),
+        "teacher": random.normal(0.0, 2.0, (*shape, VOCABULARY)),
+        "tokens": random.integers(0, VOCABULARY, shape),
     }
 
 

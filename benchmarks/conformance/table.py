@@ -1,16 +1,17 @@
 """The comparisons: a loss or estimator of forge_rl, the peer's function and settings, the batches, and why they differ.
 
-To add one, add a line to COMPARISONS: `_trl(method, ours, config)` or `_verl(method, ours, mode, actor)`.
+To add one, add a line to COMPARISONS: `_trl(method, ours, config)`, `_trl_offline` for a trainer without rollouts,
+`_trl_divergence` for a function of logits, or `_verl(method, ours, mode, actor)`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from benchmarks.conformance.batches import TOKENS
+from benchmarks.conformance.batches import TOKENS, VOCABULARY
 from benchmarks.conformance.ours import (
     Ours,
     discounted_reinforce_pp,
@@ -20,13 +21,17 @@ from benchmarks.conformance.ours import (
     loss_of,
     pass_at_k,
     remax,
+    reverse_kl,
 )
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.components import CrossEntropy, Entropy, LossSum
 from forge_rl.algorithms.correction import Correction
+from forge_rl.algorithms.distillation import Distillation
 from forge_rl.algorithms.gae import GaeConfig
 from forge_rl.algorithms.losses import ClippedSurrogate
-from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Sapo
+from forge_rl.algorithms.minibatch_losses import ClipCov, KlCov
+from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Sapo, Vespo
+from forge_rl.algorithms.value_loss import ValueLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +107,30 @@ def _trl_advantages(
     )
 
 
+def _trl_offline(
+    method: str,
+    ours: Ours,
+    config: Mapping[str, Any] | None = None,
+    *,
+    trainer: str,
+    batches: tuple[str, ...] = ("plain", "masked"),
+) -> Comparison:
+    return Comparison(
+        method=method,
+        peer="TRL",
+        ours=ours,
+        function=f"{trainer}.compute_loss",
+        settings={"config": {**_SHARES, **(config or {})}},
+        batches=batches,
+    )
+
+
+def _trl_divergence(
+    method: str, ours: Ours, function: str, *, batches: tuple[str, ...] = ("plain", "masked"), **settings: Any
+) -> Comparison:
+    return Comparison(method=method, peer="TRL", ours=ours, function=function, settings=settings, batches=batches)
+
+
 def _verl(
     method: str,
     ours: Ours,
@@ -152,6 +181,9 @@ _CLIP = ClippedSurrogate(clip_high=0.2, dual_clip=math.inf)
 _HIGHER = ClippedSurrogate(dual_clip=math.inf)
 _TIS = ClippedSurrogate(correction=Correction.presets["tis"], dual_clip=math.inf)
 _ICEPOP = ClippedSurrogate(correction=Correction.presets["icepop"], dual_clip=math.inf)
+_MIS = ClippedSurrogate(correction=Correction.presets["mis"], dual_clip=math.inf)
+_SEQUENCE_TIS = ClippedSurrogate(correction=Correction.presets["sequence_tis"], dual_clip=math.inf)
+_TOP_ENTROPY = ClippedSurrogate(clip_high=0.2, dual_clip=math.inf, top_entropy_quantile=0.2)
 _ENTROPY = loss_of(LossSum({"policy": ClippedSurrogate(), "entropy": Entropy()}, {"entropy": -0.01}))
 _NO_DUAL = {"clip_ratio_high": 0.28, "clip_ratio_c": 1e30}
 """verl's settings of _HIGHER."""
@@ -164,6 +196,26 @@ _GMPO = {"clip_ratio_low": 0.4, "clip_ratio_high": 0.4}
 def _dppo(threshold: float) -> dict[str, float]:
     return {"clip_ratio_low": threshold, "clip_ratio_high": threshold, "clip_ratio_c": 20.0}
 
+
+def _rejecting(*criteria: str) -> ClippedSurrogate:
+    return ClippedSurrogate(correction=Correction(proximal="recompute", reject="+".join(criteria)), dual_clip=math.inf)
+
+
+def _rejection(*criteria: str) -> dict[str, str]:
+    """Return verl's arguments for criteria such as token_k3:0.1."""
+    names, bounds = zip(*(each.split(":") for each in criteria), strict=True)
+    return {"rollout_rs": ",".join(names), "rollout_rs_threshold": ",".join(bounds)}
+
+
+_CRITERIA = {
+    "token": ("token_k1:0.8_1.5",),
+    "k3 of tokens": ("token_k3:0.03",),
+    "product": ("seq_sum_k1:0.4_2.5",),
+    "geometric mean": ("seq_mean_k1:0.92_1.08",),
+    "mean k2 of sequences": ("seq_mean_k2:0.045",),
+    "largest k3 of a sequence": ("seq_max_k3:0.25",),
+    "several criteria": ("seq_mean_k1:0.9_1.1", "token_k2:0.1"),
+}
 
 TRL_LOSSES = (
     _trl("PPO clip", loss_of(_CLIP), {}),
@@ -248,6 +300,40 @@ TRL_LOSSES = (
         old="proximal",
     ),
     _trl(
+        "decoupled, sequences masked (MIS)",
+        loss_of(_MIS),
+        {
+            "epsilon_high": 0.28,
+            "vllm_importance_sampling_mode": "sequence_mask",
+            "vllm_importance_sampling_clip_max": 3.0,
+        },
+        attributes={"use_vllm": True},
+        old="proximal",
+    ),
+    _trl(
+        "decoupled, sequences truncated",
+        loss_of(_SEQUENCE_TIS),
+        {
+            "epsilon_high": 0.28,
+            "vllm_importance_sampling_mode": "sequence_truncate",
+            "vllm_importance_sampling_clip_max": 2.0,
+        },
+        attributes={"use_vllm": True},
+        old="proximal",
+    ),
+    _trl("VESPO", loss_of(Vespo()), {"loss_type": "vespo"}),
+    _trl(
+        "top 20% of tokens by entropy",
+        loss_of(_TOP_ENTROPY),
+        {"top_entropy_quantile": 0.2, "per_device_train_batch_size": 12, "gradient_accumulation_steps": 1},
+    ),
+    _trl(
+        "top 20% of tokens by entropy, in micro-batches",
+        loss_of(_TOP_ENTROPY),
+        {"top_entropy_quantile": 0.2},
+        differs="TRL takes the quantile of each micro-batch, so that the split changes which tokens are trained",
+    ),
+    _trl(
         "off-policy mask of sequences",
         loss_of(ClippedSurrogate(clip_high=0.2, dual_clip=math.inf, off_policy_bound=0.05)),
         {"off_policy_mask_threshold": 0.05},
@@ -266,6 +352,38 @@ TRL_LOSSES = (
         {},
         batches=("far",),
         differs="log ratios are clamped to +-20, as in verl; TRL's have no bound, so that one token decides the update",
+    ),
+)
+
+TRL_OFFLINE = (_trl_offline("supervised (SFT)", loss_of(CrossEntropy()), trainer="SFTTrainer"),)
+
+TRL_DIVERGENCES = (
+    *(
+        _trl_divergence(
+            f"distillation, {name} (GKD)",
+            loss_of(Distillation(k=VOCABULARY, beta=beta)),
+            "GKDTrainer.generalized_jsd_loss",
+            beta=beta,
+        )
+        for name, beta in (("forward KL", 0.0), ("reverse KL", 1.0), ("Jensen-Shannon", 0.3))
+    ),
+    *(
+        _trl_divergence(
+            f"self-distillation over the top k and a tail, beta {beta:g} (SDPO)",
+            loss_of(Distillation(k=3, beta=beta, ratio_max=2.0), support="student"),
+            "sdpo.compute_topk_self_distillation_loss",
+            distillation_topk=3,
+            distillation_alpha=beta,
+            distillation_add_tail=True,
+            clip=2.0,
+        )
+        for beta in (0.5, 1.0)
+    ),
+    _trl_divergence(
+        "distillation by advantages (reverse KL of sampled tokens)",
+        reverse_kl(),
+        "sdpo.compute_sampled_token_self_distillation_loss",
+        distillation_alpha=1.0,
     ),
 )
 
@@ -326,6 +444,75 @@ VERL_LOSSES = (
         _NO_DUAL,
         rollout_is={"rollout_is_threshold": "0.5_5.0"},
     ),
+    _verl(
+        "decoupled, sequences masked (MIS)",
+        loss_of(_MIS),
+        "vanilla",
+        _NO_DUAL,
+        rollout_is={"rollout_is": "sequence", "rollout_is_threshold": "1e-30_3.0"},
+    ),
+    _verl(
+        "decoupled, sequences truncated",
+        loss_of(_SEQUENCE_TIS),
+        "vanilla",
+        _NO_DUAL,
+        rollout_is={"rollout_is": "sequence", "rollout_is_threshold": 2.0},
+    ),
+    *(
+        _verl(
+            f"decoupled, rejection by {name}",
+            loss_of(_rejecting(*criteria)),
+            "vanilla",
+            _NO_DUAL,
+            rollout_rs=_rejection(*criteria),
+        )
+        for name, criteria in _CRITERIA.items()
+    ),
+    _verl(
+        "decoupled, rejection and truncation of sequences",
+        loss_of(
+            ClippedSurrogate(
+                correction=replace(Correction.presets["sequence_masked_tis"], reject="seq_sum_k1:0.3_3.0"),
+                dual_clip=math.inf,
+            )
+        ),
+        "vanilla",
+        _NO_DUAL,
+        rollout_is={"rollout_is": "sequence", "rollout_is_threshold": 2.0},
+        rollout_rs=_rejection("seq_sum_k1:0.3_3.0"),
+    ),
+    _verl(
+        "decoupled, rejection without a constant divisor",
+        loss_of(_rejecting("token_k2:0.05")),
+        "vanilla",
+        _NO_DUAL,
+        rollout_rs=_rejection("token_k2:0.05"),
+        kept=True,
+        differs="verl's workers divide by the tokens that are kept, so that rejecting some raises the others' weight",
+    ),
+    _verl(
+        "Clip-Cov",
+        loss_of(ClipCov(cov_ratio=1.0, cov_low=0.5, cov_high=2.0)),
+        "clip_cov",
+        policy={"clip_cov_ratio": 1.0, "clip_cov_lb": 0.5, "clip_cov_ub": 2.0},
+        shares=(1, 1),
+    ),
+    _verl(
+        "KL-Cov",
+        loss_of(KlCov(cov_ratio=0.05)),
+        "kl_cov",
+        policy={"kl_cov_ratio": 0.05, "ppo_kl_coef": 1.0},
+        shares=(1, 1),
+    ),
+    _verl(
+        "KL-Cov in micro-batches",
+        loss_of(KlCov(cov_ratio=0.05)),
+        "kl_cov",
+        policy={"kl_cov_ratio": 0.05, "ppo_kl_coef": 1.0},
+        differs="verl chooses tokens in each micro-batch, so that the split changes which ones are penalised",
+    ),
+    _verl("value loss", loss_of(ValueLoss(clip=1e9)), "", function="value_loss", critic={"cliprange_value": 1e9}),
+    _verl("value loss, clipped", loss_of(ValueLoss()), "", function="value_loss", critic={"cliprange_value": 0.5}),
     _verl(
         "KL penalty k2",
         loss_of(ClippedSurrogate(kl_coef=0.1)),
@@ -408,4 +595,11 @@ VERL_ADVANTAGES = (
     ),
 )
 
-COMPARISONS = (*TRL_LOSSES, *VERL_LOSSES, *TRL_ADVANTAGES, *VERL_ADVANTAGES)
+COMPARISONS = (
+    *TRL_LOSSES,
+    *TRL_OFFLINE,
+    *TRL_DIVERGENCES,
+    *VERL_LOSSES,
+    *TRL_ADVANTAGES,
+    *VERL_ADVANTAGES,
+)

@@ -9,6 +9,13 @@ mask, and parts of rewards. Settings:
     config      fields of the trainer's config
     attributes  attributes of the trainer that are set once it stands, such as use_vllm, which would start vLLM
     old         "behaviour" (default) or "proximal": the logprobs that the trainer has kept from before the update
+
+Trainers of pairs (every second row is the rejected one) and of given answers have a function for a model, which
+returns the batch's logprobs, or as scores the means of its values. A function of logits has its own settings:
+
+    generalized_jsd_loss                 beta
+    compute_topk_self_distillation_loss  its arguments, and `clip`, of apply_importance_sampling_clipping
+    compute_sampled_token_self_distillation_loss  its arguments
     whole       whether each rank has all rows, instead of its share of them
 
 Each rank has config.gradient_accumulation_steps micro-batches; losses and gradients are summed over these and averaged
@@ -22,19 +29,33 @@ import functools
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+from trl.experimental.gkd import GKDTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+from trl.experimental.sdpo import loss_utils
 
 from benchmarks.peers.exchange import Arrays, read_batch, read_jobs, write_result, write_versions
 
@@ -43,7 +64,14 @@ CLASSES = {
     "GMPOTrainer": (GMPOTrainer, GMPOConfig),
     "RLOOTrainer": (RLOOTrainer, RLOOConfig),
 }
+OFFLINE: dict[str, tuple[Any, Any, dict[str, str]]] = {
+    "DPOTrainer": (DPOTrainer, DPOConfig, {"prompt": "a", "chosen": "a", "rejected": "a"}),
+    "RewardTrainer": (RewardTrainer, RewardConfig, {"prompt": "a", "chosen": "a", "rejected": "a"}),
+    "SFTTrainer": (SFTTrainer, SFTConfig, {"prompt": "a", "completion": "a"}),
+}
+"""Trainers without rollouts, with a row of their data."""
 Result = dict[str, np.ndarray[Any, Any]]
+Tensors = Mapping[str, torch.Tensor]
 
 
 class FromBatch:
@@ -123,6 +151,18 @@ def trainer(name: str, settings: str) -> Any:
     return made
 
 
+@functools.cache
+def offline_trainer(name: str, config: str) -> Any:
+    """Make a trainer of OFFLINE; `config` has fields of its config, as JSON."""
+    base, config_class, row = OFFLINE[name]
+    with tempfile.TemporaryDirectory() as output:
+        args = {"output_dir": output, "use_cpu": True, "bf16": False, "report_to": "none"} | json.loads(config)
+        dataset = Dataset.from_list([row] * 4)
+        made = base(model=model_folder().name, args=config_class(**args), train_dataset=dataset)
+    made.model.train()
+    return made
+
+
 def part(**_: object) -> list[float]:
     """Stand for a reward function, whose values are the batch's."""
     raise AssertionError("rewards are the batch's")
@@ -131,6 +171,10 @@ def part(**_: object) -> list[float]:
 def call(function: str, arrays: Arrays, settings: Mapping[str, Any]) -> Result:
     """Return what a trainer's method computes for a batch on all ranks."""
     name, method = function.split(".")
+    if name in OFFLINE:
+        return offline(name, arrays, settings)
+    if method in DIVERGENCES:
+        return divergence(DIVERGENCES[method], arrays, settings)
     kept = {field: settings.get(field, {}) for field in ("config", "attributes")}
     made = trainer(name, json.dumps(kept))
     batch = {field: torch.from_numpy(array) for field, array in arrays.items()}
@@ -165,6 +209,96 @@ def _loss(
     found = [made.accelerator.reduce(each, "mean").numpy() for each in (total.detach(), *gradients)]
     result = dict(zip(("loss", "gradient", "entropy_gradient"), found, strict=True))
     return result if getattr(made, "entropy_coef", 0.0) else {name: result[name] for name in ("loss", "gradient")}
+
+
+def offline(name: str, arrays: Arrays, settings: Mapping[str, Any]) -> Result:
+    """Return the loss of a trainer without rollouts, and its gradient by the logprobs, or by the values of scores."""
+    made = offline_trainer(name, json.dumps(settings["config"]))
+    batch = {field: torch.from_numpy(array) for field, array in arrays.items()}
+    mask, is_reward = batch["mask"], name == "RewardTrainer"
+    leaf = batch["values" if is_reward else "logprobs"].clone().requires_grad_()
+    total, accumulated = leaf.new_zeros(()), made.args.gradient_accumulation_steps
+    own = torch.arange(len(mask)).tensor_split(made.accelerator.num_processes)[made.accelerator.process_index]
+    for rows in own.tensor_split(accumulated):
+        if name == "SFTTrainer":
+            model = model_of(leaf, mask, rows)
+            loss = made.compute_loss(model, tokens_of(mask[rows]), num_items_in_batch=mask.sum())
+        else:
+            rows = torch.cat([rows[::2], rows[1::2]])  # the chosen ones first
+            made.ref_model = model_of(batch["reference"], mask, rows)
+            method = made.compute_loss if is_reward else made._compute_loss
+            loss = method(model_of(leaf, mask, rows), tokens_of(mask[rows]), False) / accumulated
+        total = total + loss
+    (gradient,) = torch.autograd.grad(total, leaf)
+    found = [made.accelerator.reduce(each, "mean").numpy() for each in (total.detach(), gradient)]
+    return dict(zip(("loss", "gradient"), found, strict=True))
+
+
+def tokens_of(mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a trainer's inputs for answers after a prompt of one token."""
+    completion = torch.nn.functional.pad(mask, (1, 0)).long()
+    ids = torch.ones_like(completion)
+    return {"input_ids": ids, "attention_mask": ids, "completion_mask": completion}
+
+
+def model_of(values: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> Callable[..., SimpleNamespace]:
+    """Return a model that answers with the logprobs of rows, and with their means as scores."""
+    own = values[rows].where(mask[rows], 0.0)
+    nothing = torch.zeros_like(own)
+    scores = own.sum(dim=1, keepdim=True) / mask[rows].sum(dim=1, keepdim=True).clamp(min=1)
+    outputs = SimpleNamespace(log_probs=own, logits=scores, label_mask=mask[rows], entropy=nothing, mean_logits=nothing)
+    outputs.is_top1 = nothing.bool()
+    return lambda **_: outputs
+
+
+def jsd(student: torch.Tensor, batch: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
+    """Return GKD's divergence of tokens, summed."""
+    labels = torch.zeros_like(batch["tokens"]).masked_fill(~batch["mask"], -100)
+    found: torch.Tensor = GKDTrainer.generalized_jsd_loss(
+        student, batch["teacher"], labels, num_items_in_batch=1, **settings
+    )
+    return found
+
+
+def top_k(student: torch.Tensor, batch: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
+    """Return SDPO's divergence over the student's most likely tokens, summed."""
+    given = {name: value for name, value in settings.items() if name != "clip"}
+    losses = loss_utils.compute_topk_self_distillation_loss(student, batch["teacher"], **given)
+    if "clip" in settings:
+        policies = batch["logprobs"], batch["behaviour"]
+        losses = loss_utils.apply_importance_sampling_clipping(losses, *policies, settings["clip"])
+    found: torch.Tensor = losses.where(batch["mask"], 0.0).sum()
+    return found
+
+
+def sampled(student: torch.Tensor, batch: Tensors, settings: Mapping[str, Any]) -> torch.Tensor:
+    """Return the reverse KL of sampled tokens, summed."""
+    policies = student, batch["teacher"]
+    losses = loss_utils.compute_sampled_token_self_distillation_loss(*policies, batch["tokens"], **settings)
+    found: torch.Tensor = losses.where(batch["mask"], 0.0).sum()
+    return found
+
+
+DIVERGENCES: dict[str, Any] = {
+    "generalized_jsd_loss": jsd,
+    "compute_topk_self_distillation_loss": top_k,
+    "compute_sampled_token_self_distillation_loss": sampled,
+}
+
+
+def divergence(function: Any, arrays: Arrays, settings: Mapping[str, Any]) -> Result:
+    """Return the mean of a divergence over tokens, summed up from micro-batches and ranks, and its gradient by the
+    student's logits."""
+    batch = {field: torch.from_numpy(array) for field, array in arrays.items()}
+    leaf, accelerator = batch["student"].clone().requires_grad_(), Accelerator(cpu=True)
+    own = torch.arange(len(leaf)).tensor_split(accelerator.num_processes)[accelerator.process_index]
+    total = leaf.new_zeros(())
+    for rows in own.tensor_split(3):
+        part = {field: column[rows] for field, column in batch.items()}
+        total = total + function(leaf[rows], part, settings) / batch["mask"].sum()
+    (gradient,) = torch.autograd.grad(total, leaf)
+    found = [accelerator.reduce(each, "sum").numpy() for each in (total.detach(), gradient)]
+    return dict(zip(("loss", "gradient"), found, strict=True))
 
 
 def main() -> None:

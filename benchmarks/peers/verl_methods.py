@@ -6,11 +6,13 @@ A job's function is a loss of verl.workers.utils.losses, which combines the term
 core_algos. Settings of a loss:
 
     actor, policy_loss  fields of ActorConfig and of its PolicyLossConfig
+    critic              fields of CriticConfig, for value_loss, whose gradient is by the values
     shares              ranks and micro-batches, by default [2, 3]; their losses are added up as the trainer does:
                         summed over micro-batches, averaged over ranks
     rollout_is          arguments of compute_rollout_correction_weights, for old_log_prob = the proximal policy's;
                         without it old_log_prob is the engine's
     rollout_rs          arguments of compute_rollout_rejection_mask, of the same policies
+    kept                whether the loss is divided by the tokens that are not rejected, as verl's workers do
 
 Settings of an advantage are its arguments, `config`, the fields of AlgoConfig, and `penalties`, whether the batch's are
 subtracted from the rewards of tokens. Tensors are float64; verl itself computes some in float32. Imports nothing from
@@ -32,7 +34,7 @@ from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.tensordict_utils import assign_non_tensor
-from verl.workers.config import ActorConfig, PolicyLossConfig
+from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
 from verl.workers.utils import losses
 
 from benchmarks.peers.exchange import Arrays, read_batch, read_jobs, write_result, write_versions
@@ -41,23 +43,29 @@ Result = dict[str, np.ndarray[Any, Any]]
 
 
 def loss(function: Callable[..., Any], arrays: Arrays, settings: Mapping[str, Any]) -> Result:
-    """Return the loss of a batch and its gradients by logprobs and, if they have any, entropies."""
+    """Return the loss of a batch and its gradients by logprobs or values and, if they have any, entropies."""
     batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
     ranks, micro_batches = settings.get("shares", (2, 3))
-    leaves = [batch[name].clone().requires_grad_() for name in ("logprobs", "entropy")]
+    output = "values" if function is losses.value_loss else "log_probs"
+    leaves = [batch[name].clone().requires_grad_() for name in (output.replace("log_probs", "logprobs"), "entropy")]
     mask, old = batch["mask"].to(torch.float64), batch["behaviour"]
     whole = {"dp_size": ranks, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(mask)}
-    columns = {"advantages": batch["advantages"], "ref_log_prob": batch["reference"]}
+    columns = {"advantages": batch["advantages"], "ref_log_prob": batch["reference"], "returns": batch["returns"]}
+    columns["values"] = batch["old_values"]
     if "rollout_is" in settings or "rollout_rs" in settings:
         old = batch["proximal"]
     if given := settings.get("rollout_is"):
         columns["rollout_is_weights"], _ = compute_rollout_correction_weights(old - batch["behaviour"], mask, **given)
     if given := settings.get("rollout_rs"):
         mask, _ = compute_rollout_rejection_mask(old - batch["behaviour"], mask, **given)
-    config = ActorConfig(
+    if settings.get("kept"):
+        whole["batch_num_tokens"] = int(mask.sum())
+    config: Any = ActorConfig(
         **{"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1} | settings.get("actor", {}),
         policy_loss=PolicyLossConfig(**settings.get("policy_loss", {})),
     )
+    if output == "values":
+        config = CriticConfig(strategy="fsdp", ppo_micro_batch_size_per_gpu=1, **settings.get("critic", {}))
     total = leaves[0].new_zeros(())
     for rows in torch.arange(len(mask)).tensor_split(ranks * micro_batches):
         prompts, responses = torch.ones(len(rows), 1), torch.ones_like(mask[rows])
@@ -68,14 +76,16 @@ def loss(function: Callable[..., Any], arrays: Arrays, settings: Mapping[str, An
             batch_size=len(rows),
         )
         assign_non_tensor(data, pad_mode=DatasetPadMode.RIGHT, **whole)
-        logprobs, entropy = (leaf[rows] for leaf in leaves)
-        if function is losses.ppo_loss:  # it shifts the outputs, of all tokens, by one
-            logprobs, entropy = (torch.nn.functional.pad(each, (0, 1)).flatten() for each in (logprobs, entropy))
-        part, _ = function(config, {"log_probs": logprobs, "entropy": entropy}, data)
+        given, entropy = (leaf[rows] for leaf in leaves)
+        if function is not losses.sft_loss:  # they shift the outputs, of all tokens, by one
+            given, entropy = (torch.nn.functional.pad(each, (0, 1)).flatten() for each in (given, entropy))
+        part, _ = function(config, {output: given, "entropy": entropy}, data)
         total = total + part / ranks
     gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
     result = {"loss": total.detach().numpy(), "gradient": gradients[0].numpy()}
-    return result | ({"entropy_gradient": gradients[1].numpy()} if config.entropy_coeff else {})
+    return result | (
+        {"entropy_gradient": gradients[1].numpy()} if settings.get("actor", {}).get("entropy_coeff") else {}
+    )
 
 
 def advantages(function: Callable[..., Any], arrays: Arrays, settings: Mapping[str, Any]) -> Result:
