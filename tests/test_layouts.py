@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks import layouts
 from benchmarks.ranks import run_ranks
 from benchmarks.report import BenchmarkError
+from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.components import LossSum
 from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.logprobs import Scoring, TokenScores, token_scores
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.minibatch_losses import ClipCov, KlCov, M2po
-from forge_rl.algorithms.policy_losses import Gspo
+from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Reinforce, Sapo, Topr, Vespo
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
@@ -83,12 +84,22 @@ def test_layouts_of_two_ranks_train_as_one_process(tmp_path: Path):
     check(tmp_path, layouts.cases(FAMILIES, most_ranks=2))
 
 
-def test_statistics_of_a_minibatch_are_of_all_rows_on_all_ranks(tmp_path: Path):
+REJECTING = Correction(proximal="loglinear", mode="truncate", level="geometric", high=1.5, reject="seq_mean_k1:0.4_2.5")
+
+
+def test_losses_and_their_statistics_are_of_all_rows_on_all_ranks(tmp_path: Path):
     losses: dict[str, Loss] = {
         "m2po": M2po(m2_bound=2.0),
         "clip_cov": ClipCov(cov_ratio=0.05, cov_low=0.1, correction=Correction.presets["sequence_tis"]),
         "kl_cov": KlCov(cov_ratio=0.05),
         "gspo": Gspo(clip_high=0.5, top_entropy_quantile=0.5, entropy_coef=0.01),
+        "gmpo": Gmpo(),
+        "topr": Topr(),
+        "vespo": Vespo(k_positive=0.2, lambda_positive=0.01, k_negative=0.1, lambda_negative=0.01),
+        "cispo": Cispo(),
+        "dppo": Dppo(),
+        "sapo": Sapo(aggregation=Aggregation(kind="sequence_mean")),
+        "reinforce": Reinforce(off_policy_bound=0.5, correction=REJECTING),
     }
     check(tmp_path, layouts.cases(["llama"], most_ranks=2), LossSum(losses))
 
