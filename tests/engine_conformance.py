@@ -591,6 +591,20 @@ def a_run_continues_bit_by_bit(trainers: Trainers) -> None:
     assert same(resumed, through)
 
 
+def a_reset_engine_trains_as_a_new_one_bit_by_bit(trainers: Trainers) -> None:
+    engine, new = trainers.make(), trainers.make()
+    for seed in (5, 6):
+        step(engine, seed)
+    engine.offload()
+    engine.reset()
+    assert (engine.updates, engine.planned) == (0, 0)
+    for seed in range(3):
+        assert same(engine, new)
+        step(engine, seed)
+        step(new, seed)
+    assert same(engine, new)
+
+
 TRAIN: dict[str, Callable[[Trainers], None]] = {
     check.__name__: check
     for check in (
@@ -599,5 +613,6 @@ TRAIN: dict[str, Callable[[Trainers], None]] = {
         shards_tile_every_tensor,
         state_that_leaves_comes_back_bit_by_bit,
         a_run_continues_bit_by_bit,
+        a_reset_engine_trains_as_a_new_one_bit_by_bit,
     )
 }

@@ -84,6 +84,14 @@ class Parts:
     async def rollback(self, version: int) -> None:
         self.done.append(f"forget all after {version}")
 
+    async def reset(self, state: dict[str, Any] | None = None, *, seed: int) -> None:
+        """Reset, as the rollouts if there is a state, else as the trainer."""
+        if state is None:
+            self.updates = 0
+        else:
+            self.batches = state["batches"]
+        self.done.append(f"reset the {'trainer' if state is None else 'rollouts'} with seed {seed}")
+
     async def publish(self, store: object, *, dtype: str) -> int:
         self.done.append(f"publish {self.version}")
         return self.version
@@ -305,6 +313,37 @@ def test_without_a_checkpoint_a_rollback_goes_to_the_start(tmp_path: Path) -> No
         assert await checkpointer.rollback() == 0
         assert parts.done == ["devices cleared", "restart at 0", "forget all after -1", "publish 0", "load 0"]
         assert (parts.batches, checkpointer.saved, checkpointer.step) == (0, None, 0)
+
+    asyncio.run(check())
+
+
+def test_a_reset_goes_to_the_start_in_place_with_a_new_version_and_the_score_of_the_same_weights(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        parts = Parts()
+        checkpointer, entropy = checkpointer_of(parts, tmp_path), AdaptiveEntropy(target=1.0, initial=0.5)
+        checkpointer.kept.add("entropy", entropy)
+        scores_of(checkpointer).update({0: 0.1, 1: 0.2})
+        entropy.update(0.5)
+        parts.step(checkpointer)
+        checkpointer._evaluator.start(1, 1)
+        await checkpointer.reset(3)
+        assert parts.done == [
+            "reset the rollouts with seed 3",
+            "devices to the trainer",
+            "reset the trainer with seed 3",
+            "publish 1",
+            "load 1",
+        ]
+        assert (parts.batches, checkpointer.step, scores_of(checkpointer)) == (0, 0, {0: 0.1})
+        assert (checkpointer._evaluator.step, entropy.coefficient) == (None, 0.5)
+        assert not checkpointer.trained
+        parts.step(checkpointer)
+        await save(checkpointer)
+        with pytest.raises(ConfigError, match="the run has checkpoints in"):
+            await checkpointer.reset(3)
+        assert checkpointer.step == 1
 
     asyncio.run(check())
 

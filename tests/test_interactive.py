@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from openai import AsyncOpenAI
 
 from forge_rl import Task, start
@@ -29,6 +30,7 @@ def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(
         evaluation=EvalConfig(tasks=4),
         out=tmp_path / "run",
         display="none",
+        checkpoint_every=0,
         generator=Generator.Config(max_model_len=512, kv_cache_gib=0.25),
     )
     sources, reward = config.data.build(config.tasks, seed=config.seed), build_reward(config.rewards)
@@ -60,11 +62,20 @@ def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(
             line.run(step(run))
             assert run.last_batch is not None
             assert {len(episode.turns) for episode in run.last_batch.episodes} <= {1, 2}
+            before, version = metrics(tmp_path / "run"), run.trainer.version
+            line.run(run.reset())
+            assert (run.step, run.trainer.updates, run.trainer.version, run.last_batch) == (0, 0, version + 1, None)
+            assert metrics(tmp_path / "run") == []
+            line.run(step(run))
         finally:
             line.run(run.close())
         line.run(run.close())  # again: nothing happens
     rows = metrics(tmp_path / "run")
-    assert [row["step"] for row in rows] == [1, 2]
-    assert all(row["grad_norm"] > 0 for row in rows)
-    assert rows[0]["logprob_gap"] < 1e-3
+    assert [row["step"] for row in before] == [1, 2]
+    assert all(row["grad_norm"] > 0 for row in before)
+    assert before[0]["logprob_gap"] < 1e-3
+    assert [row["step"] for row in rows] == [1]
+    for name in ("reward/mean", "grad_norm"):  # of the same tasks, answers and weights, up to rounding
+        assert rows[0][name] == pytest.approx(before[0][name], rel=1e-3)
+        assert rows[0][name] != pytest.approx(before[1][name], rel=1e-3)
     assert not (tmp_path / "run" / "summary.json").exists(), "the same settings continue it"

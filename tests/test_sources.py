@@ -7,13 +7,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.mixture import Mixture
-from forge_rl.data.sources import ReasoningGymSource, Source
+from forge_rl.data.sources import IterableSource, ReasoningGymSource, Reseedable, Source
 from forge_rl.data.sources.reasoning_gym import problem_of
+from forge_rl.envs.task_list import seeded
 from forge_rl.errors import TaskError
 from forge_rl.flags.texts import parse
 from forge_rl.types import Task
@@ -127,6 +129,31 @@ def test_a_restored_source_goes_on_where_it_stood() -> None:
     resumed = _source()
     resumed.restore(state)
     assert [resumed.draw() for _ in range(5)] == expected
+
+
+@pytest.mark.parametrize("kind", ["generated", "file", "list", "environment"])
+def test_a_source_begins_again_in_the_order_of_another_seed(kind: str, tmp_path: Path) -> None:
+    rows = [{"question": f"{n}?", "answer": str(n)} for n in range(50)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def of(seed: int) -> Source:
+        if kind == "environment":
+            return seeded("game", tasks=50, held_out=2, prompt="go", seed=seed)
+        if kind == "list":
+            return IterableSource("rows", rows, seed=seed)
+        text = str(tmp_path / "rows.jsonl") if kind == "file" else "chain_sum"
+        (source,) = DataConfig().build((text,), seed=seed).sources.values()
+        return source
+
+    source = of(1)
+    first = [source.draw() for _ in range(8)]
+    assert isinstance(source, Reseedable)
+    source.reseed(2)
+    found = [source.draw() for _ in range(8)]
+    assert found == [other.draw() for other in [of(2)] for _ in range(8)] != first
+    source.reseed(1)
+    source.restore(of(1).state())
+    assert [source.draw() for _ in range(8)] == first
 
 
 def test_the_state_of_another_stream_is_refused() -> None:

@@ -172,6 +172,16 @@ def test_a_new_head_starts_at_0_and_its_export_is_read_by_transformers_and_by_th
     assert resumed.updates == 3
 
 
+def test_a_reset_head_is_0_again(tmp_path: Path):
+    make_model(tmp_path)
+    engine, laid = engine_of(tmp_path), packed(random_batch(0, vocab=43))
+    for _ in range(2):
+        engine.train_batch(laid.minibatches, LOSS, epochs=1, temperature=1.0, total_updates=5, version=None)
+    assert any(each.any() for each in engine.values(laid.rows))
+    engine.reset()
+    assert not any(each.any() for each in engine.values(laid.rows))
+
+
 def test_values_are_refused_of_a_policy_and_logprobs_of_a_value_model(tmp_path: Path):
     make_model(tmp_path)
     laid = packed(random_batch(0, vocab=43))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 from forge_rl.data.adaptive import Adapting, AdaptiveShares
-from forge_rl.data.sources import IterableSource, Source
+from forge_rl.data.sources import IterableSource, Reseedable, Source
 from forge_rl.data.sources.iterable import Items
 from forge_rl.errors import TaskError
 from forge_rl.types import Group, Task
@@ -205,6 +205,12 @@ class Mixture:
                     f"the saved mixture has the sources {saved}, this one {sorted(self._sources)}",
                     hint="resume with the original tasks, or start a new run",
                 )
+
+    def reseed(self, seed: int) -> None:
+        """Begin each source again in the order of a seed. A source of another kind without `reseed` keeps its order."""
+        for source in self._sources.values():
+            if isinstance(source, Reseedable):
+                source.reseed(seed)
 
     def restore_sources(self, state: Mapping[str, object]) -> None:
         """Restore the sources' positions but not the weights, so that an unusable state fails early.

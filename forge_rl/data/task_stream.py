@@ -116,6 +116,11 @@ class ResumableTaskStream:
         consumed.update(self._consumed)
         return [list(task) for task in sorted(consumed.elements())]
 
+    def reseed(self, seed: int) -> None:
+        """Begin each source again in another order, before the first draw; see `Mixture.reseed`."""
+        assert not self._drawn, "restore comes first"
+        self._mixture.reseed(seed)
+
     def restore(self, state: dict[str, object], consumed: Sequence[Sequence[str]]) -> None:
         """Resume from the results of `state` and `consumed`.
 

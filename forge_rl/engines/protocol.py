@@ -306,6 +306,15 @@ class TrainEngine(Protocol):
             A future, done when all ranks have written; raises CheckpointError if one failed.
         """
 
+    def reset(self) -> None:
+        """Return to the state before the first update, from the files of the model that the engine started with.
+
+        A value head that the files lack is 0 again; the reference, if any, is unchanged.
+
+        Raises:
+            ModelError: the files cannot be read any more.
+        """
+
     def load_training_state(self, folder: Path) -> int:
         """Resume from a folder `training` that `save` wrote; returns the version saved in it.
 

@@ -52,6 +52,10 @@ class TaskList:
         """Return the first held-out tasks, or all if there are fewer."""
         return self._held_out[:tasks]
 
+    def reseed(self, seed: int) -> None:
+        """Begin again, in the order of another seed."""
+        self._seed, self._drawn, self._order = seed, 0, (-1, [])
+
     def state(self) -> dict[str, object]:
         """Return the position in the stream, as JSON."""
         return {"drawn": self._drawn, "tasks": len(self._train), "seed": self._seed}

@@ -295,6 +295,16 @@ class RolloutExecutor:
         self._scheduler.reconfigure(self.config)
         self._scheduler.reset(batches)
 
+    async def reset(self, state: dict[str, object], *, seed: int) -> None:
+        """Begin again from the state before the first batch, with a seed for sampling and for the order of tasks.
+
+        Raises:
+            TaskError: a source cannot begin again, or has no other order.
+        """
+        await self.restore(state)
+        self._scheduler.tasks.reseed(seed)
+        self._seed, self.last = seed, None
+
     def __repr__(self) -> str:
         done, groups = self._scheduler.planner.progress()
         return f"Rollouts  {self.config.kind}  {done} of {groups} groups; {self._scheduler.describe_missing()}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_rl.errors import CheckpointError, ReplicaError
+from forge_rl.errors import CheckpointError, ConfigError, ReplicaError
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.evaluator import Evaluator
@@ -255,6 +255,29 @@ class Checkpointer:
         await self.publish()
         self._note()
         self.mark_best()
+
+    async def reset(self, seed: int) -> None:
+        """Bring everything to the state before the first step, in place, with another seed.
+
+        Raises:
+            ConfigError: there are checkpoints, which would be of steps that the run has not taken.
+            TaskError: a source cannot begin again.
+        """
+        if self._saving is not None or self.saved is not None:
+            raise ConfigError(
+                f"the run has checkpoints in {self.checkpoints.folder}, which a reset would leave without their steps",
+                hint="reset a run that writes none: set --checkpoint-every 0, and another --out if it was resumed",
+            )
+        await self._rollouts.reset(_with_changes(self._first, self._live.state()), seed=seed)
+        self._first = self._rollouts.state()
+        await self._services.devices.hand_to_trainer(idle=True)
+        for trainer in self._services.trainers:
+            await trainer.reset(seed=seed)
+        self.kept.restore({})
+        self.step = 0
+        self._evaluator.rollback(0)
+        await self.publish()
+        self._note()
 
     def mark_best(self) -> None:
         """Mark the checkpoint with the best score; if the disk is full, the next checkpoint tries again."""

@@ -78,6 +78,7 @@ class Run(Generic[C]):
         self._monitor = monitor
         self._clock = monitor.clock
         self._log = monitor.log
+        self._seed = config.seed
         self._asked: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
         """Work requested for the end of the current step."""
         self._end_step()  # the start does not count towards the first step
@@ -324,6 +325,45 @@ class Run(Generic[C]):
             await self._checkpointer.begin_save()
             wait = self.step >= self.config.steps if wait is None else wait
             return await self._checkpointer.finish_save() if wait else None
+
+    async def reset(self, *, seed: int | None = None) -> None:
+        """Return to the state before the first step, without restarting any process; between steps.
+
+            for seed in range(3):
+                await run.reset(seed=seed)
+                while run.step < 20:
+                    await step(run)
+
+        Trainer and critic reload the model's files and begin with a new optimizer and learning rate schedule; tasks,
+        kept objects and `last_batch` are as at the start, episodes in flight are dropped, and the engines get the
+        weights as a new version: versions continue to increase. Scores of step 0 stay, as they are of the same weights,
+        and so do live changes of mixture, schedule and reward. The folder's metrics and episodes after step 0 are
+        dropped. `run.loss` may be changed between resets to one that needs nothing that `start` was not told of, such
+        as a reference.
+
+        Args:
+            seed: seed of sampling, of the order of tasks, and of the split into minibatches; by default the last
+                reset's, at first --seed. A source of your own keeps its order unless it has a method `reseed(seed)`.
+
+        Raises:
+            ConfigError: the run writes checkpoints, or was resumed from one.
+            TaskError: a source cannot begin again, such as a bare iterator.
+        """
+        if self.config.checkpoint_every:
+            raise ConfigError(
+                f"--checkpoint-every is {self.config.checkpoint_every}, and a reset would leave checkpoints without "
+                "their steps",
+                hint="set --checkpoint-every 0",
+            )
+        seed = self._seed if seed is None else seed
+        with self.phase("reset"):
+            self._pop_evaluation()
+            await self._checkpointer.reset(seed)
+            self._log.rollback(0)
+        self._seed = seed
+        self.last_batch, self._epochs = None, self.mixture.epochs
+        self.rollouts.metrics()
+        self._end_step()  # neither does a reset count towards the first step
 
     async def finish(self) -> None:
         """Complete a run that has reached its last step: its pending evaluation and checkpoint, and its summary."""

@@ -83,7 +83,8 @@ class Trainer:
         self.updates = 0
         """Number of optimizer steps that the weights have taken."""
         self._published: int | None = None
-        """Number of updates of the latest published version; None before the first publish."""
+        """Number of updates of the latest published version; None before the first publish, -1 if it is of updates
+        before a reset."""
         self.parameters = 0
         """Number of the policy's parameters."""
         self.skipped: tuple[str, ...] = ()
@@ -383,6 +384,19 @@ class Trainer:
         """Wait until the ranks are idle after an abandoned step, and adopt their number of updates."""
         self.updates = (await self._all("wait_idle"))[0]
         return self.updates
+
+    async def reset(self, *, seed: int) -> None:
+        """Return all ranks to the state before the first update, in place; see `TrainEngine.reset`.
+
+        Versions continue to increase: the next publish makes a new one of the first weights.
+
+        Args:
+            seed: determines the split of groups into minibatches; see `Layout.seed`.
+        """
+        await self._all("reset")
+        self._seed, self.updates, self._skipped_in_a_row, self.skipped = seed, 0, 0, ()
+        if self._published is not None:
+            self._published = -1  # weights of another course of updates
 
     async def save(self, folder: Path, *, model: Path) -> None:
         """Begin to write a checkpoint, to be awaited with `finish_save`; see `TrainEngine.save`.

@@ -141,6 +141,12 @@ class TrainerActor(ServiceActor):
             return self.engine.updates
 
     @concurrent_endpoint
+    async def reset(self) -> None:
+        """Return to the state before the first update."""
+        async with self._lock:
+            self.engine.reset()
+
+    @concurrent_endpoint
     async def save(self, folder: Path, model: Path, version: int) -> None:
         """Begin to write a checkpoint; returns once the state is copied."""
         async with self._lock:

@@ -15,6 +15,7 @@ __all__ = [
     "Columns",
     "IterableSource",
     "ReasoningGymSource",
+    "Reseedable",
     "Source",
     "TableSource",
 ]
@@ -47,3 +48,11 @@ class Source(Protocol):
 
     def restore(self, state: Mapping[str, object]) -> None:
         """Resume from a saved position."""
+
+
+@runtime_checkable
+class Reseedable(Protocol):
+    """A source whose order depends on a seed that can change."""
+
+    def reseed(self, seed: int) -> None:
+        """Begin again, in the order of another seed."""

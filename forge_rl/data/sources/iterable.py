@@ -141,6 +141,12 @@ class IterableSource:
                 hint="make the source yield the same items each time",
             )
 
+    def reseed(self, seed: int) -> None:
+        """Begin again, a sequence in the order of another seed. A bare iterator continues."""
+        self.seed = seed
+        if not self._once:
+            self._begun, self._epoch, self._index = None, 0, 0
+
     @property
     def _once(self) -> bool:
         """True for a bare iterator."""

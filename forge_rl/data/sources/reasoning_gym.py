@@ -60,8 +60,7 @@ class ReasoningGymSource:
             )
         self.params = dict(self.params)
         self.name = self.name or self.dataset
-        self._stream = _Stream(self.dataset, self.params, f"seed {self.seed}")
-        self._index = 0
+        self.reseed(self.seed)
 
     def __repr__(self) -> str:
         params = ", ".join(f"{key}={value!r}" for key, value in self.params.items())
@@ -120,6 +119,12 @@ class ReasoningGymSource:
                 hint="resume with the original tasks and seed, or start a new run",
             )
         self._index = index
+
+    def reseed(self, seed: int) -> None:
+        """Begin again, with the tasks of another seed."""
+        self.seed = seed
+        self._stream = _Stream(self.dataset, self.params, f"seed {seed}")
+        self._index = 0
 
     def _is_held_out(self, entry: Mapping[str, object]) -> bool:
         return int(_digest(_as_json(problem_of(entry))), 16) < self.held_out_share * 2**64

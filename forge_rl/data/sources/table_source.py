@@ -201,6 +201,10 @@ class TableSource:
             )
         self._position = position
 
+    def reseed(self, seed: int) -> None:
+        """Begin again, in the order of another seed."""
+        self.seed, self._position = seed, 0
+
     def _parsed(self, table: Table, row: int, written: object) -> ReadRow:
         try:
             raw = written if isinstance(written, bytes) else b""

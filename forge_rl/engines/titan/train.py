@@ -268,6 +268,13 @@ class TitanEngine:
         dtype = self.architecture.dtype
         return self._saver.save(self.model, self.optimizer, counts, folder, source=model, dtype=dtype)
 
+    def reset(self) -> None:
+        self.onload()
+        _reshard(self.model)
+        load_weights(self.model, self._folder, tied=self.model.enable_weight_tying)
+        self.optimizer.state.clear()  # AdamW makes it anew at the next step
+        self.updates = self.planned = 0
+
     def load_training_state(self, folder: Path) -> int:
         self.onload()
         counts = load_training_state(self.model, self.optimizer, ("updates", "planned", "version"), folder)
