@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import DecodeEngine, TrainEngine
 from forge_rl.errors import AttestationError, ConfigError, WeightsError
 from forge_rl.packing.rows import Row
@@ -489,6 +490,7 @@ class Trainers:
     """Makes engines under check, each from the same folder."""
 
     make: Callable[[], TrainEngine]
+    optimizer: OptimizerConfig
     folder: Path
     scratch: Path
 
@@ -592,11 +594,15 @@ def a_run_continues_bit_by_bit(trainers: Trainers) -> None:
 
 
 def a_reset_engine_trains_as_a_new_one_bit_by_bit(trainers: Trainers) -> None:
-    engine, new = trainers.make(), trainers.make()
+    engine, new, optimizer = trainers.make(), trainers.make(), trainers.optimizer
+    engine.reset(replace(optimizer, lr=3e-3, beta1=0.5, weight_decay=0.0))
+    before = published(engine)
     for seed in (5, 6):
         step(engine, seed)
+    largest = max(float((values - before[key]).abs().max()) for key, values in published(engine).items())
+    assert 1e-3 < largest < 7e-3, "of its own learning rate"
     engine.offload()
-    engine.reset()
+    engine.reset(optimizer)
     assert (engine.updates, engine.planned) == (0, 0)
     for seed in range(3):
         assert same(engine, new)

@@ -84,7 +84,7 @@ class Parts:
     async def rollback(self, version: int) -> None:
         self.done.append(f"forget all after {version}")
 
-    async def reset(self, state: dict[str, Any] | None = None, *, seed: int) -> None:
+    async def reset(self, state: dict[str, Any] | None = None, *, seed: int, optimizer: object = None) -> None:
         """Reset, as the rollouts if there is a state, else as the trainer."""
         if state is None:
             self.updates = 0

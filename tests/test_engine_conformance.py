@@ -115,6 +115,6 @@ def test_a_train_engine(check: str, family: str, tied: bool, tmp_path: Path) -> 
     optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, decay="cosine")
     settings = TrainSettings(dtype="float32", seq_len=256, optimizer=optimizer)
     trainers = Trainers(
-        lambda: make_train_engine(tmp_path / "hf", settings), folder=tmp_path / "hf", scratch=tmp_path / "saved"
+        lambda: make_train_engine(tmp_path / "hf", settings), optimizer, tmp_path / "hf", scratch=tmp_path / "saved"
     )
     TRAIN[check](trainers)

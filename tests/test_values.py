@@ -178,7 +178,7 @@ def test_a_reset_head_is_0_again(tmp_path: Path):
     for _ in range(2):
         engine.train_batch(laid.minibatches, LOSS, epochs=1, temperature=1.0, total_updates=5, version=None)
     assert any(each.any() for each in engine.values(laid.rows))
-    engine.reset()
+    engine.reset(OptimizerConfig())
     assert not any(each.any() for each in engine.values(laid.rows))
 
 

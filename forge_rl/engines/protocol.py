@@ -306,10 +306,13 @@ class TrainEngine(Protocol):
             A future, done when all ranks have written; raises CheckpointError if one failed.
         """
 
-    def reset(self) -> None:
+    def reset(self, optimizer: OptimizerConfig) -> None:
         """Return to the state before the first update, from the files of the model that the engine started with.
 
         A value head that the files lack is 0 again; the reference, if any, is unchanged.
+
+        Args:
+            optimizer: settings of the optimizer from now on.
 
         Raises:
             ModelError: the files cannot be read any more.

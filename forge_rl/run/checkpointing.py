@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import CheckpointError, ConfigError, ReplicaError
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
@@ -256,8 +257,8 @@ class Checkpointer:
         self._note()
         self.mark_best()
 
-    async def reset(self, seed: int) -> None:
-        """Bring everything to the state before the first step, in place, with another seed.
+    async def reset(self, seed: int, optimizer: OptimizerConfig | None = None) -> None:
+        """Bring everything to the state before the first step, in place, with another seed and perhaps optimizer.
 
         Raises:
             ConfigError: there are checkpoints, which would be of steps that the run has not taken.
@@ -272,7 +273,7 @@ class Checkpointer:
         self._first = self._rollouts.state()
         await self._services.devices.hand_to_trainer(idle=True)
         for trainer in self._services.trainers:
-            await trainer.reset(seed=seed)
+            await trainer.reset(seed=seed, optimizer=optimizer if trainer is self._services.trainer else None)
         self.kept.restore({})
         self.step = 0
         self._evaluator.rollback(0)

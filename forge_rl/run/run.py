@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any, Generic, TypeVar
 
 from forge_rl.algorithms.protocol import Loss
+from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError, ServiceError
 from forge_rl.metrics import Metric, batch_metrics
@@ -326,7 +327,7 @@ class Run(Generic[C]):
             wait = self.step >= self.config.steps if wait is None else wait
             return await self._checkpointer.finish_save() if wait else None
 
-    async def reset(self, *, seed: int | None = None) -> None:
+    async def reset(self, *, seed: int | None = None, optimizer: OptimizerConfig | None = None) -> None:
         """Return to the state before the first step, without restarting any process; between steps.
 
             for seed in range(3):
@@ -344,6 +345,7 @@ class Run(Generic[C]):
         Args:
             seed: seed of sampling, of the order of tasks, and of the split into minibatches; by default the last
                 reset's, at first --seed. A source of your own keeps its order unless it has a method `reseed(seed)`.
+            optimizer: settings of the policy's optimizer from now on; by default unchanged.
 
         Raises:
             ConfigError: the run writes checkpoints, or was resumed from one.
@@ -358,7 +360,7 @@ class Run(Generic[C]):
         seed = self._seed if seed is None else seed
         with self.phase("reset"):
             self._pop_evaluation()
-            await self._checkpointer.reset(seed)
+            await self._checkpointer.reset(seed, optimizer)
             self._log.rollback(0)
         self._seed = seed
         self.last_batch, self._epochs = None, self.mixture.epochs

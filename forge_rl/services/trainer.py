@@ -16,6 +16,7 @@ import numpy.typing as npt
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import train_environment
+from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import (
     CheckpointError,
     DeadlineError,
@@ -125,7 +126,7 @@ class Trainer:
         env = train_environment(config.ranks)
 
         def spawn() -> Replica:
-            args = model, config, reference, config.ranks, values
+            args = model, trainer.config, reference, config.ranks, values
             return service.spawn(TrainerActor, *args, ranks=config.ranks, env=env, index=0)
 
         trainer = cls(
@@ -385,15 +386,17 @@ class Trainer:
         self.updates = (await self._all("wait_idle"))[0]
         return self.updates
 
-    async def reset(self, *, seed: int) -> None:
+    async def reset(self, *, seed: int, optimizer: OptimizerConfig | None = None) -> None:
         """Return all ranks to the state before the first update, in place; see `TrainEngine.reset`.
 
         Versions continue to increase: the next publish makes a new one of the first weights.
 
         Args:
             seed: determines the split of groups into minibatches; see `Layout.seed`.
+            optimizer: settings of the optimizer from now on; by default unchanged.
         """
-        await self._all("reset")
+        self.config = replace(self.config, optimizer=optimizer or self.config.optimizer)
+        await self._all("reset", self.config.optimizer)
         self._seed, self.updates, self._skipped_in_a_row, self.skipped = seed, 0, 0, ()
         if self._published is not None:
             self._published = -1  # weights of another course of updates

@@ -16,6 +16,7 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import make_train_engine
+from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import device_threads, init_distributed
 from forge_rl.engines.protocol import TrainEngine, TrainSettings
 from forge_rl.errors import ForgeError, LossError
@@ -141,10 +142,10 @@ class TrainerActor(ServiceActor):
             return self.engine.updates
 
     @concurrent_endpoint
-    async def reset(self) -> None:
+    async def reset(self, optimizer: OptimizerConfig) -> None:
         """Return to the state before the first update."""
         async with self._lock:
-            self.engine.reset()
+            self.engine.reset(optimizer)
 
     @concurrent_endpoint
     async def save(self, folder: Path, model: Path, version: int) -> None:

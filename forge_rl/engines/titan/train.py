@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.memory import adds_up_once
+from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import local_device, release_memory, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.diagnostics import measure_tokens
@@ -59,14 +61,7 @@ class TitanEngine:
         self.model = self._build()
         freeze(self.model, settings.frozen)
         self._reference = self._build(frozen=True).requires_grad_(False) if reference else None
-        optimizer = settings.optimizer
-        self.optimizer = torch.optim.AdamW(
-            [{"params": parameters} for parameters in _by_mesh(self.model)],
-            lr=optimizer.lr,
-            betas=(optimizer.beta1, optimizer.beta2),
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
+        self.optimizer = self._make_optimizer()
         self._adds_up_once = adds_up_once(self.architecture.weights, settings, ranks=dist.get_world_size())
         self._offloaded: OffloadedTensors | None = None
         self._saver = CheckpointWriter()
@@ -268,11 +263,12 @@ class TitanEngine:
         dtype = self.architecture.dtype
         return self._saver.save(self.model, self.optimizer, counts, folder, source=model, dtype=dtype)
 
-    def reset(self) -> None:
+    def reset(self, optimizer: OptimizerConfig) -> None:
         self.onload()
         _reshard(self.model)
         load_weights(self.model, self._folder, tied=self.model.enable_weight_tying)
-        self.optimizer.state.clear()  # AdamW makes it anew at the next step
+        self._settings = replace(self._settings, optimizer=optimizer)
+        self.optimizer = self._make_optimizer()
         self.updates = self.planned = 0
 
     def load_training_state(self, folder: Path) -> int:
@@ -366,6 +362,17 @@ class TitanEngine:
     def parameters(self) -> int:
         """Number of the policy's parameters over all ranks."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        """Make an optimizer of the model's weights, whose state AdamW creates at the first step."""
+        optimizer = self._settings.optimizer
+        return torch.optim.AdamW(
+            [{"params": parameters} for parameters in _by_mesh(self.model)],
+            lr=optimizer.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
 
     def _build(self, *, frozen: bool = False) -> PolicyModel:
         """Build and load a model; a frozen one has its weights in the dtype of the forward pass."""
