@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.gae import gae as gae
     from forge_rl.algorithms.gates import gate_advantages as gate_advantages
     from forge_rl.algorithms.gigpo import gigpo_advantages as gigpo_advantages
+    from forge_rl.algorithms.hints import Hint as Hint
     from forge_rl.algorithms.loss_flag import LossTexts as LossTexts
     from forge_rl.algorithms.loss_flag import build_loss as build_loss
     from forge_rl.algorithms.losses import ClippedSurrogate as ClippedSurrogate
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     from forge_rl.run.start import start as start
     from forge_rl.run.task_config import TaskConfig as TaskConfig
     from forge_rl.services.generator_config import GeneratorConfig as GeneratorConfig
+    from forge_rl.services.teachers_config import TeachersConfig as TeachersConfig
     from forge_rl.services.trainer_config import CriticConfig as CriticConfig
     from forge_rl.services.trainer_config import TrainerConfig as TrainerConfig
     from forge_rl.types import Batch as Batch
@@ -134,6 +136,7 @@ _HOMES = {
         ),
         "algorithms.gates": ("gate_advantages",),
         "algorithms.gigpo": ("gigpo_advantages",),
+        "algorithms.hints": ("Hint",),
         "algorithms.loss_flag": (
             "LossTexts",
             "build_loss",
@@ -222,6 +225,7 @@ _HOMES = {
         ),
         "run.task_config": ("TaskConfig",),
         "services.generator_config": ("GeneratorConfig",),
+        "services.teachers_config": ("TeachersConfig",),
         "services.trainer_config": (
             "CriticConfig",
             "TrainerConfig",

@@ -164,6 +164,8 @@ class Score:
     """A value per token of each turn, in addition to the total; NaN for a token without one; () for none."""
     answer: str = ""
     """Answer extracted from the episode, for majority votes."""
+    feedback: str = ""
+    """Comment on the episode, such as the output of a failed test; shown to teachers whose hint is feedback."""
 
 
 @dataclass(frozen=True, kw_only=True)

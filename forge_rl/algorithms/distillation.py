@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from forge_rl.algorithms.advantages import batch_advantages
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.kl import MAX_LOG_RATIO
 from forge_rl.algorithms.losses import importance_ratio
@@ -29,28 +30,37 @@ known no better."""
 
 
 def teacher_advantages(
-    batch: Batch, teacher: Sequence[Sequence[npt.NDArray[np.float32]]], *, coef: float = 1.0
+    batch: Batch,
+    teacher: Sequence[Sequence[npt.NDArray[np.float32]]],
+    *,
+    coef: float = 1.0,
+    reward_coef: float = 0.0,
 ) -> list[list[npt.NDArray[np.float32]]]:
     """Return coef * (teacher's logprob - policy's logprob) for each token, [P][G] arrays [T]: on-policy distillation.
 
     With tokens from the policy, the policy gradient with these advantages is the gradient of -KL(policy || teacher) at
     each token, given its context; its effect on later contexts is ignored, as in "On-Policy Distillation" (Lu et al.,
-    Thinking Machines, 2025), a discount of 0. Differences are clamped to +-20. The advantage is 0 for tokens without a
-    teacher's logprob (NaN) and without a finite one of the policy.
+    Thinking Machines, 2025), a discount of 0. Differences are clamped to +-20. They are 0 for tokens without a finite
+    logprob of the teacher or of the policy.
 
     Args:
         teacher: logprob of each token that the episode generated, turn after turn, at the temperature of the rollout;
             [P][G] arrays [T].
-        coef: factor of the advantages.
+        coef: factor of the differences.
+        reward_coef: factor of the rewards' group-relative advantages, see `batch_advantages`, which are added.
     """
+    rewards = batch_advantages(batch) if reward_coef else None
     found = []
-    for group, given in zip(batch.groups, teacher, strict=True):
+    for p, (group, given) in enumerate(zip(batch.groups, teacher, strict=True)):
         rows = []
-        for episode, own in zip(group.episodes, given, strict=True):
+        for g, (episode, own) in enumerate(zip(group.episodes, given, strict=True)):
             policy = np.concatenate([turn.logprobs for turn in episode.turns] or [np.zeros(0, np.float32)])
-            known = ~np.isnan(own) & np.isfinite(policy)
+            known = np.isfinite(own) & np.isfinite(policy)
             difference = np.where(known, own, 0) - np.where(known, policy, 0)
-            rows.append((coef * difference.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)).astype(np.float32))
+            total = coef * difference.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            if rewards is not None:
+                total = total + reward_coef * np.asarray(rewards[p][g])
+            rows.append(total.astype(np.float32))
         found.append(rows)
     return found
 

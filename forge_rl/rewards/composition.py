@@ -63,7 +63,7 @@ class WeightedSum:
         return [self.combine({name: found[name][place] for name in self.parts}) for place in range(count)]
 
     def combine(self, scores: Mapping[str, Score]) -> Score:
-        """Combine an episode's scores by part into one; the answer is the first that a part found.
+        """Combine an episode's scores by part into one; the answer is the first that a part found, feedback is joined.
 
         Raises:
             ForgeError: parts have values for different numbers of turns, or of a turn's tokens.
@@ -84,6 +84,7 @@ class WeightedSum:
             turns_in_total=all(score.turns_in_total for score, _ in weighted),
             tokens=tuple(map(_sum_of_values, zip(*tokens, strict=True))),
             answer=next((score.answer for score, _ in weighted if score.answer), ""),
+            feedback="\n\n".join(score.feedback for score, _ in weighted if score.feedback),
         )
 
 

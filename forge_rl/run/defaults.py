@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from forge_rl.engines.architecture import Architecture, read_architecture
+from forge_rl.engines.context import check_context
+from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.devices import gpus
 from forge_rl.engines.factory import plan_training
@@ -18,6 +20,8 @@ from forge_rl.errors import ConfigError
 from forge_rl.packing.trees import round_up
 from forge_rl.rollout.placement import shares_devices
 from forge_rl.run.run_config import RunConfig
+from forge_rl.services.teachers import engine_settings
+from forge_rl.services.teachers_config import TeachersConfig, as_teachers
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE, CriticConfig, as_critic
 
@@ -119,6 +123,36 @@ def check_critic(config: RunConfig, critic: CriticConfig, architecture: Architec
         raise ConfigError(
             f"the critic has {critic.ranks} ranks, and shares the {config.trainer.ranks} GPUs of the trainer",
             hint="set --critic.ranks to --trainer.ranks or less",
+        )
+
+
+def policy_gpus(config: RunConfig) -> int:
+    """Return the number of GPUs that trainer and policy engines take; teachers come after them."""
+    engines = config.generator.replicas * config.generator.devices
+    return max(config.trainer.ranks, engines) if colocated(config) else config.trainer.ranks + engines
+
+
+def check_teachers(config: RunConfig, teachers: TeachersConfig, folders: Mapping[str, Path]) -> None:
+    """Refuse teachers whose engines cannot hold them, or for which there are too few GPUs.
+
+    Args:
+        folders: folder of each teacher with engines of its own, by the name of its model.
+
+    Raises:
+        ConfigError: says what does not fit, and what to change.
+    """
+    for folder in folders.values():
+        with as_teachers():
+            settings = engine_settings(teachers, config.generator, folder)
+            check_decode_layout(folder, settings, engines=teachers.replicas)
+            check_context(read_architecture(folder), settings)
+    taken, each = policy_gpus(config), teachers.replicas * teachers.devices
+    if gpus() and (needed := taken + each * len(folders)) > gpus():
+        raise ConfigError(
+            f"trainer and policy take {taken} GPUs and each of {len(folders)} teachers {each}, {needed} in all, but "
+            f"there are {gpus()}",
+            hint="lower --trainer.ranks, --generator.replicas or --teachers.replicas, set --placement colocated, or "
+            "choose the policy itself as the teacher",
         )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from rich.console import Console
 from rich.table import Table
@@ -19,14 +20,17 @@ from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.platform import gpu_bytes, resolve_dtype
 from forge_rl.errors import ConfigError
 from forge_rl.models.resolve import resolve_model
-from forge_rl.run.defaults import colocated, with_defaults
+from forge_rl.run.defaults import check_teachers, colocated, with_defaults
 from forge_rl.run.run_config import RunConfig
+from forge_rl.services.teachers import engine_settings, resolve_teachers
+from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
 from forge_rl.system.memory import host_bytes
 
 _TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing full, or lower --trainer.seq-len"
 _CRITIC_FLAGS = "raise --critic.ranks, set --critic.activation-checkpointing full, or lower --critic.seq-len"
 _ENGINE_FLAGS = "lower --generator.replicas, --generator.kv-cache-gib or --generator.gpu-memory-utilization"
+_TEACHER_FLAGS = "lower --teachers.replicas, --teachers.kv-cache-gib or --teachers.gpu-memory-utilization"
 _PROCESS_BYTES = 450 << 20
 """Python, torch and torchtitan in a trainer process; an engine's process needs more."""
 _ENGINE_PROCESS_BYTES = 900 << 20
@@ -74,7 +78,11 @@ def show_plan(config: object) -> None:
     if critic is not None and critic.model:
         critic = replace(critic, model=str(resolve_model(critic.model, config.cache).resolve()))
     config, critic, chosen = with_defaults(config, model, reference=reference, critic=critic)
-    needs = plan_run(config, model, reference=reference, critic=critic)
+    teachers, folders = getattr(config, "teachers", None), {}
+    if teachers is not None:
+        folders = resolve_teachers(teachers, model, config.cache)
+        check_teachers(config, teachers, folders)
+    needs = plan_run(config, model, reference=reference, critic=critic, teachers=teachers, folders=folders)
     table = Table(title=f"memory of a run of {config.model}", title_justify="left", caption_justify="left")
     table.add_column("part")
     table.add_column("GiB", justify="right")
@@ -99,8 +107,16 @@ def show_plan(config: object) -> None:
     refuse(needs, host=host_bytes(), gpu=gpu)
 
 
-def plan_run(config: RunConfig, model: Path, *, reference: bool, critic: CriticConfig | None = None) -> list[Need]:
-    """List the peak memory of trainer ranks, critic ranks, engines, and weight store.
+def plan_run(
+    config: RunConfig,
+    model: Path,
+    *,
+    reference: bool,
+    critic: CriticConfig | None = None,
+    teachers: TeachersConfig | None = None,
+    folders: Mapping[str, Path] = MappingProxyType({}),
+) -> list[Need]:
+    """List the peak memory of trainer ranks, critic ranks, engines, weight store, and teachers.
 
     With GPUs, this is the need of each GPU, and the host memory of all processes together. Rows count as full.
 
@@ -108,6 +124,8 @@ def plan_run(config: RunConfig, model: Path, *, reference: bool, critic: CriticC
         model: Hugging Face folder; only its config.json is read.
         reference: whether the trainer keeps a frozen copy.
         critic: settings of a critic, if there is one; it shares the trainer's GPUs.
+        teachers: settings of the teachers, if there are any; they have GPUs of their own.
+        folders: folder of each teacher with engines of its own, by the name of its model.
     """
     trainer = config.trainer
     found = plan_training(model, trainer, ranks=trainer.ranks, reference=reference)
@@ -146,7 +164,8 @@ def plan_run(config: RunConfig, model: Path, *, reference: bool, critic: CriticC
         who="trainer rank", count=trainer.ranks, parts=_without_zeros(parts), hint=_TRAINER_FLAGS, of_gpu=on_gpu
     )
     beside = Need(who="trainer rank, in host memory", count=trainer.ranks, parts=_without_zeros(host), hint=_HOST_FLAGS)
-    return [rank, *([beside] if host else []), *beside_it, *_decoding(config, architecture, on_gpu=on_gpu)]
+    others = _decoding(config, architecture, on_gpu=on_gpu) + _teaching(config, teachers, folders, on_gpu=on_gpu)
+    return [rank, *([beside] if host else []), *beside_it, *others]
 
 
 def _parts(trainer: TrainerConfig, found: TrainMemory) -> dict[str, int]:
@@ -168,7 +187,13 @@ def _parts(trainer: TrainerConfig, found: TrainMemory) -> dict[str, int]:
 
 
 def check_state_fits(
-    config: RunConfig, architecture: Architecture, *, reference: bool, critic: CriticConfig | None = None
+    config: RunConfig,
+    architecture: Architecture,
+    *,
+    reference: bool,
+    critic: CriticConfig | None = None,
+    teachers: TeachersConfig | None = None,
+    folders: Mapping[str, Path] = MappingProxyType({}),
 ) -> None:
     """Refuse a run whose weights, gradients and optimizer state alone cannot fit; a cheap check.
 
@@ -193,7 +218,8 @@ def check_state_fits(
     if on_gpu and not kept and colocated(config) and not config.trainer.stays_on_device:
         moved = state - 4 * count // split  # no gradients exist while engines decode
         needs.append(Need(who="trainer rank, in host memory", count=ranks, parts={"state": moved}, hint=_HOST_FLAGS))
-    refuse(needs + critics + _decoding(config, architecture, on_gpu=on_gpu), host=host_bytes(), gpu=gpu_bytes())
+    others = _decoding(config, architecture, on_gpu=on_gpu) + _teaching(config, teachers, folders, on_gpu=on_gpu)
+    refuse(needs + critics + others, host=host_bytes(), gpu=gpu_bytes())
 
 
 def refuse(needs: Sequence[Need], *, host: int, gpu: int) -> None:
@@ -251,6 +277,29 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
         "process": _ENGINE_PROCESS_BYTES,
     }
     return [Need(who="engine", count=generator.replicas, parts=parts, hint=_ENGINE_FLAGS), store]
+
+
+def _teaching(
+    config: RunConfig, teachers: TeachersConfig | None, folders: Mapping[str, Path], *, on_gpu: bool
+) -> list[Need]:
+    """List the needs of the teachers' engines, which never sleep."""
+    needs = []
+    for name, folder in folders.items():
+        assert teachers is not None
+        settings = engine_settings(teachers, config.generator, folder)
+        itemsize = resolve_dtype(settings.dtype).itemsize
+        weights = read_architecture(folder).weights * itemsize // settings.tensor_parallel_size
+        parts = {f"weights, {itemsize} bytes each": weights}
+        who, count = f"engine of the teacher {name}", settings.replicas * settings.devices
+        if on_gpu:
+            parts["keys and values"] = max(0, round(settings.gpu_share * gpu_bytes()) - weights)
+            process = {"process": _CUDA_PROCESS_BYTES}
+            needs.append(Need(who=f"{who}, in host memory", count=count, parts=process, hint=_TEACHER_FLAGS))
+        else:
+            parts |= {"keys and values": round(settings.kv_cache_gib * 2**30), "process": _ENGINE_PROCESS_BYTES}
+            count = settings.replicas
+        needs.append(Need(who=who, count=count, parts=parts, hint=_TEACHER_FLAGS, of_gpu=on_gpu))
+    return needs
 
 
 def _without_zeros(parts: dict[str, int]) -> dict[str, int]:

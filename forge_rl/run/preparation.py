@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -26,7 +26,7 @@ from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rewards.confinement import missing_confinement
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
-from forge_rl.run.defaults import colocated, with_defaults
+from forge_rl.run.defaults import check_teachers, colocated, with_defaults
 from forge_rl.run.evaluator import HELD_OUT
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.plan import check_state_fits
@@ -36,6 +36,8 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.isolation import check_isolation
 from forge_rl.runtime.pauses import clock_without_pauses
 from forge_rl.runtime.processes import responsive_loop
+from forge_rl.services.teachers import resolve_teachers
+from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
@@ -70,6 +72,10 @@ class Checked(Generic[C]):
     """Sets to evaluate on, by name; none if evaluation is off."""
     critic: CriticConfig | None = None
     """The critic's settings, with those chosen that were left open; None without a critic."""
+    teachers: TeachersConfig | None = None
+    """Settings of the teachers; None without any."""
+    teacher_folders: Mapping[str, Path] = field(default_factory=dict)
+    """Hugging Face folder of each teacher that has engines of its own, by the name of its model."""
 
     @property
     def critic_model(self) -> Path:
@@ -148,6 +154,7 @@ async def check(
     reference: bool,
     evaluation: Mapping[str, Sequence[Task]] | None,
     critic: CriticConfig | None = None,
+    teachers: TeachersConfig | None = None,
 ) -> Checked[C]:
     """Refuse models that cannot be trained, laid out or stored, and tasks that cannot be used, before services start.
 
@@ -155,6 +162,7 @@ async def check(
         reference: whether the trainer keeps a frozen reference.
         evaluation: sets to evaluate on; None for those of the mixture.
         critic: settings of a critic, if the run has one.
+        teachers: settings of the teachers, if the run has any.
 
     Raises:
         ForgeError: says what does not fit, and what to change.
@@ -166,10 +174,15 @@ async def check(
     if critic is not None and critic.model:
         folder = await asyncio.to_thread(resolve_model, critic.model, config.cache, progress)
         critic = replace(critic, model=str(folder.resolve()))
+    folders: dict[str, Path] = {}
+    if teachers is not None:
+        folders = await asyncio.to_thread(resolve_teachers, teachers, model, config.cache, progress)
     config, critic, chosen = await asyncio.to_thread(with_defaults, config, model, reference=reference, critic=critic)
     for line in chosen:
         log.event(f"chosen: {line}")
-    check_state_fits(config, architecture, reference=reference, critic=critic)
+    if teachers is not None:
+        check_teachers(config, teachers, folders)
+    check_state_fits(config, architecture, reference=reference, critic=critic, teachers=teachers, folders=folders)
     if architecture.quantized:
         log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
         model = await asyncio.to_thread(dequantized, model, config.cache, progress)
@@ -191,6 +204,8 @@ async def check(
         shares_devices=colocated(config),
         sets=sets,
         critic=critic,
+        teachers=teachers,
+        teacher_folders=folders,
     )
 
 

@@ -25,6 +25,7 @@ from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import Services
 from forge_rl.runtime.tasks import interrupted_by
+from forge_rl.services.teachers import Teachers
 from forge_rl.services.trainer import Trainer
 from forge_rl.types import Advantages, Batch
 
@@ -94,6 +95,17 @@ class Run(Generic[C]):
         if self._services.critic is None:
             raise ConfigError("the run has no critic", hint="pass start() its settings: critic=config.critic")
         return self._services.critic
+
+    @property
+    def teachers(self) -> Teachers:
+        """The teachers.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if self._services.teachers is None:
+            raise ConfigError("the run has no teachers", hint="pass start() their settings: teachers=config.teachers")
+        return self._services.teachers
 
     def keep(self, name: str, thing: Stateful) -> None:
         """Save and restore an object's state with the run's: in checkpoints, on resuming, and in rollbacks.
@@ -414,7 +426,7 @@ class Run(Generic[C]):
             self._log.event(f"saved step {self.step}; the same command resumes from there")
 
     def __repr__(self) -> str:
-        parts = (*self._services.trainers, self.generator, self.reward, self.environment)
+        parts = (*self._services.trainers, self.generator, self._services.teachers, self.reward, self.environment)
         title = f"Run  step {self.step} of {self.config.steps}  {self.folder}"
         return "\n".join([title, *(f"  {part!r}" for part in parts if part)])
 

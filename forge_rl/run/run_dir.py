@@ -42,7 +42,9 @@ _FREE = (
     *("generator.*_parallel_size", "generator.enable_expert_parallel", "generator.enforce_eager"),
     *("schedule.max_episodes", "schedule.retries", "schedule.max_replaced"),
     *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stall_s", "*.stuck_s"),
-    *("reward.replicas", "reward.wait_for_another_s"),
+    *("reward.replicas", "reward.wait_for_another_s", "teachers.replicas", "teachers.max_num_seqs"),
+    *("teachers.kv_cache_gib", "teachers.gpu_memory_utilization", "teachers.*_parallel_size"),
+    *("teachers.enable_expert_parallel", "teachers.enforce_eager"),
     *("environment.replicas", "gateway.*", "data.max_bad_rows"),
 )
 """Patterns of fields that determine where and how a run is computed, not what: they may change whenever it is

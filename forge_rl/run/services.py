@@ -14,6 +14,7 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.envs.protocol import EnvFactory
 from forge_rl.metrics import Display
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.run.defaults import policy_gpus
 from forge_rl.run.preparation import Checked, Prepared
 from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.cluster import Cluster
@@ -21,8 +22,10 @@ from forge_rl.runtime.tasks import task_group
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward, RewardFunction
+from forge_rl.services.teachers import Teachers
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.tokens.tokenizer import Tokenizer
 
 _START_DEADLINE_S = 900.0
 
@@ -48,6 +51,7 @@ class Services:
     devices: DeviceHandover
     """Hands shared devices back and forth between trainers and generator."""
     critic: Trainer | None = None
+    teachers: Teachers | None = None
 
     @property
     def trainers(self) -> tuple[Trainer, ...]:
@@ -127,6 +131,10 @@ async def _start_services(
                 config.environment, cluster, faults, factory=environment, deadline_s=_START_DEADLINE_S
             )
             envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), acting)
+        teachers = None
+        if checked.teachers is not None:
+            models = ", ".join(checked.teachers.models)
+            teachers = begin("teachers", models, _start_teachers(checked, cluster, prepared, policy=generator))
     trainers = [trainer.result(), *([critic.result()] if critic is not None else [])]
     devices = DeviceHandover(generator.result(), *(trainers if checked.shares_devices else []))
     handover.set_result(devices)
@@ -139,6 +147,7 @@ async def _start_services(
         environment=envs.result() if envs is not None else None,
         devices=devices,
         critic=critic.result() if critic is not None else None,
+        teachers=teachers.result() if teachers is not None else None,
     )
 
 
@@ -221,4 +230,25 @@ async def _start_critic(
         total_steps=checked.config.steps,
         skipped=prepared.folder / "skipped-critic",
         deadline_s=_START_DEADLINE_S,
+    )
+
+
+async def _start_teachers(
+    checked: Checked[C], cluster: Cluster, prepared: Prepared, *, policy: asyncio.Task[Generator]
+) -> Teachers:
+    assert checked.teachers is not None
+    config = checked.config
+    tokenizer = await asyncio.to_thread(Tokenizer, checked.model, parse_control_tokens=config.parse_control_tokens)
+    return await Teachers.start(
+        checked.teachers,
+        checked.teacher_folders,
+        cluster,
+        prepared.monitor.faults,
+        policy=policy,
+        tokenizer=tokenizer,
+        settings=config.generator,
+        seed=config.seed,
+        deadline_s=_START_DEADLINE_S,
+        first_gpu=policy_gpus(config),
+        warn=prepared.monitor.log.warn,
     )

@@ -25,6 +25,7 @@ from forge_rl.run.run_dir import code_digests
 from forge_rl.run.services import running_services
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.reward import RewardFunction, parts_of
+from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.types import Task
 
@@ -68,6 +69,9 @@ class Starting(Generic[C]):
     """Settings of the gateway for the agent."""
     critic: CriticConfig | None = None
     """Settings of a critic, a value model in a trainer service of its own: `Run.critic`. By default there is none."""
+    teachers: TeachersConfig | None = None
+    """Settings of teachers that score the policy's tokens, for distillation: `Run.teachers`. By default there are
+    none."""
     recipe: str = "run"
     """Name of the recipe, for the run folder."""
 
@@ -91,6 +95,8 @@ class Starting(Generic[C]):
     async def _run(self) -> AsyncIterator[Run[C]]:
         """Prepare, check, start the services, assemble; and save what a run that is interrupted has done."""
         try_loss(self.loss, self.mixture.sources)
+        if self.teachers is not None:
+            self.teachers.check_sources(self.mixture.sources)
         async with contextlib.AsyncExitStack() as stack:
             prepared = await stack.enter_async_context(prepare(self.config, self.recipe, self._code()))
             monitor, run = prepared.monitor, None
@@ -103,6 +109,7 @@ class Starting(Generic[C]):
                         reference="reference" in self.loss.needs,
                         evaluation=self.evaluation,
                         critic=self.critic,
+                        teachers=self.teachers,
                     )
                     environment = self.environment if self.agent is None and callable(self.environment) else None
                     if not callable(self.environment):

@@ -1,0 +1,374 @@
+"""Teachers: models that score the policy's tokens, one for all sources or one for each, on engines of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from forge_rl.algorithms.hints import Hint, HintOf, hint_of, with_hint
+from forge_rl.algorithms.protocol import Loss
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.context import positions
+from forge_rl.errors import ConfigError, ContextError, ForgeError, ModelError, ServiceError
+from forge_rl.models.cache import Progress
+from forge_rl.models.dequantized import dequantized
+from forge_rl.models.resolve import resolve_model
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.tasks import task_group
+from forge_rl.services.generator import Generator
+from forge_rl.services.generator_config import GeneratorConfig
+from forge_rl.services.teachers_config import POLICY, TeachersConfig
+from forge_rl.token_arrays import ScoredTokens, TokenIds
+from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.types import Batch, Episode
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherScores:
+    """The teachers' scores of a batch: [P][G] arrays with an entry for each token that the episode generated."""
+
+    logprobs: Sequence[Sequence[npt.NDArray[np.float32]]]
+    """[T] each; NaN for tokens without a finite one."""
+    top_ids: Sequence[Sequence[npt.NDArray[np.int32]]]
+    """[T, k] each, the teacher's most likely tokens."""
+    top_logprobs: Sequence[Sequence[npt.NDArray[np.float32]]]
+    """[T, k] each; NaN where the token was not scored."""
+    unscored: int
+    """Number of tokens without a finite logprob, in episodes that were scored."""
+    failed: int
+    """Number of episodes whose scores failed; they are not trained on."""
+    unhinted: int
+    """Number of episodes without a hint; they are not trained on."""
+
+    def columns(self, loss: Loss) -> dict[str, Sequence[Sequence[npt.NDArray[Any]]]]:
+        """Return those columns for `pack` that the loss declares: "teacher", "top_ids" and "top_teacher"."""
+        given: dict[str, Sequence[Sequence[npt.NDArray[Any]]]] = {
+            "teacher": self.logprobs,
+            "top_ids": self.top_ids,
+            "top_teacher": self.top_logprobs,
+        }
+        return {name: given[name] for name in loss.columns if name in given}
+
+    def metrics(self, batch: Batch) -> dict[str, float]:
+        """Return "teacher/kl" and, with several sources, "teacher/kl/SOURCE": the mean of the policy's logprob minus
+        the teacher's, an estimate of KL(policy || teacher) at a token; absent without scores. And the counts
+        "teacher/unscored", tokens, and "teacher/failed" and "teacher/unhinted", episodes."""
+        gaps: dict[str, list[npt.NDArray[np.float64]]] = defaultdict(list)
+        for group, row in zip(batch.groups, self.logprobs, strict=True):
+            for episode, own in zip(group.episodes, row, strict=True):
+                gap = _logprobs(episode).astype(np.float64) - own
+                for name in ("teacher/kl", f"teacher/kl/{group.task.source}"):
+                    gaps[name].append(gap[np.isfinite(gap)])
+        if len(gaps) == 2:
+            del gaps[f"teacher/kl/{batch.groups[0].task.source}"]
+        known = {name: np.concatenate(each) for name, each in gaps.items()}
+        counts = {"unscored": self.unscored, "failed": self.failed, "unhinted": self.unhinted}
+        return {name: float(each.mean()) for name, each in known.items() if len(each)} | {
+            f"teacher/{name}": float(count) for name, count in counts.items()
+        }
+
+
+class Teachers:
+    """Typed handle of all teachers of a run.
+
+        scores = await run.teachers.score(batch, temperature=1.0, top_k=20)
+        advantages = teacher_advantages(batch, scores.logprobs)
+
+    A teacher's engine that dies is replaced; meanwhile others score, or its requests wait. An episode that cannot be
+    scored is left out of training and counted.
+
+    Args:
+        models: name of each source's model; "" is for all other sources.
+        policy: the policy's generator, the teacher of sources whose model is "policy".
+        generators: generators of the other models, by name.
+        tokenizer: the policy's, and the teachers'.
+        warn: warns the user of episodes that could not be scored.
+    """
+
+    Config: TypeAlias = TeachersConfig
+
+    def __init__(
+        self,
+        models: Mapping[str, str],
+        policy: Generator,
+        generators: Mapping[str, Generator],
+        tokenizer: Tokenizer,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.models = models
+        self.generators = generators
+        self._policy = policy
+        self._tokenizer = tokenizer
+        self._warn = warn
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        folders: Mapping[str, Path],
+        cluster: Cluster,
+        faults: Faults,
+        *,
+        policy: asyncio.Task[Generator],
+        tokenizer: Tokenizer,
+        settings: GeneratorConfig,
+        seed: int,
+        deadline_s: float,
+        first_gpu: int,
+        warn: Callable[[str], None],
+    ) -> Teachers:
+        """Start the engines of all teachers but the policy; they serve the weights of their folders.
+
+        Args:
+            folders: Hugging Face folder of each of `config.names`.
+            policy: starts the policy's generator.
+            tokenizer: the policy's.
+            settings: settings of the policy's engines.
+            first_gpu: index of the first GPU that is free.
+        """
+        async with task_group() as group:
+            starting = {
+                name: group.create_task(
+                    Generator.start(
+                        engine_settings(config, settings, folder),
+                        cluster,
+                        faults,
+                        model=folder,
+                        seed=seed,
+                        deadline_s=deadline_s,
+                        first_gpu=first_gpu + config.replicas * config.devices * number,
+                        name="teacher" if len(folders) == 1 else f"teacher-{number}",
+                    )
+                )
+                for number, (name, folder) in enumerate(folders.items())
+            }
+        generators = {name: task.result() for name, task in starting.items()}
+        for generator in generators.values():
+            await generator.serve_model()
+        return cls(config.by_source, await policy, generators, tokenizer, warn)
+
+    def of(self, source: str) -> Generator:
+        """Return the generator of a source's teacher."""
+        name = self.models[source if source in self.models else ""]
+        return self._policy if name == POLICY else self.generators[name]
+
+    async def score(
+        self, batch: Batch, *, temperature: float, top_k: int = 0, hint: Hint | HintOf = "none"
+    ) -> TeacherScores:
+        """Score all tokens that the policy generated, each episode by its source's teacher.
+
+        With a hint, teachers are shown it below the task's messages, in place of what the policy was shown: the policy
+        itself as such a teacher is self-distillation. Episodes without a hint are not scored, nor are turns after the
+        agent rewrote its history.
+
+        Args:
+            temperature: the rollout's; logits are divided by it.
+            top_k: k, number of most likely tokens for each token.
+            hint: see `hint_of`, or a function like it.
+
+        Raises:
+            ServiceError: all episodes failed, or no token has a finite logprob.
+            ConfigError: the episodes do not begin with their tasks' messages, so a hint cannot be added.
+        """
+        places = [(p, g) for p, group in enumerate(batch.groups) for g in range(len(group.episodes))]
+        prompts: dict[tuple[int, int], TokenIds | None] = dict.fromkeys(places)
+        if hint != "none":
+            prompts = dict(await asyncio.to_thread(self._hinted, batch, hint))
+        errors: list[ForgeError] = []
+        found: dict[tuple[int, int], _Scored] = {}
+        rooms: dict[Generator, asyncio.Semaphore] = {}
+
+        async def one(place: tuple[int, int], teacher: Generator, episode: Episode) -> None:
+            most = teacher.config.max_num_seqs * teacher.config.data_parallel_size * teacher.config.replicas
+            async with rooms.setdefault(teacher, asyncio.Semaphore(most)):
+                try:
+                    scored = await _score(teacher, episode, prompts[place], temperature, top_k)
+                except (ServiceError, ConfigError, ContextError) as error:
+                    errors.append(error)
+                else:
+                    found[place] = scored.cleaned(self._tokenizer.vocab_size)
+
+        async with task_group() as group:
+            for p, g in prompts:
+                episode = batch.groups[p].episodes[g]
+                group.create_task(one((p, g), self.of(episode.task.source), episode))
+        if errors and not found:
+            raise errors[0]
+        if errors:
+            self._warn(f"{len(errors)} of {len(prompts)} episodes were not scored by their teacher: {errors[0]}")
+        tokens = sum(len(each.logprobs) for each in found.values())
+        unscored = sum(int(np.isnan(each.logprobs).sum()) for each in found.values())
+        if tokens and unscored == tokens:
+            said = f"none of {tokens} tokens has a finite logprob under its teacher"
+            raise ServiceError(said, service="teacher", hint="check the teacher's weights")
+        rows = [
+            [found.get((p, g)) or _Scored.empty(episode, top_k) for g, episode in enumerate(each.episodes)]
+            for p, each in enumerate(batch.groups)
+        ]
+        return TeacherScores(
+            logprobs=[[each.logprobs for each in row] for row in rows],
+            top_ids=[[each.top_ids for each in row] for row in rows],
+            top_logprobs=[[each.top_logprobs for each in row] for row in rows],
+            unscored=unscored,
+            failed=len(errors),
+            unhinted=len(places) - len(prompts),
+        )
+
+    def _hinted(self, batch: Batch, hint: Hint | HintOf) -> list[tuple[tuple[int, int], TokenIds]]:
+        """Return what teachers are shown in place of each episode's first prompt; episodes without a hint are left
+        out."""
+        found: list[tuple[tuple[int, int], TokenIds]] = []
+        hinted = others = 0
+        for p, group in enumerate(batch.groups):
+            task = group.task
+            shown = self._tokenizer.render(task.messages, tools=task.tools)
+            for g, episode in enumerate(group.episodes):
+                text = hint(group, g) if callable(hint) else hint_of(group, g, hint)
+                messages = with_hint(task.messages, text) if text else None
+                if messages is None or not episode.turns:
+                    continue
+                hinted += 1
+                if np.array_equal(episode.turns[0].prompt_ids, shown):
+                    found.append(((p, g), self._tokenizer.render(messages, tools=task.tools)))
+                else:
+                    others += 1
+        if hinted and others == hinted:
+            raise ConfigError(
+                "no hint can be added to a task, as the environment or the agent shows other messages than the task's",
+                hint="use teachers without a hint, or an environment that begins with the task's messages",
+            )
+        return found
+
+    async def stop(self) -> None:
+        """Stop the engines."""
+        await asyncio.gather(*(generator.stop() for generator in self.generators.values()))
+
+    def __repr__(self) -> str:
+        return "Teachers  " + ", ".join(f"{source or 'all'}: {name}" for source, name in self.models.items())
+
+
+def resolve_teachers(
+    config: TeachersConfig, policy: Path, cache: Path, progress: Progress | None = None
+) -> dict[str, Path]:
+    """Return the Hugging Face folder of each of `config.names`; quantised weights are converted to bfloat16.
+
+    Args:
+        policy: the policy's folder, whose tokenizer the teachers must have.
+        cache, progress: as for `resolve_model`.
+
+    Raises:
+        ConfigError: a teacher has another tokenizer.
+        ModelError: a model is not found, or cannot be served.
+    """
+    folders: dict[str, Path] = {}
+    for name in config.names:
+        try:
+            folder = resolve_model(name, cache, progress).resolve()
+            check_same_tokens(name, folder, policy)
+            folders[name] = dequantized(folder, cache, progress) if read_architecture(folder).quantized else folder
+        except ModelError as error:
+            raise ModelError(f"the teacher {name}: {error.message}", hint=error.hint) from error
+    return folders
+
+
+def check_same_tokens(name: str, folder: Path, policy: Path) -> None:
+    """Check that a teacher's tokenizer has the same token for each id as the policy's.
+
+    Raises:
+        ConfigError: it has not.
+        ModelError: one has no tokenizer.
+    """
+    own, policys = (Tokenizer(each).hf.get_vocab() for each in (folder, policy))
+    if differ := sorted({token for token, _ in own.items() ^ policys.items()}):
+        token = differ[0]
+        raise ConfigError(
+            f"the teacher {name} has another tokenizer than the policy: {len(differ)} tokens differ, such as "
+            f"{token!r}, which is {own.get(token, 'none')} there and {policys.get(token, 'none')} in the policy",
+            hint="choose a teacher of the policy's own family; logprobs of other tokens cannot be compared",
+        )
+
+
+def engine_settings(config: TeachersConfig, policy: GeneratorConfig, folder: Path) -> GeneratorConfig:
+    """Return the settings of a teacher's engines as a generator has them.
+
+    Args:
+        policy: settings of the policy's engines, which determine the context if it is left open.
+        folder: the teacher's Hugging Face folder; only its config.json is read.
+    """
+    longest = config.max_model_len
+    if not longest:
+        longest = min(policy.max_model_len + policy.max_model_len // 4 + 1, positions(read_architecture(folder)))
+    own = {each.name: getattr(config, each.name) for each in fields(TeachersConfig) if each.name != "models"}
+    return replace(policy, **own | {"max_model_len": longest, "max_tokens": 1, "routed_experts": False})
+
+
+def _logprobs(episode: Episode) -> npt.NDArray[np.float32]:
+    """Return the policy's logprobs of all tokens that an episode generated, [T]."""
+    return np.concatenate([turn.logprobs for turn in episode.turns] or [np.zeros(0, np.float32)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scored:
+    """The scores of an episode, [T] and [T, k]."""
+
+    logprobs: npt.NDArray[np.float32]
+    top_ids: npt.NDArray[np.int32]
+    top_logprobs: npt.NDArray[np.float32]
+
+    @classmethod
+    def empty(cls, episode: Episode, top_k: int) -> _Scored:
+        count = episode.response_tokens
+        return cls(
+            logprobs=np.full(count, np.nan, np.float32),
+            top_ids=np.zeros((count, top_k), np.int32),
+            top_logprobs=np.full((count, top_k), np.nan, np.float32),
+        )
+
+    def put(self, rows: slice, scored: ScoredTokens, chosen: npt.NDArray[np.bool_]) -> None:
+        """Store the chosen tokens' scores in `rows`."""
+        self.logprobs[rows] = scored.logprobs[chosen]
+        self.top_ids[rows] = scored.top_ids[chosen]
+        self.top_logprobs[rows] = scored.top_logprobs[chosen]
+
+    def cleaned(self, vocab_size: int) -> _Scored:
+        """Leave out tokens whose logprob is not finite, and those in whose place the teacher has ids that the policy
+        lacks: rows that pad its vocabulary."""
+        self.logprobs[~np.isfinite(self.logprobs)] = np.nan
+        beyond = (self.top_ids >= vocab_size).any(axis=1)
+        self.top_ids[beyond], self.top_logprobs[beyond] = 0, np.nan
+        return self
+
+
+async def _score(
+    teacher: Generator, episode: Episode, prompt: TokenIds | None, temperature: float, top_k: int
+) -> _Scored:
+    """Score an episode's tokens, segment by segment.
+
+    With a prompt, it replaces the episode's first prompt; segments that do not begin with that are not scored.
+    """
+    found = _Scored.empty(episode, top_k)
+    ends = np.cumsum([len(turn.token_ids) for turn in episode.turns])
+    first = episode.turns[0].prompt_ids if episode.turns else ()
+    for segment in episode.segments:
+        if not segment.trained.any():
+            continue
+        at = int(segment.trained.argmax())
+        shown, ids = segment.token_ids[:at], segment.token_ids[at:]
+        if prompt is not None:
+            if not np.array_equal(shown[: len(first)], first):
+                continue
+            shown = np.concatenate([np.asarray(prompt, np.int32), shown[len(first) :]])
+        scored = await teacher.score(shown, ids, temperature=temperature, top_k=top_k)
+        turns = segment.turns[at:]
+        for turn in np.unique(segment.turns[segment.trained]):
+            rows = slice(ends[turn] - len(episode.turns[turn].token_ids), ends[turn])
+            found.put(rows, scored, turns == turn)
+    return found
