@@ -12,40 +12,27 @@ import forge_rl as rl
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(rl.RunConfig):
-    """Train a policy to be like a teacher on what the policy itself samples."""
+class Config(rl.TaskConfig):
+    """Train a policy to be like a teacher on what the policy itself samples: with a policy loss, by the difference of
+    their logprobs as advantages (reverse KL); with --loss distill, by a divergence over the teacher's top tokens."""
 
-    tasks: tuple[str, ...] = ()
-    """The mixture, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, reasoning-gym data sets, or FILE.py:NAME.
-    Keys of files name columns: data/*.jsonl:question=problem,answer=solution*0.7. By default the tasks of --env, or
-    one-digit additions."""
-    eval_tasks: tuple[str, ...] = ()
-    """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
-    data: rl.DataConfig = field(default_factory=rl.DataConfig)
-    env: str = ""
-    """Environment, as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default the model answers once."""
-    rewards: rl.RewardTexts = ("auto",)
+    USED = (*rl.TaskConfig.USED, "teachers.models")
     loss: rl.LossTexts = ("clipped",)
-    """With a policy loss, advantages are the teacher's logprobs minus the policy's: reverse KL. distill is GKD's
-    divergence over the teacher's most likely tokens."""
     teachers: rl.TeachersConfig = field(default_factory=rl.TeachersConfig)
     hint: rl.Hint = "none"
     """Privileged information that the teacher is shown below the task: its solution (OPSD), a demonstration (SDFT), or
     feedback, another episode's correct answer or the scorer's comment (SDPO)."""
     reward_coef: float = 0.0
-    """Factor of the rewards' group-relative advantages, added to the teacher's; 0 leaves rewards to evaluation."""
+    """Factor of the rewards' group-relative advantages, added to the teacher's. 0 uses rewards for evaluation only."""
 
 
 def start(config: Config) -> rl.Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
     environment = rl.build_environment(config.env)
-    tasks = config.tasks or (() if config.env else (rl.ONE_DIGIT_ADDITION,))
     return rl.start(
         config,
         loss=rl.build_loss(config.loss),
-        sources=config.data.build(tasks, seed=config.seed, eval_tasks=config.eval_tasks)
-        if tasks
-        else rl.sources_of(environment, config.seed),
+        sources=config.sources(environment),
         reward=rl.build_reward(config.rewards),
         environment=environment,
         teachers=config.teachers,
@@ -62,9 +49,9 @@ async def step(run: rl.Run[Config]) -> None:
         scores = await run.teachers.score(batch, temperature=temperature, top_k=k, hint=run.config.hint)
     with run.phase("train"):
         advantages = rl.teacher_advantages(batch, scores.logprobs, reward_coef=run.config.reward_coef)
-        keep_uniform, columns = run.loss.keeps_uniform, scores.columns(run.loss)
+        drop, columns = not run.loss.keeps_uniform, scores.columns(run.loss)
         packed = await asyncio.to_thread(
-            rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep_uniform, columns=columns
+            rl.pack, batch, advantages, run.trainer.layout, drop_uniform=drop, columns=columns
         )
         stats = await run.trainer.step(packed, run.loss, temperature=temperature)
     with run.phase("publish"):

@@ -27,7 +27,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DOORS = "\n".join(
-    (ROOT / "docs" / "doors" / f"{name}.md").read_text() for name in ["data", "reward", "tools", "world", "agent"]
+    (ROOT / "docs" / "doors" / f"{name}.md").read_text()
+    for name in ["distillation", "data", "reward", "tools", "world", "agent"]
 )
 FENCES = re.findall(r"```(\w+)\n(.*?)```", DOORS, flags=re.DOTALL)
 FILES = {found[1]: text for kind, text in FENCES if kind == "python" and (found := re.match(r"# (\S+)\n", text))}
@@ -43,7 +44,7 @@ SMALL = (
 
 def test_the_tutorials_have_a_command_for_each_way_in() -> None:
     assert set(FILES) == {"mine.py", "shop.py", "world.py", "agent.py"}
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 7
 
 
 @pytest.mark.long

@@ -19,6 +19,7 @@ from forge_rl.algorithms.hints import Hint, hint_of, with_hint
 from forge_rl.errors import ConfigError, ModelError, ReplicaError, ServiceError
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.packing.rows import Layout, pack
+from forge_rl.run import defaults
 from forge_rl.run.defaults import check_teachers
 from forge_rl.run.plan import plan_run
 from forge_rl.services.completion import validate_scores
@@ -72,6 +73,8 @@ TURNS = [([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])]
 """Two turns of one segment."""
 REWRITTEN = [([1, 2], [3, 4]), ([9, 9], [6])]
 """Two segments, the second with another history."""
+SHORTENED = [([1, 2], [3, 4]), ([1, 2, 9], [6])]
+"""Two segments that begin with the same prompt."""
 
 
 def test_scores_are_in_the_order_of_the_turns():
@@ -101,23 +104,27 @@ class Spelled:
 
 def test_a_hint_replaces_the_first_prompt_alone():
     task = Task(id="1", source="math", messages=({"role": "user", "content": "1 2"},))
-    (group,) = batch_of([(0.0, TURNS), (1.0, REWRITTEN), (0.0, TURNS), (0.0, [([5], [6])])]).groups
+    (group,) = batch_of([(0.0, TURNS), (1.0, REWRITTEN), (0.0, TURNS), (0.0, [([5], [6])]), (0.0, SHORTENED)]).groups
     group = Group(task=task, episodes=tuple(each.updated(task=task) for each in group.episodes))
-    hints = ["7 7", "8", None, "9"]
+    hints = ["7 7", "8", None, "9", "8"]
     teachers = teachers_of(scorer := Scorer(), tokenizer=Spelled())
     batch = Batch(groups=(group,), version=0)
     found = score(teachers, batch, hint=lambda _, index: hints[index])
-    assert sorted(scorer.asked) == [[1, 2, 7, 7, 3, 4, 5, 6], [1, 2, 8, 3, 4]]
-    first, second, third, fourth = found.logprobs[0]
+    assert sorted(scorer.asked) == [[1, 2, 7, 7, 3, 4, 5, 6], [1, 2, 8, 3, 4], [1, 2, 8, 3, 4], [1, 2, 8, 9, 6]]
+    first, second, third, fourth, fifth = found.logprobs[0]
     assert first.tolist() == [-17.0, -20.0, -29.0]
     assert second[:2].tolist() == [-11.0, -14.0]
     assert np.isnan(second[2]), "its history was rewritten"
     assert np.isnan(third).all()
     assert np.isnan(fourth).all(), "it was shown something else than its task"
+    assert fifth.tolist() == [-11.0, -14.0, -20.0]
     assert (found.failed, found.unhinted, found.unscored) == (0, 2, 1)
     with pytest.raises(ConfigError, match="no hint can be added"):
         score(teachers, batch, hint=lambda _, index: "9" if index == 3 else None)
-    assert score(teachers, batch, hint=lambda *_: None).unhinted == 4
+    assert score(teachers, batch, hint=lambda *_: None).unhinted == 5
+    assert score(teachers, batch, hint="feedback").unhinted == 5, "no answer has a text"
+    with pytest.raises(ConfigError, match="no task of the batch has a demonstration"):
+        score(teachers, batch, hint="demonstration")
 
 
 def hinted(kind: Hint, truth: dict[str, object], *rewards: tuple[float, str, str]) -> list[str | None]:
@@ -285,7 +292,7 @@ def test_a_plan_counts_the_teachers(tmp_path: Path):
     assert teacher.parts["keys and values"] == 2**30
 
 
-def test_a_teachers_engines_have_room_for_hints(tmp_path: Path):
+def test_a_teachers_engines_have_room_for_hints_and_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make_model(tmp_path, vocab_size=43, max_position_embeddings=1100)
     policy = GeneratorConfig(max_model_len=512, max_tokens=100)
     found = engine_settings(TeachersConfig(models=("x",), kv_cache_gib=2), policy, tmp_path)
@@ -295,6 +302,10 @@ def test_a_teachers_engines_have_room_for_hints(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"--teachers\.max-model-len is 2000, and the model has 1100") as caught:
         check_teachers(Config(), TeachersConfig(models=("x",), max_model_len=2000), {"x": tmp_path})
     assert "--generator" not in caught.value.hint
+    monkeypatch.setattr(defaults, "gpus", lambda: 2)
+    with pytest.raises(ConfigError, match="trainer and policy take 2 GPUs and each of 1 teachers 1, 3 in all"):
+        check_teachers(Config(), TeachersConfig(models=("x",)), {"x": tmp_path})
+    check_teachers(Config(), TeachersConfig(models=("policy",)), {})
 
 
 def test_a_teacher_that_does_not_exist_is_refused(tmp_path: Path):

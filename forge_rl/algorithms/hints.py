@@ -27,9 +27,9 @@ def hint_of(group: Group, index: int, kind: Hint) -> str | None:
     """
     if kind == "feedback":
         others = [each for place, each in enumerate(group.episodes) if place != index and each.reward >= _SUCCESS]
-        if others:
-            best = max(others, key=lambda each: each.reward)
-            return f"This is a correct answer:\n\n{_answer(best.text)}\n\nNow answer the question correctly yourself."
+        best = max(others, key=lambda each: each.reward, default=None)
+        if best is not None and (answer := _answer(best.text)):
+            return f"This is a correct answer:\n\n{answer}\n\nNow answer the question correctly yourself."
         score = group.episodes[index].score
         if score is None or not score.feedback:
             return None

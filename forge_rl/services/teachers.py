@@ -176,7 +176,8 @@ class Teachers:
 
         Raises:
             ServiceError: all episodes failed, or no token has a finite logprob.
-            ConfigError: the episodes do not begin with their tasks' messages, so a hint cannot be added.
+            ConfigError: no task has a solution or demonstration, or the episodes do not begin with their tasks'
+                messages, so a hint cannot be added.
         """
         places = [(p, g) for p, group in enumerate(batch.groups) for g in range(len(group.episodes))]
         prompts: dict[tuple[int, int], TokenIds | None] = dict.fromkeys(places)
@@ -240,6 +241,8 @@ class Teachers:
                     found.append(((p, g), self._tokenizer.render(messages, tools=task.tools)))
                 else:
                     others += 1
+        if not hinted and hint in ("solution", "demonstration"):
+            raise ConfigError(f"no task of the batch has a {hint}", hint=f"give tasks a {hint}, or change --hint")
         if hinted and others == hinted:
             raise ConfigError(
                 "no hint can be added to a task, as the environment or the agent shows other messages than the task's",
