@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import importlib
+import inspect
 import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -92,11 +95,12 @@ def test_lines_of_python_on_a_page_run(text: str) -> None:
         "np": np,
         "batch": batch,
         "run": _Run(),
-        "greedy": torch.ones(3),
         "__name__": "page",
     }
     names["reference"] = [np.zeros(each.response_tokens) for each in batch.episodes]
-    exec(compile(text, "page", "exec", flags=0, dont_inherit=True), names)
+    code = compile(text, "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    if inspect.isawaitable(done := eval(code, names)):
+        asyncio.run(cast(Any, done))
     if "advantages" in names:
         advantages: Advantages = names["advantages"]
         assert len(advantages) == 3
@@ -108,6 +112,13 @@ def test_lines_of_python_on_a_page_run(text: str) -> None:
 
 class _Run:
     """What the lines use of a run."""
+
+    @property
+    def rollouts(self) -> _Run:
+        return self
+
+    async def greedy_rewards(self, batch: rl.Batch) -> torch.Tensor:
+        return torch.ones(len(batch.groups))
 
     def keep(self, name: str, thing: object) -> None:
         assert hasattr(thing, "state_dict")

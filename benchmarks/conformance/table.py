@@ -31,6 +31,7 @@ from forge_rl.algorithms.gae import GaeConfig
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.minibatch_losses import ClipCov, KlCov
 from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Sapo, Vespo
+from forge_rl.algorithms.preferences import BradleyTerry, Dpo
 from forge_rl.algorithms.value_loss import ValueLoss
 
 
@@ -355,7 +356,23 @@ TRL_LOSSES = (
     ),
 )
 
-TRL_OFFLINE = (_trl_offline("supervised (SFT)", loss_of(CrossEntropy()), trainer="SFTTrainer"),)
+TRL_OFFLINE = (
+    _trl_offline("supervised (SFT)", loss_of(CrossEntropy()), trainer="SFTTrainer"),
+    _trl_offline("DPO", loss_of(Dpo(), group_size=2), {"beta": 0.1}, trainer="DPOTrainer"),
+    _trl_offline(
+        "IPO",
+        loss_of(Dpo(kind="ipo", beta=0.3), group_size=2),
+        {"beta": 0.3, "loss_type": ["ipo"]},
+        trainer="DPOTrainer",
+    ),
+    _trl_offline("Bradley-Terry", loss_of(BradleyTerry(), group_size=2), trainer="RewardTrainer"),
+    _trl_offline(
+        "Bradley-Terry, centred",
+        loss_of(BradleyTerry(center=0.01), group_size=2),
+        {"center_rewards_coefficient": 0.01},
+        trainer="RewardTrainer",
+    ),
+)
 
 TRL_DIVERGENCES = (
     *(
@@ -510,6 +527,14 @@ VERL_LOSSES = (
         "kl_cov",
         policy={"kl_cov_ratio": 0.05, "ppo_kl_coef": 1.0},
         differs="verl chooses tokens in each micro-batch, so that the split changes which ones are penalised",
+    ),
+    _verl(
+        "KL-Cov of most tokens",
+        loss_of(KlCov(cov_ratio=0.9)),
+        "kl_cov",
+        policy={"kl_cov_ratio": 0.9, "ppo_kl_coef": 1.0},
+        shares=(1, 1),
+        differs="verl also penalises tokens with a negative covariance, or an advantage of 0",
     ),
     _verl("value loss", loss_of(ValueLoss(clip=1e9)), "", function="value_loss", critic={"cliprange_value": 1e9}),
     _verl("value loss, clipped", loss_of(ValueLoss()), "", function="value_loss", critic={"cliprange_value": 0.5}),
