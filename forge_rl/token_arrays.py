@@ -51,14 +51,15 @@ def read_only(array: npt.NDArray[D]) -> npt.NDArray[D]:
 
 
 class ByValue:
-    """Compares dataclasses with array fields by value; NaN equals NaN."""
+    """Compares dataclasses with array fields by value; NaN equals NaN. Fields with `compare=False` are left out."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        return all(_same(getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
+        compared = (each.name for each in fields(self) if each.compare)
+        return all(_same(getattr(self, name), getattr(other, name)) for name in compared)
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from forge_rl.system.terminal import clipped
 from forge_rl.token_arrays import ByValue, Segment, TokenArray, read_only
 
 if TYPE_CHECKING:
@@ -100,6 +101,10 @@ class ToolCall:
     name: str
     arguments: str
     """Arguments as the model wrote them; JSON if the call is well-formed."""
+    seconds: float | None = field(default=None, compare=False)
+    """Wall time of the call in seconds; None if it was not run here."""
+    error: str = ""
+    """The tool's answer if it is an error, else ""."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -121,6 +126,15 @@ class Turn(ByValue):
     """Decoded completion without special tokens."""
     truncated: bool = False
     """True if a token limit cut the completion."""
+    messages: tuple[Message, ...] = ()
+    """Messages that the model was shown before this completion and after the turn that it continues; all messages if it
+    starts a segment. Text that was no chat has the role "prompt"."""
+    calls: tuple[ToolCall, ...] = ()
+    """Tool calls that were parsed from the completion."""
+    seconds: float = field(default=0.0, compare=False)
+    """Wall time of the completion in seconds, including the wait for an engine."""
+    response_s: float = field(default=0.0, compare=False)
+    """Wall time of the environment's response to the completion in seconds; 0 if an agent responded."""
     routed: npt.NDArray[Any] | None = None
     """Experts to which the engine routed each token of the context, `[tokens - 1, layers, top_k] uint8 or uint16`: the
     last token was sampled but not computed. None if not requested."""
@@ -141,6 +155,11 @@ class Turn(ByValue):
     def context(self) -> npt.NDArray[np.int32]:
         """Prompt and completion, the prefix of the next turn's prompt."""
         return read_only(np.concatenate([self.prompt_ids, self.token_ids]))
+
+    def __repr__(self) -> str:
+        cut = ", truncated" if self.truncated else ""
+        title = f"Turn  {len(self.prompt_ids)} + {len(self.token_ids)} tokens{cut}, {self.seconds:.2f} s"
+        return _on_a_screen([title, *_lines_of(self, lines=4)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +255,11 @@ class Episode:
         return self.score is None and self.outcome.scored
 
     @property
+    def runs(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the turns of each segment."""
+        return self._runs
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """Turns joined by longest exact token prefix; a rewritten history starts a new segment with the same reward.
 
@@ -262,6 +286,59 @@ class Episode:
         if self.output is not None:
             return self.output
         return self.turns[-1].text if self.turns else ""
+
+    def __repr__(self) -> str:
+        turns, shown = len(self.turns), self.turns[:_MOST_TURNS]
+        lines = [f"Episode  {_summary(self)}, {self.seconds:.1f} s"]
+        if self.problem:
+            lines += _labelled("problem", self.problem)
+        if self.score is not None and self.score.parts:
+            lines += _labelled("parts", "  ".join(f"{name} {value:.3f}" for name, value in self.score.parts.items()))
+        if self.task.truth:
+            lines += _labelled("truth", "  ".join(f"{name}={value}" for name, value in self.task.truth.items()), 1)
+        if not turns:
+            lines += _labelled("prompt", self.task.prompt)
+        for place, turn in enumerate(shown):
+            lines += [f"turn {place + 1} of {turns}" if turns > 1 else "turn", *_lines_of(turn)]
+        if self.output is not None:
+            lines += _labelled("output", self.output)
+        return _on_a_screen(lines)
+
+
+_MOST_TURNS = 20
+"""Turns of an episode that its repr looks at."""
+
+
+def _summary(episode: Episode) -> str:
+    reward = "no reward" if episode.score is None else f"reward {episode.reward:.3f}"
+    name = clipped(f"{episode.task.source} {episode.task.id}", lines=1, width=60)
+    turns = f"{len(episode.turns)} turn{'s' * (len(episode.turns) != 1)}"
+    return f"{name}  {episode.outcome}  {reward}  {turns}, {episode.response_tokens} tokens"
+
+
+def _lines_of(turn: Turn, lines: int = 2) -> list[str]:
+    """Describe a turn: what the model was shown, what it wrote, and its calls."""
+    found = []
+    for message in turn.messages:
+        found += _labelled(str(message.get("role", "")), str(message.get("content") or ""), lines)
+    found += _labelled("answer", turn.text, lines)
+    for call in turn.calls:
+        took = "" if call.seconds is None else f"  {call.seconds:.2f} s"
+        found += _labelled("call", f"{call.name} {call.arguments}{took}{'  failed' * bool(call.error)}", 1)
+    return found
+
+
+def _labelled(label: str, text: str, lines: int = 2) -> list[str]:
+    """Return the first lines of a text, behind its label."""
+    first, *rest = clipped(text, lines=lines, width=100).split("\n")
+    return [f"  {clipped(label, lines=1, width=9):<9} {first}", *(f"{'':12}{line}" for line in rest)]
+
+
+def _on_a_screen(lines: list[str]) -> str:
+    """Join lines, leaving out the middle of more than fit on a screen."""
+    if len(lines) > 24:
+        lines = [*lines[:14], f"  … {len(lines) - 23} lines …", *lines[-9:]]
+    return "\n".join(lines)
 
 
 def _without_ids(turn: Turn) -> dict[str, object]:
@@ -342,6 +419,10 @@ class Group:
     def rewards(self) -> tuple[float, ...]:
         return tuple(episode.reward for episode in self.episodes)
 
+    def __repr__(self) -> str:
+        name = clipped(f"{self.task.source} {self.task.id}", lines=1, width=60)
+        return _on_a_screen([f"Group  {name}", *(f"  {_summary(episode)}" for episode in self.episodes)])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -365,6 +446,16 @@ class Batch:
         import torch
 
         return torch.tensor([group.rewards for group in self.groups], dtype=torch.float32)
+
+    def __repr__(self) -> str:
+        rewards = [reward for group in self.groups for reward in group.rewards]
+        mean = f", reward {sum(rewards) / len(rewards):.3f} on average" if rewards else ""
+        lines = [f"Batch  version {self.version}, {len(self.groups)} groups, {len(rewards)} episodes{mean}"]
+        for group in self.groups:
+            name = clipped(f"{group.task.source} {group.task.id}", lines=1, width=50)
+            shown = " ".join(f"{reward:.3g}" for reward in group.rewards[:8]) + " …" * (len(group.rewards) > 8)
+            lines.append(f"  {name:<50}  {sum(group.rewards) / max(1, len(group.rewards)):>7.3f}  {shown}")
+        return _on_a_screen(lines)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -225,6 +225,7 @@ class TrainEngine(Protocol):
         temperature: float,
         total_updates: int,
         version: int | None,
+        scored: list[torch.Tensor] | None = None,
     ) -> list[dict[str, Value] | None]:
         """Take an update on each minibatch, once per epoch: forward, backward, clip, optimizer step.
 
@@ -235,6 +236,8 @@ class TrainEngine(Protocol):
             temperature: sampling temperature of the episodes.
             total_updates: minibatches of the whole run, for the learning rate schedule.
             version: published version of these weights; None if they were updated since.
+            scored: gets, for each row of the first epoch, the logprobs `[L]` of its targets just before its update, in
+                host memory and as `logprobs` returns them.
 
         Returns:
             Mergeable metrics of this share for each minibatch, in order, the same on its peers; {} for one without

@@ -32,6 +32,9 @@ class Step:
 
     messages: tuple[Message, ...] = ()
     """Messages to show the model after this completion and before the next."""
+    calls: tuple[ToolCall, ...] = ()
+    """The completion's tool calls, with what running them took, for people who look at the episode; by default as they
+    were parsed."""
     done: bool
     """True if the episode is over."""
     reward: float | None = None

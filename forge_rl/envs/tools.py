@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -140,10 +141,17 @@ class ToolUse:
             return await self._end(completion)
         if self._turns == self._config.max_turns:
             return await self._end("")
-        outputs = [
-            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": await self._run(call)}
-            for call in calls
-        ] or [{"role": "user", "content": "error: the tool call cannot be read; write it as JSON, in the form shown"}]
+        outputs: list[Message] = []
+        done: list[ToolCall] = []
+        for call in calls:
+            began = time.monotonic()
+            text = await self._run(call)
+            error = text if text.startswith("error: ") else ""
+            done.append(replace(call, seconds=time.monotonic() - began, error=error))
+            outputs.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
+        if not calls:
+            unread = "error: the tool call cannot be read; write it as JSON, in the form shown"
+            outputs.append({"role": "user", "content": unread})
         if self._config.compact is not None:
             called = {"role": "assistant", "content": completion, "tool_calls": [_as_message(call) for call in calls]}
             self._conversation += [called, *outputs]
@@ -151,8 +159,8 @@ class ToolUse:
                 shorter = await shorter
             if shorter is not None:
                 self._conversation = list(shorter)
-                return Step(done=False, history=tuple(shorter))
-        return Step(done=False, messages=tuple(outputs))
+                return Step(done=False, history=tuple(shorter), calls=tuple(done))
+        return Step(done=False, messages=tuple(outputs), calls=tuple(done))
 
     async def close(self) -> None:
         await close_env(self._world)

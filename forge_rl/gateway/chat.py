@@ -122,6 +122,8 @@ class Prompt:
     """Digest of the tools and messages."""
     text: str | None = None
     """Raw prompt text; None for chat and for prompts of ids."""
+    messages: tuple[Mapping[str, object], ...] = ()
+    """What follows the recorded turn that the prompt continues, see `Turn.messages`."""
     reads: Callable[[str, Sequence[int]], tuple[str, Sequence[ToolCall]]] | None = None
     """Parses content and tool calls from a completion's text and ids; None if the text is the content."""
     asked_temperature: float | None = None
@@ -217,7 +219,7 @@ class PromptBuilder:
         else:
             calls = messages[count - 1].template_calls()
             token_ids = self.tokenizer.extend(context, shown, tools=tools, calls=calls, settings=settings)
-        return Prompt(token_ids=token_ids, digest=known[-1])
+        return Prompt(token_ids=token_ids, digest=known[-1], messages=tuple(shown))
 
     def completion(self, prompt: str | Sequence[int], session: Session | None) -> Prompt:
         """Build the prompt of a completion. Control tokens are parsed: the client writes the template's part too."""
@@ -227,7 +229,9 @@ class PromptBuilder:
         known, context = session.longest_prefix(prompt) if session is not None else ("", ())
         rest = prompt[len(known) :]
         added = self.tokenizer.encode(rest, add_special=not known)
-        return Prompt(token_ids=[*context, *added], text=prompt)
+        return Prompt(
+            token_ids=[*context, *added], text=prompt, messages=({"role": "prompt", "content": rest},) if rest else ()
+        )
 
 
 def response_messages(instructions: str | None, given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -197,9 +197,12 @@ class EngineClient:
         for choice in state.choices:
             prompt = choice.prompt
             own = session.sampling.temperature == choice.sampling.temperature and not choice.sampling.extra
+            answer = _message(choice) if prompt.digest else None
             session.record(
-                choice.turn(trained=own or self._agent_sampling == "trained"),
-                digest=extend_digest(prompt.digest, _message(choice)) if prompt.digest else None,
+                choice.turn(
+                    trained=own or self._agent_sampling == "trained", calls=answer.calls if answer is not None else ()
+                ),
+                digest=extend_digest(prompt.digest, answer) if answer is not None else None,
                 text=prompt.text + choice.full_text if prompt.text is not None else None,
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from forge_rl.gateway.chat import Prompt
 from forge_rl.gateway.sessions import Session
 from forge_rl.token_arrays import Chunk
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Sampling, Turn
+from forge_rl.types import Sampling, ToolCall, Turn
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's value for logprobs that are unknown or not representable in JSON."""
@@ -73,6 +74,7 @@ class Choice:
     """Empty unless they are reported."""
     of_prompt: tuple[tuple[tuple[int, float, int], ...], ...] = ()
     """(id, logprob, rank) of the prompt's tokens, see `Chunk.prompt`."""
+    _began: float = field(default_factory=time.monotonic)
     _behaviour: list[float] = field(default_factory=list)
     _versions: list[int] = field(default_factory=list)
     _routed: npt.NDArray[Any] | None = None
@@ -106,8 +108,12 @@ class Choice:
         """Return all text and tokens so far."""
         return Added(text=self.text, token_ids=self.ids, logprobs=None if self.top is None else self.logprobs)
 
-    def turn(self, *, trained: bool) -> Turn:
-        """Return the completion as a turn; if it is not trained on, its logprobs are NaN, which packing masks."""
+    def turn(self, *, trained: bool, calls: tuple[ToolCall, ...] = ()) -> Turn:
+        """Return the completion as a turn; if it is not trained on, its logprobs are NaN, which packing masks.
+
+        Args:
+            calls: tool calls that were parsed from it.
+        """
         text = self.tokenizer.decode(self.ids)
         if self.stop_text:
             text = text.partition(self.stop_text)[0]
@@ -118,6 +124,9 @@ class Choice:
             versions=self._versions,
             text=text,
             truncated=self.finish == "length",
+            messages=self.prompt.messages,
+            calls=calls,
+            seconds=time.monotonic() - self._began,
             routed=self._routed,
         )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from forge_rl.errors import ForgeError
 from forge_rl.metrics.display.console import Display
+from forge_rl.metrics.episode_files import Kind, RecordedEpisode
 from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, Sink, Steps
 from forge_rl.system.redaction import without_credentials
 from forge_rl.types import Batch, Episode
@@ -66,6 +67,10 @@ class RunLog:
     def episode(self, episode: Episode) -> None:
         """Offer an ended episode to the sinks, which may keep it as a sample."""
         self._each(self._sinks, "episode", episode)
+
+    def record(self, step: int, kind: Kind, episodes: Callable[[], Iterable[RecordedEpisode]]) -> None:
+        """Keep whole episodes of a step, see `Sink.record`."""
+        self._each(self._sinks, "record", step, kind, episodes)
 
     def event(self, text: str, level: Level = "info") -> None:
         """Log an event between steps, with credentials removed.

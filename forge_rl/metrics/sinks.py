@@ -9,12 +9,13 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from forge_rl.errors import CheckpointError
+from forge_rl.metrics.episode_files import Kind, RecordedEpisode
 from forge_rl.metrics.values import Histogram
 from forge_rl.types import Batch, Episode
 
@@ -64,6 +65,13 @@ class Sink:
 
     def episode(self, episode: Episode) -> None:
         """Keep an ended episode, even one that no step will train on."""
+
+    def record(self, step: int, kind: Kind, episodes: Callable[[], Iterable[RecordedEpisode]]) -> None:
+        """Keep whole episodes of a step; recording a kind again replaces the episodes of that step and kind.
+
+        Args:
+            episodes: makes the records, which may take seconds; call it in a thread.
+        """
 
     def event(self, text: str, level: Level) -> None:
         """Keep an event between steps."""

@@ -58,13 +58,16 @@ class EpisodeRunner:
         try:
             session, observation = await self.environment.open(task)
             tools = observation.tools or task.tools
-            prompt_ids: TokenIds = self.tokenizer.render(observation.messages, tools=tools)
-            del observation  # observations are large, and there are thousands of episodes
+            shown: tuple[Message, ...] = tuple(observation.messages)
+            prompt_ids: TokenIds = self.tokenizer.render(shown, tools=tools)
+            del observation  # tools may be large, and there are thousands of episodes
             full = False
             while True:
-                on_error, parsed = None, None
+                on_error, parsed, asked_s = None, None, self.clock()
                 try:
                     turns.append(await decode(prompt_ids))
+                    seconds = self.clock() - asked_s
+                    turns[-1] = Turn.of_arrays(**vars(turns[-1]) | {"messages": shown, "seconds": seconds})
                     if tools and self.parse is not None:
                         parsed = await self.parse(turns[-1], tools)
                 except ContextError:
@@ -72,14 +75,18 @@ class EpisodeRunner:
                     if not full:
                         raise
                 on_error = Outcome.ENVIRONMENT_ERROR
-                truncated = full or turns[-1].truncated
+                truncated, asked_s = full or turns[-1].truncated, self.clock()
                 step = await session.step("" if full else turns[-1].text, truncated=truncated, parsed=parsed)
+                if not full:
+                    done = {"response_s": self.clock() - asked_s, "calls": step.calls or (parsed[1] if parsed else ())}
+                    turns[-1] = Turn.of_arrays(**vars(turns[-1]) | done)
                 given.append((step.reward, step.parts))
                 if full and not step.done:
                     await session.close()
                 if full or step.done:
                     break
                 prompt_ids = self._next_prompt(turns[-1], step, tools, parsed[1] if parsed else ())
+                shown = step.messages if step.history is None else step.history
                 del step
         except BaseException as error:
             if session is not None:

@@ -8,12 +8,15 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.runtime.local_socket import connect
 from forge_rl.system.folders import check_own
 from forge_rl.system.terminal import visible
+
+if TYPE_CHECKING:  # loads NumPy, which only batches need
+    from forge_rl.types import Batch
 
 SOCKET = "control.sock"
 """Name of the socket in a run folder."""
@@ -84,9 +87,18 @@ class AttachedRun:
         self.set("reward", {"texts": [_absolute(text) for text in texts]})
 
     @property
-    def last_batch(self) -> LastBatch:
-        """Rewards and some episodes of the last step's batch."""
-        return LastBatch(self.ask("last_batch"))
+    def last_batch(self) -> Batch | None:
+        """The last step's batch, without routed experts; None before the first step."""
+        from forge_rl.metrics.episode_files import EpisodeFile
+
+        name = self.ask("last_batch")
+        if name is None:
+            return None
+        path = self.folder / Path(str(name)).name
+        try:
+            return EpisodeFile(path).batch()
+        finally:
+            path.unlink(missing_ok=True)
 
     def chat(self, message: str, *, max_tokens: int | None = None, temperature: float = 0.0) -> str:
         """Chat with the current policy; greedy by default."""
@@ -252,25 +264,6 @@ class LiveSchedule:
         return visible(
             "\n".join([f"Schedule  {found['kind']}", *(f"  {name} {value}" for name, value in found.items())])
         )
-
-
-class LastBatch:
-    """Summary of a batch: source and rewards of each group, and some episodes as in episodes.jsonl."""
-
-    def __init__(self, found: dict[str, Any]) -> None:
-        self.step: int = found["step"]
-        self.groups: list[dict[str, Any]] = found["groups"]
-        self.samples: list[dict[str, Any]] = found["samples"]
-
-    def __repr__(self) -> str:
-        lines = [f"Batch of step {self.step}: {len(self.groups)} groups"]
-        for group in self.groups:
-            rewards = group["rewards"]
-            lines.append(f"  {group['source']}  {sum(rewards) / len(rewards):.3f} on average of {len(rewards)}")
-        for each in self.samples:
-            lines.append(f"{each['source']} {each['task']}: {each['outcome']}, reward {each['reward']}")
-            lines += [f"  {line}" for part in ("prompt", "answer") for line in str(each[part]).splitlines()[:8]]
-        return visible("\n".join(lines))
 
 
 class Events(list[dict[str, Any]]):

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import itertools
 import json
 import os
 import signal
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.metrics.sinks import episode_sample
+from forge_rl.metrics.episode_files import write_episodes
 from forge_rl.run.attach import SOCKET
 from forge_rl.run.live import LiveSettings, changes_by
+from forge_rl.run.recording import trained_episodes
 from forge_rl.runtime.local_socket import listening, peer_is_own
 
 if TYPE_CHECKING:
@@ -34,10 +36,6 @@ _MOST_CLIENTS = 16
 """Maximum number of concurrent connections."""
 _READ_S = _WRITE_S = 10.0
 """Timeout for a client to send its request, and to read its reply."""
-_SAMPLES = 8
-"""Number of episodes shown of the last batch."""
-_MOST_TEXT = 4000
-"""Characters shown of a prompt or an answer."""
 
 
 class Control:
@@ -47,6 +45,7 @@ class Control:
         self._run = run
         self._live = live
         self._gateway = gateway
+        self._numbers = itertools.count(1)
 
     async def status(self) -> dict[str, object]:
         """Return the run's progress, and the current values of everything that can be changed."""
@@ -76,17 +75,18 @@ class Control:
         """Serve the current policy over OpenAI's API; returns URL and key."""
         return await self._gateway.open()
 
-    async def last_batch(self) -> dict[str, object]:
-        """Describe the batch of the last step."""
+    async def last_batch(self) -> str | None:
+        """Write the batch of the last step to a file for the client, which deletes it; returns its name."""
         batch = self._run.last_batch
         if batch is None:
-            return {"step": self._run.step, "groups": [], "samples": []}
-        chosen = batch.episodes[:: max(1, len(batch.episodes) // _SAMPLES)][:_SAMPLES]
-        return {
-            "step": self._run.step,
-            "groups": [{"source": each.task.source, "rewards": list(each.rewards)} for each in batch.groups],
-            "samples": [{name: _cut(value) for name, value in episode_sample(episode).items()} for episode in chosen],
-        }
+            return None
+        name = f".last-batch-{next(self._numbers)}.parquet"
+        records = trained_episodes(self._run.step, batch, None, None)
+        try:
+            await asyncio.to_thread(write_episodes, self._run.folder / name, records)
+        except OSError as error:
+            raise ForgeError(f"the batch cannot be written to {self._run.folder}: {error}") from error
+        return name
 
     async def checkpoint(self) -> str:
         """Write a checkpoint after the current step; returns its folder."""
@@ -213,7 +213,3 @@ class _Server:
 def _encoded(reply: Mapping[str, object]) -> bytes:
     # ASCII escapes lone surrogates, which a model can produce.
     return (json.dumps(reply, default=str) + "\n").encode("ascii")
-
-
-def _cut(value: object) -> object:
-    return f"{value[:_MOST_TEXT]}..." if isinstance(value, str) and len(value) > _MOST_TEXT else value

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from forge_rl.rollout.evaluation import EvalConfig, Evaluation, describe_failure, score_set
 from forge_rl.rollout.executor import RolloutExecutor
-from forge_rl.types import Sampling, Task
+from forge_rl.types import Episode, Sampling, Task
 
 HELD_OUT = "held_out"
 """Name of the set that a run has by default, whose score is also logged as `held_out`."""
@@ -26,6 +26,8 @@ class EvaluationResult:
     metrics: dict[str, float]
     tokens: int
     """Number of tokens decoded for it."""
+    episodes: Mapping[str, Sequence[Sequence[Episode]]]
+    """Episodes of each task, by set."""
 
 
 class Evaluator:
@@ -116,7 +118,8 @@ class Evaluator:
         score = self.scores[step] = metrics[f"eval/{next(iter(self.sets))}/avg@{k}"]
         if [*self.sets] == [HELD_OUT]:
             metrics = _short(metrics, k) | metrics
-        return EvaluationResult(step=step, score=score, metrics=metrics, tokens=tokens)
+        kept = {name: evaluation.results(name) for name in self.sets}
+        return EvaluationResult(step=step, score=score, metrics=metrics, tokens=tokens, episodes=kept)
 
     def state(self) -> dict[str, object]:
         """Return the scores and the pending evaluation, as JSON."""

@@ -22,6 +22,7 @@ from forge_rl.engines.platform import slow_format
 from forge_rl.errors import ConfigError
 from forge_rl.metrics import Display, EpisodeSink, EventSink, JSONLSink, PhaseClock, RunInfo, RunLog, Sink
 from forge_rl.metrics.boards import TensorBoardSink, WandbSink
+from forge_rl.metrics.recorder import EpisodeRecorder
 from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rewards.confinement import missing_confinement
@@ -139,6 +140,8 @@ def _sinks(config: RunConfig, folder: Path, notes: list[str]) -> list[Sink]:
         EventSink(folder / "events.jsonl"),
         EpisodeSink(folder / "episodes.jsonl"),
     ]
+    if config.recording.share:
+        sinks.append(EpisodeRecorder(folder, config.recording))
     try:
         sinks.append(TensorBoardSink(folder / "tensorboard"))
     except ConfigError as error:

@@ -22,6 +22,7 @@ from forge_rl.run.gap import GapReport, explain_gap
 from forge_rl.run.kept import Stateful
 from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
+from forge_rl.run.recording import evaluated_episodes, trained_episodes
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import Services
 from forge_rl.runtime.tasks import interrupted_by
@@ -73,6 +74,7 @@ class Run(Generic[C]):
         """The last step's batch, for inspection."""
         self.close = close
         """Closes a run that was opened with `open`: stops the services and flushes the logs."""
+        self.trainer.keeps_logprobs = config.recording.share > 0
         self._epochs = self.mixture.epochs
         self._evaluator = evaluator
         self._devices = services.devices
@@ -188,6 +190,12 @@ class Run(Generic[C]):
         if problem:
             self._log.warn(f"step {self.step}: {problem}")
         self._log.log(self.step, values, batch)
+        if batch is not None:
+            scored, self.trainer.scored = self.trainer.scored, None
+            logprobs = scored[1] if scored is not None and scored[0] is packed else None
+            self._log.record(
+                self.step, "trained", functools.partial(trained_episodes, self.step, batch, packed, logprobs)
+            )
         self._pop_evaluation()
         return values
 
@@ -445,6 +453,8 @@ class Run(Generic[C]):
         self._checkpointer.mark_best()
         self._clock.tokens("evaluate", result.tokens)
         self._log.log(result.step, result.metrics | (self._end_step() if ends_step else {}))
+        records = functools.partial(evaluated_episodes, result.step, result.episodes)
+        self._log.record(result.step, "evaluated", records)
         return result.score
 
     def _end_step(self) -> dict[str, float]:

@@ -11,6 +11,7 @@ import tyro
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.curriculum import Curriculum
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.metrics.recorder import Recording
 from forge_rl.models.bundled import default_cache
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.placement import Placement
@@ -57,6 +58,7 @@ class RunConfig:
     seed: int = 0
     """Seed of task order and sampling."""
     evaluation: EvalConfig = field(default_factory=EvalConfig)
+    recording: Recording = field(default_factory=Recording)
     checkpoint_every: int = 10
     """Steps between checkpoints; the last step also writes one. 0 writes none."""
     keep_checkpoints: int = 2

@@ -34,7 +34,7 @@ _UNSAID = {"out", "display", "wandb", "cache", "force_continue", "plan"} | {
 """Fields that do not belong to a run; changes are not even reported."""
 _FREE = (
     *("evaluation.every", "evaluation.blocking", "evaluation.keep_best"),
-    *("checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
+    *("recording.*", "checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
     *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.seq_len", "trainer.max_skipped_updates"),
     *("trainer.*_parallel_degree", "trainer.data_parallel_replicate_degree", "trainer.activation_checkpointing"),
     *("trainer.enable_cpu_offload", "trainer.stays_on_device"),

@@ -92,6 +92,11 @@ class Trainer:
         """For each skipped update of the last step, how to load its rows, or why they were not saved."""
         self.busy_s = 0.0
         """Seconds of computation since the controller last reset this to 0."""
+        self.keeps_logprobs = False
+        """Whether each step also fetches the trained tokens' logprobs."""
+        self.scored: tuple[Packed, list[npt.NDArray[np.float32]]] | None = None
+        """The last step's packed batch and, for each of its rows, `[L]`, the logprobs of the targets just before their
+        first update; None without `keeps_logprobs`."""
 
     @classmethod
     async def start(
@@ -242,6 +247,8 @@ class Trainer:
         config, minibatches = self.config, packed.minibatches
         epochs = max(1, config.epochs // packed.epochs)
         version = self.version if self.updates == self._published else None
+        self.scored = None
+        scored = len(minibatches) // packed.epochs if self.keeps_logprobs else 0
         parts = await self._all(
             "step",
             loss,
@@ -249,13 +256,18 @@ class Trainer:
             temperature,
             self._total_updates,
             version,
+            scored,
             parcel=lambda rank: [
                 replace(each, rows=each.rows[rank // config.peers :: config.shares]) for each in minibatches
             ],
             work=packed.packed_tokens * config.epochs,
         )
         number, self.updates = self.updates, parts[0][1]
-        self.busy_s += max(seconds for _, _, seconds in parts)
+        self.busy_s += max(seconds for _, _, seconds, _ in parts)
+        if scored:
+            shares = [iter(found) for *_, found in parts[:: config.peers]]
+            rows = [next(shares[at % len(shares)]) for each in minibatches[:scored] for at in range(len(each.rows))]
+            self.scored = packed, rows
         skipped = []
         for index, metrics in enumerate(parts[0][0]):
             if metrics:
@@ -272,8 +284,8 @@ class Trainer:
                 f"--{self.name}.max-skipped-updates",
             )
         self.skipped = tuple(skipped)
-        shares = parts[:: config.peers]  # peers have the same metrics
-        merged = reduce(merge_all(metrics for found, _, _ in shares for metrics in found if metrics is not None))
+        alike = parts[:: config.peers]  # peers have the same metrics
+        merged = reduce(merge_all(metrics for found, *_ in alike for metrics in found if metrics is not None))
         counts = {"updates": float(self.updates), "updates/skipped": float(len(skipped))}
         return {"tokens/trained": 0.0} | merged | counts
 

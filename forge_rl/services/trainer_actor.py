@@ -10,6 +10,8 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from monarch.actor import concurrent_endpoint
 
@@ -34,6 +36,7 @@ class TrainerActor(ServiceActor):
     def __init__(self, model: Path, settings: TrainSettings, reference: bool, ranks: int, values: bool = False) -> None:
         self._make_engine = functools.partial(make_train_engine, model, settings, reference=reference, values=values)
         self._ranks = ranks
+        self._peers = settings.peers
         self._engine: TrainEngine | None = None
         self._lock = asyncio.Lock()
         self._saved: Future[None] | None = None
@@ -68,21 +71,26 @@ class TrainerActor(ServiceActor):
         temperature: float,
         total_updates: int,
         version: int | None,
-    ) -> tuple[list[dict[str, Value] | None], int, float]:
+        scored: int,
+    ) -> tuple[list[dict[str, Value] | None], int, float, list[npt.NDArray[np.float32]]]:
         """Train on the minibatches of a batch that were sent.
 
-        Returns this rank's metrics per update, the weights' number of updates, and the seconds taken.
+        Returns this rank's metrics per update, the weights' number of updates, the seconds taken, and the logprobs of
+        the rows of the first `scored` minibatches, if this is the first rank of its share.
         """
         async with self._lock:
             began = time.monotonic()
+            minibatches, logprobs = self.take_parcel(), list[torch.Tensor]()
+            wanted = sum(len(each.rows) for each in minibatches[:scored]) if self.engine.rank % self._peers == 0 else 0
             try:
                 metrics = self.engine.train_batch(
-                    self.take_parcel(),
+                    minibatches,
                     loss,
                     epochs=epochs,
                     temperature=temperature,
                     total_updates=total_updates,
                     version=version,
+                    scored=logprobs if wanted else None,
                 )
             except torch.OutOfMemoryError as error:
                 raise ForgeError(
@@ -93,7 +101,8 @@ class TrainerActor(ServiceActor):
             except LossError as error:
                 print(error.trace or error, file=sys.stderr, flush=True)
                 raise
-            return metrics, self.engine.updates, time.monotonic() - began
+            found = [each.float().numpy() for each in logprobs[:wanted]]  # tensors pickle slowly, see `Row`
+            return metrics, self.engine.updates, time.monotonic() - began, found
 
     @concurrent_endpoint
     async def logprobs(self, temperature: float) -> list[torch.Tensor]:

@@ -12,6 +12,15 @@ _ACTS = re.compile(
 )
 
 
+def clipped(text: str, *, lines: int, width: int) -> str:
+    """Return at most so many lines and columns of an untrusted text, made visible; `…` marks what is left out."""
+    shown = text[: lines * width * 4].split("\n")
+    kept = [line if len(line) <= width else f"{line[: width - 1]}…" for line in map(visible, shown[:lines])]
+    if len(shown) > lines or len(text) > lines * width * 4:
+        kept[-1] = f"{kept[-1][: width - 1].removesuffix('…')}…"
+    return "\n".join(kept)
+
+
 def visible(text: str) -> str:
     r"""Escape characters that a terminal would act on or hide, as Python does: ESC becomes `\x1b`; keeps \n and \t."""
     return _ACTS.sub(lambda found: ascii(found[0])[1:-1], text)

@@ -75,6 +75,7 @@ class TitanEngine:
         temperature: float,
         total_updates: int,
         version: int | None,
+        scored: list[torch.Tensor] | None = None,
     ) -> list[dict[str, Value] | None]:
         self._check_head("values" in loss.needs, "the loss is computed from")
         self.onload()
@@ -85,13 +86,26 @@ class TitanEngine:
             proximals = self._logprobs(self.model, rows, temperature) if "proximal" in loss.needs else nothing
             found: list[dict[str, Value] | None] = []
             before = self.updates
-            for _ in range(epochs):
-                scored = iter(zip(references, proximals, strict=True))
+            kept = list[torch.Tensor]()
+            for epoch in range(epochs):
+                others = iter(zip(references, proximals, strict=True))
                 for minibatch in minibatches:
-                    own = list(itertools.islice(scored, len(minibatch.rows)))
+                    own = list(itertools.islice(others, len(minibatch.rows)))
                     done = (self.updates - before) / (epochs * len(minibatches))
                     now = None if version is None else version + done
-                    found.append(self._train_minibatch(minibatch, own, loss, temperature, total_updates, now))
+                    found.append(
+                        self._train_minibatch(
+                            minibatch,
+                            own,
+                            loss,
+                            temperature,
+                            total_updates,
+                            now,
+                            None if scored is None or epoch else kept,
+                        )
+                    )
+            if scored is not None and kept:
+                scored += torch.cat(kept).cpu().split([len(each) for each in kept])
             return found
         except BaseException:
             self._forget_step()
@@ -105,11 +119,12 @@ class TitanEngine:
         temperature: float,
         total_updates: int,
         version: float | None,
+        kept: list[torch.Tensor] | None,
     ) -> dict[str, Value] | None:
         """Take one update; returns {} if there is nothing to train on, None if the gradient is not finite.
 
-        `scored` has each row's logprobs under the reference and proximal policy, if the loss needs them; for `version`
-        see `LossInputs`.
+        `scored` has each row's logprobs under the reference and proximal policy, if the loss needs them; `kept` gets
+        those of this policy; for `version` see `LossInputs`.
         """
         lr = self._settings.optimizer.lr_at(self.planned, total_updates)
         self.planned += 1
@@ -129,6 +144,8 @@ class TitanEngine:
             scores = self._score(self.model, given, inputs_of.scoring(temperature))
             if (counted := routing_counts(self.model)) is not None:
                 routed.append(counted)
+            if kept is not None:
+                kept.append(scores.first.detach())
             inputs = inputs_of.of(given.row, scores, *others, statistics[index])
             measure_tokens(inputs, given.tokens, measures, version)
             row_loss = self._loss_of(inputs, loss, measures, failed) / divisor

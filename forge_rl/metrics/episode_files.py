@@ -1,0 +1,492 @@
+"""Files of whole episodes: one row of a Parquet file for each, with its messages, tokens, scores and logprobs.
+
+What a file holds may come from another machine: it is checked when it is read, and nothing in it is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from forge_rl.errors import ForgeError
+from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, ToolCall, Turn
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Kind = Literal["trained", "evaluated", "failed"]
+KINDS: tuple[Kind, ...] = ("trained", "evaluated", "failed")
+SCALARS = (
+    *("step", "kind", "set", "group", "index", "version", "source", "task", "outcome", "problem", "seconds"),
+    *("reward", "advantage", "tokens", "turn_count", "answer"),
+)
+"""Columns with one value for each episode, which list episodes without reading their tokens."""
+_GROUP_TOKENS = 1 << 18
+"""Tokens of a row group, which is read as a whole."""
+_MOST_ROWS = 1 << 20
+_MOST_GROUP_BYTES = 1 << 30
+"""Maximum decompressed size of a row group that is read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedEpisode:
+    """An episode, and what the run made of it. The T tokens of the arrays are those that the model generated, turn by
+    turn.
+
+    RecordedEpisode(step=3, kind="trained", group=0, index=1, episode=episode, advantages=np.full(40, 0.5))
+    """
+
+    step: int
+    """Step that trained on it, during which it failed, or whose weights were evaluated."""
+    kind: Kind
+    set: str = ""
+    """Name of the evaluation set; "" if it was not evaluated."""
+    group: int = -1
+    """Index of its group in the batch, or of its task in the set; -1 if it failed."""
+    index: int = 0
+    """Index of the episode in its group."""
+    version: int = -1
+    """Latest version when its batch was delivered; -1 if it was not trained on."""
+    episode: Episode
+    advantages: npt.NDArray[np.float32] | None = None
+    """[T], 0 where the loss did not see the token; None if unknown."""
+    trainer_gaps: npt.NDArray[np.float32] | None = None
+    """[T], the trainer's logprob just before the token's first update, minus the engine's; NaN where the loss did not
+    see the token; None if unknown."""
+    trained: npt.NDArray[np.bool_] | None = None
+    """[T], True where the loss saw the token; None if it saw none."""
+
+
+def write_episodes(path: Path, records: Iterable[RecordedEpisode]) -> int:
+    """Write a file of episodes, atomically; returns its size in bytes.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of it.
+    """
+    import pyarrow.parquet as pq
+
+    partial, schema = path.with_name(f".{path.name}.partial"), _schema()
+    try:
+        with pq.ParquetWriter(
+            partial,
+            schema,
+            compression="zstd",
+            use_dictionary=[*_REPEATED],
+            column_encoding=dict.fromkeys(_NUMBERS, "BYTE_STREAM_SPLIT"),
+            write_page_checksum=True,
+        ) as writer:
+            for some in _in_groups(records):
+                writer.write_table(_table(some, schema), row_group_size=len(some))
+        size = partial.stat().st_size
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return size
+
+
+_REPEATED = (
+    *("kind", "set", "source", "task", "outcome", "truth", "task_messages", "tools"),
+    *(f"{name}.list.element" for name in ("versions", "advantages", "values", "trained")),
+)
+"""Columns whose values repeat, which are stored as indices."""
+_NUMBERS = ("context_ids.list.element.list.element", "logprobs.list.element", "trainer_gaps.list.element")
+"""Columns of numbers whose bytes are stored apart, the first of each value, then the second: the high ones repeat."""
+
+
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    text, count, real = pa.string(), pa.int32(), pa.float64()
+    call = {"id": text, "name": text, "arguments": text, "seconds": real, "error": text}
+    turn = {
+        "segment": count,
+        "start": count,
+        "tokens": count,
+        "truncated": pa.bool_(),
+        "seconds": real,
+        "response_s": real,
+        "value": real,
+        "messages": text,
+        "text": text,
+        "calls": pa.list_(pa.struct(list(call.items()))),
+    }
+    columns = {
+        "step": count,
+        "kind": text,
+        "set": text,
+        "group": count,
+        "index": count,
+        "version": count,
+        "source": text,
+        "task": text,
+        "verifier": text,
+        "task_messages": text,
+        "tools": text,
+        "truth": text,
+        "outcome": text,
+        "problem": text,
+        "output": text,
+        "seconds": real,
+        "reward": real,
+        "parts": pa.map_(text, real),
+        "answer": text,
+        "turns_in_total": pa.bool_(),
+        "advantage": real,
+        "tokens": count,
+        "turn_count": count,
+        "turns": pa.list_(pa.struct(list(turn.items()))),
+        "context_ids": pa.list_(pa.list_(count)),
+        "logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(count),
+        "trained": pa.list_(pa.bool_()),
+        "trainer_gaps": pa.list_(pa.float32()),
+        "advantages": pa.list_(pa.float32()),
+        "values": pa.list_(pa.float32()),
+    }
+    return pa.schema(list(columns.items()), metadata={"forge_rl": "1"})
+
+
+def _in_groups(records: Iterable[RecordedEpisode]) -> Iterator[list[RecordedEpisode]]:
+    """Gather records for row groups."""
+    some, tokens = list[RecordedEpisode](), 0
+    for record in records:
+        some.append(record)
+        tokens += 1 + sum(len(record.episode.turns[run[-1]].context) for run in record.episode.runs)
+        if tokens >= _GROUP_TOKENS:
+            yield some
+            some, tokens = [], 0
+    if some:
+        yield some
+
+
+def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
+    """Convert records to columns."""
+    import pyarrow as pa
+
+    episodes = [record.episode for record in records]
+    turns = [turn for episode in episodes for turn in _turns(episode)]
+    generated = [_joined([turn.logprobs for turn in episode.turns], np.float32) for episode in episodes]
+    contexts = [[episode.turns[run[-1]].context for run in episode.runs] for episode in episodes]
+    values = [
+        _joined([np.asarray(each, np.float32) for each in episode.score.tokens], np.float32) if episode.score else None
+        for episode in episodes
+    ]
+    columns: dict[str, Any] = {name: [getattr(each, name) for each in records] for name in SCALARS[:2]}
+    columns |= {name: [getattr(each, name) for each in records] for name in ("set", "group", "index", "version")}
+    columns |= {
+        "source": [episode.task.source for episode in episodes],
+        "task": [episode.task.id for episode in episodes],
+        "verifier": [episode.task.verifier for episode in episodes],
+        "task_messages": [_json(episode.task.messages) for episode in episodes],
+        "tools": [_json(episode.task.tools) for episode in episodes],
+        "truth": [_json(episode.task.truth) for episode in episodes],
+        "outcome": [episode.outcome.value for episode in episodes],
+        "problem": [episode.problem for episode in episodes],
+        "output": [episode.output for episode in episodes],
+        "seconds": [episode.seconds for episode in episodes],
+        "reward": [episode.score.total if episode.score else None for episode in episodes],
+        "parts": [
+            [(_encodable(name), float(value)) for name, value in episode.score.parts.items()] if episode.score else []
+            for episode in episodes
+        ],
+        "answer": [episode.score.answer if episode.score else "" for episode in episodes],
+        "turns_in_total": [episode.score is not None and episode.score.turns_in_total for episode in episodes],
+        "advantage": [_mean(each.advantages, each.trained) for each in records],
+        "tokens": [len(each) for each in generated],
+        "turn_count": [len(episode.turns) for episode in episodes],
+        "turns": _lists(
+            pa.StructArray.from_arrays(
+                [
+                    _array([turn[each.name] for turn in turns], each.type)
+                    for each in schema.field("turns").type.value_type
+                ],
+                fields=list(schema.field("turns").type.value_type),
+            ),
+            [len(episode.turns) for episode in episodes],
+        ),
+        "context_ids": _lists(
+            _number_lists([ids for of_one in contexts for ids in of_one], np.int32),
+            [len(of_one) for of_one in contexts],
+        ),
+        "logprobs": _number_lists(generated, np.float32),
+        "versions": _number_lists([_joined([t.versions for t in e.turns], np.int32) for e in episodes], np.int32),
+        "trained": _number_lists([each.trained for each in records], np.bool_),
+        "trainer_gaps": _number_lists([_rounded(each.trainer_gaps) for each in records], np.float32),
+        "advantages": _number_lists([_rounded(each.advantages) for each in records], np.float32),
+        "values": _number_lists([_rounded(each) for each in values], np.float32),
+    }
+    return pa.table([_array(columns[each.name], each.type) for each in schema], schema=schema)
+
+
+def _turns(episode: Episode) -> Iterator[dict[str, object]]:
+    """Describe an episode's turns; the tokens of each lie in a segment."""
+    segments = {turn: segment for segment, run in enumerate(episode.runs) for turn in run}
+    values = episode.score.turns if episode.score is not None else ()
+    for place, turn in enumerate(episode.turns):
+        yield {
+            "segment": segments[place],
+            "start": len(turn.prompt_ids),
+            "tokens": len(turn.token_ids),
+            "truncated": turn.truncated,
+            "seconds": turn.seconds,
+            "response_s": turn.response_s,
+            "value": float(values[place]) if place < len(values) else None,
+            "messages": _json(turn.messages),
+            "text": turn.text,
+            "calls": [
+                {
+                    "id": _encodable(call.id),
+                    "name": _encodable(call.name),
+                    "arguments": _encodable(call.arguments),
+                    "seconds": call.seconds,
+                    "error": _encodable(call.error),
+                }
+                for call in turn.calls
+            ],
+        }
+
+
+def _array(values: Any, kind: pa.DataType) -> Any:
+    import pyarrow as pa
+
+    if not isinstance(values, list):
+        return values
+    try:
+        return pa.array(values, kind)
+    except UnicodeEncodeError:
+        return pa.array([value if value is None else _encodable(value) for value in values], kind)
+
+
+def _lists(values: Any, lengths: Sequence[int]) -> Any:
+    """Make an array of lists from their values, one after another."""
+    import pyarrow as pa
+
+    return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32()), values)
+
+
+def _number_lists(arrays: Sequence[npt.NDArray[Any] | None], dtype: type[np.generic]) -> Any:
+    """Make an array of lists of numbers; None becomes an empty list."""
+    import pyarrow as pa
+
+    known = [np.zeros(0, dtype) if each is None else each for each in arrays]
+    return _lists(pa.array(_joined(known, dtype)), [len(each) for each in known])
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)
+
+
+def _rounded(values: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32] | None:
+    """Round to 8 significant bits, an error of at most 0.4%, so that half of each number's bytes are zero."""
+    if values is None:
+        return None
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(values), rounded.view(np.float32), values)
+
+
+def _mean(values: npt.NDArray[np.float32] | None, trained: npt.NDArray[np.bool_] | None) -> float | None:
+    if values is None or not len(values):
+        return None
+    seen = values[trained] if trained is not None and trained.any() else values
+    return float(seen.mean(dtype=np.float64))
+
+
+def _json(value: object) -> str:
+    """Write JSON; what has no JSON form, such as an object in a task's truth, becomes its repr."""
+    if isinstance(value, Mapping):
+        value = dict(value)
+    return json.dumps(value, ensure_ascii=False, default=repr)
+
+
+def _encodable(text: str) -> str:
+    """Escape lone surrogates, which a model can produce and UTF-8 cannot hold."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+class EpisodeFile:
+    """A file of episodes, read a row group at a time.
+
+        file = EpisodeFile(Path("runs/grpo-1/episodes/000012-trained.parquet"))
+        file.listing()[0]["reward"], file[0].episode
+
+    Raises:
+        ForgeError: it cannot be read, is not such a file, or is larger than anything that a run writes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.path = path
+        try:
+            self._file = pq.ParquetFile(path, page_checksum_verification=True)
+            schema, metadata = self._file.schema_arrow, self._file.metadata
+            groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise self._broken(str(error)) from error
+        if not schema.equals(_schema()):
+            raise self._broken("its columns are not those of episodes")
+        if metadata.num_rows > _MOST_ROWS or any(group.total_byte_size > _MOST_GROUP_BYTES for group in groups):
+            raise self._broken("it is larger than any that a run writes")
+        self._starts = [0, *np.cumsum([group.num_rows for group in groups]).tolist()]
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Return the `SCALARS` of each episode, and its place in this file as "row"."""
+        rows: list[dict[str, Any]] = []
+        for group in range(len(self._starts) - 1):
+            rows += self._read(group, list(SCALARS))
+        return [{"row": place, **row} for place, row in enumerate(rows)]
+
+    def __getitem__(self, row: int) -> RecordedEpisode:
+        if not 0 <= row < len(self):
+            raise IndexError(row)
+        group = int(np.searchsorted(self._starts, row, "right")) - 1
+        return self._record(self._read(group, None, row - self._starts[group])[0])
+
+    def __iter__(self) -> Iterator[RecordedEpisode]:
+        for group in range(len(self._starts) - 1):
+            yield from map(self._record, self._read(group, None))
+
+    def batch(self) -> Batch:
+        """Return the batch of a file that holds a whole one."""
+        groups: dict[int, list[Episode]] = {}
+        version = -1
+        for record in self:
+            groups.setdefault(record.group, []).append(record.episode)
+            version = record.version
+        made = (Group(task=episodes[0].task, episodes=tuple(episodes)) for _, episodes in sorted(groups.items()))
+        return Batch(groups=tuple(made), version=version)
+
+    def _read(self, group: int, columns: list[str] | None, row: int | None = None) -> list[dict[str, Any]]:
+        import pyarrow as pa
+
+        try:
+            table = self._file.read_row_group(group, columns=columns)
+            table.validate(full=True)
+            if len(table) != self._starts[group + 1] - self._starts[group]:
+                raise ValueError("a row group has another number of rows than it says")
+            table = table if row is None else table.slice(row, 1)
+            arrays = [each.name for each in table.schema if columns is None and each.name in _ARRAYS]
+            rows: list[dict[str, Any]] = table.drop_columns(arrays).to_pylist()
+            for name in arrays:
+                for place, values in enumerate(table[name]):
+                    rows[place][name] = _values(values)
+        except (OSError, ValueError, IndexError, pa.ArrowException) as error:
+            raise self._broken(str(error)) from error
+        return rows
+
+    def _record(self, row: Mapping[str, Any]) -> RecordedEpisode:
+        try:
+            return _record(row)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, RecursionError) as error:
+            raise self._broken(f"{type(error).__name__}: {error}") from error
+
+    def _broken(self, cause: str) -> ForgeError:
+        first = (cause.splitlines() or [""])[0]
+        return ForgeError(f"{self.path} cannot be read: {first:.200}", hint="it is damaged, or not a file of episodes")
+
+
+_ARRAYS = ("context_ids", "logprobs", "versions", "trained", "trainer_gaps", "advantages", "values")
+"""Columns that are read as arrays."""
+
+
+def _values(values: Any) -> Any:
+    """Return a list as an array, or a list of lists as arrays."""
+    inner = values.values
+    if hasattr(inner, "offsets"):
+        return [each.values.to_numpy(zero_copy_only=False) for each in inner]
+    return inner.to_numpy(zero_copy_only=False)
+
+
+def _record(row: Mapping[str, Any]) -> RecordedEpisode:
+    """Make a record from a row, whose parts may contradict each other."""
+    task = Task(
+        id=row["task"],
+        source=row["source"],
+        messages=tuple(_objects(row["task_messages"])),
+        truth=dict(json.loads(row["truth"])),
+        tools=tuple(_objects(row["tools"])),
+        verifier=row["verifier"],
+    )
+    counts = [turn["tokens"] for turn in row["turns"]]
+    ends = np.cumsum([0, *counts])
+    _check(min(counts, default=0) >= 0, "a turn has a negative number of tokens")
+    total = int(ends[-1])
+    for name in ("logprobs", "versions"):
+        _check(len(row[name]) == total, f"{name} do not fit the turns")
+    optional = {
+        name: row[name] if len(row[name]) else None for name in ("trained", "trainer_gaps", "advantages", "values")
+    }
+    for name, values in optional.items():
+        _check(values is None or len(values) == total, f"{name} do not fit the turns")
+    turns = []
+    for turn, first, end in zip(row["turns"], ends[:-1], ends[1:], strict=True):
+        _check(0 <= turn["segment"] < len(row["context_ids"]), "a turn has no segment")
+        context, start = row["context_ids"][turn["segment"]], turn["start"]
+        _check(0 <= start <= start + turn["tokens"] <= len(context), "a turn does not fit its segment")
+        turns.append(
+            Turn(
+                prompt_ids=context[:start],
+                token_ids=context[start : start + turn["tokens"]],
+                logprobs=row["logprobs"][first:end],
+                versions=row["versions"][first:end],
+                text=turn["text"],
+                truncated=turn["truncated"],
+                messages=tuple(_objects(turn["messages"])),
+                calls=tuple(ToolCall(**call) for call in turn["calls"]),
+                seconds=turn["seconds"],
+                response_s=turn["response_s"],
+            )
+        )
+    score = None
+    if row["reward"] is not None:
+        by_turn = [turn["value"] for turn in row["turns"]]
+        values = optional["values"]
+        score = Score(
+            total=row["reward"],
+            parts=dict(row["parts"]),
+            turns=() if None in by_turn else tuple(by_turn),
+            turns_in_total=row["turns_in_total"],
+            tokens=() if values is None else tuple(np.split(values, ends[1:-1])),
+            answer=row["answer"],
+        )
+    _check(row["kind"] in KINDS, "it is of no known kind")
+    return RecordedEpisode(
+        **{name: row[name] for name in ("step", "kind", "set", "group", "index", "version")},
+        episode=Episode(
+            task=task,
+            turns=tuple(turns),
+            score=score,
+            output=row["output"],
+            outcome=Outcome(row["outcome"]),
+            problem=row["problem"],
+            seconds=row["seconds"],
+        ),
+        advantages=optional["advantages"],
+        trainer_gaps=optional["trainer_gaps"],
+        trained=optional["trained"],
+    )
+
+
+def _objects(text: str) -> list[dict[str, Any]]:
+    """Read a list of JSON objects."""
+    found = json.loads(text)
+    _check(isinstance(found, list) and all(isinstance(each, dict) for each in found), "it holds no list of objects")
+    return list(found)
+
+
+def _check(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ValueError(problem)

@@ -1,0 +1,189 @@
+"""Keeps whole episodes in the run folder, written by a thread beside the run."""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge_rl.errors import CheckpointError, check_flags
+from forge_rl.metrics.episode_files import Kind, RecordedEpisode, write_episodes
+from forge_rl.metrics.sinks import RunInfo, Sink, writing
+from forge_rl.types import Episode
+
+FOLDER = "episodes"
+"""Name of the folder in a run folder."""
+_NAME = re.compile(r"(\d{6,})-(trained|evaluated|failed)\.parquet")
+_MOST_WAITING = 2
+"""Batches that wait for the thread; while a disk is slower than the run, further ones are not kept."""
+_ROOM_BYTES = 1 << 30
+"""Free disk space that is left to checkpoints and logs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """Whole episodes in the run folder: messages, tokens, logprobs, scores; `forge-rl show` prints them."""
+
+    share: float = 1.0
+    """Share of each step's groups, and of the tasks of each evaluation, whose episodes are kept; 0 keeps none."""
+    episodes: int = 4096
+    """Maximum episodes to keep of a step, of each kind: trained, evaluated and failed ones."""
+    gib: float = 16.0
+    """Maximum size of all of them in GiB; those of the earliest steps are deleted first."""
+
+    def __post_init__(self) -> None:
+        check_flags(
+            self, "--recording.", least={"share": 0, "episodes": 1}, above={"gib": 0}, below={"share": 1.000001}
+        )
+
+
+def recorded_files(run: Path) -> list[tuple[int, str, Path]]:
+    """List the step, kind and path of each file of episodes in a run folder, by step."""
+    try:
+        names = os.listdir(run / FOLDER)
+    except OSError:
+        return []
+    found = [(int(match[1]), match[2], run / FOLDER / name) for name in names if (match := _NAME.fullmatch(name))]
+    return sorted(each for each in found if each[2].is_file())
+
+
+class EpisodeRecorder(Sink):
+    """Writes the episodes of each step to files of their own, `episodes/000012-trained.parquet`.
+
+    Nothing here blocks or fails a step. While files cannot be written, or a disk is slower than the run, episodes are
+    not kept, and the calls raise an error, of which the log makes a warning.
+
+    Args:
+        run: the run folder.
+    """
+
+    def __init__(self, run: Path, config: Recording) -> None:
+        self._run = run
+        self._folder = run / FOLDER
+        self._config = config
+        self._step = 0
+        self._failed: list[RecordedEpisode] = []
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting = threading.Semaphore(_MOST_WAITING)
+        self._problem: Exception | None = None
+        """Error of the last write."""
+        self._told = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, info: RunInfo) -> None:
+        with writing(self._folder):
+            self._folder.mkdir(exist_ok=True)
+            for path in self._folder.glob(".*"):  # of a process that was killed
+                path.unlink()
+        self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
+        self._thread.start()
+        super().start(info)
+
+    def rollback(self, step: int) -> None:
+        self._step, self._failed = step, []
+        self._jobs.put(functools.partial(self._delete_after, step))
+
+    def episode(self, episode: Episode) -> None:
+        if not episode.outcome.scored and len(self._failed) < self._config.episodes:
+            self._failed.append(
+                RecordedEpisode(step=self._step + 1, kind="failed", index=len(self._failed), episode=episode)
+            )
+
+    def record(self, step: int, kind: Kind, episodes: Callable[[], Iterable[RecordedEpisode]]) -> None:
+        failed = list[RecordedEpisode]()
+        if kind == "trained":
+            self._step = step
+            failed, self._failed = self._failed, failed
+        if not self._waiting.acquire(blocking=False):
+            raise CheckpointError(f"{self._folder} is written to more slowly than episodes come")
+        self._jobs.put(functools.partial(self._write, step, kind, episodes, failed))
+        self._raise_problem()
+
+    def flush(self) -> None:
+        """Wait until everything is written."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        done.wait()
+
+    def close(self) -> None:
+        if self._thread is None:
+            return
+        if self._failed:  # a run that ends before its first batch
+            self._jobs.put(functools.partial(self._write_failed, self._step + 1, self._failed))
+            self._failed = []
+        self._jobs.put(None)
+        self._thread.join()
+        self._thread = None
+        if not self._told:
+            self._raise_problem()
+
+    def _raise_problem(self) -> None:
+        """Raise the error of the last write, if it failed."""
+        problem = self._problem
+        self._told = problem is not None
+        if problem is not None:
+            with writing(self._folder):
+                raise problem
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # raised by the next call
+                self._problem = error
+
+    def _write(
+        self,
+        step: int,
+        kind: Kind,
+        episodes: Callable[[], Iterable[RecordedEpisode]],
+        failed: Sequence[RecordedEpisode],
+    ) -> None:
+        try:
+            self._check_room()
+            self._write_failed(step, failed)
+            chosen = _chosen(list(episodes()), self._config)
+            if chosen:
+                write_episodes(self._folder / f"{step:06d}-{kind}.parquet", chosen)
+            self._delete_earliest()
+            self._problem = None
+        finally:
+            self._waiting.release()
+
+    def _write_failed(self, step: int, failed: Sequence[RecordedEpisode]) -> None:
+        if failed:
+            write_episodes(self._folder / f"{step:06d}-failed.parquet", failed)
+
+    def _check_room(self) -> None:
+        free = shutil.disk_usage(self._folder).free
+        if free < _ROOM_BYTES:
+            raise CheckpointError(f"{self._folder} has only {free / 1e9:.2f} GB free, which are left to checkpoints")
+
+    def _delete_after(self, step: int) -> None:
+        for recorded, _, path in recorded_files(self._run):
+            if recorded > step:
+                path.unlink()
+
+    def _delete_earliest(self) -> None:
+        files = [(path, path.stat().st_size) for _, _, path in recorded_files(self._run)]
+        over = sum(size for _, size in files) - self._config.gib * 2**30
+        for path, size in files[:-1]:
+            if over <= 0:
+                break
+            path.unlink()
+            over -= size
+
+
+def _chosen(records: Sequence[RecordedEpisode], config: Recording) -> list[RecordedEpisode]:
+    """Choose whole groups, spread evenly over the batch, within the bounds; at least one."""
+    groups = list(dict.fromkeys((record.set, record.group) for record in records))
+    most = max(1, int(config.episodes * len(groups) / max(1, len(records))))
+    count = min(len(groups), most, max(1, round(config.share * len(groups))))
+    kept = {groups[place * len(groups) // count] for place in range(count)}
+    return [record for record in records if (record.set, record.group) in kept]

@@ -1,0 +1,69 @@
+"""Makes the records of a run's episodes, with what the trainer found of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forge_rl.metrics.episode_files import RecordedEpisode
+from forge_rl.packing.rows import Packed
+from forge_rl.packing.unpacking import unpack
+from forge_rl.types import Batch, Episode
+
+
+def trained_episodes(
+    step: int, batch: Batch, packed: Packed | None, scored: Sequence[npt.NDArray[np.float32]] | None
+) -> Iterator[RecordedEpisode]:
+    """Make the records of a batch.
+
+    Args:
+        packed: the batch as it was trained on; None leaves advantages unknown.
+        scored: for each row of `packed`, `[L]`, the trainer's logprobs of the targets; None leaves gaps unknown.
+    """
+    found: Mapping[int, torch.Tensor] = {}
+    if packed is not None:
+        known = (
+            [torch.from_numpy(each) for each in scored]
+            if scored is not None
+            else [row.behaviour for row in packed.rows]
+        )
+        found = unpack(
+            packed,
+            [
+                torch.stack([row.advantages, logprobs - row.behaviour], dim=1)
+                for row, logprobs in zip(packed.rows, known, strict=True)
+            ],
+        )
+    size = len(batch.groups[0].episodes) if batch.groups else 1
+    for place, episode in enumerate(batch.episodes):
+        advantages: npt.NDArray[np.float32] | None = None
+        gaps: npt.NDArray[np.float32] | None = None
+        trained: npt.NDArray[np.bool_] | None = None
+        if packed is not None:
+            logprobs = np.concatenate([np.zeros(0, np.float32), *(turn.logprobs for turn in episode.turns)])
+            advantages, gaps = np.zeros(len(logprobs), np.float32), np.full(len(logprobs), np.nan, np.float32)
+            if place in found:
+                trained = np.isfinite(logprobs)
+                advantages[trained], gaps[trained] = found[place].numpy().T
+        yield RecordedEpisode(
+            step=step,
+            kind="trained",
+            group=place // size,
+            index=place % size,
+            version=batch.version,
+            episode=episode,
+            advantages=advantages,
+            trainer_gaps=None if scored is None else gaps,
+            trained=trained,
+        )
+
+
+def evaluated_episodes(step: int, results: Mapping[str, Sequence[Sequence[Episode]]]) -> Iterator[RecordedEpisode]:
+    """Make the records of an evaluation, from each set's results by task."""
+    for name, tasks in results.items():
+        for group, episodes in enumerate(tasks):
+            for index, episode in enumerate(episodes):
+                yield RecordedEpisode(step=step, kind="evaluated", set=name, group=group, index=index, episode=episode)
