@@ -128,7 +128,7 @@ class Turn(ByValue):
     """True if a token limit cut the completion."""
     messages: tuple[Message, ...] = ()
     """Messages that the model was shown before this completion and after the turn that it continues; all messages if it
-    starts a segment. Text that was no chat has the role "prompt"."""
+    starts a segment. A raw prompt has the role "prompt"."""
     calls: tuple[ToolCall, ...] = ()
     """Tool calls that were parsed from the completion."""
     seconds: float = field(default=0.0, compare=False)
@@ -317,7 +317,7 @@ def _summary(episode: Episode) -> str:
 
 
 def _lines_of(turn: Turn, lines: int = 2) -> list[str]:
-    """Describe a turn: what the model was shown, what it wrote, and its calls."""
+    """Describe a turn: messages shown to the model, its answer, and its calls."""
     found = []
     for message in turn.messages:
         found += _labelled(str(message.get("role", "")), str(message.get("content") or ""), lines)

@@ -62,8 +62,11 @@ def test_a_run_is_changed_from_another_process_and_killed_and_the_changes_hold_w
     with OpenAI(base_url=served["url"], api_key=served["key"]) as client:
         asked: Any = {"model": served["model"], "prompt": [29114, 29115], "echo": True, "logprobs": 1, "max_tokens": 1}
         assert client.completions.create(**asked).usage.prompt_tokens == 2
-    assert run.last_batch.groups[0]["source"] in run.mixture
-    assert {"prompt", "answer", "reward"} <= run.last_batch.samples[0].keys()
+    batch = run.last_batch
+    assert batch is not None
+    assert batch.groups[0].task.source in run.mixture
+    assert batch.episodes[0].turns[0].messages == batch.groups[0].task.messages
+    assert list(out.glob(".last-batch*")) == []
 
     assert sum(run.mixture.values()) == pytest.approx(1)
     run.mixture["leg_counting"] = 0.25

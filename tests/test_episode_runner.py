@@ -98,6 +98,36 @@ async def parse(turn: Turn, tools: Sequence[object]) -> tuple[str, tuple[ToolCal
     return content, (ToolCall(id="c1", name=name, arguments="{}"),) if star else ()
 
 
+def test_a_turn_keeps_its_messages_and_calls() -> None:
+    def parse_as(calls: tuple[ToolCall, ...]) -> Parse:
+        async def parse(turn: Turn, tools: object) -> tuple[str, tuple[ToolCall, ...]]:
+            return turn.text, calls
+
+        return parse
+
+    class Slow(World):
+        async def step(self, completion: str) -> Step:
+            await asyncio.sleep(0.02)
+            return await super().step(completion)
+
+    asked = ToolCall(id="1", name="add", arguments="{}")
+    with_tool = Task(id="1", source="toy", messages=TASK.messages, tools=(ADD,))
+    first, second = run(Slow, ["a", "end"], parse=parse_as((asked,)), task=with_tool).turns
+    assert (first.messages, second.messages) == (TASK.messages, ({"role": "user", "content": "?"},))
+    assert first.calls == second.calls == (asked,)
+    assert first.seconds >= 0
+    assert first.response_s > 0.01
+
+    class Timed(World):
+        async def step(self, completion: str) -> Step:
+            step = await super().step(completion)
+            return Step(done=step.done, messages=step.messages, calls=(ran,))
+
+    ran = ToolCall(id="1", name="add", arguments="{}", seconds=0.5, error="error: add needs b")
+    first, *_ = run(Timed, ["end"], parse=parse_as((asked,)), task=with_tool).turns
+    assert (first.calls, first.calls[0].seconds) == ((ran,), 0.5), "as the environment ran it"
+
+
 def test_an_environment_that_takes_calls_is_given_those_that_the_parser_found():
     episode = run(Calculator, ["so *add", "three"], parse=parse)
     assert Calculator.given == [("so ", (ToolCall(id="c1", name="add", arguments="{}"),)), ("three", ())]

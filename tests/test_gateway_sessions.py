@@ -77,6 +77,7 @@ def test_a_conversation_goes_on_from_the_engines_own_tokens(stream: bool):
             logprobs=tuple(logprob_of(token) for token in odd),
             versions=(VERSION,) * len(odd),
             text="It is 日.",
+            messages=(HI,),
         )
         assert tuple(turns[1].prompt_ids) == tuple(tokenizer().extend((*first, *odd), [messages[2]]))
         assert tuple(turns[1].prompt_ids[: len(first) + len(odd)]) == (*first, *odd)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from forge_rl.metrics.episode_files import EpisodeFile
+from forge_rl.metrics.recorder import recorded_files
 from tests.commands import Command, metrics, tiny_run
 
 WORLD = """
@@ -39,6 +42,17 @@ def test_a_run_in_a_users_world_trains_its_turns_and_an_edited_world_is_another_
     assert command.end(400) == 0, command.output
     episodes = [json.loads(line) for line in (out / "episodes.jsonl").read_text().splitlines()]
     assert {episode["turns"] for episode in episodes if episode["step"]} == {3}
+    files = {(step, kind): EpisodeFile(path) for step, kind, path in recorded_files(out)}
+    assert [*files] == [(0, "evaluated"), (1, "trained"), (2, "evaluated"), (2, "trained")]
+    assert [row["reward"] for row in files[2, "trained"].listing()].count(None) == 0
+    for record in files[2, "trained"]:
+        second = record.episode.turns[1]
+        assert second.messages == ({"role": "user", "content": "More vowels."},)
+        assert second.seconds > 0 < second.response_s
+        if record.trained is not None:
+            assert record.trainer_gaps is not None
+            assert np.abs(record.trainer_gaps).max() < 1e-3, "the trainer's logprobs are close to the engine's"
+    assert any(record.trained is not None for record in files[2, "trained"])
     rows = metrics(out)
     assert all(0 < row["reward"] < 3 for row in rows if "reward" in row)
     assert any("cut" in name for row in rows for name in row), rows[-1]

@@ -195,7 +195,7 @@ def test_a_file_whose_columns_contradict_each_other_is_refused(tmp_path: Path) -
         with pytest.raises(ForgeError, match="cannot be read"):
             EpisodeFile(path)[0]
     pq.write_table(table.drop_columns(["trained"]), path)
-    with pytest.raises(ForgeError, match="its columns are not those of episodes"):
+    with pytest.raises(ForgeError, match="it has other columns than a file of episodes"):
         EpisodeFile(path)
 
 

@@ -144,6 +144,12 @@ def test_the_gap_is_of_tokens_that_these_weights_produced_and_the_drift_of_all_o
         expected = gaps[versions == version]
         assert first[name] == pytest.approx(float(expected.mean()), rel=1e-10)
         assert first[f"{name}/max"] == pytest.approx(float(expected.max()), rel=1e-10)
+    scored = list[torch.Tensor]()
+    two = {"temperature": 1.0, "total_updates": TOTAL_UPDATES, "version": None, "scored": scored}
+    before = engine.logprobs(rows, temperature=1.0)
+    engine.train_batch([minibatch], LOSS, epochs=2, **two)  # type: ignore[arg-type]
+    assert len(scored) == len(rows), "of the first epoch"
+    assert all(torch.equal(found, expected) for found, expected in zip(scored, before, strict=True))
     # After an update the weights are no published version any more.
     assert all("logprob_drift" in each and "logprob_gap" not in each for each in (second, *updates(None)))
 

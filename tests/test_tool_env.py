@@ -124,6 +124,11 @@ def test_a_model_calls_tools_until_it_answers_and_the_verifier_sees_the_answer()
         "text: Input should be a valid string, got 1"
     )
     assert len(episode.segments) == 1
+    calls = [(call.name, call.error[:20], call.seconds is None) for turn in episode.turns for call in turn.calls]
+    ran = [("add", "", False), ("shout", "", False)]
+    failed = ["error: wrong argumen", "error: there is no t", "error: wrong argumen"]
+    assert calls == [*ran, *zip(("add", "ad", "shout"), failed, [False] * 3, strict=True)]
+    assert [message["content"] for message in episode.turns[1].messages] == ["3", "HI"]
 
 
 def test_a_call_that_cannot_be_read_is_told_to_the_model_and_is_no_answer():

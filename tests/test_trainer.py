@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import inspect
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, ForgeError, LossError
+from forge_rl.packing.rows import Packed
 from forge_rl.packing.unpacking import unpack
 from forge_rl.run.run_config import RunConfig
 from forge_rl.services.trainer import Trainer
@@ -119,7 +121,11 @@ def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp
             assert await trainer.publish(store, dtype="float32") == 0
             _, weights = await read(store)
             assert all(torch.equal(weights[name], start[name]) for name in start)
+            assert trainer.scored is None
+            trainer.keeps_logprobs = True
+            before = await trainer.logprobs(laid)
             stats = await trainer.step(laid, ClippedSurrogate())
+            check_scored(trainer, laid, before)
             assert stats["tokens/trained"] == laid.trained_tokens
             await trainer.publish(store, dtype="float32")
             _, weights = await read(store)
@@ -133,6 +139,16 @@ def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp
             assert again == first | {name: again[name] for name in again if "logprob" in name}
 
     asyncio.run(run())
+
+
+def check_scored(trainer: Trainer, laid: Packed, before: Sequence[torch.Tensor], rows: int | None = None) -> None:
+    """Checks that the last step kept the logprobs of each row, and the first `rows` of them."""
+    assert trainer.scored is not None
+    of, found = trainer.scored
+    assert of is laid
+    assert len(found) == len(laid.rows) > 1
+    for row, scored, expected in list(zip(laid.rows, found, before, strict=True))[:rows]:
+        assert np.allclose(scored[row.mask], expected[row.mask], atol=1e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,13 +180,17 @@ def test_updates_and_versions_are_counted_apart_and_saved(tmp_path: Path):
             laid, nothing = (packed(each, **vars(trainer.layout)) for each in (batch, uniform))
             assert await trainer.publish(store, dtype="float32") == 0
             assert await trainer.offload() == 0, "on a CPU nothing leaves"
+            trainer.keeps_logprobs = True
+            before = await trainer.logprobs(laid)
             stats = await trainer.step(laid, ClippedSurrogate())
+            check_scored(trainer, laid, before, rows=len(laid.minibatches[0].rows))  # others follow an update
             assert await trainer.onload() == 0
             assert (trainer.updates, trainer.version, stats["updates"], stats["updates/skipped"]) == (4, 0, 4, 0)
             assert stats["lr"] == pytest.approx(1e-2), "the largest of updates 0 to 3 of 12"
             assert "logprob_gap" in stats
             stats = await trainer.step(nothing, ClippedSurrogate())
             assert stats == {"tokens/trained": 0, "updates": 4, "updates/skipped": 0}
+            assert trainer.scored == (nothing, [])
             for part in ("model", "training"):
                 (tmp_path / "saved" / part).mkdir(parents=True)
             await trainer.save(tmp_path / "saved", model=tmp_path / "hf")
@@ -286,7 +306,7 @@ def test_a_step_without_room_says_which_flags_help() -> None:
     actor._engine = Full()  # type: ignore[assignment]
     actor._parcel.append(pickle.dumps([]))
     step: Any = inspect.unwrap(TrainerActor.step._method)  # type: ignore[attr-defined]
-    arguments = [None] * (len(inspect.signature(step).parameters) - 1)
+    arguments = [0] * (len(inspect.signature(step).parameters) - 1)
     with pytest.raises(ForgeError, match=r"ran out of device memory: CUDA out of memory\. Tried .*GiB\.\n") as caught:
         asyncio.run(step(actor, *arguments))
     assert "--trainer.seq-len" in caught.value.hint

@@ -301,7 +301,7 @@ def _mean(values: npt.NDArray[np.float32] | None, trained: npt.NDArray[np.bool_]
 
 
 def _json(value: object) -> str:
-    """Write JSON; what has no JSON form, such as an object in a task's truth, becomes its repr."""
+    """Write JSON; an object without a JSON form, which a task's truth may hold, becomes its repr."""
     if isinstance(value, Mapping):
         value = dict(value)
     return json.dumps(value, ensure_ascii=False, default=repr)
@@ -334,7 +334,7 @@ class EpisodeFile:
         except (OSError, ValueError, pa.ArrowException) as error:
             raise self._broken(str(error)) from error
         if not schema.equals(_schema()):
-            raise self._broken("its columns are not those of episodes")
+            raise self._broken("it has other columns than a file of episodes")
         if metadata.num_rows > _MOST_ROWS or any(group.total_byte_size > _MOST_GROUP_BYTES for group in groups):
             raise self._broken("it is larger than any that a run writes")
         self._starts = [0, *np.cumsum([group.num_rows for group in groups]).tolist()]

@@ -1,4 +1,4 @@
-"""Keeps whole episodes in the run folder, written by a thread beside the run."""
+"""Keeps whole episodes in the run folder, written by a thread while the run goes on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Recording:
     episodes: int = 4096
     """Maximum episodes to keep of a step, of each kind: trained, evaluated and failed ones."""
     gib: float = 16.0
-    """Maximum size of all of them in GiB; those of the earliest steps are deleted first."""
+    """Maximum size of all of them in GiB; files of the earliest steps are deleted first."""
 
     def __post_init__(self) -> None:
         check_flags(

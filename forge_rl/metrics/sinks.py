@@ -17,7 +17,7 @@ from typing import Literal
 from forge_rl.errors import CheckpointError
 from forge_rl.metrics.episode_files import Kind, RecordedEpisode
 from forge_rl.metrics.values import Histogram
-from forge_rl.types import Batch, Episode
+from forge_rl.types import Batch, Episode, Message
 
 Level = Literal["info", "warning", "fault"]
 Metric = float | Histogram
@@ -117,8 +117,8 @@ class EventSink(Sink):
 
 
 class EpisodeSink(Sink):
-    """Writes episodes for a person to read: a sample of each batch, spread evenly over its groups; up to as many failed
-    episodes per step; and, if a run ends before its first batch, the last episodes that ended."""
+    """Writes the text of episodes to search in: a sample of each batch, spread evenly over its groups; up to as many
+    failed episodes per step; and, if a run ends before its first batch, the last episodes that ended."""
 
     def __init__(self, path: Path, episodes_per_step: int = 8) -> None:
         self._lines = _StepLines(path)
@@ -157,12 +157,18 @@ class EpisodeSink(Sink):
 
 
 def episode_sample(episode: Episode) -> dict[str, object]:
-    """Describe an episode for a person to read, as JSON."""
-    shown = (f"{message['role']}: {message['content']}" for message in episode.task.messages)
+    """Describe an episode in text, as JSON; with the conversation if it has several turns."""
+    said = [
+        text
+        for turn in episode.turns
+        for text in (*map(_said, turn.messages), f"assistant: {turn.text}")
+        if turn.messages
+    ]
     return {
         "task": episode.task.id,
         "source": episode.task.source,
-        "prompt": "\n\n".join(shown),
+        "prompt": "\n\n".join(map(_said, episode.task.messages)),
+        **({"conversation": "\n\n".join(said)} if len(episode.turns) > 1 and said else {}),
         "answer": episode.text,
         "reward": _as_json(episode.reward),
         "outcome": episode.outcome.value,
@@ -170,6 +176,10 @@ def episode_sample(episode: Episode) -> dict[str, object]:
         "turns": len(episode.turns),
         "tokens": episode.response_tokens,
     }
+
+
+def _said(message: Message) -> str:
+    return f"{message['role']}: {message.get('content') or ''}"
 
 
 class _StepLines:

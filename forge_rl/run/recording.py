@@ -20,7 +20,7 @@ def trained_episodes(
     """Make the records of a batch.
 
     Args:
-        packed: the batch as it was trained on; None leaves advantages unknown.
+        packed: the packed batch; None leaves advantages unknown.
         scored: for each row of `packed`, `[L]`, the trainer's logprobs of the targets; None leaves gaps unknown.
     """
     found: Mapping[int, torch.Tensor] = {}

@@ -81,7 +81,8 @@ class TrainerActor(ServiceActor):
         async with self._lock:
             began = time.monotonic()
             minibatches, logprobs = self.take_parcel(), list[torch.Tensor]()
-            wanted = sum(len(each.rows) for each in minibatches[:scored]) if self.engine.rank % self._peers == 0 else 0
+            asked = scored > 0 and self.engine.rank % self._peers == 0
+            wanted = sum(len(each.rows) for each in minibatches[:scored]) if asked else 0
             try:
                 metrics = self.engine.train_batch(
                     minibatches,

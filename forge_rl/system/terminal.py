@@ -13,7 +13,7 @@ _ACTS = re.compile(
 
 
 def clipped(text: str, *, lines: int, width: int) -> str:
-    """Return at most so many lines and columns of an untrusted text, made visible; `…` marks what is left out."""
+    """Return at most so many lines and columns of an untrusted text, made visible; `…` marks a cut."""
     shown = text[: lines * width * 4].split("\n")
     kept = [line if len(line) <= width else f"{line[: width - 1]}…" for line in map(visible, shown[:lines])]
     if len(shown) > lines or len(text) > lines * width * 4:

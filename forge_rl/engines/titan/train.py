@@ -124,7 +124,7 @@ class TitanEngine:
         """Take one update; returns {} if there is nothing to train on, None if the gradient is not finite.
 
         `scored` has each row's logprobs under the reference and proximal policy, if the loss needs them; `kept` gets
-        those of this policy; for `version` see `LossInputs`.
+        this policy's; for `version` see `LossInputs`.
         """
         lr = self._settings.optimizer.lr_at(self.planned, total_updates)
         self.planned += 1
