@@ -44,15 +44,15 @@ def test_a_run_in_a_users_world_trains_its_turns_and_an_edited_world_is_another_
     assert {episode["turns"] for episode in episodes if episode["step"]} == {3}
     files = {(step, kind): EpisodeFile(path) for step, kind, path in recorded_files(out)}
     assert [*files] == [(0, "evaluated"), (1, "trained"), (2, "evaluated"), (2, "trained")]
-    assert [row["reward"] for row in files[2, "trained"].listing()].count(None) == 0
-    for record in files[2, "trained"]:
+    assert [row["reward"] for row in files[1, "trained"].listing()].count(None) == 0
+    for record in files[1, "trained"]:
         second = record.episode.turns[1]
         assert second.messages == ({"role": "user", "content": "More vowels."},)
         assert second.seconds > 0 < second.response_s
         if record.trained is not None:
             assert record.trainer_gaps is not None
             assert np.abs(record.trainer_gaps).max() < 1e-3, "the trainer's logprobs are close to the engine's"
-    assert any(record.trained is not None for record in files[2, "trained"])
+    assert any(record.trained is not None for record in files[1, "trained"])
     rows = metrics(out)
     assert all(0 < row["reward"] < 3 for row in rows if "reward" in row)
     assert any("cut" in name for row in rows for name in row), rows[-1]
