@@ -5,14 +5,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from apps.evaluate import print_scores
 from forge_rl.errors import Fault, ForgeError
 from forge_rl.metrics import Display, PhaseClock, RunInfo
-from forge_rl.run.attach import Events, LastBatch
+from forge_rl.run.attach import Events
 from forge_rl.system.terminal import visible
+from forge_rl.types import Batch, Episode, Group, Score, Task, ToolCall, Turn
 from tests.security.other_user import ROOT
 
 EVIL = (
@@ -73,8 +75,14 @@ def test_the_live_panel_is_text():
 
 
 def test_what_an_attached_run_shows_is_text():
-    sample = {"source": EVIL, "task": EVIL, "outcome": "completed", "reward": 0, "prompt": EVIL, "answer": EVIL}
-    assert unharmed(repr(LastBatch({"step": 1, "groups": [{"source": EVIL, "rewards": [1.0]}], "samples": [sample]})))
+    task = Task(id=EVIL, source=EVIL, messages=({"role": EVIL, "content": EVIL},), truth={EVIL: EVIL})
+    called = ToolCall(id="1", name=EVIL, arguments=EVIL)
+    none: dict[str, Any] = dict.fromkeys(("prompt_ids", "token_ids", "logprobs", "versions"), ())
+    turn = Turn(**none, text=EVIL, messages=task.messages, calls=(called,))
+    episode = Episode(task=task, turns=(turn,), score=Score(total=1.0, parts={EVIL: 1.0}), output=EVIL, problem=EVIL)
+    group = Group(task=task, episodes=(episode,))
+    for shown in (turn, episode, group, Batch(groups=(group,), version=1)):
+        assert not set(repr(shown)) & set(ACTS)
     event = {"time": 0, "level": "warning", "text": f"{EVIL}\n00:00:00  info     all is well"}
     assert unharmed(repr(Events([event])))
     assert len([line for line in repr(Events([event])).splitlines() if not line.startswith(" ")]) == 1
