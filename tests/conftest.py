@@ -185,12 +185,12 @@ def store_process() -> Iterator[None]:
     asyncio.run(shared_process().close())
 
 
-@pytest.fixture(scope="session")
-def sandbox() -> Iterator[object]:
+@pytest.fixture(scope="session", params=["standard", pytest.param("strict", marks=pytest.mark.long)])
+def sandbox(request: pytest.FixtureRequest) -> Iterator[object]:
     """A pool of sandboxes, `tests.sandbox_pool.SharedPool`, that tests share."""
     from tests.sandbox_pool import opened_pool
 
-    yield from opened_pool()
+    yield from opened_pool(request.param)
 
 
 @pytest.fixture

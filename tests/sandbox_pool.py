@@ -18,7 +18,8 @@ LIMITS = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 
 class SharedPool:
     """Runs coroutines beside an open pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, profile: str) -> None:
+        self.profile = profile
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
 
@@ -62,7 +63,7 @@ class SharedPool:
 
     async def _hold(self, opened: "asyncio.Future[Pool]") -> None:
         try:
-            async with Pool(limits=LIMITS, warm=2, sessions=64, servers=1) as pool:
+            async with Pool(profile=self.profile, limits=LIMITS, warm=2, sessions=64, servers=1) as pool:
                 opened.set_result(pool)
                 await self.stop.wait()
         except SandboxError as error:
@@ -80,9 +81,9 @@ class SharedPool:
         return await work
 
 
-def opened_pool() -> Iterator[SharedPool]:
+def opened_pool(profile: str) -> Iterator[SharedPool]:
     """Open a shared pool; skip where this machine cannot isolate sessions."""
-    shared = SharedPool()
+    shared = SharedPool(profile)
     try:
         shared.open()
     except SandboxError as error:

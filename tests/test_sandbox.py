@@ -1,5 +1,6 @@
 """Sandbox sessions: what cells do and return, limits, forks, the way back, pools, and that nothing is left of them."""
 
+import ast
 import asyncio
 import contextlib
 import os
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox import Limits, Pool, SandboxError
-from tests.sandbox_pool import SharedPool, left_in_cgroups
+from forge_rl.sandbox import Limits, Pool, SandboxError, cgroups
+from tests.sandbox_pool import LIMITS, SharedPool, left_in_cgroups
 
 IN_C = "import itertools\nmax(itertools.repeat(0))"
 """A loop that never returns to the interpreter."""
@@ -158,11 +159,11 @@ def test_a_fork_goes_on_apart(sandbox: SharedPool):
 def test_sessions_do_not_share_random_numbers_or_users(sandbox: SharedPool):
     async def work():
         async with sandbox.pool.session() as one, sandbox.pool.session() as two:
-            code = "import os, random, uuid; random.random(), uuid.uuid4(), os.getuid(), os.getcwd()"
+            code = "import os, random, uuid; random.random(), uuid.uuid4(), os.getuid()"
             return [await session.run(code) for session in (one, two)]
 
     one, two = (result.value.split(", ") for result in sandbox.run(work()))
-    assert len(one) == 4
+    assert len(one) == 3
     assert not set(one) & set(two)
 
 
@@ -220,6 +221,68 @@ def test_who_waits_gets_a_place_in_order_and_a_full_pool_says_so():
         return order
 
     assert asyncio.run(work()) == ["a", "b", "c"]
+
+
+def test_a_strict_session_is_alone_and_its_fork_outlives_it(sandbox: SharedPool):
+    async def work():
+        async with Pool(profile="strict", warm=0, servers=1) as pool, pool.session() as session:
+            names = ("user", "pid", "mnt", "net", "ipc", "uts")
+            code = f"import os\n[os.stat('/proc/self/ns/' + name).st_ino for name in {names}], os.listdir('/tmp')"
+            inside = await session.run(f"x = 1\n{code}")
+            async with await session.fork() as fork:
+                await session.run("import os; os._exit(0)")
+                after = await fork.run("x, [pid for pid in os.listdir('/proc') if pid.isdigit()] == [str(os.getpid())]")
+                await session.close()
+                return inside, after, await fork.run("x + 1")
+
+    inside, after, last = asyncio.run(work())
+    spaces, files = ast.literal_eval(inside.value)
+    assert len(spaces) == 6
+    assert not {os.stat(f"/proc/self/ns/{name}").st_ino for name in os.listdir("/proc/self/ns")} & set(spaces)
+    assert files == ["0"]
+    assert (after.value, last.value) == ("(1, True)", "2")
+
+
+def test_a_session_and_its_fork_are_each_in_limited_cgroups(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as session, await session.fork() as fork:
+            names = [one._body.name for one in (session, fork)]
+            trees = left_in_cgroups(sandbox.pool._hosts[0]._tree)
+            members = [[(tree / name / "cgroup.procs").read_text().split() for tree in trees] for name in names]
+            limits = {
+                file.read_text().strip() for tree in trees for name in names for file in (tree / name).glob("pids.max")
+            }
+            return members, limits
+
+    (own, others), limits = sandbox.run(work())
+    assert len(own) > 0
+    assert all(pids == own[0] and len(pids) == 1 for pids in own)
+    assert all(pids == others[0] != own[0] for pids in others)
+    assert limits == {str(LIMITS.processes)}
+
+
+def test_hierarchies_of_either_version_are_found(tmp_path: Path):
+    """Text as in cgroups(7) and proc(5): a mount shows a hierarchy from its root on."""
+    for folder, enabled in (("", "cpu memory pids"), ("a", "memory"), ("a/b", "")):
+        (tmp_path / "v2" / folder).mkdir(exist_ok=True, parents=True)
+        (tmp_path / "v2" / folder / "cgroup.subtree_control").write_text(enabled)
+    line = "30 20 0:26 {root} {path} rw,relatime - {kind} cgroup rw,{options}"
+    new = line.format(root="/", path=tmp_path / "v2", kind="cgroup2", options="nsdelegate")
+    every = frozenset(cgroups.CONTROLLERS)
+    assert cgroups.hierarchies(new, "0::/a/b") == [cgroups.Hierarchy(2, every, str(tmp_path / "v2"))]
+    (tmp_path / "v2" / "cgroup.subtree_control").write_text("pids")
+    without = cgroups.hierarchies(new, "0::/a/b")
+    assert without == [cgroups.Hierarchy(2, frozenset(), str(tmp_path / "v2/a/b"))]
+    assert cgroups.lacking(without) == "memory, pids, cpu"
+    old = "\n".join(
+        line.format(root=root, path=f"/c/{names}", kind="cgroup", options=names)
+        for root, names in (("/docker/x", "memory"), ("/", "cpu,cpuacct"), ("/", "pids"), ("/", "blkio"))
+    )
+    assert cgroups.hierarchies(old, "4:memory:/docker/x/y\n3:cpu,cpuacct:/z\n2:pids:/\n1:blkio:/") == [
+        cgroups.Hierarchy(1, frozenset({"memory"}), "/c/memory/y"),
+        cgroups.Hierarchy(1, frozenset({"cpu"}), "/c/cpu,cpuacct/z"),
+        cgroups.Hierarchy(1, frozenset({"pids"}), "/c/pids"),
+    ]
 
 
 @pytest.mark.usefixtures("sandbox")
@@ -315,6 +378,7 @@ def test_another_user_is_refused_and_told_why():
         ({"starting": 0}, r"Pool\(starting=0\)"),
         ({"sessions": 0}, "room for 0 sessions"),
         ({"without": ["uid"]}, r"without=\['uid'\]"),
+        ({"profile": "loose"}, "profile='loose'"),
         ({"limits": lambda: Limits(wall_s=0)}, "wall_s is 0"),
         ({"limits": lambda: Limits(cpu_s=-1.0)}, "cpu_s is -1"),
     ],

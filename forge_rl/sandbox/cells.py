@@ -12,7 +12,6 @@ import fcntl
 import io
 import linecache
 import os
-import random
 import resource
 import shutil
 import signal
@@ -257,7 +256,6 @@ def enter_folder(folder: str) -> None:
 
 
 def fresh_random() -> None:
-    """Give this process random state of its own; a fork has its parent's."""
-    random.seed()
+    """Give this process random state of its own; a fork has its parent's. Python's own module sees to it by itself."""
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()

@@ -56,16 +56,23 @@ class Host:
         self._sending = asyncio.Lock()
 
     @classmethod
-    async def start(cls, *, packages: Sequence[str], preload: Sequence[str], without: Sequence[str]) -> Host:
+    async def start(
+        cls, *, profile: str, packages: Sequence[str], preload: Sequence[str], without: Sequence[str]
+    ) -> Host:
         """Start a fork server from a clean interpreter.
 
         Raises:
             SandboxError: this machine lacks a layer that `without` does not name, or the server failed.
         """
-        missing = missing_layers()
-        if not missing.keys() <= set(without) or "uid" in missing:
+        missing = missing_layers(profile)
+        if not missing.keys() <= set(without):
             reasons = "; ".join(f"{layer}: {reason}" for layer, reason in missing.items())
-            hint = "run as root" if "uid" in missing else f"allow it by name: Pool(without={sorted(missing)})"
+            if "uid" in missing:
+                hint = "run as root"
+            elif "user-namespace" in missing:
+                hint = 'allow user namespaces, or use Pool(profile="standard")'
+            else:
+                hint = f"allow it by name: Pool(without={sorted(missing)})"
             raise SandboxError(f"this machine cannot isolate sandboxes fully: {reasons}", hint=hint)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
@@ -85,7 +92,13 @@ class Host:
         theirs.close()
         os.close(held)
         host = cls(process, ours, lifeline, cgroups.name_of(process.pid))
-        config = {"packages": list(packages), "preload": list(preload), "missing": missing, "root": _ROOT}
+        config = {
+            "packages": list(packages),
+            "preload": list(preload),
+            "missing": missing,
+            "root": _ROOT,
+            "profile": profile,
+        }
         try:
             async with asyncio.timeout(_START_S):
                 await host._send(config)
@@ -203,9 +216,11 @@ class Host:
             if watched.birth is not None and not watched.birth.done():
                 watched.birth.set_exception(_full(watched.cause))
         elif "exit" in message:
-            status = int(str(message["exit"]))
+            status = message["exit"]
             watched.out_of_memory = bool(message["memory"])
-            watched.cause = f"killed by signal {-status}" if status < 0 else f"its process ended with status {status}"
+            watched.cause = "its process ended" + (f" with status {status}" if isinstance(status, int) else "")
+            if isinstance(status, int) and status < 0:
+                watched.cause = f"killed by signal {-status}"
             watched.exited.set()
 
 

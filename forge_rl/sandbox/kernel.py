@@ -23,8 +23,9 @@ _INTO_CGROUP, _PARENT, _CHILD_SETTID, _CHILD_CLEARTID = 0x200000000, 0x8000, 0x0
 _MOUNT_SETATTR, _CLONE3 = 442, 435  # the same on all architectures, as are Landlock's
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _CLONE = {"x86_64": 56, "aarch64": 220}
+_CAPSET = {"x86_64": 126, "aarch64": 91}
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_PARENT_DEATH_SIGNAL, _BOUNDING_DROP, _CHILD_SUBREAPER, _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 1, 24, 36, 38, 22, 2
+_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _BOUNDING_DROP, _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 1, 4, 24, 38, 22, 2
 
 # Landlock's file rights: linux/landlock.h.
 EXECUTE, WRITE_FILE, READ_FILE, READ_FOLDER = 1, 1 << 1, 1 << 2, 1 << 3
@@ -92,6 +93,20 @@ def drop_bounding_capabilities() -> None:
     for capability in range(64):
         if _libc.prctl(_BOUNDING_DROP, capability, 0, 0, 0) < 0:
             return
+
+
+def enter_own_user_namespace() -> None:
+    """Give this process a user namespace that knows only its own user, and no capabilities in it."""
+    uid, gid = os.getuid(), os.getgid()
+    unshare(NEW_USER)
+    _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise its files in /proc are root's
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    _libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    drop_bounding_capabilities()
+    version_3 = struct.pack("Ii", 0x20080522, 0)
+    _checked(_libc.syscall(_CAPSET[os.uname().machine], version_3, bytes(24)), "capset")
 
 
 def has_seccomp() -> bool:

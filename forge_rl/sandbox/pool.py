@@ -11,6 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.host import Host
@@ -24,6 +25,7 @@ PRELOADED = (
     *("unittest", "uuid"),
 )
 """Modules that every session has imported already, at no cost of its own."""
+_OPTIONAL = ("cgroup", "landlock", "seccomp")
 _MIB_PER_SESSION = 4
 _SPARE_FILES = 128
 
@@ -35,6 +37,7 @@ class Pool:
             result = await session.run("sum(range(10))")
 
     Args:
+        profile: "standard", or "strict" for namespaces of each session's own; strict costs more time and memory.
         limits: of sessions that are opened without limits of their own.
         warm: sessions kept started for the next that are opened.
         starting: how many start at a time.
@@ -48,6 +51,7 @@ class Pool:
     def __init__(
         self,
         *,
+        profile: Literal["standard", "strict"] = "standard",
         limits: Limits | None = None,
         warm: int = 4,
         starting: int = 8,
@@ -65,8 +69,11 @@ class Pool:
                 raise ConfigError(f"Pool({name}={value})", hint=f"{name} must be {least} or more")
         if self.most < 1:
             raise ConfigError(f"there is room for {self.most} sessions", hint="free memory, or raise `ulimit -n`")
-        if unknown := set(without) - {"cgroup", "landlock", "seccomp"}:
-            raise ConfigError(f"Pool(without={sorted(unknown)})", hint="layers are cgroup, landlock and seccomp")
+        if profile not in ("standard", "strict"):
+            raise ConfigError(f"Pool(profile={profile!r})", hint="profiles are standard and strict")
+        if unknown := set(without) - set(_OPTIONAL):
+            raise ConfigError(f"Pool(without={sorted(unknown)})", hint=f"layers are {', '.join(_OPTIONAL)}")
+        self.profile = profile
         self._packages = [str(Path(folder).resolve()) for folder in packages]
         self._preload, self._without = list(preload), list(without)
         self._hosts: list[Host] = []
@@ -168,7 +175,9 @@ class Pool:
             self._hosts = [host for host in self._hosts if not host.lost]
             await asyncio.gather(*(host.close() for host in lost))
             while len(self._hosts) < self.servers:
-                host = await Host.start(packages=self._packages, preload=self._preload, without=self._without)
+                host = await Host.start(
+                    profile=self.profile, packages=self._packages, preload=self._preload, without=self._without
+                )
                 self._hosts.append(host)
                 for layer, reason in host.missing.items():
                     warnings.warn(f"sandbox sessions run without {layer}: {reason}", stacklevel=2)

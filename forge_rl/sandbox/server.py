@@ -18,7 +18,7 @@ import signal
 import socket
 import struct
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from forge_rl.sandbox import cells, cgroups, frames, kernel, seccomp
@@ -42,11 +42,12 @@ _LEAST_UID, _UIDS = 0x40000000, 0x10000
 _MOST_FILES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")  # struct ucred
 _MOST_MESSAGE = 1 << 16
-_SHARED_NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_HOST_NAME | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_NETWORK
+_NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_HOST_NAME | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_NETWORK
+_HIDDEN = kernel.NO_SETUID | kernel.NO_DEVICES
 
 
-def missing_layers() -> dict[str, str]:
-    """Return the layers of the profile `standard` that this machine lacks, each with the reason."""
+def missing_layers(profile: str) -> dict[str, str]:
+    """Return the layers of a profile that this machine lacks, each with the reason."""
     missing, machine = {}, os.uname().machine
     if os.geteuid() != 0:
         missing["uid"] = "only root can give each session a user of its own"
@@ -58,6 +59,10 @@ def missing_layers() -> dict[str, str]:
         missing["seccomp"] = f"there is no table of system calls for {machine}"
     elif not kernel.has_seccomp():
         missing["seccomp"] = "the kernel filters no system calls"
+    if profile == "strict":
+        with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces") as file:
+            if int(file.read()) == 0:
+                missing["user-namespace"] = "/proc/sys/user/max_user_namespaces is 0"
     return missing
 
 
@@ -74,10 +79,12 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
             return
     found = [] if "cgroup" in config["missing"] else cgroups.here()
     cgroups.remove_abandoned(found)
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     tree = cgroups.Tree(cgroups.name_of(os.getpid()), found)
     keeper = os.getpid()
     try:
-        kernel.unshare(_SHARED_NAMESPACES)
+        kernel.unshare(_NAMESPACES)
         _build_root([sys.base_prefix, *config["packages"]])
         server = os.fork()
         if server == 0:
@@ -145,11 +152,7 @@ def _show(source: str, target: str, *, device: bool = False) -> None:
 def _serve(channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -> NoReturn:
     """Be the server, until the owner closes the channel."""
     try:
-        hidden = kernel.NO_SETUID | kernel.NO_DEVICES
-        try:
-            kernel.mount("proc", "/proc", "proc", hidden, "hidepid=2,subset=pid")
-        except OSError:  # before Linux 5.8 a process's own proc cannot be cut down
-            kernel.mount("proc", "/proc", "proc", hidden, "hidepid=2")
+        _mount_proc()
         kernel.mount("none", "/", flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | kernel.NO_SETUID)
         socket.sethostname("sandbox")
         kernel.drop_bounding_capabilities()
@@ -163,14 +166,23 @@ def _serve(channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -
     os._exit(0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """What the server keeps of a session."""
+def _mount_proc() -> None:
+    try:
+        kernel.mount("proc", "/proc", "proc", _HIDDEN, "hidepid=2,subset=pid")
+    except OSError:  # before Linux 5.8 a mount of proc cannot be cut down to processes
+        kernel.mount("proc", "/proc", "proc", _HIDDEN, "hidepid=2")
+
+
+@dataclass(kw_only=True, eq=False)
+class _Lineage:
+    """What a session shares with its forks."""
 
     folder: str
-    """The scratch folder that the session shares with its forks."""
+    """The scratch folder."""
     uid: int
-    """The user that it shares with them."""
+    init: int = 0
+    """PID 1 of their own namespaces in the profile `strict`; 0 if there is none."""
+    members: set[str] = field(default_factory=set)
 
 
 class _Server:
@@ -182,11 +194,15 @@ class _Server:
         self.tree = tree
         self.filter = b"" if "seccomp" in missing else seccomp.session_filter()
         self.landlock = 0 if "landlock" in missing else kernel.landlock_version()
-        self.sessions: dict[str, _Entry] = {}
+        self.strict = config["profile"] == "strict"
+        self.sessions: dict[str, _Lineage] = {}
         self.ending: set[str] = set()
         self.births: dict[int, tuple[socket.socket, str]] = {}
-        """Channels of forks that are about to be born."""
+        """Channels of sessions and forks that are about to say that they are there."""
         self.pids: dict[int, str] = {}
+        self.inits: dict[int, _Lineage] = {}
+        self.lives: dict[int, str] = {}
+        """Descriptors of the processes of sessions that are no children of this one."""
         self.first_uid, self.uids = _uids(config["number"])
         self.rules = [
             (os.open(path, os.O_PATH | os.O_CLOEXEC), rights)
@@ -235,6 +251,10 @@ class _Server:
                 self._answer(json.loads(message), fds)
             for fd in ready.keys() & self.births.keys():
                 self._let_in(fd)
+            for fd in ready.keys() & self.lives.keys():
+                self.waiting.unregister(fd)
+                os.close(fd)
+                self._ended(self.lives.pop(fd), None)
 
     def _tell(self, **message: object) -> None:
         self.channel.send(json.dumps(message).encode())
@@ -262,21 +282,63 @@ class _Server:
     def _start(self, name: str, limits: dict[str, Any], control: int) -> None:
         uid = self.first_uid + int(name) % self.uids
         self._add(name, limits)
-        folder = f"/tmp/{name}"
-        os.mkdir(folder, 0o700)
-        self.sessions[name] = _Entry(folder=folder, uid=uid)
-        options = f"size={limits['scratch_bytes']},nr_inodes={limits['scratch_files']},mode=700,uid={uid},gid={uid}"
-        kernel.mount("tmpfs", folder, "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, options)
+        lineage = self.sessions[name] = _Lineage(
+            folder="/tmp" if self.strict else f"/tmp/{name}", uid=uid, members={name}
+        )
         doors = self.tree.doors(name)
         unified = self.tree.unified(name)
         try:
-            pid = kernel.fork_into(unified)
-            if pid == 0:
-                self._become_session(folder, uid, limits, control, doors)
-            self.pids[pid] = name
+            if self.strict:
+                birth = self._expect(name)
+                lineage.init = kernel.fork_into(None, _NAMESPACES)
+                if lineage.init == 0:
+                    self._become_init(lineage, limits, control, doors, unified, birth)
+                birth.close()
+                self.inits[lineage.init] = lineage
+            else:
+                os.mkdir(lineage.folder, 0o700)
+                _mount_scratch(lineage, limits)
+                pid = kernel.fork_into(unified)
+                if pid == 0:
+                    self._become_session(lineage, limits, control, doors)
+                self.pids[pid] = name
         finally:
             for fd in [*doors, *([unified] if unified is not None else [])]:
                 os.close(fd)
+
+    def _become_init(
+        self,
+        lineage: _Lineage,
+        limits: dict[str, Any],
+        control: int,
+        doors: list[int],
+        unified: int | None,
+        birth: socket.socket,
+    ) -> NoReturn:
+        """Be PID 1 of namespaces for one session and its forks, outside of their cgroups."""
+        try:
+            kernel.unmount("/proc")
+            kernel.unmount("/tmp")
+            _mount_proc()
+            _mount_scratch(lineage, limits)
+            signal.set_wakeup_fd(-1)
+            if kernel.fork_into(unified) == 0:
+                birth.send(b"?")  # the server learns which process this is, before anything untrusted runs
+                birth.recv(1)
+                self.rules.append((os.open("/proc", os.O_PATH | os.O_CLOEXEC), kernel.READ_FILE | kernel.READ_FOLDER))
+                self._become_session(lineage, limits, control, doors)
+            os.closerange(3, _MOST_FILES)
+            os.setgroups([])
+            os.setresgid(lineage.uid, lineage.uid, lineage.uid)
+            os.setresuid(lineage.uid, lineage.uid, lineage.uid)
+            kernel.forbid_privileges()
+            while True:
+                try:
+                    os.wait()
+                except ChildProcessError:
+                    signal.pause()  # until the server ends the last of them
+        finally:
+            os._exit(1)
 
     def _add(self, name: str, limits: dict[str, Any]) -> None:
         self.tree.add(name, memory_bytes=limits["memory_bytes"], processes=limits["processes"], cpus=limits["cpus"])
@@ -286,34 +348,43 @@ class _Server:
         if of not in self.sessions:
             raise OSError("the session has ended")
         self._add(name, limits)
-        self.sessions[name] = self.sessions[of]
+        lineage = self.sessions[name] = self.sessions[of]
+        lineage.members.add(name)
+        with self._expect(name) as birth:
+            socket.send_fds(self.channel, [json.dumps({"session": name, "birth": True}).encode()], [birth.fileno()])
+
+    def _expect(self, name: str) -> socket.socket:
+        """Return the end of a channel by which a new process says that it is there."""
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        with theirs:
-            socket.send_fds(self.channel, [json.dumps({"session": name, "birth": True}).encode()], [theirs.fileno()])
         self.births[ours.fileno()] = ours, name
         self.waiting.register(ours, select.POLLIN)
+        return theirs
 
     def _let_in(self, fd: int) -> None:
-        """Move a fork into its cgroups. The kernel says which process it is: what it says itself is not asked."""
+        """Move a process into its cgroups. The kernel says which it is: what it says itself is not asked."""
         channel, name = self.births.pop(fd)
         self.waiting.unregister(fd)
         with channel:
             _, sent, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
-            entry = self.sessions.get(name)
+            lineage = self.sessions.get(name)
             for level, kind, data in sent:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and entry is not None:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and lineage is not None:
                     pid, uid, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
-                    if uid == entry.uid:
+                    if uid in (0, lineage.uid):
                         with contextlib.suppress(OSError):  # it has ended, or does not listen
-                            self.tree.move(pid, name)
-                            self.pids[pid] = name
+                            if uid:  # a fork; one that is still root was made where it belongs
+                                self.tree.move(pid, name)
+                            if self.strict:
+                                life = os.pidfd_open(pid)
+                                self.lives[life] = name
+                                self.waiting.register(life, select.POLLIN)
+                            else:
+                                self.pids[pid] = name
                             channel.send(b"!")
 
-    def _become_session(
-        self, folder: str, uid: int, limits: dict[str, Any], control: int, doors: list[int]
-    ) -> NoReturn:
-        channel = socket.socket(fileno=control)
+    def _become_session(self, lineage: _Lineage, limits: dict[str, Any], control: int, doors: list[int]) -> NoReturn:
+        channel, uid, folder = socket.socket(fileno=control), lineage.uid, lineage.folder
         try:
             for door in doors:
                 os.write(door, b"0")
@@ -328,6 +399,8 @@ class _Server:
             own = os.path.join(folder, "0")
             os.mkdir(own, 0o700)
             cells.enter_folder(own)
+            if self.strict:
+                kernel.enter_own_user_namespace()
             kernel.forbid_privileges()
             if self.landlock:
                 rules = [*self.rules, (os.open(folder, os.O_PATH | os.O_CLOEXEC), -1)]
@@ -353,12 +426,15 @@ class _Server:
                 return
             if pid == 0:
                 return
-            name = self.pids.pop(pid, "")
-            if name in self.sessions and name not in self.ending:
-                self.ending.add(name)
-                self._tell(
-                    session=name, exit=os.waitstatus_to_exitcode(status), memory=self.tree.kills_for_memory(name)
-                )
+            if (lineage := self.inits.pop(pid, None)) is not None:
+                lineage.init = 0
+            self._ended(self.pids.pop(pid, ""), os.waitstatus_to_exitcode(status))
+
+    def _ended(self, name: str, status: int | None) -> None:
+        """Tell the owner that a session's process has ended by itself, and end what it has left."""
+        if name in self.sessions and name not in self.ending:
+            self.ending.add(name)
+            self._tell(session=name, exit=status, memory=self.tree.kills_for_memory(name))
 
     def _finish(self, name: str) -> None:
         """Kill what is left of a session; once all of it has ended, remove its cgroups and folder."""
@@ -371,12 +447,16 @@ class _Server:
         for fd in [fd for fd, (_, child) in self.births.items() if child == name]:  # it never came
             self.waiting.unregister(fd)
             self.births.pop(fd)[0].close()
-        folder = self.sessions.pop(name).folder
-        if not any(entry.folder == folder for entry in self.sessions.values()):
-            with contextlib.suppress(OSError):  # it may have failed to be mounted
-                kernel.unmount(folder)
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
+        lineage = self.sessions.pop(name)
+        lineage.members.discard(name)
+        if not lineage.members:
+            if lineage.init:
+                os.kill(lineage.init, signal.SIGKILL)
+            elif not self.strict:
+                with contextlib.suppress(OSError):  # it may have failed to be mounted
+                    kernel.unmount(lineage.folder)
+                with contextlib.suppress(OSError):
+                    os.rmdir(lineage.folder)
         self._tell(session=name, ended=True)
 
 
@@ -393,6 +473,11 @@ def _uids(number: int) -> tuple[int, int]:
     if size < 4096:
         raise OSError(f"this container has only {size} user ids, too few for sessions of their own")
     return first + size // 2, size // 2 - 1  # other servers have the same ones, but see none of our processes
+
+
+def _mount_scratch(lineage: _Lineage, limits: dict[str, Any]) -> None:
+    options = f"size={limits['scratch_bytes']},nr_inodes={limits['scratch_files']},mode=700"
+    kernel.mount("tmpfs", lineage.folder, "tmpfs", _HIDDEN, f"{options},uid={lineage.uid},gid={lineage.uid}")
 
 
 def _limit_resources(limits: dict[str, Any]) -> None:

@@ -147,7 +147,7 @@ def test_the_machines_files_cannot_be_read(sandbox: SharedPool, path: str):
 
 @pytest.mark.parametrize(
     "path",
-    ["/etc/x", "/usr/x", "/usr/bin/x", "/tmp/x", "/x", "/proc/x", "/dev/x", f"{sys.base_prefix}/x", "/proc/self/mem2"],
+    ["/etc/x", "/usr/x", "/usr/bin/x", "/x", "/proc/x", "/dev/x", f"{sys.base_prefix}/x", "/proc/self/mem2"],
 )
 def test_nothing_can_be_written_elsewhere(sandbox: SharedPool, path: str):
     assert sandbox.refused(f"open({path!r}, 'w')") in ("FileNotFoundError", "PermissionError", "OSError")
@@ -159,6 +159,9 @@ def test_what_all_sessions_run_cannot_be_changed(sandbox: SharedPool):
 
 
 def test_other_sessions_files_cannot_be_found(sandbox: SharedPool):
+    if sandbox.profile == "strict":
+        pytest.skip("other sessions have no name here")
+
     async def work():
         async with sandbox.pool.session() as victim, sandbox.pool.session() as session:
             folder = (await victim.run("import os; os.chmod('..', 0o777); os.chmod('.', 0o777); os.getcwd()")).value
@@ -168,12 +171,13 @@ def test_other_sessions_files_cannot_be_found(sandbox: SharedPool):
                     f"open({folder} + '/x', 'w')",
                     f"os.listdir({folder})",
                     "os.listdir('/tmp')",
+                    "open('/tmp/x', 'w')",
                     f"os.chdir({folder}); os.listdir()",
                 )
             ]
             return [result.error.name for result in results]
 
-    assert sandbox.run(work()) == ["PermissionError"] * 4
+    assert sandbox.run(work()) == ["PermissionError"] * 5
 
 
 @pytest.mark.parametrize("link", ["/etc/shadow", "/proc/1/environ", "../../x", "/dev/zero"])
@@ -205,14 +209,17 @@ def test_a_pipe_in_place_of_a_file_does_not_hang_a_transfer(sandbox: SharedPool)
 # Other processes.
 
 
-@pytest.mark.parametrize("target", ["1", "2", "os.getppid()", "-1", "0x7fffffff"])
+@pytest.mark.parametrize("target", ["1", "os.getpid() + 1", "os.getppid()", "-1", "0x7fffffff"])
 def test_nobody_else_can_be_killed(sandbox: SharedPool, target: str):
     result = sandbox.cell(f"import os\nos.kill({target}, 9)")
-    expected = [None] if target == "-1" else ["PermissionError", "ProcessLookupError"]  # -1: its own are all it reaches
-    assert (result.error and result.error.name) in expected
+    if target != "-1" or result.error is not None:  # -1 reaches its own
+        assert result.error.name in ("PermissionError", "ProcessLookupError")
 
 
 def test_other_sessions_cannot_be_seen_killed_or_traced(sandbox: SharedPool):
+    if sandbox.profile == "strict":
+        pytest.skip("other sessions have no name here")
+
     async def work():
         async with sandbox.pool.session() as victim, sandbox.pool.session() as session:
             pid = (await victim.run("import os; os.getpid()")).value
