@@ -256,6 +256,6 @@ def enter_folder(folder: str) -> None:
 
 
 def fresh_random() -> None:
-    """Give this process random state of its own; a fork has its parent's. Python's own module sees to it by itself."""
+    """Give this process random state of its own, as Python's own module does at each fork."""
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed()

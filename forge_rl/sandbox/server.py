@@ -202,7 +202,7 @@ class _Server:
         self.pids: dict[int, str] = {}
         self.inits: dict[int, _Lineage] = {}
         self.lives: dict[int, str] = {}
-        """Descriptors of the processes of sessions that are no children of this one."""
+        """Descriptors of sessions' processes whose parent is an init."""
         self.first_uid, self.uids = _uids(config["number"])
         self.rules = [
             (os.open(path, os.O_PATH | os.O_CLOEXEC), rights)
@@ -362,7 +362,7 @@ class _Server:
         return theirs
 
     def _let_in(self, fd: int) -> None:
-        """Move a process into its cgroups. The kernel says which it is: what it says itself is not asked."""
+        """Move a process into its cgroups. The kernel's word for its PID is taken, never its own."""
         channel, name = self.births.pop(fd)
         self.waiting.unregister(fd)
         with channel:
@@ -431,7 +431,7 @@ class _Server:
             self._ended(self.pids.pop(pid, ""), os.waitstatus_to_exitcode(status))
 
     def _ended(self, name: str, status: int | None) -> None:
-        """Tell the owner that a session's process has ended by itself, and end what it has left."""
+        """Report the unexpected end of a session's process, and kill its descendants."""
         if name in self.sessions and name not in self.ending:
             self.ending.add(name)
             self._tell(session=name, exit=status, memory=self.tree.kills_for_memory(name))
