@@ -100,8 +100,8 @@ def show(config: Config, console: Console) -> None:
         status.update("loading the tokenizer")
         folder = resolve_model(config.model, config.cache, progress)
         tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens)
-        scans = check_tasks(mixture, lambda: tokenizer, limit=limit, cache=config.cache, progress=progress)
         lengths = PromptLengths(tokenizer, limit)
+        scans = check_tasks(mixture, lambda: lengths, cache=config.cache, progress=progress)
         found: dict[str, object] = {}
         parts = []
         for name in mixture:

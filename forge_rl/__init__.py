@@ -82,10 +82,12 @@ if TYPE_CHECKING:
     from forge_rl.rewards.verifiers import ReasoningGymReward as ReasoningGymReward
     from forge_rl.rollout.agent_command import AgentCommand as AgentCommand
     from forge_rl.rollout.evaluation import EvalConfig as EvalConfig
+    from forge_rl.rollout.examples import ExampleFn as ExampleFn
     from forge_rl.rollout.state import ScheduleConfig as ScheduleConfig
     from forge_rl.run.attach import attach as attach
     from forge_rl.run.launch import launch as launch
     from forge_rl.run.run import Run as Run
+    from forge_rl.run.run_config import ExampleConfig as ExampleConfig
     from forge_rl.run.run_config import RunConfig as RunConfig
     from forge_rl.run.start import Starting as Starting
     from forge_rl.run.start import start as start
@@ -215,10 +217,14 @@ _HOMES = {
         "rollout.agent_command": ("AgentCommand",),
         "rollout.evaluation": ("EvalConfig",),
         "rollout.state": ("ScheduleConfig",),
+        "rollout.examples": ("ExampleFn",),
         "run.attach": ("attach",),
         "run.launch": ("launch",),
         "run.run": ("Run",),
-        "run.run_config": ("RunConfig",),
+        "run.run_config": (
+            "ExampleConfig",
+            "RunConfig",
+        ),
         "run.start": (
             "Starting",
             "start",

@@ -121,7 +121,7 @@ class Turn(ByValue):
     logprobs: TokenArray[np.float32] = TokenArray(np.float32)
     """The engine's behaviour logprob of each completion token, under the distribution that it sampled from."""
     versions: TokenArray[np.int32] = TokenArray(np.int32)
-    """Version of the weights that produced each completion token."""
+    """Version of the weights that produced each completion token; -1 for given tokens, which no model sampled."""
     text: str
     """Decoded completion without special tokens."""
     truncated: bool = False
@@ -142,6 +142,17 @@ class Turn(ByValue):
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
         assert len(lengths) == 1, f"ids, logprobs and versions of a turn differ in length: {lengths}"
+
+    @classmethod
+    def given(cls, prompt_ids: Sequence[int], token_ids: Sequence[int], text: str) -> Turn:
+        """Make a turn that no model sampled, such as a demonstration: its logprobs are 0 and its versions -1.
+
+        Turn.given([1, 17, 4], [9, 2], "5")
+        """
+        count = len(token_ids)
+        return cls(
+            prompt_ids=prompt_ids, token_ids=token_ids, logprobs=(0.0,) * count, versions=(-1,) * count, text=text
+        )
 
     @classmethod
     def of_arrays(cls, **fields: Any) -> Turn:

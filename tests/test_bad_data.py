@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.data.data_config import DataConfig
-from forge_rl.data.scan import check_tasks
+from forge_rl.data.scan import PromptLengths, check_tasks
 from forge_rl.errors import ConfigError, ForgeError, TaskError
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -266,7 +266,7 @@ def test_a_scan_counts_what_is_left_out_and_what_comes_twice(tmp_path: Path, tok
     with open(tasks, "a") as file:
         file.write("{\n")
     mixture = DataConfig(max_bad_rows=0.05).build([tasks], seed=0)
-    scan = check_tasks(mixture, lambda: tokenizer, limit=200, cache=tmp_path)["a"]
+    scan = check_tasks(mixture, lambda: PromptLengths(tokenizer, 200), cache=tmp_path)["a"]
     assert (scan.rows, scan.bad, scan.duplicates, len(scan.too_long)) == (44, 1, 2, 2)
     said = scan.describe(200)
     assert re.fullmatch(
@@ -286,7 +286,7 @@ def test_a_prompt_is_too_long_by_its_tokens_and_not_by_its_bytes(
     question = "so many words " * 4
     length = len(tokenizer.render([{"role": "user", "content": question}]))
     mixture = DataConfig(held_out_share=1e-9).build([write(tmp_path / "a.jsonl", question, "?")], seed=0)
-    scan = check_tasks(mixture, lambda: tokenizer, limit=length + limit - 41, cache=tmp_path)["a"]
+    scan = check_tasks(mixture, lambda: PromptLengths(tokenizer, length + limit - 41), cache=tmp_path)["a"]
     assert len(scan.too_long) == (1 if limit == 40 else 0)
 
 
@@ -295,7 +295,7 @@ def test_tasks_that_are_evaluated_and_trained_on_are_refused_with_their_number(
 ) -> None:
     train = write(tmp_path / "train.jsonl", *(f"What is {n}?" for n in range(40)))
     test = write(tmp_path / "test.jsonl", *(f"WHAT is {n}?" for n in range(35, 50)))
-    check = partial(check_tasks, make_tokenizer=lambda: tokenizer, limit=200, cache=tmp_path)
+    check = partial(check_tasks, make_lengths=lambda: PromptLengths(tokenizer, 200), cache=tmp_path)
     with pytest.raises(
         TaskError, match=r"(?s)5 tasks of 'train' are also in the evaluation 'test', the first is .*line 36"
     ):
@@ -322,7 +322,7 @@ def test_a_scan_of_a_large_file_is_kept_until_the_file_changes(
 
         source = mixture.sources["a"]
         monkeypatch.setattr(source, "read", partial(count, source.read))  # type: ignore[attr-defined]
-        return check_tasks(mixture, lambda: tokenizer, limit=60, cache=tmp_path / "cache"), read
+        return check_tasks(mixture, lambda: PromptLengths(tokenizer, 60), cache=tmp_path / "cache"), read
 
     write(path, *(f"What is {n}?" for n in range(40)), "long " * 80)
     first, read = scanned()
@@ -358,7 +358,7 @@ def test_a_scan_that_leaves_nothing_is_an_error(name: str, tmp_path: Path, token
     questions, given, limit, said = NOTHING_LEFT[name]
     mixture = DataConfig(**given).build([write(tmp_path / "a.jsonl", *questions)], seed=0)  # type: ignore[arg-type]
     with pytest.raises(TaskError) as caught:
-        check_tasks(mixture, lambda: tokenizer, limit=limit, cache=tmp_path)
+        check_tasks(mixture, lambda: PromptLengths(tokenizer, limit), cache=tmp_path)
     assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)
 
 
@@ -367,4 +367,4 @@ def test_messages_that_the_chat_template_refuses_are_named(tmp_path: Path, token
     path.write_text(GOOD + json.dumps({"messages": [{"role": "user", "content": [{"type": "image"}]}]}) + "\n")
     mixture = DataConfig(held_out_share=1e-9).build([str(path)], seed=0)
     with pytest.raises(ForgeError, match=r"a.jsonl, line 2: the chat template of .* refuses"):
-        check_tasks(mixture, lambda: tokenizer, limit=100, cache=tmp_path)
+        check_tasks(mixture, lambda: PromptLengths(tokenizer, 100), cache=tmp_path)

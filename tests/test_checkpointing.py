@@ -15,8 +15,8 @@ from forge_rl.rollout.evaluation import EvalConfig, Evaluation
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
-from forge_rl.run.evaluator import Evaluator
-from forge_rl.run.services import Services
+from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
+from forge_rl.run.services import RolloutServices, Services
 from forge_rl.types import Task
 
 BOUNDS = {"max_lag": 1, "over_sampling": 1.0, "max_episodes": 64}
@@ -124,12 +124,14 @@ class Unchanged:
 
 def checkpointer_of(parts: Parts, folder: Path, *, keeps_best: bool = True) -> Checkpointer:
     one = cast(Any, parts)
-    services = Services(trainer=one, generator=one, weights=one, reward=one, environment=None, devices=one)
+    rollout = RolloutServices(generator=one, weights=one, reward=one, environment=None, devices=one)
+    services = Services(trainer=one, rollout=rollout)
+    sets = {"held_out": [Task(id="1", source="a", messages=())]}
     return Checkpointer(
         Checkpoints(folder / "checkpoints", keep=2, keeps_best=keeps_best),
         services,
         one,
-        Evaluator(EvalConfig(), {"held_out": [Task(id="1", source="a", messages=())]}, one, max_tokens=1, warn=print),
+        Evaluator(sets, RolloutEvaluations(EvalConfig(), one, max_tokens=1, warn=print)),
         cast(Any, Unchanged()),
         model=folder,
         warn=parts.done.append,

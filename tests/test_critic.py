@@ -107,7 +107,7 @@ class Stopped(Run[Any]):
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer, self._services = checkpointer, checkpointer._services
-        self.config, self.rollouts = Config(), cast(Any, SimpleNamespace(last=None))
+        self.config, self.batches = Config(), cast(Any, SimpleNamespace(last=None))
         self.events: list[str] = []
         self._log = cast(Any, SimpleNamespace(event=self.events.append))
 

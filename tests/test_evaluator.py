@@ -13,7 +13,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.rollout.evaluation import EvalConfig, Evaluation, score_set
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run.evaluator import EvaluationResult, Evaluator
+from forge_rl.run.evaluator import EvaluationResult, Evaluator, RolloutEvaluations
 from forge_rl.services.generator import Generator
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task, Turn
 
@@ -60,7 +60,7 @@ def evaluator_of(
 ) -> Evaluator:
     warn = (warnings if warnings is not None else []).append
     executor = cast(RolloutExecutor, rollouts)
-    return Evaluator(EvalConfig(**config), sets, executor, max_tokens=16, warn=warn)
+    return Evaluator(sets, RolloutEvaluations(EvalConfig(**config), executor, max_tokens=16, warn=warn))
 
 
 def evaluated(evaluator: Evaluator, *, step: int = 4, version: int = 3) -> EvaluationResult:

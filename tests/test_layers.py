@@ -171,6 +171,9 @@ def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
         ("forge_rl.run.start", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.assembly", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.run", "forge_rl.algorithms.protocol.Loss"),
+        ("forge_rl.run.plan", "forge_rl.algorithms.protocol.Loss"),
+        ("forge_rl.run.preparation", "forge_rl.algorithms.protocol.Loss"),
+        ("forge_rl.run.example_evaluation", "forge_rl.algorithms.protocol.Loss"),
         ("forge_rl.run.start", "forge_rl.algorithms.user_loss.try_loss"),  # whichever the recipe gives
         ("forge_rl.run.plan", "forge_rl.algorithms.user_loss.try_loss"),
         ("forge_rl.run.plan", "forge_rl.algorithms.loss_flag.build_loss"),  # which the config names

@@ -20,7 +20,7 @@ from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run import live as live_module
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
-from forge_rl.run.evaluator import Evaluator
+from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
 from forge_rl.run.live import LiveSettings, changes_by, is_live_state
 from forge_rl.run.services import Services
 from tests.staged_rollouts import rollouts, run_until_idle
@@ -83,12 +83,11 @@ class Live:
         self.events: list[str] = []
         self.settings = LiveSettings(self.rollouts, self.mixture, adapting, cast(Any, self.reward), self.events.append)
         self.schedule = self.settings.schedule
-        evaluator = Evaluator(EvalConfig(), {}, self.rollouts, max_tokens=1, warn=self.events.append)
+        evaluations = RolloutEvaluations(EvalConfig(), self.rollouts, max_tokens=1, warn=self.events.append)
         trainer: Any = SimpleNamespace(updates=0)
-        services = Services(
-            trainer=trainer, generator=trainer, weights=trainer, reward=trainer, environment=None, devices=trainer
-        )
+        services = Services(trainer=trainer)
         checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+        evaluator = Evaluator({}, evaluations)
         self.checkpointer = Checkpointer(
             checkpoints, services, self.rollouts, evaluator, self.settings, model=folder, warn=self.events.append
         )

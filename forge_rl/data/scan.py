@@ -1,4 +1,4 @@
-"""Scans files before a run: bad rows, overlong prompts, duplicates, overlap with evaluation."""
+"""Scans files before a run: bad rows, overlong tasks, duplicates, overlap with evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -50,7 +50,7 @@ class Scan:
     duplicates: int = 0
     """Number of rows whose problem occurred before."""
     too_long: tuple[int, ...] = ()
-    """Rows whose prompt leaves no room for an answer, see `ReadRow.row`."""
+    """Rows that are too long, such as prompts that leave no room for an answer; see `ReadRow.row`."""
     overlap: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """Training rows whose problem is also in an evaluation set, by set name."""
 
@@ -59,12 +59,12 @@ class Scan:
         """Number of rows trained on per epoch."""
         return self.rows - self.held_out - self.bad - len(self.too_long) - len(set().union(*self.overlap.values()))
 
-    def describe(self, limit: int) -> str:
-        """Summarise the findings in one line; `limit` is the prompt limit in tokens."""
+    def describe(self, limit: int, measured: str = "their prompts") -> str:
+        """Summarise the findings in one line; `limit` is the limit of the `measured` text, in tokens."""
         parts = [f"{self.rows:,} rows"]
         parts += [f"{self.held_out:,} held out"] if self.held_out else []
         if self.too_long:
-            parts.append(f"{len(self.too_long):,} left out, as their prompts are longer than {limit:,} tokens")
+            parts.append(f"{len(self.too_long):,} left out, as {measured} are longer than {limit:,} tokens")
         if self.bad:
             parts.append(f"{self.bad:,} bad rows skipped, the first: {self.example}")
         if self.duplicates:
@@ -72,24 +72,47 @@ class Scan:
         return "; ".join(parts)
 
 
+class Lengths(Protocol):
+    """Measures tasks against a limit."""
+
+    limit: int
+    """Maximum tokens."""
+    measured: str
+    """What is limited, in words."""
+    hint: str
+    """Advice for a user whose tasks are all too long."""
+
+    def too_long(self, task: Task) -> bool:
+        """Return whether a task exceeds the limit.
+
+        Raises:
+            ModelError: the chat template refuses the task.
+            TaskError: the task cannot be used.
+        """
+
+    def length(self, task: Task) -> int:
+        """Return the number of tokens that are limited; errors as in `too_long`."""
+
+    def digest(self) -> str:
+        """Return a digest of everything that the lengths depend on."""
+
+
 def check_tasks(
     mixture: Mixture,
-    make_tokenizer: Callable[[], Tokenizer],
+    make_lengths: Callable[[], Lengths],
     *,
-    limit: int,
     cache: Path,
     progress: Progress = lambda what, fraction: None,
 ) -> dict[str, Scan]:
     """Read all files of a mixture once and leave out unusable rows; return the findings by source.
 
-        found = check_tasks(mixture, partial(Tokenizer, model), limit=1008, cache=default_cache())
+        found = check_tasks(mixture, lambda: PromptLengths(Tokenizer(model), 1008), cache=default_cache())
 
-    From then on, the sources and evaluation sets leave out overlong prompts. Sources that are not files are not
+    From then on, the sources and evaluation sets leave out overlong tasks. Sources that are not files are not
     scanned. Findings for large files are cached.
 
     Args:
-        make_tokenizer: called if there are files.
-        limit: maximum tokens of a prompt.
+        make_lengths: called if there are files.
         progress: called for large files with the current step and the fraction done.
 
     Raises:
@@ -98,7 +121,7 @@ def check_tasks(
     """
     if not any(isinstance(source, TableSource) for source in (*mixture.sources.values(), *mixture.evaluation.values())):
         return {}
-    lengths = PromptLengths(make_tokenizer(), limit)
+    lengths = make_lengths()
     problems: dict[str, set[int]] = {}
     found: dict[str, Scan] = {}
     for name, source in mixture.evaluation.items():
@@ -118,7 +141,10 @@ def check_tasks(
                         hint="remove them from one of the two, or set --data.overlap leave-out",
                     )
             if scan.trained <= 0:
-                raise TaskError(f"no task of {name!r} can be trained on: {scan.describe(limit)}", hint=_hint(scan))
+                raise TaskError(
+                    f"no task of {name!r} can be trained on: {scan.describe(lengths.limit, lengths.measured)}",
+                    hint=lengths.hint if scan.too_long else "provide more rows, or lower --data.held-out-share",
+                )
             source.leave_out([*scan.too_long, *itertools.chain(*scan.overlap.values())])
             found[name] = scan
     return found
@@ -130,6 +156,9 @@ class PromptLengths:
     Args:
         limit: maximum tokens of a prompt.
     """
+
+    measured = "their prompts"
+    hint = "raise --generator.max-model-len, or lower --generator.max-tokens"
 
     def __init__(self, tokenizer: Tokenizer, limit: int) -> None:
         self.tokenizer = tokenizer
@@ -150,11 +179,16 @@ class PromptLengths:
         return len(self.tokenizer.render(task.messages, tools=task.tools))
 
     def digest(self) -> str:
-        """Return a digest of everything that the lengths depend on."""
-        files = (self.tokenizer.folder / name for name in ("tokenizer.json", "chat_template.jinja"))
-        seen = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file()))
-        seen.update(str(self.tokenizer.hf.chat_template).encode())
-        return seen.hexdigest()
+        """Return a digest of the tokenizer and its chat template."""
+        return template_digest(self.tokenizer)
+
+
+def template_digest(tokenizer: Tokenizer) -> str:
+    """Return a digest of everything that rendered messages depend on."""
+    files = (tokenizer.folder / name for name in ("tokenizer.json", "chat_template.jinja"))
+    seen = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file()))
+    seen.update(str(tokenizer.hf.chat_template).encode())
+    return seen.hexdigest()
 
 
 def _text_bytes(task: Task) -> int:
@@ -170,7 +204,7 @@ def _text_bytes(task: Task) -> int:
 
 def _scan(
     source: TableSource,
-    lengths: PromptLengths,
+    lengths: Lengths,
     *,
     problems: set[int] | None = None,
     others: Mapping[str, set[int]] | None = None,
@@ -195,23 +229,28 @@ def _scan(
             bad += 1
             example = example or f"{source.describe(read.row)}: {read.error}"
             continue
+        try:
+            if not keys:  # the template may refuse these messages, and too_long rarely renders
+                lengths.length(read.task)
+            is_long = lengths.too_long(read.task)
+        except (ModelError, TaskError) as error:
+            found = f"{source.describe(read.row)}: {error.message}"
+            if isinstance(error, ModelError) or source.max_bad_rows == 0:
+                raise TaskError(found, hint=error.hint) from error
+            bad += 1
+            example = example or found
+            continue
         keys.append(read.problem)
         if problems is not None:
             problems.add(read.problem)
-        try:
-            if len(keys) == 1:  # the template may refuse these messages, and too_long rarely renders
-                lengths.length(read.task)
-            is_long = lengths.too_long(read.task)
-        except ModelError as error:
-            raise TaskError(f"{source.describe(read.row)}: {error.message}", hint=error.hint) from error
         if is_long:
             too_long.append(read.row)
         elif source.is_held_out(read.problem):
             held_out += 1
         else:
-            for name, found in overlap.items():
+            for name, same in overlap.items():
                 if read.problem in (others or {})[name]:
-                    found.append(read.row)
+                    same.append(read.row)
     if bad > source.max_bad_rows * rows:
         raise TaskError(
             f"{bad:,} of {rows:,} rows of {source.name!r} are bad, more than --data.max-bad-rows "
@@ -240,7 +279,7 @@ def _read(source: TableSource, progress: Progress) -> Iterator[ReadRow]:
 
 
 def _cached(
-    source: TableSource, lengths: PromptLengths, others: Mapping[str, set[int]], cache: Path, progress: Progress
+    source: TableSource, lengths: Lengths, others: Mapping[str, set[int]], cache: Path, progress: Progress
 ) -> Scan:
     """Scan a source, or return an earlier run's findings for the same files and settings."""
     if sum(each.size for each in source.files) < _CACHED_BYTES:
@@ -276,9 +315,3 @@ def _template_text(source: TableSource) -> str:
 def _from_json(found: dict[str, Any]) -> Scan:
     overlap = {name: tuple(map(int, rows)) for name, rows in found["overlap"].items()}
     return Scan(**{**found, "too_long": tuple(map(int, found["too_long"])), "overlap": overlap})
-
-
-def _hint(scan: Scan) -> str:
-    if scan.too_long:
-        return "raise --generator.max-model-len, or lower --generator.max-tokens"
-    return "provide more rows, or lower --data.held-out-share"

@@ -249,6 +249,16 @@ class TrainEngine(Protocol):
                 update left them, and gradients are cleared.
         """
 
+    def evaluate(self, minibatches: Sequence[Minibatch], loss: Loss) -> dict[str, Value]:
+        """Compute the loss on minibatches as `train_batch` gets them, under the current weights, without an update.
+
+        Returns:
+            Mergeable metrics of this share: `loss`, `loss/NAME` for the loss's own, and `tokens/trained`.
+
+        Raises:
+            LossError: the loss failed, on this rank or another.
+        """
+
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
         """Score the targets of this share's rows where the mask is True, under the current weights.
 

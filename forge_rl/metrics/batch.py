@@ -10,24 +10,25 @@ from forge_rl.types import Batch, Episode
 
 
 def batch_metrics(batch: Batch) -> dict[str, Metric]:
-    """Computes the metrics of a batch: `reward/mean`, `tokens/completion_max`, `lag/hist`, ..."""
-    episodes = batch.episodes
-    rewards = [episode.reward for episode in episodes]
+    """Computes the metrics of a batch: `reward/mean`, `tokens/completion_max`, `lag/hist`, ...
+
+    Rewards are left out if no episode has a score, and lags if no token was sampled, as of given examples.
+    """
+    episodes, lags = batch.episodes, lag_histogram(batch)
     lengths = [episode.response_tokens for episode in episodes]
-    lags = lag_histogram(batch)
-    return {
-        "reward/mean": sum(rewards) / len(rewards),
-        "reward/max": max(rewards),
-        "reward/min": min(rewards),
+    found: dict[str, Metric] = {
         "tokens/completion_mean": sum(lengths) / len(lengths),
         "tokens/completion_max": float(max(lengths)),
-        "episodes/truncated": sum(episode.outcome == "truncated" for episode in episodes) / len(episodes),
-        "lag/mean": sum(lag * tokens for lag, tokens in lags.counts.items()) / max(1, lags.total),
-        "lag/max": float(max(lags.counts, default=0)),
-        "lag/hist": lags,
-        **reward_parts(episodes),
-        **rewards_by_source("reward", episodes),
     }
+    if any(episode.score is not None for episode in episodes):
+        rewards = [episode.reward for episode in episodes]
+        found |= {"reward/mean": sum(rewards) / len(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
+        found |= reward_parts(episodes) | rewards_by_source("reward", episodes)
+    if lags.counts:
+        found["episodes/truncated"] = sum(episode.outcome == "truncated" for episode in episodes) / len(episodes)
+        found["lag/mean"] = sum(lag * tokens for lag, tokens in lags.counts.items()) / lags.total
+        found |= {"lag/max": float(max(lags.counts)), "lag/hist": lags}
+    return found
 
 
 def reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:

@@ -26,6 +26,7 @@ class RolloutStatus:
     """Episodes waiting for an engine."""
     engines_serving: int = 0
     engines: int = 0
+    """Engines of the run; 0 if nothing decodes."""
     lag_max: int = 0
     """Largest lag of a token so far."""
     evaluated: int = 0
@@ -40,6 +41,8 @@ class RolloutStatus:
 
     def parts(self) -> dict[str, str]:
         """Return the figures other than the batch's number, formatted, by label."""
+        if not self.engines:
+            return {"groups": f"{self.groups_done}/{self.groups}"}
         return {
             "groups": f"{self.groups_done}/{self.groups}",
             "decoding": str(self.episodes_running),

@@ -171,7 +171,7 @@ def _number(value: Value) -> float:
 
 
 def lag_histogram(batch: Batch) -> Histogram:
-    """Count the batch's tokens by lag: how many versions older than the trainer's the weights were."""
+    """Count the batch's sampled tokens by lag: how many versions older than the trainer's the weights were."""
     versions = Counter[int]()
     for episode in batch.episodes:
         for turn in episode.turns:
@@ -180,4 +180,5 @@ def lag_histogram(batch: Batch) -> Histogram:
                 cuts = (np.flatnonzero(held[1:] != held[:-1]) + 1).tolist()
                 for begin, end in zip([0, *cuts], [*cuts, len(held)], strict=True):
                     versions[int(held[begin])] += end - begin
-    return Histogram({batch.version - version: versions[version] for version in sorted(versions, reverse=True)})
+    sampled = sorted((version for version in versions if version >= 0), reverse=True)
+    return Histogram({batch.version - version: versions[version] for version in sampled})

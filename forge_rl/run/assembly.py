@@ -16,18 +16,21 @@ from forge_rl.gateway.tools import ToolParser, parser_for
 from forge_rl.rollout.agents import Agent, serving_agents
 from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
+from forge_rl.rollout.examples import ExampleFn, ExampleMaker, Examples
 from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.control import Control, serving_control
-from forge_rl.run.evaluator import Evaluator
+from forge_rl.run.evaluator import Evaluates, Evaluator, RolloutEvaluations
+from forge_rl.run.example_evaluation import ExampleEvaluations
 from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.policy_gateway import PolicyGateway
-from forge_rl.run.preparation import Checked, Prepared
+from forge_rl.run.preparation import Checked, Prepared, longest_example
 from forge_rl.run.run import Run
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.services import Services
+from forge_rl.run.services import RolloutServices, Services
+from forge_rl.services.trainer import Trainer
 from forge_rl.tokens.tokenizer import Tokenizer
 
 C = TypeVar("C", bound=RunConfig)
@@ -41,6 +44,7 @@ async def assemble(
     mixture: Mixture,
     *,
     loss: Loss,
+    examples: ExampleFn | None,
     agent: Agent | str | None,
     gateway: GatewayConfig,
     close: Callable[[], Awaitable[object]],
@@ -48,34 +52,43 @@ async def assemble(
     """Resume from the checkpoint, publish the first weights, and let clients attach while the body runs.
 
     Args:
+        examples: makes the examples to train on; None to generate episodes.
         agent: plays the episodes instead of the environment service.
         gateway: settings of the agent's gateway.
         close: closes the whole run.
     """
     config, monitor, log = checked.config, prepared.monitor, prepared.monitor.log
     tokenizer = Tokenizer(checked.model, parse_control_tokens=config.parse_control_tokens)
-    backend = GeneratorBackend(services.generator, config.model)
     async with contextlib.AsyncExitStack() as stack:
-        if services.environment is None:
-            assert agent is not None, "somebody plays the episodes"
-            logs = prepared.folder / "logs"
-            serving = serving_agents(agent, gateway, backend, tokenizer, services.reward, warn=log.warn, logs=logs)
-            run_episode: RunEpisode = await stack.enter_async_context(serving)
+        rollouts = reward = policy = None
+        if services.rollout is not None:
+            backend, reward = GeneratorBackend(services.rollout.generator, config.model), services.rollout.reward
+            running = _running_episodes(prepared, config, services.rollout, backend, tokenizer, agent, gateway)
+            run_episode = await stack.enter_async_context(running)
+            rollouts = _rollouts(monitor, config, services.trainer, services.rollout, mixture, tokenizer, run_episode)
+            stack.push_async_callback(rollouts.close)
+            policy = PolicyGateway(backend, tokenizer, log.warn)
+            stack.push_async_callback(policy.close)
+        batches: RolloutExecutor | Examples
+        evaluations: Evaluates
+        if rollouts is not None:
+            batches = rollouts
+            tokens = config.generator.max_tokens
+            evaluations = RolloutEvaluations(config.evaluation, rollouts, max_tokens=tokens, warn=log.warn)
         else:
-            parser = ToolParser(config.tool_parser or parser_for(tokenizer), tokenizer, warn=log.warn)
-            run_episode = EpisodeRunner(tokenizer, services.environment, services.reward, parser.parse)
-        rollouts = _rollouts(monitor, config, services, mixture, tokenizer, run_episode)
-        stack.push_async_callback(rollouts.close)
-        evaluator = Evaluator(
-            config.evaluation, checked.sets, rollouts, max_tokens=config.generator.max_tokens, warn=log.warn
-        )
+            assert examples is not None, "there is something to train on"
+            maker = ExampleMaker(examples, tokenizer, longest=longest_example(config, checked.model))
+            tasks = ResumableTaskStream(mixture)
+            batches = Examples(tasks, mixture.sources, maker, groups=config.groups_per_batch)
+            evaluations = ExampleEvaluations(services.trainer, loss, maker, warn=log.warn)
+        evaluator = Evaluator(checked.sets, evaluations)
         live = stack.enter_context(
-            contextlib.closing(LiveSettings(rollouts, mixture, config.mixture, services.reward, log.event))
+            contextlib.closing(LiveSettings(rollouts, mixture, config.mixture, reward, log.event))
         )
         checkpointer = Checkpointer(
             prepared.checkpoints,
             services,
-            rollouts,
+            batches,
             evaluator,
             live,
             model=checked.model,
@@ -86,21 +99,44 @@ async def assemble(
         await checkpointer.resume(prepared.checkpoint)
         if prepared.checkpoint is not None:
             log.event(f"continued from {prepared.checkpoint.folder}")
-        monitor.display.startup("first weights", "starting", "trainer to engines")
+        if rollouts is not None:
+            monitor.display.startup("first weights", "starting", "trainer to engines")
         version = await checkpointer.publish()
-        monitor.display.startup("first weights", "ready", f"version {version}, attested")
-        run = Run(config, services, rollouts, evaluator, checkpointer, live, monitor, loss, close=close)
-        policy = PolicyGateway(backend, tokenizer, log.warn)
-        stack.push_async_callback(policy.close)
+        if rollouts is not None:
+            monitor.display.startup("first weights", "ready", f"version {version}, attested")
+        run = Run(config, services, batches, evaluator, checkpointer, live, monitor, loss, close=close)
         await stack.enter_async_context(serving_control(prepared.folder, Control(run, live, policy), log.warn))
         gc.freeze()  # also modules imported meanwhile: see responsive_loop
         yield run
 
 
+@contextlib.asynccontextmanager
+async def _running_episodes(
+    prepared: Prepared,
+    config: RunConfig,
+    services: RolloutServices,
+    backend: GeneratorBackend,
+    tokenizer: Tokenizer,
+    agent: Agent | str | None,
+    gateway: GatewayConfig,
+) -> AsyncIterator[RunEpisode]:
+    """Provide what runs an episode: an agent at a gateway, or the environments."""
+    warn = prepared.monitor.log.warn
+    if services.environment is None:
+        assert agent is not None, "somebody plays the episodes"
+        logs = prepared.folder / "logs"
+        async with serving_agents(agent, gateway, backend, tokenizer, services.reward, warn=warn, logs=logs) as serving:
+            yield serving
+    else:
+        parser = ToolParser(config.tool_parser or parser_for(tokenizer), tokenizer, warn=warn)
+        yield EpisodeRunner(tokenizer, services.environment, services.reward, parser.parse)
+
+
 def _rollouts(
     monitor: RunMonitor,
     config: RunConfig,
-    services: Services,
+    trainer: Trainer,
+    services: RolloutServices,
     mixture: Mixture,
     tokenizer: Tokenizer,
     run_episode: RunEpisode,
@@ -116,7 +152,7 @@ def _rollouts(
         Dispatcher(scheduler, services.generator, tokenizer),
         run_episode,
         devices=services.devices,
-        version=lambda: services.trainer.version,
+        version=lambda: trainer.version,
         seed=config.seed,
         reward=services.reward,
         listener=monitor.log,

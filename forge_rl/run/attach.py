@@ -71,12 +71,12 @@ class AttachedRun:
     @property
     def schedule(self) -> LiveSchedule:
         """Settings of the schedule; its bounds can be set."""
-        return LiveSchedule(lambda: self.ask("status")["schedule"], lambda bounds: self.set("schedule", bounds))
+        return LiveSchedule(lambda: self._knob("schedule"), lambda bounds: self.set("schedule", bounds))
 
     @property
     def reward(self) -> str:
         """The current reward. Set it to a string as in `--reward`, or to several."""
-        return str(self.ask("status")["reward"])
+        return str(self._knob("reward"))
 
     @reward.setter
     def reward(self, texts: str | Sequence[str]) -> None:
@@ -137,6 +137,13 @@ class AttachedRun:
         """Change a knob: "mixture", "schedule" or "reward"."""
         self.ask("set", knob=knob, values=values)
 
+    def _knob(self, name: str) -> Any:
+        """Return the current value of a knob that only a run with rollouts has."""
+        found = self.ask("status")
+        if name not in found:
+            raise ConfigError(f"the run has no {name}: it trains on given examples")
+        return found[name]
+
     def ask(self, do: str, **arguments: object) -> Any:
         """Send a request and wait for its reply.
 
@@ -176,16 +183,17 @@ class AttachedRun:
             found = self.ask("status")
         except ForgeError as error:
             return f"Attached  {error.message}"
-        mean, schedule = found["reward_mean"], found["schedule"]
-        bounds = ", ".join(f"{name} {schedule[name]:g}" for name in ("max_lag", "over_sampling", "max_episodes"))
-        rows = {
-            "phase": found["phase"] or "between phases",
-            "version": found["version"],
-            "engines": found["engines"],
-            "rollouts": found["rollouts"],
-            "schedule": f"{schedule['kind']}, {bounds}",
-            "reward": found["reward"] + ("" if mean is None else f", {mean:.3f} on average in the last batch"),
-        }
+        rows = {"phase": found["phase"] or "between phases"}
+        if (schedule := found.get("schedule")) is not None:
+            mean = found["reward_mean"]
+            bounds = ", ".join(f"{name} {schedule[name]:g}" for name in ("max_lag", "over_sampling", "max_episodes"))
+            rows |= {
+                "version": found["version"],
+                "engines": found["engines"],
+                "rollouts": found["rollouts"],
+                "schedule": f"{schedule['kind']}, {bounds}",
+                "reward": found["reward"] + ("" if mean is None else f", {mean:.3f} on average in the last batch"),
+            }
         table = (f"  {name:<8}  {value}" for name, value in rows.items())
         mixture = (f"  {line}" for line in found["mixture"]["shown"].splitlines())
         first = f"Run  step {found['step']} of {found['steps']}  {found['folder']}"

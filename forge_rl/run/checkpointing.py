@@ -10,7 +10,7 @@ from typing import Any
 
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import CheckpointError, ConfigError, ReplicaError
-from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.rollout.batches import BatchSource
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.kept import KeptObjects
@@ -31,9 +31,9 @@ class Checkpointer:
 
     Args:
         checkpoints: the run folder's checkpoints.
-        services: the trainer and, if any, the critic, which are saved, and the engines and weight store, which follow
+        services: the trainer and, if any, the critic, which are saved, and any engines and weight store, which follow
             the trainer after a restart.
-        rollouts: their state is saved and restored with the trainer's.
+        batches: their state is saved and restored with the trainer's.
         evaluator: its scores decide which checkpoint is the best.
         live: changes made during the run.
         model: folder of the initial model.
@@ -45,7 +45,7 @@ class Checkpointer:
         self,
         checkpoints: Checkpoints,
         services: Services,
-        rollouts: RolloutExecutor,
+        batches: BatchSource,
         evaluator: Evaluator,
         live: LiveSettings,
         *,
@@ -55,7 +55,7 @@ class Checkpointer:
     ) -> None:
         self.checkpoints = checkpoints
         self._services = services
-        self._rollouts = rollouts
+        self._batches = batches
         self._evaluator = evaluator
         self._live = live
         self._models = model, critic_model or model
@@ -69,7 +69,7 @@ class Checkpointer:
         """Number of finished steps, that is, trained batches."""
         self.saved: int | None = None
         """Step of the newest complete checkpoint; None if there is none."""
-        self._first = rollouts.state()
+        self._first = batches.state()
         self.kept = KeptObjects()
         """The recipe's own objects."""
         self._note()
@@ -96,9 +96,9 @@ class Checkpointer:
         self._note()
 
     def _note(self) -> None:
-        """Record the rollouts' state, which soon runs ahead: a checkpoint needs it and the trainer's at the same
+        """Record the state of the batches, which soon run ahead: a checkpoint needs it and the trainer's at the same
         step."""
-        self._ended = self._updates(), self._rollouts.state(), self.kept.state()
+        self._ended = self._updates(), self._batches.state(), self.kept.state()
 
     async def resume(self, checkpoint: Checkpoint | None) -> None:
         """Resume from a checkpoint of an earlier process, if any, which the trainer has loaded, and apply later live
@@ -121,22 +121,23 @@ class Checkpointer:
             self.step = self.saved = checkpoint.step
         live = self._unsaved_changes() or live
         if live is not None:
-            await self._rollouts.restore(_with_changes(rollouts, live))
+            await self._batches.restore(_with_changes(rollouts, live))
             await self._live.resume(live)
         if self._changes.exists():
             self._save_changes()  # with the current flags
-        self._first = self._rollouts.state()
+        self._first = self._batches.state()
         self._note()
         self.mark_best()
 
     async def publish(self) -> int:
-        """Publish the trainer's weights to the engines, and restart an evaluation that was in progress; returns the
-        version."""
-        trainer, generator, weights = self._services.trainer, self._services.generator, self._services.weights
-        version = await trainer.publish(weights, dtype=generator.dtype)
-        await generator.load(weights, version)
+        """Publish the trainer's weights to the engines, if there are any, and restart an evaluation that was in
+        progress; returns the trainer's version."""
+        trainer, rollout = self._services.trainer, self._services.rollout
+        if rollout is not None:
+            version = await trainer.publish(rollout.weights, dtype=rollout.generator.dtype)
+            await rollout.generator.load(rollout.weights, version)
         self._evaluator.restart()
-        return version
+        return trainer.version
 
     async def begin_save(self) -> None:
         """Begin to write a checkpoint of the last finished step; returns once the trainer's state is copied.
@@ -192,7 +193,7 @@ class Checkpointer:
         state = {"step": step, "updates": updates, "rollouts": rollouts, "seconds": self.seconds}
         state |= {"live": self._live.state(), **self._evaluator.state(), **_critic_state(of_critic)}
         state |= {"kept": kept} if kept else {}
-        await self._services.devices.hand_to_trainer(idle=True)  # after an evaluation, the engines hold shared devices
+        await self._hand_to_trainer()
         writing = self.checkpoints.writing(
             step,
             state,
@@ -215,6 +216,11 @@ class Checkpointer:
         assert latest is not None, "a checkpoint was just written"
         return latest
 
+    async def _hand_to_trainer(self) -> None:
+        """Take back shared devices, which the engines hold after an evaluation."""
+        if self._services.rollout is not None:
+            await self._services.rollout.devices.hand_to_trainer(idle=True)
+
     async def rollback(self) -> int:
         """Restart trainer and critic from the last intact checkpoint, and roll everything else back to it.
 
@@ -231,7 +237,8 @@ class Checkpointer:
         while True:
             checkpoint = await asyncio.to_thread(self.checkpoints.set_damaged_aside, self._warn)
             try:
-                await self._services.devices.free_devices()
+                if self._services.rollout is not None:
+                    await self._services.rollout.devices.free_devices()
                 states = [checkpoint.training, checkpoint.critic] if checkpoint else [None, None]
                 for trainer, state in zip(self._services.trainers, states, strict=False):
                     await trainer.restart(
@@ -247,9 +254,10 @@ class Checkpointer:
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
         """Bring everything except trainer and critic to the checkpoint's step."""
         state = self._read(checkpoint) if checkpoint else {"rollouts": self._first}
-        await self._rollouts.restore(_with_changes(state["rollouts"], self._live.state()))
+        await self._batches.restore(_with_changes(state["rollouts"], self._live.state()))
         self.kept.restore(state.get("kept", {}))
-        await self._services.weights.rollback(self._services.trainer.version - 1)
+        if self._services.rollout is not None:
+            await self._services.rollout.weights.rollback(self._services.trainer.version - 1)
         self.saved = checkpoint.step if checkpoint else None
         self.step = self.saved or 0
         self._evaluator.rollback(self.step)
@@ -269,9 +277,9 @@ class Checkpointer:
                 f"the run has checkpoints in {self.checkpoints.folder}, which a reset would leave without their steps",
                 hint="reset a run that writes none: set --checkpoint-every 0, and another --out if it was resumed",
             )
-        await self._rollouts.reset(_with_changes(self._first, self._live.state()), seed=seed)
-        self._first = self._rollouts.state()
-        await self._services.devices.hand_to_trainer(idle=True)
+        await self._batches.reset(_with_changes(self._first, self._live.state()), seed=seed)
+        self._first = self._batches.state()
+        await self._hand_to_trainer()
         for trainer in self._services.trainers:
             await trainer.reset(seed=seed, optimizer=optimizer if trainer is self._services.trainer else None)
         self.kept.restore({})

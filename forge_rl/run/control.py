@@ -24,6 +24,7 @@ from forge_rl.metrics.episode_files import write_episodes
 from forge_rl.run.attach import SOCKET
 from forge_rl.run.live import LiveSettings, changes_by
 from forge_rl.run.recording import trained_episodes
+from forge_rl.run.services import nothing_generated
 from forge_rl.runtime.local_socket import listening, peer_is_own
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ _READ_S = _WRITE_S = 10.0
 class Control:
     """Answers requests of attached clients; each public method is a request."""
 
-    def __init__(self, run: Run[Any], live: LiveSettings, gateway: PolicyGateway) -> None:
+    def __init__(self, run: Run[Any], live: LiveSettings, gateway: PolicyGateway | None) -> None:
         self._run = run
         self._live = live
         self._gateway = gateway
@@ -49,8 +50,9 @@ class Control:
 
     async def status(self) -> dict[str, object]:
         """Return the run's progress, and the current values of everything that can be changed."""
-        run, rollouts = self._run, self._run.rollouts.status()
-        rewards = [episode.reward for episode in run.last_batch.episodes] if run.last_batch else []
+        run, rollouts = self._run, self._run.batches.status()
+        episodes = run.last_batch.episodes if run.last_batch else ()
+        rewards = [episode.reward for episode in episodes if episode.score is not None]
         return {
             "folder": str(run.folder.resolve()),
             "step": run.step,
@@ -73,6 +75,8 @@ class Control:
 
     async def open_gateway(self) -> dict[str, object]:
         """Serve the current policy over OpenAI's API; returns URL and key."""
+        if self._gateway is None:
+            raise nothing_generated()
         return await self._gateway.open()
 
     async def last_batch(self) -> str | None:

@@ -41,11 +41,22 @@ _ASLEEP_BYTES = 3 << 30
 
 
 def colocated(config: RunConfig, there: int | None = None) -> bool:
-    """Return whether trainer and engines share devices, see `shares_devices`.
+    """Return whether trainer and engines share devices, see `shares_devices`; False without engines.
 
     Args:
         there: number of GPUs; this machine's by default.
+
+    Raises:
+        ConfigError: there are too few GPUs.
     """
+    if not config.starts_engines:
+        there = gpus() if there is None else there
+        if 0 < there < config.trainer.ranks:
+            raise ConfigError(
+                f"{config.trainer.ranks} trainer ranks need as many GPUs, but there are {there}",
+                hint="lower --trainer.ranks",
+            )
+        return False
     return shares_devices(
         config.placement,
         ranks=config.trainer.ranks,
@@ -56,7 +67,7 @@ def colocated(config: RunConfig, there: int | None = None) -> bool:
 
 
 def with_defaults(
-    config: C, model: Path, *, reference: bool, critic: CriticConfig | None = None
+    config: C, model: Path, *, reference: bool, values: bool = False, critic: CriticConfig | None = None
 ) -> tuple[C, CriticConfig | None, list[str]]:
     """Choose settings that the user left open, for this machine; see `choose`. Takes seconds with GPUs.
 
@@ -65,6 +76,7 @@ def with_defaults(
     Args:
         model: Hugging Face folder; only its config.json is read.
         reference: whether the trainer keeps a frozen copy.
+        values: whether the trainer has a value model.
         critic: settings of a critic, whose model is a folder or the trainer's.
 
     Returns:
@@ -80,7 +92,7 @@ def with_defaults(
         return config, critic, []
 
     def memory(settings: TrainSettings) -> TrainMemory:
-        found = plan_training(model, settings, ranks=ranks, reference=reference)
+        found = plan_training(model, settings, ranks=ranks, reference=reference, values=values)
         return found if critic is None else replace(found, reference=found.reference + _critic_state(critic, model))
 
     config, lines = choose(config, read_architecture(model), gpu=gpu, there=gpus(), memory=memory)
@@ -172,11 +184,12 @@ def choose(
         memory: plans the memory of a trainer rank.
     """
     trainer, generator, lines = config.trainer, config.generator, list[str]()
-    needed = max(LEAST_ROW, round_up(-(-generator.max_model_len // trainer.context_parallel_degree), PAD_MULTIPLE))
+    context = generator.max_model_len if config.starts_engines else 0
+    needed = max(LEAST_ROW, round_up(-(-context // trainer.context_parallel_degree), PAD_MULTIPLE))
     tokens = trainer.seq_len or needed
     found = memory(replace(trainer, seq_len=tokens))
     engines = generator.replicas * generator.devices
-    turns = not config.schedule.decodes_while_training
+    turns = config.starts_engines and not config.schedule.decodes_while_training
     shared = colocated(config, there)
 
     beside = gpu - round(found.state / _USABLE) - _CONTEXT_BYTES
@@ -203,7 +216,7 @@ def choose(
     if stays and not trainer.stays_on_device:
         trainer = replace(trainer, stays_on_device=True)
         lines.append("--trainer.stays-on-device: its state fits next to the engines, which then decode immediately")
-    if not generator.gpu_memory_utilization:
+    if config.starts_engines and not generator.gpu_memory_utilization:
         left = beside if stays else gpu - shared * _CONTEXT_BYTES
         share = max(0.01, min(_MOST_SHARE, left * 100 // gpu / 100))
         generator = replace(generator, gpu_memory_utilization=share)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from forge_rl.rollout.evaluation import EvalConfig, Evaluation, describe_failure, score_set
 from forge_rl.rollout.executor import RolloutExecutor
@@ -14,6 +15,9 @@ HELD_OUT = "held_out"
 _MOSTLY_OTHERS = 0.5
 """Warn above this share of tokens from other versions."""
 
+Sets = Mapping[str, Sequence[Task]]
+"""Tasks by set name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
@@ -22,85 +26,93 @@ class EvaluationResult:
     step: int
     """Step whose weights were evaluated."""
     score: float
-    """avg@k of the first set."""
+    """Score of the first set: avg@k, or the negative loss of examples."""
     metrics: dict[str, float]
     tokens: int
-    """Number of tokens decoded for it."""
+    """Number of tokens decoded, or scored, for it."""
     episodes: Mapping[str, Sequence[Sequence[Episode]]]
     """Episodes of each task, by set."""
 
 
-class Evaluator:
-    """Starts evaluations, turns their results into metrics, and keeps the scores by step.
+class Evaluates(Protocol):
+    """Carries out evaluations, one at a time."""
+
+    blocking: bool
+    """True if each has to be finished before training continues."""
+
+    def start(self, sets: Sets, step: int, version: int) -> None:
+        """Start to evaluate the weights of a step, published as a version."""
+
+    async def finish(self) -> None:
+        """Wait for the evaluation, ahead of all other work."""
+
+    @property
+    def complete(self) -> bool:
+        """True once `pop` can return the result of an evaluation."""
+
+    def pop(self, sets: Sets, step: int) -> EvaluationResult:
+        """End the evaluation and return its result.
+
+        Raises:
+            ForgeError: nothing of a set could be evaluated.
+        """
+
+    def cancel(self) -> None:
+        """Forget the evaluation, whose work was cancelled."""
+
+
+class RolloutEvaluations:
+    """Evaluates by generated episodes and their rewards, alongside training episodes.
 
     Args:
-        sets: tasks by set name; the first set's score is the run's. Sets without tasks are left out.
         max_tokens: used if the config sets none.
         warn: called with a line for the user.
     """
 
     def __init__(
-        self,
-        config: EvalConfig,
-        sets: Mapping[str, Sequence[Task]],
-        rollouts: RolloutExecutor,
-        *,
-        max_tokens: int,
-        warn: Callable[[str], None],
+        self, config: EvalConfig, rollouts: RolloutExecutor, *, max_tokens: int, warn: Callable[[str], None]
     ) -> None:
-        self.sets = {name: tasks for name, tasks in sets.items() if tasks}
-        self.scores: dict[int, float] = {}
-        """Score of the first set, by step."""
+        self.blocking = config.blocking
         self._config = config
         self._rollouts = rollouts
         self._sampling = Sampling(max_tokens=config.max_tokens or max_tokens, temperature=config.temperature, seed=None)
         self._warn = warn
-        self._pending: tuple[int, int] | None = None
-        """Step and version being evaluated."""
         self._evaluation: Evaluation | None = None
-        """The pending evaluation; None until it is started again after `restore` or `rollback`."""
 
-    @property
-    def step(self) -> int | None:
-        """Step being evaluated; None if no evaluation is in progress."""
-        return self._pending[0] if self._pending else None
-
-    def start(self, step: int, version: int) -> None:
-        """Start an evaluation, whose episodes run alongside training episodes.
+    def start(self, sets: Sets, step: int, version: int) -> None:
+        """Start an evaluation.
 
         The evaluation before the first step, the baseline of all others, uses one version. So do all evaluations if
         runs with equal seeds must be equal, because otherwise the score would depend on the time of a publish.
-
-        Args:
-            step: step whose weights are evaluated.
-            version: version of these weights.
         """
         self._evaluation = Evaluation(
-            self.sets,
+            sets,
             episodes=self._config.episodes,
             sampling=self._sampling,
             version=version,
             one_version=step == 0 or self._rollouts.config.in_rounds,
         )
         self._rollouts.start_evaluation(self._evaluation)
-        self._pending = step, version
 
     async def finish(self) -> None:
-        """Wait for the pending evaluation, ahead of all other work."""
+        """Wait for the evaluation, ahead of all other work."""
         await self._rollouts.finish_evaluation()
 
-    def pop(self) -> EvaluationResult | None:
-        """End the pending evaluation, keep its score, and return its result; None until it is complete.
+    @property
+    def complete(self) -> bool:
+        """True once all episodes of a started evaluation have ended."""
+        return self._evaluation is not None and self._evaluation.complete
+
+    def pop(self, sets: Sets, step: int) -> EvaluationResult:
+        """End the evaluation and return its result.
 
         Raises:
             ForgeError: all episodes of a set failed.
         """
-        evaluation = self._evaluation
-        if self._pending is None or evaluation is None or not evaluation.complete:
-            return None
-        step, k, metrics, tokens = self._pending[0], self._config.episodes, dict[str, float](), 0
-        self._pending = self._evaluation = None
-        for name in self.sets:
+        evaluation, self._evaluation = self._evaluation, None
+        assert evaluation is not None, "it was started"
+        k, metrics, tokens = self._config.episodes, dict[str, float](), 0
+        for name in sets:
             results = evaluation.results(name)
             values = score_set(name, results, k=k, success=self._config.success)
             metrics |= {f"eval/{name}/{key}": value for key, value in values.items()}
@@ -115,11 +127,69 @@ class Evaluator:
             if failed := [episode for episode in episodes if not episode.outcome.scored]:
                 many = f"{len(failed)} of {len(episodes)} evaluations failed"
                 self._warn(f"{many} and are left out of the score of {name}; {describe_failure(failed[-1])}")
-        score = self.scores[step] = metrics[f"eval/{next(iter(self.sets))}/avg@{k}"]
-        if [*self.sets] == [HELD_OUT]:
+        score = metrics[f"eval/{next(iter(sets))}/avg@{k}"]
+        if [*sets] == [HELD_OUT]:
             metrics = _short(metrics, k) | metrics
-        kept = {name: evaluation.results(name) for name in self.sets}
+        kept = {name: evaluation.results(name) for name in sets}
         return EvaluationResult(step=step, score=score, metrics=metrics, tokens=tokens, episodes=kept)
+
+    def cancel(self) -> None:
+        """Forget the evaluation, whose episodes were cancelled."""
+        self._evaluation = None
+
+
+class Evaluator:
+    """Starts evaluations, and keeps the scores by step.
+
+    Args:
+        sets: tasks by set name; the first set's score is the run's. Sets without tasks are left out.
+        evaluations: carries them out.
+    """
+
+    def __init__(self, sets: Sets, evaluations: Evaluates) -> None:
+        self.sets = {name: tasks for name, tasks in sets.items() if tasks}
+        self.scores: dict[int, float] = {}
+        """Score of the first set, by step."""
+        self._evaluations = evaluations
+        self._pending: tuple[int, int] | None = None
+        """Step and version being evaluated."""
+
+    @property
+    def step(self) -> int | None:
+        """Step being evaluated; None if no evaluation is in progress."""
+        return self._pending[0] if self._pending else None
+
+    @property
+    def blocking(self) -> bool:
+        """True if each evaluation has to be finished before training continues."""
+        return self._evaluations.blocking
+
+    def start(self, step: int, version: int) -> None:
+        """Start an evaluation.
+
+        Args:
+            step: step whose weights are evaluated.
+            version: version of these weights.
+        """
+        self._evaluations.start(self.sets, step, version)
+        self._pending = step, version
+
+    async def finish(self) -> None:
+        """Wait for the pending evaluation, ahead of all other work."""
+        await self._evaluations.finish()
+
+    def pop(self) -> EvaluationResult | None:
+        """End the pending evaluation, keep its score, and return its result; None until it is complete.
+
+        Raises:
+            ForgeError: nothing of a set could be evaluated.
+        """
+        if self._pending is None or not self._evaluations.complete:
+            return None
+        step, self._pending = self._pending[0], None
+        result = self._evaluations.pop(self.sets, step)
+        self.scores[step] = result.score
+        return result
 
     def state(self) -> dict[str, object]:
         """Return the scores and the pending evaluation, as JSON."""
@@ -146,7 +216,7 @@ class Evaluator:
     def rollback(self, step: int) -> None:
         """Forget the scores of later steps, and a pending evaluation of one; its episodes were cancelled."""
         self.scores = {at: score for at, score in self.scores.items() if at <= step}
-        self._evaluation = None
+        self._evaluations.cancel()
         if self._pending is not None and self._pending[0] > step:
             self._pending = None
 

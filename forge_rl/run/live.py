@@ -231,16 +231,18 @@ class LiveSettings:
     """All knobs of a run: reports each change as an event, and gives the state that a resumed run takes up.
 
     Args:
+        rollouts: None if there are none; the schedule is then no knob.
         adapting: the mixture's adaptation as set by flags.
+        reward: None if there is none; it is then no knob.
         tell: called with a line for the events.
     """
 
     def __init__(
         self,
-        rollouts: RolloutExecutor,
+        rollouts: RolloutExecutor | None,
         mixture: Mixture,
         adapting: Adapting,
-        reward: Reward,
+        reward: Reward | None,
         tell: Callable[[str], None],
     ) -> None:
         self.mixture = mixture
@@ -248,19 +250,28 @@ class LiveSettings:
         """Called after each change."""
         self._tell = tell
         self._resuming = False
-        schedule, self._mixture = (
-            ScheduleKnob(rollouts, self._changed, tell),
-            MixtureKnob(mixture, adapting, self._changed),
-        )
-        self.schedule = LiveSchedule(schedule.read, schedule.set)
-        """The schedule; its bounds can be set."""
-        self.knobs: Mapping[str, ScheduleKnob | MixtureKnob | RewardKnob] = {
-            "schedule": schedule,
-            "mixture": self._mixture,
-            "reward": RewardKnob(reward, self._changed, tell),
-        }
+        self._mixture = MixtureKnob(mixture, adapting, self._changed)
+        self.knobs: dict[str, ScheduleKnob | MixtureKnob | RewardKnob] = {}
+        self._schedule: LiveSchedule | None = None
+        if rollouts is not None:
+            schedule = self.knobs["schedule"] = ScheduleKnob(rollouts, self._changed, tell)
+            self._schedule = LiveSchedule(schedule.read, schedule.set)
+        self.knobs["mixture"] = self._mixture
+        if reward is not None:
+            self.knobs["reward"] = RewardKnob(reward, self._changed, tell)
         self._writing = asyncio.Lock()
         """Serialises clients' changes, in the order of their requests."""
+
+    @property
+    def schedule(self) -> LiveSchedule:
+        """The schedule; its bounds can be set.
+
+        Raises:
+            ConfigError: the run has no rollouts.
+        """
+        if self._schedule is None:
+            raise ConfigError("the run has no rollouts to schedule", hint="it trains on given examples")
+        return self._schedule
 
     def read(self) -> dict[str, object]:
         """Return the current values of all knobs, as JSON."""
@@ -293,7 +304,8 @@ class LiveSettings:
         self._resuming = True
         with changes_by("as it was changed live"):
             for name, knob in self.knobs.items():
-                await knob.resume(state[name]["given"], state[name]["changes"])
+                if name in state:  # else the run had no such knob before
+                    await knob.resume(state[name]["given"], state[name]["changes"])
         self._resuming = False
 
     def close(self) -> None:
@@ -316,15 +328,23 @@ def is_live_state(state: object) -> bool:
     """Return whether a value from a possibly corrupt file has the form that `LiveSettings.state` returns."""
     match state:
         case {
-            "schedule": {"given": dict(bounds), "changes": dict(changed)},
             "mixture": {"given": {"weights": dict(weights), "adapting": dict()}, "changes": dict()},
-            "reward": {"given": {"reward": str()}, "changes": dict(reward)},
-        } if bounds.keys() == {*_BOUNDS} >= changed.keys():
-            numbers = (*bounds.values(), *changed.values(), *weights.values())
-            match reward:
-                case {"reward": {"name": str(), "texts": [*texts]}} if all(isinstance(text, str) for text in texts):
-                    pass
-                case {**rest} if rest:
-                    return False
-            return all(type(number) in (int, float) for number in numbers)
+            **others,
+        }:
+            return _are_numbers(weights) and all(_is_knob_state(name, other) for name, other in others.items())
     return False
+
+
+def _is_knob_state(name: object, state: object) -> bool:
+    match name, state:
+        case "schedule", {"given": dict(bounds), "changes": dict(changed)}:
+            return bounds.keys() == {*_BOUNDS} >= changed.keys() and _are_numbers(bounds) and _are_numbers(changed)
+        case "reward", {"given": {"reward": str()}, "changes": {"reward": {"name": str(), "texts": [*texts]}}}:
+            return all(isinstance(text, str) for text in texts)
+        case "reward", {"given": {"reward": str()}, "changes": dict(changes)}:
+            return not changes
+    return False
+
+
+def _are_numbers(values: Mapping[str, object]) -> bool:
+    return all(type(number) in (int, float) for number in values.values())

@@ -57,7 +57,7 @@ class RunMonitor:
         self._trace: Trace | None = Trace(folder / "trace.json", clock=now)
         self._depths: dict[str, Value] = {}
         self._status: Callable[[], RolloutStatus] | None = None
-        self._missing: Callable[[], str] = str
+        self._missing: Callable[[], str] | None = None
         clock.on_phase = lambda name, begin, end: self.span("controller", name, begin, end)
         faults.on_span = self.span
         faults.listeners.append(self._on_fault)
@@ -79,7 +79,7 @@ class RunMonitor:
 
     def waiting_for(self) -> str:
         """Describe what the controller is waiting for; "" if nothing is in flight."""
-        if self.clock.current in ("rollout", "evaluate"):
+        if self._missing is not None and self.clock.current in ("rollout", "evaluate"):
             return self._missing()
         waiting = self.faults.waiting_for()
         if waiting is None:

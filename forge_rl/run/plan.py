@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from forge_rl.algorithms.loss_flag import build_loss
+from forge_rl.algorithms.protocol import Loss
 from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.engines.architecture import Architecture, read_architecture
 from forge_rl.engines.context import check_context
@@ -61,7 +62,7 @@ class Need:
 
 
 def show_plan(config: object) -> None:
-    """Print the result of `plan_run` for a recipe's settings; try the loss in their field `loss`, if there is one.
+    """Print the result of `plan_run` for a recipe's settings; try their `loss`, texts or a Loss, if there is one.
 
     Raises:
         ConfigError: the run cannot fit.
@@ -70,19 +71,21 @@ def show_plan(config: object) -> None:
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
     loss = getattr(config, "loss", None)
     if loss is not None:
-        loss = build_loss(loss)
+        loss = loss if isinstance(loss, Loss) else build_loss(loss)
         try_loss(loss)
     model = resolve_model(config.model, config.cache).resolve()
-    reference = loss is not None and "reference" in loss.needs
+    reference, values = (loss is not None and need in loss.needs for need in ("reference", "values"))
     critic = getattr(config, "critic", None)
     if critic is not None and critic.model:
         critic = replace(critic, model=str(resolve_model(critic.model, config.cache).resolve()))
-    config, critic, chosen = with_defaults(config, model, reference=reference, critic=critic)
+    config, critic, chosen = with_defaults(config, model, reference=reference, values=values, critic=critic)
     teachers, folders = getattr(config, "teachers", None), {}
     if teachers is not None:
         folders = resolve_teachers(teachers, model, config.cache)
         check_teachers(config, teachers, folders)
-    needs = plan_run(config, model, reference=reference, critic=critic, teachers=teachers, folders=folders)
+    needs = plan_run(
+        config, model, reference=reference, values=values, critic=critic, teachers=teachers, folders=folders
+    )
     table = Table(title=f"memory of a run of {config.model}", title_justify="left", caption_justify="left")
     table.add_column("part")
     table.add_column("GiB", justify="right")
@@ -102,7 +105,7 @@ def show_plan(config: object) -> None:
     console.print(table)
     if loss is None:
         console.print(
-            f"the loss was not tried, and no frozen reference is counted: {type(config).__name__} has no field `loss`"
+            f"the loss was not tried, and no frozen reference is counted: {type(config).__name__} has no `loss`"
         )
     refuse(needs, host=host_bytes(), gpu=gpu)
 
@@ -112,6 +115,7 @@ def plan_run(
     model: Path,
     *,
     reference: bool,
+    values: bool = False,
     critic: CriticConfig | None = None,
     teachers: TeachersConfig | None = None,
     folders: Mapping[str, Path] = MappingProxyType({}),
@@ -123,14 +127,16 @@ def plan_run(
     Args:
         model: Hugging Face folder; only its config.json is read.
         reference: whether the trainer keeps a frozen copy.
+        values: whether the trainer has a value model.
         critic: settings of a critic, if there is one; it shares the trainer's GPUs.
         teachers: settings of the teachers, if there are any; they have GPUs of their own.
         folders: folder of each teacher with engines of its own, by the name of its model.
     """
     trainer = config.trainer
-    found = plan_training(model, trainer, ranks=trainer.ranks, reference=reference)
+    found = plan_training(model, trainer, ranks=trainer.ranks, reference=reference, values=values)
     architecture = read_architecture(model)
-    check_context(architecture, config.generator)
+    if config.starts_engines:
+        check_context(architecture, config.generator)
     parts = _parts(trainer, found)
     on_gpu = device_type() == "cuda"
     host = {}
@@ -247,7 +253,9 @@ def refuse(needs: Sequence[Need], *, host: int, gpu: int) -> None:
 
 
 def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) -> list[Need]:
-    """List the needs of engines, and of the versions published to them."""
+    """List the needs of engines, if there are any, and of the versions published to them."""
+    if not config.starts_engines:
+        return []
     generator, itemsize = config.generator, resolve_dtype(config.generator.dtype).itemsize
     weights = architecture.weights * itemsize // int(getattr(generator, "tensor_parallel_size", 1))
     versions = min(

@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from forge_rl.algorithms.protocol import Loss
 from forge_rl.data.mixture import Mixture
-from forge_rl.data.scan import check_tasks
+from forge_rl.data.scan import Lengths, PromptLengths, check_tasks
 from forge_rl.engines.architecture import read_architecture, stored_bytes
 from forge_rl.engines.context import check_context
 from forge_rl.engines.decode_layout import check_decode_layout
@@ -26,6 +27,7 @@ from forge_rl.metrics.recorder import EpisodeRecorder
 from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rewards.confinement import missing_confinement
+from forge_rl.rollout.examples import ExampleFn, ExampleLengths, ExampleMaker
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.defaults import check_teachers, colocated, with_defaults
 from forge_rl.run.evaluator import HELD_OUT
@@ -67,6 +69,8 @@ class Checked(Generic[C]):
     """Hugging Face folder, with weights that can be trained."""
     reference: bool
     """Whether the trainer keeps a frozen reference."""
+    values: bool
+    """Whether the trainer has a value model in place of a policy."""
     shares_devices: bool
     """Whether trainer and engines share devices."""
     sets: Mapping[str, Sequence[Task]]
@@ -154,23 +158,26 @@ async def check(
     prepared: Prepared,
     mixture: Mixture,
     *,
-    reference: bool,
+    loss: Loss,
     evaluation: Mapping[str, Sequence[Task]] | None,
     critic: CriticConfig | None = None,
     teachers: TeachersConfig | None = None,
+    examples: ExampleFn | None = None,
 ) -> Checked[C]:
     """Refuse models that cannot be trained, laid out or stored, and tasks that cannot be used, before services start.
 
     Args:
-        reference: whether the trainer keeps a frozen reference.
+        loss: determines whether the trainer keeps a frozen reference, or has a value model.
         evaluation: sets to evaluate on; None for those of the mixture.
         critic: settings of a critic, if the run has one.
         teachers: settings of the teachers, if the run has any.
+        examples: makes examples of the tasks, if these are trained on.
 
     Raises:
         ForgeError: says what does not fit, and what to change.
     """
     log, progress = prepared.monitor.log, prepared.monitor.display.progress
+    reference, values = "reference" in loss.needs, "values" in loss.needs
     model = (await asyncio.to_thread(resolve_model, config.model, config.cache, progress)).resolve()
     architecture = read_architecture(model)
     check_model(config.trainer, config.trainer.ranks, architecture)
@@ -180,7 +187,8 @@ async def check(
     folders: dict[str, Path] = {}
     if teachers is not None:
         folders = await asyncio.to_thread(resolve_teachers, teachers, model, config.cache, progress)
-    config, critic, chosen = await asyncio.to_thread(with_defaults, config, model, reference=reference, critic=critic)
+    choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
+    config, critic, chosen = await asyncio.to_thread(choosing)
     for line in chosen:
         log.event(f"chosen: {line}")
     if teachers is not None:
@@ -189,9 +197,10 @@ async def check(
     if architecture.quantized:
         log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
         model = await asyncio.to_thread(dequantized, model, config.cache, progress)
-    check_decode_layout(model, config.generator, engines=config.generator.replicas)
-    check_context(architecture, config.generator)
-    await _check_tasks(config, prepared, mixture, model)
+    if config.starts_engines:
+        check_decode_layout(model, config.generator, engines=config.generator.replicas)
+        check_context(architecture, config.generator)
+    await _check_tasks(config, prepared, mixture, model, examples)
     sets: Mapping[str, Sequence[Task]] = {}
     if config.evaluation.every:
         sets = mixture.eval_sets(config.evaluation.tasks) if evaluation is None else evaluation
@@ -204,6 +213,7 @@ async def check(
         config=config,
         model=model,
         reference=reference,
+        values=values,
         shares_devices=colocated(config),
         sets=sets,
         critic=critic,
@@ -212,14 +222,30 @@ async def check(
     )
 
 
-async def _check_tasks(config: RunConfig, prepared: Prepared, mixture: Mixture, model: Path) -> None:
+async def _check_tasks(
+    config: RunConfig, prepared: Prepared, mixture: Mixture, model: Path, examples: ExampleFn | None
+) -> None:
     """Refuse task files that cannot be used or, in a resumed run, have changed; log what the scan of each found."""
     match prepared.checkpoint.controller_state() if prepared.checkpoint is not None else None:
         case {"rollouts": {"mixture": dict(saved)}}:
             mixture.restore_sources(saved)
-    limit = config.generator.max_model_len - config.generator.max_tokens
+
+    limit, measured = config.generator.max_model_len - config.generator.max_tokens, PromptLengths.measured
+    if examples is not None:
+        limit, measured = longest_example(config, model), ExampleLengths.measured
+
+    def lengths() -> Lengths:
+        tokenizer = Tokenizer(model, parse_control_tokens=config.parse_control_tokens)
+        if examples is None:
+            return PromptLengths(tokenizer, limit)
+        return ExampleLengths(ExampleMaker(examples, tokenizer, longest=limit))
+
     progress = prepared.monitor.display.progress
-    checking = partial(check_tasks, limit=limit, cache=config.cache, progress=progress)
-    scans = await asyncio.to_thread(checking, mixture, partial(Tokenizer, model))
+    scans = await asyncio.to_thread(check_tasks, mixture, lengths, cache=config.cache, progress=progress)
     for name, scan in scans.items():
-        prepared.monitor.log.event(f"{name}: {scan.describe(limit)}")
+        prepared.monitor.log.event(f"{name}: {scan.describe(limit, measured)}")
+
+
+def longest_example(config: RunConfig, model: Path) -> int:
+    """Return the maximum tokens of an example: a row's, or the model's positions if these are fewer."""
+    return min(config.trainer.longest_row, read_architecture(model).max_positions)

@@ -14,7 +14,9 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError, ServiceError
 from forge_rl.metrics import Metric, batch_metrics
 from forge_rl.packing.rows import Packed, pack
+from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.run.attach import LiveSchedule
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.evaluator import Evaluator
@@ -24,10 +26,14 @@ from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.recording import evaluated_episodes, trained_episodes
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.services import Services
+from forge_rl.run.services import RolloutServices, Services, nothing_generated
 from forge_rl.runtime.tasks import interrupted_by
+from forge_rl.services.environment import Environment
+from forge_rl.services.generator import Generator
+from forge_rl.services.reward import Reward
 from forge_rl.services.teachers import Teachers
 from forge_rl.services.trainer import Trainer
+from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Advantages, Batch
 
 _GAP_BOUND = {"float32": 1e-3, "bfloat16": 5e-2}
@@ -48,7 +54,7 @@ class Run(Generic[C]):
         self,
         config: C,
         services: Services,
-        rollouts: RolloutExecutor,
+        batches: RolloutExecutor | Examples,
         evaluator: Evaluator,
         checkpointer: Checkpointer,
         live: LiveSettings,
@@ -61,23 +67,18 @@ class Run(Generic[C]):
         self.loss = loss
         self.folder = monitor.folder
         self.trainer = services.trainer
-        self.generator = services.generator
-        self.weights = services.weights
-        self.reward = services.reward
-        self._services = services
-        self.environment = services.environment
-        """None if an agent plays the episodes."""
-        self.rollouts = rollouts
         self.mixture = live.mixture
-        self.schedule = live.schedule
         self.last_batch: Batch | None = None
         """The last step's batch, for inspection."""
         self.close = close
         """Closes a run that was opened with `open`: stops the services and flushes the logs."""
         self.trainer.keeps_logprobs = config.recording.share > 0
+        self._services = services
+        self.batches = batches
+        """What gives the run its batches: `rollouts`, or `examples`."""
+        self._live = live
         self._epochs = self.mixture.epochs
         self._evaluator = evaluator
-        self._devices = services.devices
         self._checkpointer = checkpointer
         self._monitor = monitor
         self._clock = monitor.clock
@@ -105,9 +106,62 @@ class Run(Generic[C]):
         Raises:
             ConfigError: there are none.
         """
-        if self._services.teachers is None:
+        if self._rollout.teachers is None:
             raise ConfigError("the run has no teachers", hint="pass start() their settings: teachers=config.teachers")
-        return self._services.teachers
+        return self._rollout.teachers
+
+    @property
+    def rollouts(self) -> RolloutExecutor:
+        """The rollouts, which generate batches.
+
+        Raises:
+            ConfigError: the run trains on given examples.
+        """
+        if isinstance(self.batches, Examples):
+            raise nothing_generated()
+        return self.batches
+
+    @property
+    def examples(self) -> Examples:
+        """The given examples to train on.
+
+        Raises:
+            ConfigError: batches are generated.
+        """
+        if not isinstance(self.batches, Examples):
+            raise ConfigError("the run generates its batches", hint="take them from run.rollouts")
+        return self.batches
+
+    @property
+    def generator(self) -> Generator:
+        """The engines; errors as of `rollouts`, also of what else generates and scores episodes."""
+        return self._rollout.generator
+
+    @property
+    def weights(self) -> WeightStore:
+        """The store of published weights."""
+        return self._rollout.weights
+
+    @property
+    def reward(self) -> Reward:
+        """The reward."""
+        return self._rollout.reward
+
+    @property
+    def environment(self) -> Environment | None:
+        """The environments; None if an agent plays the episodes."""
+        return self._rollout.environment
+
+    @property
+    def schedule(self) -> LiveSchedule:
+        """The schedule; its bounds can be set."""
+        return self._live.schedule
+
+    @property
+    def _rollout(self) -> RolloutServices:
+        if self._services.rollout is None:
+            raise nothing_generated()
+        return self._services.rollout
 
     def keep(self, name: str, thing: Stateful) -> None:
         """Save and restore an object's state with the run's: in checkpoints, on resuming, and in rollbacks.
@@ -141,7 +195,7 @@ class Run(Generic[C]):
         """
         decodes = name in ("rollout", "evaluate")
         if decodes and not self.config.schedule.decodes_while_training:
-            self.generator.drain_busy_s()  # paused requests do not count as work
+            self._drain_busy_s()  # paused requests do not count as work
         with self._clock.phase(name), self._monitor.faults.deadline(name, self.config.phase_deadline_s):
             yield
         if decodes:
@@ -173,13 +227,16 @@ class Run(Generic[C]):
                 "groups/uniform": packed.uniform_share,
             }
             self._clock.tokens("train", packed.sequence_tokens)
-        values["tokens/non_finite"] = float(self.generator.non_finite.drain())
+        if self._services.rollout is not None:
+            values |= self._services.rollout.metrics()
         values |= self.mixture.metrics()
         self._tell_epochs()
-        values |= self.rollouts.metrics() | self._devices.pop_metrics() | self._monitor.pop_depths() | self._end_step()
+        values |= self.batches.metrics() | self._monitor.pop_depths() | self._end_step()
         self._checkpointer.end_step()
         trains_in = str(resolve_dtype(self.config.trainer.dtype)).removeprefix("torch.")
-        problem = describe_gap(stats.get("logprob_gap", 0.0), engines=self.generator.dtype, trainer=trains_in)
+        gap, problem = stats.get("logprob_gap"), ""
+        if gap is not None:
+            problem = describe_gap(gap, engines=self.generator.dtype, trainer=trains_in)
         for trainer in self._services.trainers:
             prefix = "" if trainer is self.trainer else f"{trainer.name}/"
             if skipped := stats.get(f"{prefix}updates/skipped"):
@@ -200,7 +257,8 @@ class Run(Generic[C]):
         return values
 
     async def train_on(self, batch: Batch, advantages: Advantages) -> None:
-        """Train on a batch, publish the weights, and log the step: the phases of `recipes/grpo.py` after its rollout.
+        """Train on a batch, publish the weights to the engines, if there are any, and log the step: the phases of
+        `recipes/grpo.py` after its rollout.
 
         with run.phase("rollout"):
             batch = await run.rollouts.next_batch()
@@ -212,10 +270,13 @@ class Run(Generic[C]):
         with self.phase("train"):
             drop = not self.loss.keeps_uniform
             packed = await asyncio.to_thread(pack, batch, advantages, self.trainer.layout, drop_uniform=drop)
-            stats = await self.trainer.step(packed, self.loss, temperature=self.generator.sampling.temperature)
-        with self.phase("publish"):
-            version = await self.trainer.publish(self.weights, dtype=self.generator.dtype)
-            await self.generator.load(self.weights, version)
+            rollout = self._services.rollout
+            temperature = 1.0 if rollout is None else rollout.generator.sampling.temperature
+            stats = await self.trainer.step(packed, self.loss, temperature=temperature)
+        if rollout is not None:
+            with self.phase("publish"):
+                version = await self.trainer.publish(rollout.weights, dtype=rollout.generator.dtype)
+                await rollout.generator.load(rollout.weights, version)
         self.log(stats, batch, packed)
 
     @contextlib.asynccontextmanager
@@ -242,6 +303,8 @@ class Run(Generic[C]):
             with contextlib.ExitStack() as stack:
                 for trainer in trainers:
                     stack.enter_context(interrupted_by(functools.partial(raise_death, trainer)))
+                if self._evaluator.blocking:  # one that was restarted: training must not overtake it
+                    await self.finish_evaluation()
                 yield
                 await self._do_asked()
         except ReplicaError as error:
@@ -273,11 +336,12 @@ class Run(Generic[C]):
         """Evaluate the current weights on all sets; returns the first set's score, or None if it does not wait.
 
         By default its episodes run alongside the next batches' episodes, and its results are logged under this step, at
-        the end of the step in which they complete. A pending evaluation is finished first.
+        the end of the step in which they complete. A pending evaluation is finished first. Of given examples, the score
+        is the negative loss.
 
         Args:
-            wait: True stops everything else until the evaluation is complete, the default after the last step and with
-                --evaluation.blocking.
+            wait: True stops everything else until the evaluation is complete, the default after the last step, with
+                --evaluation.blocking, and for given examples.
 
         Raises:
             ForgeError: all episodes of a set failed.
@@ -288,11 +352,7 @@ class Run(Generic[C]):
             await self.finish_evaluation()
             self._evaluator.start(self.step, self.trainer.version)
         last = self.step >= self.config.steps
-        return (
-            await self.finish_evaluation()
-            if wait or (wait is None and (last or self.config.evaluation.blocking))
-            else None
-        )
+        return await self.finish_evaluation() if wait or (wait is None and (last or self._evaluator.blocking)) else None
 
     async def finish_evaluation(self) -> float | None:
         """Wait for the pending evaluation and log it; returns its score, or None if there is none."""
@@ -384,7 +444,7 @@ class Run(Generic[C]):
             self._log.rollback(0)
         self._seed = seed
         self.last_batch, self._epochs = None, self.mixture.epochs
-        self.rollouts.metrics()
+        self.batches.metrics()
         self._end_step()  # neither does a reset count towards the first step
 
     async def finish(self) -> None:
@@ -427,14 +487,16 @@ class Run(Generic[C]):
             )
             return
         if trained:  # stopped within a step whose updates have finished
-            self.log({}, self.rollouts.last)
+            self.log({}, self.batches.last)
         if self.step not in (0, self._checkpointer.saved):
             await self._checkpointer.begin_save()
             await self._checkpointer.finish_save()
             self._log.event(f"saved step {self.step}; the same command resumes from there")
 
     def __repr__(self) -> str:
-        parts = (*self._services.trainers, self.generator, self._services.teachers, self.reward, self.environment)
+        parts: tuple[object, ...] = self._services.trainers
+        if (rollout := self._services.rollout) is not None:
+            parts += (rollout.generator, rollout.teachers, rollout.reward, rollout.environment)
         title = f"Run  step {self.step} of {self.config.steps}  {self.folder}"
         return "\n".join([title, *(f"  {part!r}" for part in parts if part)])
 
@@ -467,11 +529,15 @@ class Run(Generic[C]):
     def _count_busy(self, phase: str) -> None:
         """Count the engines' busy time since the last call, for the step and for the phase."""
         paused = phase == "" and not self.config.schedule.decodes_while_training
-        for index, seconds in enumerate(self.generator.drain_busy_s()):
+        for index, seconds in enumerate(self._drain_busy_s()):
             if not paused:
                 self._clock.busy(f"generator/{index}", seconds)
             if phase:
                 self._clock.busy(f"generator/{index}", seconds, phase=phase)
+
+    def _drain_busy_s(self) -> list[float]:
+        """Return each engine's busy seconds since the last call."""
+        return [] if self._services.rollout is None else self._services.rollout.generator.drain_busy_s()
 
     async def _do_asked(self) -> None:
         while self._asked:

@@ -90,6 +90,11 @@ class RunConfig:
     environment: Environment.Config = field(default_factory=Environment.Config)
     isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
 
+    @property
+    def starts_engines(self) -> bool:
+        """Whether the recipe generates episodes, which takes engines."""
+        return True
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache", Path(self.cache))  # a string is welcome in an interactive session
         if self.out is not None:
@@ -125,7 +130,7 @@ class RunConfig:
                 f"{self.groups_per_batch} groups cannot be split into {self.trainer.minibatches} minibatches",
                 hint="lower --trainer.minibatches, or raise --groups-per-batch",
             )
-        if 0 < self.trainer.longest_row < self.generator.max_model_len:
+        if self.starts_engines and 0 < self.trainer.longest_row < self.generator.max_model_len:
             needed = -(-self.generator.max_model_len // self.trainer.seq_len)
             raise ConfigError(
                 f"episodes can have {self.generator.max_model_len} tokens, but a row of the trainer only "
@@ -133,3 +138,32 @@ class RunConfig:
                 hint=f"raise --trainer.seq-len, set --trainer.context-parallel-degree to {needed} or more to split "
                 "each row over as many ranks, or lower --generator.max-model-len",
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleConfig(RunConfig):
+    """Settings of a recipe that trains on given examples, without engines: `start(config, examples=...)`.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ExampleConfig):
+        tasks: TaskTexts
+    """
+
+    USED: ClassVar[tuple[str, ...]] = tuple(
+        name for name in RunConfig.USED if name.partition(".")[0] not in ("schedule", "generator", "group_size")
+    )
+    """Flags that `--help` lists, next to the recipe's own."""
+
+    @property
+    def starts_engines(self) -> bool:
+        return False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rewarded = {"mixture.adapt": self.mixture.adapt, "curriculum.pools": self.curriculum.pools}
+        for name, value in rewarded.items():
+            if value != "off":
+                raise ConfigError(
+                    f"--{name} is {value}, which follows rewards, and given examples have none",
+                    hint=f"leave out --{name}",
+                )

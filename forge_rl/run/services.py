@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.devices import gpus
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.envs.protocol import EnvFactory
+from forge_rl.errors import ConfigError
 from forge_rl.metrics import Display
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.run.defaults import policy_gpus
@@ -39,10 +40,9 @@ S = TypeVar("S", bound=_Started)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Services:
-    """Handles of all services of a run."""
+class RolloutServices:
+    """Handles of the services that generate and score episodes."""
 
-    trainer: Trainer
     generator: Generator
     weights: WeightStore
     reward: Reward
@@ -50,8 +50,21 @@ class Services:
     """None if an agent plays the episodes."""
     devices: DeviceHandover
     """Hands shared devices back and forth between trainers and generator."""
-    critic: Trainer | None = None
     teachers: Teachers | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics since the last call: tokens without a finite logprob, and the time of each transition."""
+        return {"tokens/non_finite": float(self.generator.non_finite.drain())} | self.devices.pop_metrics()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """Handles of all services of a run."""
+
+    trainer: Trainer
+    critic: Trainer | None = None
+    rollout: RolloutServices | None = None
+    """None if the run trains on given examples alone."""
 
     @property
     def trainers(self) -> tuple[Trainer, ...]:
@@ -59,17 +72,25 @@ class Services:
         return (self.trainer,) if self.critic is None else (self.trainer, self.critic)
 
 
+def nothing_generated() -> ConfigError:
+    """Return the error for using what a run on given examples does not have."""
+    return ConfigError(
+        "the run has no engines: it trains on given examples", hint="take batches from run.examples; publish nothing"
+    )
+
+
 @contextlib.asynccontextmanager
 async def running_services(
     prepared: Prepared,
     checked: Checked[C],
     *,
-    reward: RewardFunction,
+    reward: RewardFunction | None,
     environment: EnvFactory | None,
 ) -> AsyncIterator[Services]:
     """Start all services concurrently, on shared GPUs the trainer after the engines, and stop them after the body.
 
     Args:
+        reward: None if nothing is generated: the trainer then starts alone.
         environment: None if an agent plays the episodes.
 
     Raises:
@@ -93,62 +114,62 @@ async def _start_services(
     cluster: Cluster,
     started: list[_Started],
     *,
-    reward: RewardFunction,
+    reward: RewardFunction | None,
     environment: EnvFactory | None,
 ) -> Services:
-    config, faults = checked.config, prepared.monitor.faults
+    config, faults, folder = checked.config, prepared.monitor.faults, prepared.folder
     handover: asyncio.Future[DeviceHandover] = asyncio.get_running_loop().create_future()
+    generator = weights = scorer = envs = teachers = critic = None
     async with task_group() as group:
 
         def begin(name: str, detail: str, starting: Awaitable[S]) -> asyncio.Task[S]:
             return group.create_task(_start(name, detail, starting, started, prepared.monitor.display))
 
-        generator = begin("generator", _engines(config), _start_generator(checked, cluster, prepared, handover))
+        if reward is not None:
+            generator = begin("generator", _engines(config), _start_generator(checked, cluster, prepared, handover))
+            expected_bytes = stored_bytes(checked.model) * resolve_dtype(config.generator.dtype).itemsize // 2
+            storing = WeightStore.start(
+                config.weights, cluster, faults, deadline_s=_START_DEADLINE_S, expected_bytes=expected_bytes
+            )
+            weights = begin("weights", config.weights.transport, storing)
+            scoring = Reward.start(
+                config.reward,
+                cluster,
+                faults,
+                function=reward,
+                deadline_s=_START_DEADLINE_S,
+                folder=(folder / "reward").resolve(),
+            )
+            scorer = begin("reward", type(reward).__name__, scoring)
+            if environment is not None:
+                kind = getattr(environment, "func", environment)  # a partial of a class
+                acting = Environment.start(
+                    config.environment, cluster, faults, factory=environment, deadline_s=_START_DEADLINE_S
+                )
+                envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), acting)
+            if checked.teachers is not None:
+                models = ", ".join(checked.teachers.models)
+                teachers = begin("teachers", models, _start_teachers(checked, cluster, prepared, policy=generator))
         ranks = f"torchtitan, {config.trainer.ranks} rank{'s' * (config.trainer.ranks > 1)}"
         trainer = begin("trainer", ranks, _start_trainer(checked, cluster, prepared, after=generator))
-        critic = None
         if checked.critic is not None:
             ranks = f"torchtitan, {checked.critic.ranks} rank{'s' * (checked.critic.ranks > 1)}"
             critic = begin("critic", ranks, _start_critic(checked, cluster, prepared, after=generator))
-        expected_bytes = stored_bytes(checked.model) * resolve_dtype(config.generator.dtype).itemsize // 2
-        storing = WeightStore.start(
-            config.weights, cluster, faults, deadline_s=_START_DEADLINE_S, expected_bytes=expected_bytes
-        )
-        weights = begin("weights", config.weights.transport, storing)
-        scoring = Reward.start(
-            config.reward,
-            cluster,
-            faults,
-            function=reward,
-            deadline_s=_START_DEADLINE_S,
-            folder=(prepared.folder / "reward").resolve(),
-        )
-        scorer = begin("reward", type(reward).__name__, scoring)
-        envs = None
-        if environment is not None:
-            kind = getattr(environment, "func", environment)  # a partial of a class
-            acting = Environment.start(
-                config.environment, cluster, faults, factory=environment, deadline_s=_START_DEADLINE_S
-            )
-            envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), acting)
-        teachers = None
-        if checked.teachers is not None:
-            models = ", ".join(checked.teachers.models)
-            teachers = begin("teachers", models, _start_teachers(checked, cluster, prepared, policy=generator))
-    trainers = [trainer.result(), *([critic.result()] if critic is not None else [])]
-    devices = DeviceHandover(generator.result(), *(trainers if checked.shares_devices else []))
+    services = Services(trainer=trainer.result(), critic=critic.result() if critic is not None else None)
+    if generator is None or weights is None or scorer is None:
+        return services
+    devices = DeviceHandover(generator.result(), *(services.trainers if checked.shares_devices else ()))
     handover.set_result(devices)
     prepared.monitor.log.event(weights.result().choice)
-    return Services(
-        trainer=trainer.result(),
+    rollout = RolloutServices(
         generator=generator.result(),
         weights=weights.result(),
         reward=scorer.result(),
         environment=envs.result() if envs is not None else None,
         devices=devices,
-        critic=critic.result() if critic is not None else None,
         teachers=teachers.result() if teachers is not None else None,
     )
+    return replace(services, rollout=rollout)
 
 
 async def _start(name: str, detail: str, starting: Awaitable[S], started: list[_Started], display: Display) -> S:
@@ -193,10 +214,10 @@ async def _start_generator(
 
 
 async def _start_trainer(
-    checked: Checked[C], cluster: Cluster, prepared: Prepared, *, after: asyncio.Task[Generator]
+    checked: Checked[C], cluster: Cluster, prepared: Prepared, *, after: asyncio.Task[Generator] | None
 ) -> Trainer:
-    if checked.shares_devices and gpus():  # vLLM would count the trainer's allocations as its own
-        await asyncio.wait((after,))
+    if after is not None and checked.shares_devices and gpus():
+        await asyncio.wait((after,))  # vLLM would count the trainer's allocations as its own
     return await Trainer.start(
         checked.config.trainer,
         cluster,
@@ -204,6 +225,7 @@ async def _start_trainer(
         model=checked.model,
         resume=prepared.checkpoint.training.resolve() if prepared.checkpoint else None,
         reference=checked.reference,
+        values=checked.values,
         seed=checked.config.seed,
         total_steps=checked.config.steps,
         skipped=prepared.folder / "skipped",
@@ -212,10 +234,10 @@ async def _start_trainer(
 
 
 async def _start_critic(
-    checked: Checked[C], cluster: Cluster, prepared: Prepared, *, after: asyncio.Task[Generator]
+    checked: Checked[C], cluster: Cluster, prepared: Prepared, *, after: asyncio.Task[Generator] | None
 ) -> Trainer:
     assert checked.critic is not None
-    if checked.shares_devices and gpus():
+    if after is not None and checked.shares_devices and gpus():
         await asyncio.wait((after,))
     return await Trainer.start(
         checked.critic,

@@ -15,8 +15,10 @@ from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.data.mixture import AnySources, as_mixture
 from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
+from forge_rl.errors import ConfigError
 from forge_rl.gateway import GatewayConfig
 from forge_rl.rollout.agents import Agent
+from forge_rl.rollout.examples import ExampleFn
 from forge_rl.run.assembly import assemble
 from forge_rl.run.preparation import check, prepare
 from forge_rl.run.run import Run
@@ -54,8 +56,11 @@ class Starting(Generic[C]):
     """Sources of tasks: a weighted mixture, a source, a list or other iterable of tasks or rows such as {"question":
     "2+3?", "answer": "5"}, a function that returns one, or several by name. A tenth of a list's problems is held
     out."""
-    reward: RewardFunction
-    """Scores episodes; see `rewards/protocol.py`."""
+    reward: RewardFunction | None = None
+    """Scores episodes; see `rewards/protocol.py`. None for a run on given examples."""
+    examples: ExampleFn | None = None
+    """Makes examples of the tasks to train on, instead of generating episodes: `Run.examples`. Nothing but the trainer
+    then starts, and the recipe's settings are an `ExampleConfig`. Evaluations measure the loss."""
     evaluation: Mapping[str, Sequence[Task]] | None = None
     """Sets of tasks to evaluate on, by name; the first set's score is the run's. By default the sources' held-out tasks
     as `held_out`, and the sets of --eval-tasks."""
@@ -78,6 +83,20 @@ class Starting(Generic[C]):
     def __post_init__(self) -> None:
         if not callable(self.environment):
             self.agent, self.reward = self.environment.agent, self.environment.reward
+        if self.examples is None and self.reward is None:
+            raise ConfigError("start() has nothing to train on", hint="give it a reward, or examples")
+        if self.examples is not None and (self.reward is not None or self.teachers is not None):
+            raise ConfigError(
+                "start() has examples, and a reward or teachers for generated episodes",
+                hint="give it either examples or the others",
+            )
+        if self.config.starts_engines != (self.examples is None):
+            raise ConfigError(
+                f"examples need no engines, and {type(self.config).__name__} has settings of a run with engines"
+                if self.examples is not None
+                else f"{type(self.config).__name__} has settings of a run on examples, and start() got none",
+                hint="derive the settings from ExampleConfig exactly if start() is given examples",
+            )
         self.mixture = as_mixture(self.sources, seed=self.config.seed)
         self._running = self._run()
 
@@ -106,10 +125,11 @@ class Starting(Generic[C]):
                         self.config,
                         prepared,
                         self.mixture,
-                        reference="reference" in self.loss.needs,
+                        loss=self.loss,
                         evaluation=self.evaluation,
                         critic=self.critic,
                         teachers=self.teachers,
+                        examples=self.examples,
                     )
                     environment = self.environment if self.agent is None and callable(self.environment) else None
                     if not callable(self.environment):
@@ -122,6 +142,7 @@ class Starting(Generic[C]):
                         services,
                         self.mixture,
                         loss=self.loss,
+                        examples=self.examples,
                         agent=self.agent,
                         gateway=self.gateway,
                         close=partial(self.__aexit__, None, None, None),
@@ -145,8 +166,9 @@ class Starting(Generic[C]):
     def _code(self) -> dict[str, str]:
         """Return digests of the files that define this run."""
         generators = [getattr(source, "items", None) for source in self.mixture.sources.values()]
-        rewards = parts_of(self.reward).values()
-        return code_digests(self.config, *rewards, self.environment, self.agent, self.loss, *generators)
+        rewards = parts_of(self.reward).values() if self.reward is not None else ()
+        made = *rewards, self.examples, self.environment, self.agent, self.loss
+        return code_digests(self.config, *made, *generators)
 
 
 start = Starting  # the name that recipes use: `async with start(...) as run`

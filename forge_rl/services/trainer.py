@@ -311,6 +311,27 @@ class Trainer:
             return f"it could not be saved in {path}: {error.strerror or error}"
         return f"torch.load('{path}')"
 
+    async def evaluate(self, packed: Packed, loss: Loss) -> dict[str, float]:
+        """Compute a loss on a packed batch under the current weights, without an update; see `TrainEngine.evaluate`.
+
+        Returns:
+            `loss`, the loss's own metrics as `loss/NAME`, and `tokens/trained`.
+
+        Raises:
+            LossError: the loss failed.
+        """
+        config = self.config
+        parts = await self._all(
+            "evaluate",
+            loss,
+            parcel=lambda rank: [
+                replace(each, rows=each.rows[rank // config.peers :: config.shares])
+                for each in packed.minibatches[: len(packed.minibatches) // packed.epochs]
+            ],
+            work=packed.packed_tokens,
+        )
+        return reduce(merge_all(parts[:: config.peers]))
+
     async def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> list[torch.Tensor]:
         """Compute the logprob of every trained target under the current weights; see `TrainEngine.logprobs`.
 

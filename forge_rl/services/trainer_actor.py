@@ -106,6 +106,12 @@ class TrainerActor(ServiceActor):
             return metrics, self.engine.updates, time.monotonic() - began, found
 
     @concurrent_endpoint
+    async def evaluate(self, loss: Loss) -> dict[str, Value]:
+        """Compute the loss on the minibatches that were sent."""
+        async with self._lock:
+            return self.engine.evaluate(self.take_parcel(), loss)
+
+    @concurrent_endpoint
     async def logprobs(self, temperature: float) -> list[torch.Tensor]:
         """Compute logprobs of the rows that were sent."""
         async with self._lock:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,10 +39,13 @@ from forge_rl.engines.titan.rows import DeviceRow, on_device
 from forge_rl.engines.titan.saving import CheckpointWriter
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.metrics import EffectiveShare, Max, Mean, Value
+from forge_rl.metrics import EffectiveShare, Max, Mean, Sum, Value
 from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.weights.manifest import TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
+
+_Compared: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
+"""A row's logprobs under the reference and the proximal policy; None if the loss does not need them."""
 
 
 class TitanEngine:
@@ -80,17 +84,12 @@ class TitanEngine:
         self._check_head("values" in loss.needs, "the loss is computed from")
         self.onload()
         try:
-            rows = [row for minibatch in minibatches for row in minibatch.rows]
-            nothing: list[torch.Tensor | None] = [None] * len(rows)
-            references = self._logprobs(self._reference, rows, temperature) if "reference" in loss.needs else nothing
-            proximals = self._logprobs(self.model, rows, temperature) if "proximal" in loss.needs else nothing
+            compared = self._compared(minibatches, loss, temperature)
             found: list[dict[str, Value] | None] = []
             before = self.updates
             kept = list[torch.Tensor]()
             for epoch in range(epochs):
-                others = iter(zip(references, proximals, strict=True))
-                for minibatch in minibatches:
-                    own = list(itertools.islice(others, len(minibatch.rows)))
+                for minibatch, own in zip(minibatches, compared, strict=True):
                     done = (self.updates - before) / (epochs * len(minibatches))
                     now = None if version is None else version + done
                     found.append(
@@ -111,10 +110,64 @@ class TitanEngine:
             self._forget_step()
             raise
 
+    @torch.no_grad()
+    def evaluate(self, minibatches: Sequence[Minibatch], loss: Loss) -> dict[str, Value]:
+        self._check_head("values" in loss.needs, "the loss is computed from")
+        self.onload()
+        try:
+            measures, failed = Measures(), list[ForgeError]()
+            for minibatch, scored in zip(minibatches, self._compared(minibatches, loss, 1.0), strict=True):
+                share = 1 / (max(1, len(minibatch.rows)) * self._parallelism.shares)
+                for tokens, _, row_loss in self._row_losses(minibatch, scored, loss, 1.0, None, measures, failed):
+                    measures.add("tokens/trained", Sum, tokens)
+                    measures.add("loss", Mean, row_loss, share)  # the sum over rows, the mean over minibatches
+            _reshard(self.model)
+            self._raise_if_failed(failed)
+            return measures.read()[0]
+        except BaseException:
+            self._forget_step()
+            raise
+
+    def _compared(self, minibatches: Sequence[Minibatch], loss: Loss, temperature: float) -> list[list[_Compared]]:
+        """Return each row's logprobs under the reference and the proximal policy, if the loss needs them."""
+        rows = [row for minibatch in minibatches for row in minibatch.rows]
+        nothing: list[torch.Tensor | None] = [None] * len(rows)
+        references = self._logprobs(self._reference, rows, temperature) if "reference" in loss.needs else nothing
+        proximals = self._logprobs(self.model, rows, temperature) if "proximal" in loss.needs else nothing
+        scored = iter(zip(references, proximals, strict=True))
+        return [list(itertools.islice(scored, len(minibatch.rows))) for minibatch in minibatches]
+
+    def _row_losses(
+        self,
+        minibatch: Minibatch,
+        scored: Sequence[_Compared],
+        loss: Loss,
+        temperature: float,
+        version: float | None,
+        measures: Measures,
+        failed: list[ForgeError],
+    ) -> Iterator[tuple[int, LossInputs, torch.Tensor]]:
+        """Yield each row's number of trained tokens, its inputs, and its part of the minibatch's loss; add what the
+        loss reports to `measures`.
+
+        Errors of the loss go to `failed` if there are other ranks, see `_loss_of`.
+        """
+        inputs_of = RowInputs(minibatch, loss, version)
+        statistics = self._first_pass(inputs_of, minibatch, scored, temperature)
+        divisor = loss.divisor(inputs_of.counts)
+        for index, (row, others) in enumerate(zip(minibatch.rows, scored, strict=True)):
+            if isinstance(self.model, FSDPModule):
+                last = index == len(minibatch.rows) - 1
+                self.model.set_requires_gradient_sync(last or not self._adds_up_once)
+            given = self._on_device(row, observations="observations" in loss.needs)
+            scores = self._score(self.model, given, inputs_of.scoring(temperature))
+            inputs = inputs_of.of(given.row, scores, *others, statistics[index])
+            yield given.tokens, inputs, self._loss_of(inputs, loss, measures, failed) / divisor
+
     def _train_minibatch(
         self,
         minibatch: Minibatch,
-        scored: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
+        scored: Sequence[_Compared],
         loss: Loss,
         temperature: float,
         total_updates: int,
@@ -131,24 +184,15 @@ class TitanEngine:
         if not minibatch.rows:
             return {}
         measures, routed, failed = Measures(), list[torch.Tensor](), list[ForgeError]()
-        inputs_of = RowInputs(minibatch, loss, version)
-        statistics = self._first_pass(inputs_of, minibatch, scored, temperature)
         # A sum over the rows of all shares: the mean is over updates.
         share = 1 / (len(minibatch.rows) * self._parallelism.shares)
-        divisor = loss.divisor(inputs_of.counts)
-        for index, (row, others) in enumerate(zip(minibatch.rows, scored, strict=True)):
-            if isinstance(self.model, FSDPModule):
-                last = index == len(minibatch.rows) - 1
-                self.model.set_requires_gradient_sync(last or not self._adds_up_once)
-            given = self._on_device(row, observations="observations" in loss.needs)
-            scores = self._score(self.model, given, inputs_of.scoring(temperature))
+        losses = self._row_losses(minibatch, scored, loss, temperature, version, measures, failed)
+        for tokens, inputs, row_loss in losses:
             if (counted := routing_counts(self.model)) is not None:
                 routed.append(counted)
             if kept is not None:
-                kept.append(scores.first.detach())
-            inputs = inputs_of.of(given.row, scores, *others, statistics[index])
-            measure_tokens(inputs, given.tokens, measures, version)
-            row_loss = self._loss_of(inputs, loss, measures, failed) / divisor
+                kept.append(inputs.logprobs.detach())
+            measure_tokens(inputs, tokens, measures, version)
             row_loss.backward()
             measures.add("loss", Mean, row_loss.detach(), share)
         routing = self._routing(routed) if routed else {}
@@ -309,7 +353,7 @@ class TitanEngine:
         self,
         inputs_of: RowInputs,
         minibatch: Minibatch,
-        scored: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
+        scored: Sequence[_Compared],
         temperature: float,
     ) -> list[Mapping[str, torch.Tensor]]:
         """Compute the loss's statistics over all rows and ranks; {} for each row if it needs none of other rows."""

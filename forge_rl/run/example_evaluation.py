@@ -1,0 +1,110 @@
+"""Evaluates a model on given examples: the loss, without an update."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from forge_rl.algorithms.protocol import Loss
+from forge_rl.errors import TaskError
+from forge_rl.rollout.examples import ExampleMaker
+from forge_rl.run.evaluator import HELD_OUT, EvaluationResult, Sets
+from forge_rl.types import Batch, Group, Task
+
+if TYPE_CHECKING:
+    from forge_rl.packing.rows import Packed
+    from forge_rl.services.trainer import Trainer
+
+_MOST_NATS = 700.0
+"""Above it, a perplexity has no finite float."""
+
+
+class ExampleEvaluations:
+    """Evaluates by the loss on examples: a set's score is the negative of its loss, so that more is better.
+
+    Logs `eval/SET/loss`, the loss's own metrics, such as `eval/SET/accuracy`, and `eval/SET/perplexity` for a
+    cross-entropy.
+
+    Args:
+        warn: called with a line for the user.
+    """
+
+    blocking = True
+
+    def __init__(self, trainer: Trainer, loss: Loss, maker: ExampleMaker, *, warn: Callable[[str], None]) -> None:
+        self._trainer = trainer
+        self._loss = loss
+        self._maker = maker
+        self._warn = warn
+        self._sets: Sets = {}
+        self._packed: dict[str, Packed] = {}
+        """Examples of each set, once made."""
+        self._found: dict[str, dict[str, float]] | None = None
+        """Metrics by set; None until they are complete."""
+
+    def start(self, sets: Sets, step: int, version: int) -> None:
+        """Note what to evaluate; `finish` does it."""
+        self._sets, self._found = sets, None
+
+    async def finish(self) -> None:
+        """Evaluate all sets.
+
+        Raises:
+            TaskError: no task of a set can be used.
+        """
+        if self._found is not None or not self._sets:
+            return
+        found = {}
+        for name, tasks in self._sets.items():
+            if name not in self._packed:
+                self._packed[name] = await asyncio.to_thread(self._pack, name, tasks)
+            found[name] = await self._trainer.evaluate(self._packed[name], self._loss)
+        self._found = found
+
+    @property
+    def complete(self) -> bool:
+        """True once all sets are evaluated."""
+        return self._found is not None
+
+    def pop(self, sets: Sets, step: int) -> EvaluationResult:
+        """End the evaluation and return its result."""
+        found, self._found = self._found, None
+        assert found is not None, "it was finished"
+        metrics, tokens = dict[str, float](), 0
+        for name, values in found.items():
+            own = {key.removeprefix("loss/"): value for key, value in values.items() if key.startswith("loss")}
+            if (cross_entropy := own.get("cross_entropy")) is not None:
+                own["perplexity"] = math.exp(min(cross_entropy, _MOST_NATS))
+            metrics |= {f"eval/{name}/{key}": value for key, value in own.items()}
+            metrics[f"eval/{name}/score"] = -values["loss"]
+            tokens += round(values["tokens/trained"])
+        score = metrics[f"eval/{next(iter(found))}/score"]
+        if [*found] == [HELD_OUT]:
+            metrics[HELD_OUT] = score
+        return EvaluationResult(step=step, score=score, metrics=metrics, tokens=tokens, episodes={})
+
+    def cancel(self) -> None:
+        """Forget the evaluation."""
+        self._sets, self._found = {}, None
+
+    def _pack(self, name: str, tasks: Sequence[Task]) -> Packed:
+        """Make the examples of a set, and lay them into rows."""
+        import torch
+
+        from forge_rl.packing.rows import pack
+
+        made = self._maker.try_groups(tasks)
+        groups = [found for found in made if isinstance(found, Group)]
+        failed = [(task, found) for task, found in zip(tasks, made, strict=True) if isinstance(found, TaskError)]
+        for task, error in failed[:1]:
+            many = f"{len(failed)} of {len(tasks)} tasks of the evaluation set {name} cannot be used"
+            said = f"one is {task.source} {task.id}: {error.message}"
+            if not groups:
+                raise TaskError(f"{many}; {said}", hint=error.hint)
+            self._warn(f"{many} and are left out; {said}")
+        batch = Batch(groups=tuple(groups), version=0)
+        layout = replace(self._trainer.layout, minibatches=1)
+        return pack(batch, torch.ones(len(groups), len(groups[0].episodes)), layout, drop_uniform=False)
