@@ -516,9 +516,9 @@ VERL_LOSSES = (
     ),
     _verl(
         "KL-Cov",
-        loss_of(KlCov(cov_ratio=0.05)),
+        loss_of(KlCov(cov_ratio=0.01)),
         "kl_cov",
-        policy={"kl_cov_ratio": 0.05, "ppo_kl_coef": 1.0},
+        policy={"kl_cov_ratio": 0.01, "ppo_kl_coef": 1.0},
         shares=(1, 1),
     ),
     _verl(
