@@ -43,6 +43,7 @@ class Scorer:
         self, refuses: tuple[int, ...] = (), beyond: int = -1, control: dict[int, float] | None = None
     ) -> None:
         self.config = GeneratorConfig()
+        self.tokenizer: Any = SimpleNamespace(vocab_size=VOCAB)
         self.refuses, self.beyond, self.control = refuses, beyond, control or {}
         self.asked: list[list[int]] = []
 
@@ -63,10 +64,9 @@ def score(teachers: Teachers, batch: Batch, **settings: Any) -> Any:
     return asyncio.run(teachers.score(batch, **{"temperature": 1.0, **settings}))
 
 
-def teachers_of(scorer: Scorer, *, warn: Any = list, tokenizer: Any = None, **by_source: Scorer) -> Teachers:
+def teachers_of(scorer: Scorer, *, warn: Any = list, **by_source: Scorer) -> Teachers:
     models = {"": POLICY} | {source: source for source in by_source}
-    named = tokenizer or SimpleNamespace(vocab_size=VOCAB)
-    return Teachers(models, scorer, by_source, named, warn)  # type: ignore[arg-type]
+    return Teachers(models, scorer, by_source, warn)  # type: ignore[arg-type]
 
 
 TURNS = [([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6])]
@@ -107,7 +107,8 @@ def test_a_hint_replaces_the_first_prompt_alone():
     (group,) = batch_of([(0.0, TURNS), (1.0, REWRITTEN), (0.0, TURNS), (0.0, [([5], [6])]), (0.0, SHORTENED)]).groups
     group = Group(task=task, episodes=tuple(each.updated(task=task) for each in group.episodes))
     hints = ["7 7", "8", None, "9", "8"]
-    teachers = teachers_of(scorer := Scorer(), tokenizer=Spelled())
+    teachers = teachers_of(scorer := Scorer())
+    teachers._tokenizer = Spelled()  # type: ignore[assignment]
     batch = Batch(groups=(group,), version=0)
     found = score(teachers, batch, hint=lambda _, index: hints[index])
     assert sorted(scorer.asked) == [[1, 2, 7, 7, 3, 4, 5, 6], [1, 2, 8, 3, 4], [1, 2, 8, 3, 4], [1, 2, 8, 9, 6]]

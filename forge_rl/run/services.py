@@ -26,7 +26,6 @@ from forge_rl.services.reward import Reward, RewardFunction
 from forge_rl.services.teachers import Teachers
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.weight_store import WeightStore
-from forge_rl.tokens.tokenizer import Tokenizer
 
 _START_DEADLINE_S = 900.0
 
@@ -260,14 +259,12 @@ async def _start_teachers(
 ) -> Teachers:
     assert checked.teachers is not None
     config = checked.config
-    tokenizer = await asyncio.to_thread(Tokenizer, checked.model, parse_control_tokens=config.parse_control_tokens)
     return await Teachers.start(
         checked.teachers,
         checked.teacher_folders,
         cluster,
         prepared.monitor.faults,
         policy=policy,
-        tokenizer=tokenizer,
         settings=config.generator,
         seed=config.seed,
         deadline_s=_START_DEADLINE_S,

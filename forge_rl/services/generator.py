@@ -123,6 +123,11 @@ class Generator:
         return Sampling(max_tokens=self.config.max_tokens, temperature=self.config.temperature)
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    @property
     def max_model_len(self) -> int:
         """Maximum tokens of a prompt and its completion together."""
         return self.config.max_model_len

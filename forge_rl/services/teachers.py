@@ -89,7 +89,6 @@ class Teachers:
         models: name of each source's model; "" is for all other sources.
         policy: the policy's generator, the teacher of sources whose model is "policy".
         generators: generators of the other models, by name.
-        tokenizer: the policy's, and the teachers'.
         warn: warns the user of episodes that could not be scored.
     """
 
@@ -100,13 +99,12 @@ class Teachers:
         models: Mapping[str, str],
         policy: Generator,
         generators: Mapping[str, Generator],
-        tokenizer: Tokenizer,
         warn: Callable[[str], None],
     ) -> None:
         self.models = models
         self.generators = generators
         self._policy = policy
-        self._tokenizer = tokenizer
+        self._tokenizer = policy.tokenizer
         self._warn = warn
 
     @classmethod
@@ -118,7 +116,6 @@ class Teachers:
         faults: Faults,
         *,
         policy: asyncio.Task[Generator],
-        tokenizer: Tokenizer,
         settings: GeneratorConfig,
         seed: int,
         deadline_s: float,
@@ -130,7 +127,6 @@ class Teachers:
         Args:
             folders: Hugging Face folder of each of `config.names`.
             policy: starts the policy's generator.
-            tokenizer: the policy's.
             settings: settings of the policy's engines.
             first_gpu: index of the first GPU that is free.
         """
@@ -153,7 +149,7 @@ class Teachers:
         generators = {name: task.result() for name, task in starting.items()}
         for generator in generators.values():
             await generator.serve_model()
-        return cls(config.by_source, await policy, generators, tokenizer, warn)
+        return cls(config.by_source, await policy, generators, warn)
 
     def of(self, source: str) -> Generator:
         """Return the generator of a source's teacher."""
