@@ -5,15 +5,13 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from benchmarks.demo import DEMO
 from benchmarks.report import Report
-from forge_rl.algorithms.advantages import Estimator
 from forge_rl.algorithms.correction import Correction
-from forge_rl.algorithms.loss_flag import METHODS
 from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.criteria import read_criteria
 from forge_rl.data.sources import Columns
@@ -88,10 +86,6 @@ def test_the_method_on_its_page_is_accepted() -> None:
     names: dict[str, Any] = {"__name__": "method"}
     exec(code, names)
     try_loss(names["Truncated"](kl_coef=0.1, correction=Correction.presets["tis"]))
-    for name in (*get_args(Estimator), *Correction.presets):
-        assert f"| `{name}` |" in page
-    for name in METHODS:
-        assert f"`{name}`" in page
 
 
 def test_the_rewards_on_their_page_are_accepted_and_all_are_listed() -> None:
