@@ -63,15 +63,7 @@ async def step(run: rl.Run[Config]) -> None:
 async def main(config: Config) -> None:
     """Run all remaining steps."""
     async with start(config) as run:
-        if not run.scores:
-            await run.evaluate()
-        while run.step < config.steps:
-            async with run.recovering():
-                await step(run)
-                if run.due(config.evaluation.every):
-                    await run.evaluate()
-                if run.due(config.checkpoint_every):
-                    await run.checkpoint()
+        await run.train(step)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from forge_rl.rewards.composition import WeightedSum
 from recipes import dapo, grpo, reinforce
 
 RECIPES = Path(__file__).parent.parent / "recipes"
-MOST = {"reinforce": 15, "dapo": 22, "ppo": 32, "agent_command": 36, "agent_openai": 52, "mixture": 52, "tools": 54}
+MOST = {"reinforce": 15, "dapo": 22, "ppo": 32, "distill": 40}
+MOST |= {"agent_command": 36, "agent_openai": 52, "mixture": 52, "tools": 54}
 """Most lines that a recipe has in place of lines of grpo.py."""
 
 

@@ -9,7 +9,7 @@ stale. Formulas become MathML, which browsers render by themselves. The keys of 
     title, kind, change, source, flag   its row in the index; `kind` is one of KINDS
     options    names of losses, MODULE:CLASS with the prefix of its flags, or MODULE:FUNCTION
     code       MODULE:QUALNAME, or with [NAME] only that case of its match statement; losses need none
-    compared   methods of docs/figures/conformance.json
+    compared   methods of `python -m benchmarks.conformance`; those in docs/figures/conformance.json are shown
     presets    true for a table of the corrections that have a name
     curves     names of pictures/methods/NAME.svg; by default the losses in `options` and the `estimators`
     estimators names of --advantages
@@ -99,7 +99,7 @@ def _verdicts(compared: Sequence[str]) -> Iterator[str]:
 
 
 def _rows(compared: Sequence[str], peer: str = "") -> list[dict[str, Any]]:
-    return [row for name in compared for row in conformance()[name] if row["peer"] == (peer or row["peer"])]
+    return [row for name in compared for row in conformance().get(name, []) if row["peer"] == (peer or row["peer"])]
 
 
 @functools.cache
