@@ -104,7 +104,7 @@ async def measure_large_batch(tokens: int, ranks: list[Replica], folder: Path) -
     sink = EpisodeSink(folder / "episodes.jsonl")
     sink.rollback(0)
     advantages = torch.randn(len(batch.groups), _GROUP_SIZE)
-    heart = asyncio.create_task(_longest_pause())
+    heart = asyncio.create_task(longest_pause())
     began = time.perf_counter()
     values = batch_metrics(batch)
     sink.log(1, values, batch)
@@ -113,21 +113,21 @@ async def measure_large_batch(tokens: int, ranks: list[Replica], folder: Path) -
         for rank, replica in enumerate(ranks):
             group.create_task(replica.send(packed.rows[rank :: len(ranks)], for_call="step", deadline_s=300.0))
     seconds = time.perf_counter() - began
-    blocked = await _ended(heart)
+    blocked = await ended(heart)
     rows = [await replica.ask("count_rows", deadline_s=300.0) for replica in ranks]
     assert sum(rows) == len(packed.rows), f"{rows} rows arrived, of {len(packed.rows)}"
-    heart = asyncio.create_task(_longest_pause())
+    heart = asyncio.create_task(longest_pause())
     await asyncio.sleep(seconds)
     return {
         "loop_blocked_ms": blocked * 1e3,
-        "loop_blocked_ms_idle": await _ended(heart) * 1e3,
+        "loop_blocked_ms_idle": await ended(heart) * 1e3,
         "batch_tokens": float(found),
         "batch_bytes_per_token": held / found,
         "batch_seconds": seconds,
     }
 
 
-async def _longest_pause() -> float:
+async def longest_pause() -> float:
     """Return, once cancelled, the maximum delay of a short sleep."""
     longest = 0.0
     loop = asyncio.get_running_loop()
@@ -140,7 +140,7 @@ async def _longest_pause() -> float:
         longest = max(longest, loop.time() - began - _BEAT_S)
 
 
-async def _ended(heart: asyncio.Task[float]) -> float:
+async def ended(heart: asyncio.Task[float]) -> float:
     await asyncio.sleep(2 * _BEAT_S)  # count the last block too
     heart.cancel()
     return await heart

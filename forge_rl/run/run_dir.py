@@ -302,6 +302,11 @@ def read_object(
     return found
 
 
+def defines_run(name: str) -> bool:
+    """Return whether a setting, such as "trainer.optimizer.lr", determines what a run computes."""
+    return name not in _UNSAID and not _matches(name, _FREE)
+
+
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 

@@ -1,0 +1,72 @@
+"""List runs with their step, score and state.
+
+forge-rl runs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge_rl.errors import ConfigError
+from forge_rl.metrics.display.format import duration, number
+from forge_rl.run.launch import launch
+from forge_rl.run.past_runs import PastRun, list_runs
+from forge_rl.system.terminal import clipped
+
+_STYLES = {"running": "green", "finished": "", "stopped": "yellow"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """List the runs in a folder, the latest last."""
+
+    place: tyro.conf.Positional[Path] = Path("runs")
+    """Folder of run folders."""
+
+
+async def main(config: Config) -> None:
+    """List the runs."""
+    await asyncio.to_thread(show, config, Console(highlight=False))
+
+
+def show(config: Config, console: Console) -> None:
+    """Read the folders and print; see `Config`.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    runs = list_runs(config.place)
+    if not runs:
+        raise ConfigError(f"{config.place} has no runs", hint="name the folder of your runs")
+    table = Table(box=None, header_style="bold")
+    for column in ("run", "state", "step", "reward", "score before", "score", "best at", "last step", "model"):
+        table.add_column(column, justify="left" if column in ("run", "state", "model") else "right")
+    for run in runs:
+        table.add_row(*_row(run))
+    console.print(table)
+
+
+def _row(run: PastRun) -> list[Text]:
+    known = [run.reward, run.score_before, run.score_after]
+    ago = f"{duration(max(0.0, time.time() - run.changed_s))} ago" if run.changed_s else ""
+    return [
+        Text(clipped(run.folder.name, lines=1, width=40), no_wrap=True),
+        Text(run.state, _STYLES[run.state]),
+        Text(f"{run.step} of {run.steps}" if run.steps is not None else str(run.step)),
+        *(Text("" if value is None else number(value)) for value in known),
+        Text("" if run.best_step is None else f"step {run.best_step}"),
+        Text(ago),
+        Text(clipped(run.model, lines=1, width=40), no_wrap=True),
+    ]
+
+
+if __name__ == "__main__":
+    launch(Config, main)

@@ -1,0 +1,241 @@
+"""Show a run's episodes: list and filter them, or print one with all its turns.
+
+forge-rl show runs/grpo-1a2b3c4d --worst 5
+forge-rl show runs/grpo-1a2b3c4d 12-trained-7
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import tyro
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from forge_rl.errors import ConfigError, check_flags
+from forge_rl.metrics.display.format import duration, number
+from forge_rl.metrics.episode_files import EpisodeFile, RecordedEpisode
+from forge_rl.metrics.recorder import recorded_files
+from forge_rl.run.launch import launch
+from forge_rl.system.terminal import clipped, visible
+from forge_rl.types import Message, Outcome, Turn
+
+_STYLES = {"system": "dim", "user": "cyan", "tool": "yellow", "assistant": "green", "prompt": "cyan"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Show the episodes that a run has kept, newest step first."""
+
+    run: tyro.conf.Positional[Path]
+    """Run folder."""
+    episode: tyro.conf.Positional[str] = ""
+    """Episode to print whole, by its name in the list, such as 12-trained-7."""
+    step: int | None = None
+    """Only episodes of this step."""
+    kind: Literal["", "trained", "evaluated", "failed"] = ""
+    """Only trained, evaluated or failed episodes."""
+    source: str = ""
+    """Only episodes of this source."""
+    task: str = ""
+    """Only episodes of this task, by a part of its id."""
+    outcome: str = ""
+    """Only episodes that ended like this, such as truncated or judge_error."""
+    worst: int = 0
+    """Show this many episodes with the lowest rewards, lowest first."""
+    most: int = 20
+    """Maximum number of episodes to show."""
+    whole: bool = False
+    """Print the episodes whole instead of a list."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--", least={"worst": 0, "most": 1})
+        if self.outcome and self.outcome not in set(Outcome):
+            raise ConfigError(f"no episode ends with {self.outcome!r}", hint=f"choose one of {', '.join(Outcome)}")
+
+
+async def main(config: Config) -> None:
+    """Show the episodes."""
+    await asyncio.to_thread(show, config, Console(highlight=False))
+
+
+def show(config: Config, console: Console) -> None:
+    """Read the files and print; see `Config`.
+
+    Raises:
+        ForgeError: the run has no such episodes, or a file cannot be read.
+    """
+    files = recorded_files(config.run)
+    if not files:
+        known = "it was run with --recording.share 0, or has not finished a step"
+        raise ConfigError(
+            f"{config.run} has no episodes",
+            hint=known if (config.run / "config.json").is_file() else "name a run folder",
+        )
+    by_name = {f"{step}-{kind}": path for step, kind, path in files}
+    if config.episode:
+        name, _, row = config.episode.rpartition("-")
+        file = EpisodeFile(by_name[name]) if name in by_name else None
+        if file is None or not row.isdecimal() or int(row[:9]) >= len(file):
+            raise ConfigError(
+                f"{config.run} has no episode {config.episode!r}", hint="list them with: forge-rl show RUN --step N"
+            )
+        print_episode(console, config.episode, file[int(row)])
+        return
+    found = list(_matching(config, files))
+    if not found:
+        steps = f"steps {files[0][0]} to {files[-1][0]} are there"
+        raise ConfigError(f"{config.run} has no such episodes", hint=f"choose other filters; {steps}")
+    if config.whole:
+        for of, listed in found:
+            print_episode(console, f"{of}-{listed['row']}", EpisodeFile(by_name[of])[listed["row"]])
+        return
+    console.print(_table(found))
+    console.print(f"forge-rl show RUN {found[0][0]}-{found[0][1]['row']} prints the first of them whole", style="dim")
+
+
+def _matching(config: Config, files: list[tuple[int, str, Path]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the file and row of the wanted episodes: of the newest steps, or those with the lowest rewards."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for step, kind, path in reversed(files):
+        if config.step not in (None, step) or config.kind not in ("", kind):
+            continue
+        for row in EpisodeFile(path).listing():
+            is_wanted = config.source in ("", row["source"]) and config.outcome in ("", row["outcome"])
+            if is_wanted and config.task in row["task"] and (not config.worst or row["reward"] is not None):
+                found.append((f"{step}-{kind}", row))
+        if config.worst:
+            found = sorted(found, key=lambda each: each[1]["reward"])[: config.worst]
+        elif len(found) >= config.most:
+            break
+    return found[: config.worst or config.most]
+
+
+def _table(found: list[tuple[str, dict[str, Any]]]) -> Table:
+    table = Table(box=None, header_style="bold")
+    for column in ("episode", "source", "task", "outcome", "reward", "advantage", "turns", "tokens", "time", "answer"):
+        table.add_column(
+            column, justify="right" if column in ("reward", "advantage", "turns", "tokens", "time") else "left"
+        )
+    for name, row in found:
+        is_failed = row["outcome"] not in ("completed", "truncated")
+        table.add_row(
+            f"{name}-{row['row']}",
+            _cell(row["source"], 20),
+            _cell(row["task"], 28),
+            Text(row["outcome"], style="red" if is_failed else ""),
+            *(Text("" if row[key] is None else number(row[key]), _signed(row[key])) for key in ("reward", "advantage")),
+            str(row["turn_count"]),
+            str(row["tokens"]),
+            duration(row["seconds"] or 0.0),
+            _cell(row["problem"] or row["answer"], 40),
+        )
+    return table
+
+
+def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
+    """Print an episode with everything that is known of it; its texts are escaped."""
+    episode = record.episode
+    about = f"{name}  {episode.task.source} {episode.task.id}"
+    console.rule(Text(clipped(about, lines=1, width=console.width - 10), "bold"), align="left")
+    where = f"{record.kind}{f' on {record.set}' if record.set else ''} in step {record.step}, group {record.group}"
+    facts = {"": f"{where}; {episode.outcome} after {duration(episode.seconds)}"}
+    if episode.score is not None:
+        parts = "".join(f", {key} {number(value)}" for key, value in episode.score.parts.items())
+        facts["reward"] = number(episode.reward) + parts
+    if (advantage := _range(record.advantages, record.trained)) is not None:
+        facts["advantage"] = advantage
+    facts |= {"problem": episode.problem, "answer": episode.score.answer if episode.score else ""}
+    facts |= {
+        f"truth {key}": value if isinstance(value, str) else json.dumps(value)
+        for key, value in episode.task.truth.items()
+    }
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", max_width=24)
+    grid.add_column(overflow="fold")
+    for key, value in facts.items():
+        if value:
+            grid.add_row(_cell(key, 24), Text(visible(value), "red" if key == "problem" else ""))
+    console.print(grid)
+    if not episode.turns:
+        for message in episode.task.messages:
+            _print_message(console, message)
+    segments = {turn: segment for segment, run in enumerate(episode.runs) for turn in run}
+    first = 0
+    for place, turn in enumerate(episode.turns):
+        tokens = slice(first, first := first + len(turn.token_ids))
+        several = f", segment {segments[place] + 1} of {len(episode.runs)}" if len(episode.runs) > 1 else ""
+        console.print(Text(f"\nturn {place + 1} of {len(episode.turns)}{several}", "bold"))
+        for message in turn.messages:
+            _print_message(console, message)
+        _print_message(console, {"role": "assistant", "content": turn.text})
+        for call in turn.calls:
+            took = "" if call.seconds is None else f"  {duration(call.seconds)}"
+            console.print(
+                Padding(
+                    Text(visible(f"calls {call.name} {call.arguments}{took}"), "magenta"), (0, 0, 0, 2), expand=False
+                )
+            )
+            if call.error:
+                console.print(Padding(Text(visible(call.error), "red"), (0, 0, 0, 4), expand=False))
+        console.print(Padding(Text(_numbers(record, turn, tokens, place), "dim"), (0, 0, 0, 2), expand=False))
+    if episode.output is not None and episode.output != episode.turns[-1].text:
+        _print_message(console, {"role": "result", "content": episode.output})
+    console.print()
+
+
+def _print_message(console: Console, message: Message) -> None:
+    role, content = str(message.get("role", "")), message.get("content")
+    text = content if isinstance(content, str) else "" if content is None else json.dumps(content)
+    console.print(Text(clipped(role, lines=1, width=40), f"bold {_STYLES.get(role, '')}"))
+    console.print(Padding(Text(visible(text), _STYLES.get(role, "")), (0, 0, 0, 2), expand=False))
+
+
+def _numbers(record: RecordedEpisode, turn: Turn, tokens: slice, place: int) -> str:
+    """Describe a turn's tokens."""
+    said = [f"{len(turn.prompt_ids)} + {len(turn.token_ids)} tokens{', truncated' * turn.truncated}"]
+    if len(turn.versions):
+        low, high = int(turn.versions.min()), int(turn.versions.max())
+        said.append(f"version {low}" if low == high else f"versions {low} to {high}")
+    if np.isfinite(turn.logprobs).any():
+        said.append(f"logprob {number(float(np.nanmean(turn.logprobs)))} on average")
+    gaps = None if record.trainer_gaps is None else np.abs(record.trainer_gaps[tokens])
+    if gaps is not None and np.isfinite(gaps).any():
+        said.append(f"gap {number(float(np.nanmean(gaps)))}, at most {number(float(np.nanmax(gaps)))}")
+    score = record.episode.score
+    if score is not None and place < len(score.turns):
+        said.append(f"value {number(score.turns[place])}")
+    said.append(
+        f"{duration(turn.seconds)} to answer"
+        + f", {duration(turn.response_s)} for the response" * (turn.response_s > 0)
+    )
+    return "; ".join(said)
+
+
+def _range(values: npt.NDArray[np.float32] | None, seen: npt.NDArray[np.bool_] | None) -> str | None:
+    if values is None or not len(values):
+        return None
+    if seen is None:
+        return f"{number(float(values.mean()))}; the loss saw no token"
+    low, high = float(values[seen].min()), float(values[seen].max())
+    return number(low) if low == high else f"{number(low)} to {number(high)}"
+
+
+def _signed(value: float | None) -> str:
+    return "" if not value else "green" if value > 0 else "red"
+
+
+def _cell(text: str, width: int) -> Text:
+    return Text(clipped(text, lines=1, width=width), no_wrap=True)
+
+
+if __name__ == "__main__":
+    launch(Config, main)

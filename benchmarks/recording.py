@@ -1,0 +1,180 @@
+"""A step with and without whole episodes kept: how much longer it takes, and the bytes on disk of a token.
+
+Packing, sending to a rank, its answer with logprobs, log and files are the run's own. The rank only waits for as long
+as the flags say, and no engine decodes meanwhile: both leave the cores of the controller to the recorder, as GPUs do.
+
+python -m benchmarks.recording --json docs/figures/recording.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from monarch.actor import concurrent_endpoint
+
+from benchmarks.large_batches import ended, longest_pause
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, Report, run_benchmark
+from forge_rl.metrics import EpisodeSink, RunInfo, Sink, batch_metrics
+from forge_rl.metrics.episode_files import EpisodeFile
+from forge_rl.metrics.recorder import EpisodeRecorder, Recording, recorded_files
+from forge_rl.packing.rows import Layout, pack
+from forge_rl.run.recording import trained_episodes
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.processes import responsive_loop
+from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.service import Service, ServiceActor
+from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
+
+_DEADLINE_S = 300.0
+_GROUP_SIZE = 8
+_PROMPT_TOKENS = 200
+_VOCABULARY = 49_152
+_WORDS = 30_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Compare steps with and without recording."""
+
+    episodes: int = 1024
+    """Number of episodes of a step."""
+    tokens: int = 4000
+    """Number of tokens of an episode, most of them generated."""
+    train_s: float = 20.0
+    """Seconds for which the rank waits instead of training."""
+    repeats: int = LEAST_REPEATS
+    """Number of steps of each kind."""
+
+
+class WaitingRank(ServiceActor):
+    """A trainer's rank that waits, and then answers with logprobs near the engine's, if asked."""
+
+    @concurrent_endpoint
+    async def step(self, seconds: float, scored: bool) -> list[npt.NDArray[np.float32]]:
+        until = time.monotonic() + seconds
+        found = []
+        for row in self.take_parcel() if scored else ():
+            noise = np.random.default_rng(len(row)).normal(0, 1e-2, len(row)).astype(np.float32)
+            found.append(row.behaviour.numpy() + noise)
+        await asyncio.sleep(until - time.monotonic())
+        return found
+
+
+def batch_of(config: Config, seed: int) -> Batch:
+    """Make a batch of episodes with one turn, whose tokens and words are as frequent as in text (Zipf's law)."""
+    drawn = np.random.default_rng(seed)
+    words = np.array(["".join(map(chr, drawn.integers(97, 123, 1 + place % 9))) for place in range(_WORDS)])
+    answer = config.tokens - _PROMPT_TOKENS
+
+    def zipf(count: int, most: int) -> npt.NDArray[np.int32]:
+        return np.asarray(np.exp(drawn.random(count) * np.log(most)) - 1, np.int32)
+
+    groups = []
+    for number in range(config.episodes // _GROUP_SIZE):
+        shown = " ".join(words[zipf(_PROMPT_TOKENS * 3 // 4, _WORDS)])
+        task = Task(
+            id=str(number), source="tasks", messages=({"role": "user", "content": shown},), truth={"answer": "1"}
+        )
+        prompt = zipf(_PROMPT_TOKENS, _VOCABULARY)
+        episodes = []
+        for index in range(_GROUP_SIZE):
+            turn = Turn(
+                prompt_ids=prompt,
+                token_ids=zipf(answer, _VOCABULARY),
+                logprobs=-drawn.exponential(0.6, answer).astype(np.float32),
+                versions=np.repeat(np.array([seed, seed + 1], np.int32), answer // 2),
+                text=" ".join(words[zipf(answer * 3 // 4, _WORDS)]),
+                messages=task.messages,
+            )
+            score = Score(total=float(drawn.random()), parts={"right": float(index % 2)})
+            episodes.append(Episode(task=task, turns=(turn,), score=score))
+        groups.append(Group(task=task, episodes=tuple(episodes)))
+    return Batch(groups=tuple(groups), version=seed + 1)
+
+
+async def _step(number: int, batch: Batch, rank: Replica, sinks: list[Sink], config: Config, *, keeps: bool) -> float:
+    """Take a step; return its seconds."""
+    began = time.perf_counter()
+    advantages = batch.rewards - batch.rewards.mean(dim=1, keepdim=True)
+    packed = await asyncio.to_thread(pack, batch, advantages, Layout(seq_len=4 * config.tokens))
+    await rank.send(packed.rows, for_call="step", deadline_s=_DEADLINE_S)
+    scored = await rank.call("step", config.train_s, keeps, deadline_s=_DEADLINE_S, rank=0)
+    values = batch_metrics(batch)
+    for sink in sinks:
+        sink.log(number, values, batch)
+        if keeps:
+            sink.record(number, "trained", partial(trained_episodes, number, batch, packed, scored))
+    return time.perf_counter() - began
+
+
+async def _measure(config: Config, report: Report, folder: Path) -> None:
+    with responsive_loop():
+        cluster = Cluster(folder)
+        service = Service("trainer", cluster, Faults())
+        try:
+            rank = service.spawn(WaitingRank)
+            await service.watch(rank, deadline_s=_DEADLINE_S)
+            recorder = EpisodeRecorder(folder, Recording(gib=1000.0))
+            sinks: list[Sink] = [EpisodeSink(folder / "episodes.jsonl"), recorder]
+            for sink in sinks:
+                sink.start(RunInfo(recipe="", model="", folder=folder, steps=1))
+            batches = [await asyncio.to_thread(batch_of, config, seed) for seed in range(2)]
+            times: dict[bool, list[float]] = {False: [], True: []}
+            blocked: dict[bool, list[float]] = {False: [], True: []}
+            number = 0
+            for keeps in (False, True, False, True):
+                for at in range(1 + -(-config.repeats // 2)):  # the first one of a kind has no files to write yet
+                    number += 1
+                    heart = asyncio.create_task(longest_pause())
+                    seconds = await _step(number, batches[number % 2], rank, sinks, config, keeps=keeps)
+                    pause = await ended(heart) * 1e3
+                    report.rows.append({"keeps": keeps, "seconds": seconds, "blocked_ms": pause, "warm_up": at == 0})
+                    if at:
+                        times[keeps].append(seconds)
+                        blocked[keeps].append(pause)
+                await asyncio.to_thread(recorder.flush)
+            began, used = time.perf_counter(), time.process_time()
+            await asyncio.to_thread(_write_again, recorder, number, batches[0])
+            report.results["recorder_s"] = time.perf_counter() - began
+            report.results["recorder_cpu_s"] = time.process_time() - used
+            recorder.close()
+        finally:
+            await service.stop()
+            await cluster.close()
+    files = [path for _, kind, path in recorded_files(folder) if kind == "trained"]
+    sizes = [path.stat().st_size / (config.episodes * config.tokens) for path in files]
+    with_, without = report.measure("step_s", times[True]), report.measure("step_s_without", times[False])
+    report.results["slowdown"] = with_ / without
+    report.measure("bytes_a_token", sizes)
+    report.measure("blocked_ms", blocked[True])
+    report.measure("blocked_ms_without", blocked[False])
+    listing = []
+    for path in files:
+        began = time.perf_counter()
+        assert len(EpisodeFile(path).listing()) == config.episodes
+        listing.append(time.perf_counter() - began)
+    report.measure("list_s", listing)
+
+
+def _write_again(recorder: EpisodeRecorder, number: int, batch: Batch) -> None:
+    """Write a step while nothing else runs."""
+    recorder.record(number, "evaluated", partial(trained_episodes, number, batch, None, None))
+    recorder.flush()
+
+
+def measure(config: Config, report: Report) -> None:
+    """Fill the report."""
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_measure(config, report, Path(folder)))
+
+
+if __name__ == "__main__":
+    run_benchmark("recording", Config, measure)

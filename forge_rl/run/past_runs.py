@@ -1,0 +1,147 @@
+"""Reads run folders, of live and ended runs. They may come from another machine: reads are bounded and checked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from forge_rl.errors import ConfigError
+
+State = Literal["running", "finished", "stopped"]
+_MOST_BYTES = 1 << 28
+"""Maximum size of a file of metrics that is read."""
+_MOST_JSON_BYTES = 1 << 22
+_TAIL_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastRun:
+    """What a list of runs shows of one."""
+
+    folder: Path
+    model: str
+    state: State
+    step: int
+    """Last step in its metrics."""
+    steps: int | None
+    """Number of steps that it was to take; None if unknown."""
+    changed_s: float
+    """Time of its last metrics, in seconds since 1970."""
+    reward: float | None
+    """Mean reward of the last step with one."""
+    score_before: float | None
+    score_after: float | None
+    best_step: int | None
+
+
+def list_runs(place: Path) -> list[PastRun]:
+    """List the runs in a folder, the latest last.
+
+    Raises:
+        ConfigError: the folder does not exist.
+    """
+    try:
+        made = (path for path in place.iterdir() if (path / "config.json").is_file())
+        folders = [path for path in made if (path / "versions.json").is_file()]
+    except OSError as error:
+        raise ConfigError(f"{place} cannot be listed: {error.strerror}", hint="name the folder of your runs") from None
+    locked = _locked()
+    return sorted((_read_run(folder, locked) for folder in folders), key=lambda run: run.changed_s)
+
+
+def _read_run(folder: Path, locked: set[int]) -> PastRun:
+    config, summary = read_bounded(folder / "config.json"), read_bounded(folder / "summary.json")
+    rows = list(metrics_of(folder, tail=True))
+    changed, lock = 0.0, 0
+    with contextlib.suppress(OSError):
+        changed = (folder / "metrics.jsonl").stat().st_mtime
+    with contextlib.suppress(OSError):
+        lock = (folder / ".lock").stat().st_ino
+    best, steps = summary.get("best"), config.get("steps")
+    state: State = "running" if lock in locked else "finished" if summary else "stopped"
+    scores = [value for row in rows if (value := as_float(row.get("held_out"))) is not None]
+    return PastRun(
+        folder=folder,
+        model=str(config.get("model", "")),
+        state=state,
+        step=max((row["step"] for row in rows), default=0),
+        steps=steps if isinstance(steps, int) else None,
+        changed_s=changed,
+        reward=next((value for row in reversed(rows) if (value := as_float(row.get("reward/mean"))) is not None), None),
+        score_before=as_float(summary.get("score_before")),
+        score_after=as_float(summary.get("score_after")) if summary else (scores[-1] if scores else None),
+        best_step=best.get("step") if isinstance(best, dict) and isinstance(best.get("step"), int) else None,
+    )
+
+
+def read_bounded(path: Path) -> dict[str, Any]:
+    """Read a JSON object; {} if there is none, or it is not one."""
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_JSON_BYTES:
+            return {}
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def metrics_of(folder: Path, *, tail: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run's metrics in order, each with its int "step"; incomplete lines are left out.
+
+    Args:
+        tail: only read the last rows.
+    """
+    path = folder / "metrics.jsonl"
+    try:
+        if not path.is_file():
+            return
+        with path.open("rb") as file:
+            if tail:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read(_MOST_BYTES).splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            yield row
+
+
+def as_float(value: object) -> float | None:
+    """Return a finite number as a float, and None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def settings_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """Flatten settings to one value per flag."""
+    found: dict[str, object] = {}
+    for name, value in config.items():
+        if isinstance(value, dict) and len(prefix) < 200:
+            found |= settings_of(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _locked() -> set[int]:
+    """Return the inodes of files that processes of this machine have locked, as a live run locks its folder's."""
+    found = set[int]()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            if " FLOCK " in line:
+                found.add(int(line.split()[5].rpartition(":")[2]))
+    return found

@@ -1,0 +1,205 @@
+"""forge-rl show, runs and compare: what a person sees of the episodes and runs in their folders."""
+
+import fcntl
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from apps import compare, runs, show
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.metrics.episode_files import RecordedEpisode, write_episodes
+from forge_rl.types import Episode, Outcome, Score, Task
+from tests.test_recording import HOSTILE, played, task_of, turn
+
+
+def run_folder(place: Path) -> Path:
+    """A run folder with two trained steps, whose rewards are 0.0 to 0.3 and 1.0 to 1.3, and a failed episode."""
+    (place / "episodes").mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps({"model": "tiny", "steps": 4}))
+    (place / "versions.json").write_text("{}")
+    for step in (1, 2):
+        records = [
+            RecordedEpisode(
+                step=step,
+                kind="trained",
+                group=at // 2,
+                index=at % 2,
+                episode=played(task_of(at), step - 1 + at / 10),
+                advantages=np.full(6, at - 1.5, np.float32),
+                trainer_gaps=np.array([0.25, -0.5, 0, 0, 0, np.nan], np.float32),
+                trained=np.array([True] * 5 + [False]),
+            )
+            for at in range(4)
+        ]
+        write_episodes(place / "episodes" / f"{step:06d}-trained.parquet", records)
+    failed = Episode(task=task_of(9), turns=(), outcome=Outcome.ENVIRONMENT_ERROR, problem="the world raised")
+    write_episodes(
+        place / "episodes" / "000002-failed.parquet", [RecordedEpisode(step=2, kind="failed", episode=failed)]
+    )
+    return place
+
+
+def shown(config: show.Config | runs.Config | compare.Config, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    sys.modules[type(config).__module__].show(config, console)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def listed(place: Path, **filters: object) -> list[str]:
+    lines = shown(show.Config(run=place, **filters)).splitlines()  # type: ignore[arg-type]
+    return [line.split()[0] for line in lines[1:-1]]
+
+
+def test_episodes_are_listed_and_filtered(tmp_path: Path) -> None:
+    place = run_folder(tmp_path / "run")
+    newest = ["2-trained-0", "2-trained-1", "2-trained-2", "2-trained-3", "2-failed-0"]
+    assert listed(place) == [*newest, *(f"1-trained-{at}" for at in range(4))]
+    assert listed(place, most=2) == newest[:2]
+    assert listed(place, step=1, worst=2) == ["1-trained-0", "1-trained-1"]
+    assert listed(place, worst=5)[-2:] == ["1-trained-3", "2-trained-0"]
+    assert listed(place, kind="failed") == listed(place, outcome="environment_error") == ["2-failed-0"]
+    assert listed(place, task="sums/2") == ["2-trained-2", "1-trained-2"]
+    with pytest.raises(ConfigError, match="has no such episodes"):
+        shown(show.Config(run=place, source="other"))
+    with pytest.raises(ConfigError, match="no episode ends with 'won'"):
+        show.Config(run=place, outcome="won")
+    with pytest.raises(ConfigError, match="has no episode '2-trained-4'"):
+        shown(show.Config(run=place, episode="2-trained-4"))
+    with pytest.raises(ConfigError, match="has no episodes"):
+        shown(show.Config(run=tmp_path))
+
+
+def test_an_episode_is_printed_whole(tmp_path: Path) -> None:
+    text = " ".join(shown(show.Config(run=run_folder(tmp_path / "run"), episode="2-trained-1"), width=1000).split())
+    for part in (
+        "trained in step 2, group 0; truncated",
+        "reward 1.1, right 1.1, brief 0",
+        "advantage -0.5",
+        "truth answer 5",
+        'turn 1 of 4, segment 1 of 2 user 1 + 4? assistant calls calls add {"a": 3} 0.2s error: add needs b',
+        "3 + 2 tokens; versions 3 to 4; logprob -0.15 on average; gap 0.375, at most 0.5; value 0;",
+        "0.5s to answer, 0.3s for the response",
+        "turn 2 of 4, segment 2 of 2 system You help. assistant the sub-agent's",
+        "turn 3 of 4, segment 1 of 2 tool error: add needs b assistant 7 6 + 2 tokens, truncated;",
+    ):
+        assert part in text, text
+    whole = shown(show.Config(run=tmp_path / "run", kind="failed", whole=True))
+    assert "the world raised" in whole
+    assert "9 + 4?" in whole
+
+
+def test_hostile_episodes_are_text_and_damaged_files_are_named(tmp_path: Path) -> None:
+    place = run_folder(tmp_path / "run")
+    task = Task(
+        id=HOSTILE, source=HOSTILE, messages=({"role": HOSTILE, "content": [HOSTILE]},), truth={HOSTILE: HOSTILE}
+    )
+    markup = "[bold red]x[/bold red] [link=http://a.example]here[/link]"
+    episode = Episode(
+        task=task,
+        turns=(turn([1], [2], messages=task.messages, text=HOSTILE + markup),),
+        score=Score(total=0.0, parts={HOSTILE: 1.0}, answer=HOSTILE),
+        output=HOSTILE,
+        problem=HOSTILE,
+    )
+    write_episodes(
+        place / "episodes" / "000003-trained.parquet", [RecordedEpisode(step=3, kind="trained", episode=episode)]
+    )
+    for config in (show.Config(run=place, step=3), show.Config(run=place, step=3, whole=True)):
+        text = shown(config, width=4000)
+        assert not {"\x1b", "\x07", "\u202e"} & set(text)
+    assert markup in text
+    (place / "episodes" / "000003-trained.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ForgeError, match=r"000003-trained\.parquet cannot be read"):
+        shown(show.Config(run=place))
+
+
+def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
+    steps = [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5, "held_out": 0.75}]
+    for name in ("done", "live", "cut"):
+        place = run_folder(tmp_path / name)
+        (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps) + '{"step": 3, "rew')
+        (place / ".lock").touch()
+    summary = {"score_before": 0.1, "score_after": 0.9, "best": {"step": 1}}
+    (tmp_path / "done" / "summary.json").write_text(json.dumps(summary))
+    odd = run_folder(tmp_path / "odd \x1b[2J")
+    (odd / "metrics.jsonl").write_text('{"step": true}\n[' + "[" * 100_000 + '\n{"step": 7, "reward/mean": 1e999}\n')
+    (odd / "config.json").write_text("[]")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with (tmp_path / "live" / ".lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        text = shown(runs.Config(place=tmp_path))
+    found = {line.split()[0]: line for line in text.splitlines()[1:]}
+    assert "\x1b" not in text
+    assert found.keys() == {"done", "live", "cut", "odd"}
+    assert "finished  2 of 4     0.5           0.1    0.9   step 1" in found["done"]
+    assert "running   2 of 4     0.5                 0.75" in found["live"]
+    assert "stopped" in found["cut"]
+    assert " 7 " in found["odd"]
+    with pytest.raises(ConfigError, match="has no runs"):
+        shown(runs.Config(place=tmp_path / "done"))
+    with pytest.raises(ConfigError, match="cannot be listed"):
+        shown(runs.Config(place=tmp_path / "nowhere"))
+
+
+def compared_run(place: Path, rewards: list[float], settings: dict[str, object], code: dict[str, str]) -> Path:
+    """A run folder of a step for each mean reward, which is also the score of its two evaluated tasks."""
+    (place / "episodes").mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(settings))
+    (place / "versions.json").write_text(json.dumps({"vllm": "0.32", "code": code}))
+    rows = []
+    for step, mean in enumerate(rewards, 1):
+        for kind, offsets in (("trained", (-0.1, 0.0, 0.1)), ("evaluated", (-0.05, 0.05))):
+            records = [
+                RecordedEpisode(step=step, kind=kind, set="held", group=at, episode=played(task_of(at), mean + offset))
+                for at, offset in enumerate(offsets)
+            ]
+            write_episodes(place / "episodes" / f"{step:06d}-{kind}.parquet", records)
+        rows.append({"step": step, "reward/mean": mean, "loss": 0.5})
+    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "first_line"),
+    [
+        ({"rewards": ["bad.py:score"]}, {}, "A and B differ in --rewards ['ok.py:score'] -> ['bad.py:score']"),
+        ({"trainer": {"optimizer": {"lr": 0.1}}}, {}, "A and B differ in --trainer.optimizer.lr 1e-05 -> 0.1"),
+        ({}, {"ok.py": "1234"}, "A and B differ in code of ok.py none -> 1234"),
+        ({"display": "live"}, {}, "settings and code that define a run are the same; 1 other difference"),
+        ({}, {}, "settings, code and versions are the same"),
+    ],
+)
+def test_the_first_line_of_a_comparison_names_what_differs(
+    tmp_path: Path, settings: dict[str, object], code: dict[str, str], first_line: str
+) -> None:
+    given: dict[str, object] = {"rewards": ["ok.py:score"], "trainer": {"optimizer": {"lr": 1e-05}}, "display": "none"}
+    first = compared_run(tmp_path / "a", [0.1, 0.5], given, {})
+    second = compared_run(tmp_path / "b", [0.1, 0.5], given | settings, code)
+    assert shown(compare.Config(first=first, second=second)).splitlines()[0] == first_line
+
+
+def test_a_comparison_says_where_runs_part_and_how_they_score(tmp_path: Path) -> None:
+    first = compared_run(tmp_path / "a", [0.1, 0.2, 0.4, 0.6, 0.8, 0.9], {}, {})
+    second = compared_run(tmp_path / "b", [0.1, 0.25, 0.9, 0.2, 0.1, 0.1], {}, {})
+    text = shown(compare.Config(first=first, second=second))
+    assert "first different at step 2: reward/mean 0.2 and 0.25" in text
+    # The standard error of three groups a tenth apart is 0.0577.
+    assert "rewards are apart from step 4 on: 0.600 ± 0.113 and 0.200 ± 0.113" in text
+    (score,) = (line.split() for line in text.splitlines() if "held sums" in line)
+    assert " ".join(score[2:]) == "0.900 ± 0.098 0.100 ± 0.098 -0.800 [-0.800, -0.800] of 2 tasks"
+    with pytest.raises(ConfigError, match="is not a run folder"):
+        compare.Config(first=first, second=tmp_path)
+
+
+def test_the_programs_load_neither_torch_nor_monarch() -> None:
+    program = (
+        "import sys, apps.show, apps.runs, apps.compare; print(sorted({'torch', 'monarch', 'vllm'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
