@@ -84,7 +84,7 @@ class Difference:
     first: str
     second: str
     defines: bool
-    """Whether it determines what is computed."""
+    """Whether it affects what the run computes."""
 
 
 def differences(first: Path, second: Path) -> list[Difference]:

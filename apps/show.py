@@ -165,7 +165,7 @@ def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
         if value:
             grid.add_row(_cell(key, 24), Text(visible(value), "red" if key == "problem" else ""))
     console.print(grid)
-    if not episode.turns:
+    if not (episode.turns and episode.turns[0].messages):
         for message in episode.task.messages:
             _print_message(console, message)
     segments = {turn: segment for segment, run in enumerate(episode.runs) for turn in run}
