@@ -1,6 +1,7 @@
 """Losses of pairs against their formulas in float64, by transformers' logits, however the episodes lie in rows."""
 
 import asyncio
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -23,6 +24,7 @@ from forge_rl.packing.unpacking import unpack
 from forge_rl.rewards.reward_model import RewardModel
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Batch, Episode, Group, Task
+from tests.commands import Command, metrics, tiny_run
 from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
 from tests.plain_trainer import InFloat64, in_float64, logits_of
 from tests.test_titan_train import engine_of as policy_of
@@ -237,3 +239,33 @@ def test_an_exported_reward_model_gives_the_scores_that_were_trained(tiny_model:
     found = asyncio.run(scores())
     assert np.std(found) > 1
     assert found == pytest.approx([float(values[place]) for place in range(len(batch.episodes))], abs=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_recipes_of_pairs_learn_a_preference_and_leave_a_policy_or_a_reward_model(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{n} + {n}?", "chosen": str(2 * n), "rejected": f"I do not know {n}."} for n in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ("--tasks", str(path), "--steps", "12", "--trainer.optimizer.lr", "0.003", "--evaluation.every", "12")
+    for name in ("dpo", "reward_model"):
+        command = tiny_run(commands, tiny_model, tmp_path / name, *flags, recipe=f"recipes.{name}")
+        assert command.end(240) == 0, command.output
+        found = metrics(tmp_path / name)
+        assert found[1]["loss"] == pytest.approx(math.log(2), rel=1e-3)
+        assert found[-1]["eval/held_out/rewards/accuracy"] == 1
+        assert found[-1]["eval/held_out/loss"] < 0.5
+    folder = tmp_path / "reward_model" / "checkpoints" / "step-000012" / "model"
+    model, task = (
+        RewardModel(path=folder),
+        Task(id="1", source="s", messages=({"role": "user", "content": "70 + 70?"},)),
+    )
+
+    async def scores() -> list[float]:
+        answers = ("140", "I do not know 70.")
+        return [(await model(task, Episode(task=task, turns=(), output=each))).total for each in answers]
+
+    right, other = asyncio.run(scores())
+    assert right > other

@@ -82,20 +82,14 @@ def _turn(task: Task, messages: Sequence[Message], tokenizer: Tokenizer) -> Turn
     end = stops[-1] + 1 if stops else len(whole)
     if begin == end:
         raise _refused("does not show an assistant message")
-    return _given(whole[:begin], whole[begin:end], tokenizer.decode(whole[begin:end]))
+    return Turn.given(whole[:begin], whole[begin:end], tokenizer.decode(whole[begin:end]))
 
 
 def _compared(task: Task, answer: Sequence[Message], tokenizer: Tokenizer) -> Episode:
     ids = _rendered(task, [*task.messages, *answer], tokenizer)
     while ids and ids[-1] == tokenizer.pad_id:
         ids = ids[:-1]
-    return Episode(task=task, turns=(_given(ids, tokenizer.stop_ids[:1] or (0,), ""),))
-
-
-def _given(prompt: Sequence[int], tokens: Sequence[int], text: str) -> Turn:
-    return Turn(
-        prompt_ids=prompt, token_ids=tokens, logprobs=(0.0,) * len(tokens), versions=(-1,) * len(tokens), text=text
-    )
+    return Episode(task=task, turns=(Turn.given(ids, tokenizer.stop_ids[:1] or (0,), ""),))
 
 
 def _rendered(

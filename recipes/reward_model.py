@@ -1,0 +1,48 @@
+"""Reward models: a classifier learns to score answers from pairs of them, as one file to copy and edit.
+
+python -m recipes.reward_model --help
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import forge_rl as rl
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(rl.ExampleConfig):
+    """Train a model with one output to score the preferred answer of a pair above the other."""
+
+    tasks: rl.TaskTexts = ()
+    eval_tasks: tuple[str, ...] = ()
+    """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
+    data: rl.DataConfig = field(default_factory=rl.DataConfig)
+    loss: rl.BradleyTerry = field(default_factory=rl.BradleyTerry)
+
+
+def start(config: Config) -> rl.Starting[Config]:
+    """Start the trainer: `async with start(config) as run`, or `run = await start(config).open()`."""
+    return rl.start(
+        config,
+        loss=config.loss,
+        sources=config.data.build(config.tasks, seed=config.seed, eval_tasks=config.eval_tasks, kind="pair"),
+        examples=rl.comparison_episodes,
+        recipe="reward_model",
+    )
+
+
+async def step(run: rl.Run[Config]) -> None:
+    """Run one step: take pairs, train."""
+    batch = await run.examples.next_batch()
+    await run.train_on(batch, batch.rewards)
+
+
+async def main(config: Config) -> None:
+    """Run all remaining steps."""
+    async with start(config) as run:
+        await run.train(step)
+
+
+if __name__ == "__main__":
+    rl.launch(Config, main)
