@@ -2,6 +2,7 @@
 
     python -m tools.pictures processes timeline
     python -m tools.pictures demo --run runs/grpo-1a2b3c4d   # of a `make demo`
+    python -m tools.pictures methods   # from docs/figures/methods.json
 
 `timeline` runs the real scheduler and rollouts on a virtual clock, with the staged engines of benchmarks.schedules.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ import tyro
 mpl.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import FancyBboxPatch, Patch
 
 from benchmarks.staged_services import (
@@ -43,7 +47,7 @@ from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
-Picture = Literal["processes", "timeline", "demo"]
+Picture = Literal["processes", "timeline", "demo", "methods"]
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
 _TRAINING = "#d9d9d9"
 _ENGINES, _BUDGET, _GROUPS, _EPISODES, _BATCHES = 4, 4, 16, 4, 3
@@ -58,6 +62,8 @@ class Config:
     """Pictures to draw."""
     run: Path | None = None
     """Run folder for `demo`."""
+    report: Path = FOLDER.parent / "figures" / "methods.json"
+    """Report of benchmarks.methods for `methods`: a picture of all its methods, and one of each."""
 
 
 def processes(axes: Axes) -> None:
@@ -202,11 +208,60 @@ def demo(axes: Axes, folder: Path) -> None:
     axes.grid(alpha=0.3)
 
 
+def method(axes: Axes, row: dict[str, Any]) -> None:
+    """Draw each seed's reward of each batch, and its held-out score before and after."""
+    for colour, curve in zip(_COLOURS, row["runs"], strict=False):
+        steps = range(1, len(curve["rewards"]) + 1)
+        axes.plot(steps, curve["rewards"], color=colour, linewidth=1.2)
+        axes.plot([0, len(steps)], [curve["before"], curve["after"]], "D", color=colour, markersize=4)
+    axes.set_ylim(0, 1)
+    axes.grid(alpha=0.3)
+    axes.set_title(f"{row['method']}  {row['gain']:+.2f}", fontsize=8, loc="left")
+    axes.tick_params(labelsize=7)
+
+
+def methods(report: Path, folder: Path) -> None:
+    """Draw a picture of each method in a report, and one of all."""
+    rows = json.loads(report.read_text())["rows"]
+    (folder / "methods").mkdir(exist_ok=True)
+    for row in rows:
+        figure, axes = plt.subplots(figsize=(4.5, 2.4), layout="constrained")
+        method(axes, row)
+        axes.set_xlabel("step", fontsize=8)
+        axes.legend(
+            handles=[
+                Line2D([], [], color="#444444", label="reward of the batch"),
+                Line2D([], [], color="#444444", marker="D", linestyle="", label="held-out score"),
+            ],
+            fontsize=7,
+            loc="lower right",
+        )
+        _write(figure, folder / "methods" / f"{row['method']}.svg")
+    columns = 6
+    high = math.ceil(len(rows) / columns)
+    size = (1.9 * columns, 1.35 * high + 0.2)
+    figure, grid = plt.subplots(
+        high, columns, figsize=size, sharex=True, sharey=True, layout="constrained", squeeze=False
+    )
+    for index, axes in enumerate(grid.flat):
+        method(axes, rows[index]) if index < len(rows) else axes.set_axis_off()
+    _write(figure, folder / "methods.svg")
+
+
+def _write(figure: Figure, path: Path) -> None:
+    figure.savefig(path, metadata={"Date": None}, facecolor="white")
+    plt.close(figure)
+    print(f"wrote {path.name}")
+
+
 def main(config: Config, folder: Path = FOLDER) -> None:
     """Draw and write the pictures."""
     mpl.rcParams["svg.hashsalt"] = "forge_rl"  # the same picture, the same bytes
     random.seed(0)
     for name in config.pictures:
+        if name == "methods":
+            methods(config.report, folder)
+            continue
         if name == "timeline":
             figure, axes = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
             timeline(*axes)
@@ -218,9 +273,7 @@ def main(config: Config, folder: Path = FOLDER) -> None:
                 raise SystemExit("error: demo needs --run FOLDER, the folder of a finished run")
             else:
                 demo(axes, config.run)
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, facecolor="white")
-        plt.close(figure)
-        print(f"wrote {name}.svg")
+        _write(figure, folder / f"{name}.svg")
 
 
 if __name__ == "__main__":
