@@ -7,19 +7,21 @@ import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from forge_rl.algorithms.user_loss import call_loss
-from forge_rl.errors import LossError, ModelError, ServiceError, TaskError
+from forge_rl.errors import ConfigError, LossError, ModelError, ServiceError, TaskError
 from forge_rl.flags.user_code import load
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.run import services as services_module
 from forge_rl.services.non_finite import NonFiniteTokens
+from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.types import Sampling
+from recipes import distill
 from recipes.grpo import Config, start
 
 NAMES = {"trainer": "Trainer", "generator": "Generator", "weights": "WeightStore", "reward": "Reward"}
@@ -278,3 +280,35 @@ def test_a_fatal_fault_ends_the_body_with_its_name(
         asyncio.run(check())
     assert "stopping" not in events(tmp_path)
     assert sorted(staged[0]) == sorted(NAMES)
+
+
+def test_a_source_without_a_teacher_is_refused_before_anything_starts_and_teachers_start_with_the_rest(
+    staged: tuple[list[str], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped, _ = staged
+    given: list[Any] = []
+
+    async def begin(config: object, folders: object, *_: object, policy: asyncio.Task[Any], **__: object) -> Handle:
+        given.extend((config, folders, (await policy).name))
+        return Handle("teachers", stopped)
+
+    monkeypatch.setattr(services_module.Teachers, "start", begin)
+
+    def config(*models: str) -> distill.Config:
+        settings = {field: getattr(config_of(tmp_path), field) for field in ("out", "display", "tasks", "evaluation")}
+        return distill.Config(**settings, checkpoint_every=0, teachers=TeachersConfig(models=models))
+
+    async def check() -> None:
+        for models, said in (((), "no teacher is given"), (("other=policy",), "no source is called other")):
+            with pytest.raises(ConfigError, match=said):
+                await distill.start(config(*models)).open()
+        assert not (tmp_path / "events.jsonl").exists()
+        async with distill.start(teaching := config("policy")) as run:
+            assert cast(Any, run.teachers).name == "teachers"
+            assert given == [teaching.teachers, {}, "generator"]
+        async with start(config_of(tmp_path / "other")) as run:
+            with pytest.raises(ConfigError, match="the run has no teachers"):
+                _ = run.teachers
+
+    asyncio.run(check())
+    assert stopped.count("teachers") == 1
