@@ -41,6 +41,7 @@ TRL = Peer(
     name="TRL",
     packages=("torch==2.13.0+cpu", "trl==1.16.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0"),
 )
+JUPYTER = Peer(name="Jupyter", packages=("ipykernel==7.4.0", "jupyter-client==8.10.0"))
 VERL = Peer(
     name="verl",
     packages=(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 CONTROLLERS = ("memory", "pids", "cpu")
 _PREFIX = "forge_rl-sandbox"
 _PERIOD_US = 100_000
+_TASKS_PER_CPU = 4
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,10 @@ class Tree:
             if one.version == 2 and one.controllers:
                 with open(os.path.join(path, "cgroup.subtree_control"), "w") as file:
                     file.write(" ".join(f"+{name}" for name in sorted(one.controllers)))
+            if one.version == 1 and "cpu" in one.controllers:
+                # A group counts as one process beside those that are in none: all sessions as a few for each CPU.
+                with open(os.path.join(path, "cpu.shares"), "w") as file:
+                    file.write(str(1024 * _TASKS_PER_CPU * (os.cpu_count() or 1)))
             self.folders.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def add(self, session: str, *, memory_bytes: int, processes: int, cpus: float) -> None:

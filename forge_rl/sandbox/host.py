@@ -51,7 +51,7 @@ class Host:
         self.missing: dict[str, str] = {}
         self._channel = channel
         self._lifeline = lifeline
-        self._tree = tree
+        self.tree = tree
         self._loop = asyncio.get_running_loop()
         self._sending = asyncio.Lock()
 
@@ -155,9 +155,9 @@ class Host:
             self._remove_tree()
 
     def _remove_tree(self) -> None:
-        found = [one for one in cgroups.here() if os.path.isdir(os.path.join(one.folder, self._tree))]
+        found = [one for one in cgroups.here() if os.path.isdir(os.path.join(one.folder, self.tree))]
         if found:
-            cgroups.Tree(self._tree, found).remove_all()
+            cgroups.Tree(self.tree, found).remove_all()
 
     def _lose(self, cause: str) -> None:
         if self.lost:

@@ -7,6 +7,7 @@ or the owner has ended. Whoever kills the server kills its sessions with it, and
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # enums of signal's own functions cost each session 0.2 MiB
 import contextlib
 import gc
 import importlib
@@ -71,6 +72,7 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel, lifeline = socket.socket(fileno=channel_fd), lifeline_fd
     config = json.loads(channel.recv(_MOST_MESSAGE))
+    cells.rehearse()
     for name in config["preload"]:
         try:
             importlib.import_module(name)
@@ -239,6 +241,15 @@ class _Server:
         while True:
             # The end of a killed process wakes this loop; the timeout is for a cgroup that empties a moment later.
             ready = dict(self.waiting.poll(20 if self.ending else None))
+            # These come before anything that opens descriptors, which could get the number of one that was ready.
+            born, dead = ready.keys() & self.births.keys(), ready.keys() & self.lives.keys()
+            for fd in dead:
+                self.waiting.unregister(fd)
+                self._ended(self.lives.pop(fd), None)
+            for fd in born:
+                self._let_in(fd)
+            for fd in dead:
+                os.close(fd)
             if self.woken in ready:
                 os.read(self.woken, 4096)
             self._reap()
@@ -249,12 +260,6 @@ class _Server:
                 if not message:
                     return
                 self._answer(json.loads(message), fds)
-            for fd in ready.keys() & self.births.keys():
-                self._let_in(fd)
-            for fd in ready.keys() & self.lives.keys():
-                self.waiting.unregister(fd)
-                os.close(fd)
-                self._ended(self.lives.pop(fd), None)
 
     def _tell(self, **message: object) -> None:
         self.channel.send(json.dumps(message).encode())
@@ -373,8 +378,6 @@ class _Server:
                     pid, uid, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
                     if uid in (0, lineage.uid):
                         with contextlib.suppress(OSError):  # it has ended, or does not listen
-                            if uid:  # a fork; one that is still root was made where it belongs
-                                self.tree.move(pid, name)
                             if self.strict:
                                 life = os.pidfd_open(pid)
                                 self.lives[life] = name
@@ -382,6 +385,9 @@ class _Server:
                             else:
                                 self.pids[pid] = name
                             channel.send(b"!")
+                            if uid:  # a fork; one that is still root was made where it belongs
+                                # The kernel takes some ms. Until then it counts as part of the session that it is of.
+                                self.tree.move(pid, name)
 
     def _become_session(self, lineage: _Lineage, limits: dict[str, Any], control: int, doors: list[int]) -> NoReturn:
         channel, uid, folder = socket.socket(fileno=control), lineage.uid, lineage.folder
@@ -389,8 +395,8 @@ class _Server:
             for door in doors:
                 os.write(door, b"0")
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
+            _signal.signal(_signal.SIGINT, _signal.default_int_handler)
             _limit_resources(limits)
             os.umask(0o077)
             os.setgroups([])

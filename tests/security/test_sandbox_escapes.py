@@ -36,11 +36,11 @@ def healthy(sandbox: SharedPool) -> Iterator[None]:
         async with sandbox.pool.session() as other:
             assert (await other.run("1 + 1")).value == "2"
 
-    hosts = list(sandbox.pool._hosts)
+    hosts = list(sandbox.pool.hosts)
     session = sandbox.run(neighbour())
     yield
     sandbox.run(check())
-    assert sandbox.pool._hosts == hosts
+    assert sandbox.pool.hosts == hosts
     assert not any(host.lost for host in hosts)
 
 

@@ -1,0 +1,183 @@
+"""Sandbox sessions: starts, live sessions, memory, cells and forks, beside cold Python, bubblewrap and Jupyter.
+
+python -m benchmarks.sandbox --json out.json
+
+A start is from the request until the session has answered that it is ready. For the storm, all sessions are requested
+at once; it ends when the last is ready, and then each answers with its own state. Memory is each session's
+proportional share (PSS), and the drop of the machine's MemAvailable divided by the sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from benchmarks.peer_environments import JUPYTER, ROOT, set_up
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from forge_rl.sandbox import Limits, Pool, Session, cgroups
+
+_SPARE_FILES = 512
+_KILLED_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Measure sandbox sessions beside cold Python, bubblewrap and Jupyter kernels."""
+
+    sessions: int = 4000
+    """Live sessions of the profile `standard`."""
+    strict_sessions: int = 1000
+    """Live sessions of the profile `strict`."""
+    starting: int = 8
+    """Sessions that start at a time in the storm."""
+    starts: int = 300
+    """Sessions that are started one after another."""
+    cells: int = 4000
+    """Cells that `--sessions` run together, at most 64 at a time."""
+    forks: int = 50
+    """Forks of one session."""
+    peers: int = 20
+    """Starts of each peer; 0 leaves the peers out."""
+
+
+def measure(config: Config, report: Report) -> None:
+    """Measure the peers, then each profile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < config.sessions + _SPARE_FILES:
+        raise BenchmarkError(f"only {hard} files may be open", hint="raise `ulimit -Hn`, or lower --sessions")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, config.sessions + _SPARE_FILES), hard))
+    if config.peers:
+        _peers(config, report)
+    asyncio.run(_profile(config, report, "standard", config.sessions))
+    asyncio.run(_profile(config, report, "strict", config.strict_sessions))
+
+
+def _peers(config: Config, report: Report) -> None:
+    python = getattr(sys, "_base_executable", sys.executable)
+    report.measure("cold_python_start_ms", [1000 * _run([python, "-I", "-c", "1"]) for _ in range(config.peers)])
+    if (bwrap := shutil.which("bwrap")) is None:
+        print("bubblewrap is not installed: not measured")
+    else:
+        binds = [
+            flag
+            for folder in ("/usr", "/lib", "/lib64", "/bin", sys.base_prefix)
+            if Path(folder).exists()
+            for flag in ("--ro-bind", folder, folder)
+        ]
+        command = [bwrap, *binds, "--proc", "/proc", "--dev", "/dev", "--unshare-all", python, "-I", "-c", "1"]
+        report.measure("bubblewrap_start_ms", [1000 * _run(command) for _ in range(config.peers)])
+    jupyter = set_up(JUPYTER)
+    command = [str(jupyter), "-m", "benchmarks.peers.jupyter_kernels", str(config.peers)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=_KILLED_S)
+    if done.returncode:
+        raise BenchmarkError(f"Jupyter's kernels failed: {done.stderr.strip().splitlines()[-1]}")
+    found = json.loads(done.stdout)
+    report.versions["jupyter"] = dict(package.split("==") for package in JUPYTER.packages)
+    report.measure("jupyter_start_ms", [1000 * seconds for seconds in found["start_s"]])
+    report.measure("jupyter_mib_a_session", found["mib"])
+
+
+def _run(command: list[str]) -> float:
+    began = time.perf_counter()
+    subprocess.run(command, check=True)
+    return time.perf_counter() - began
+
+
+async def _profile(config: Config, report: Report, profile: Literal["standard", "strict"], count: int) -> None:
+    suffix = "" if profile == "standard" else "_strict"
+    limits = Limits(memory_bytes=256 << 20, processes=32)
+    async with Pool(
+        profile=profile, limits=limits, warm=0, starting=config.starting, sessions=count + config.forks + 1
+    ) as pool:
+        starts, forks = [], []
+        for _ in range(config.starts):
+            began = time.perf_counter()
+            session = await pool.open()
+            starts.append(1000 * (time.perf_counter() - began))
+            await session.close()
+        ordered = sorted(starts)
+        report.results[f"start_p50_ms{suffix}"] = ordered[len(ordered) // 2]
+        report.results[f"start_p99_ms{suffix}"] = ordered[len(ordered) * 99 // 100]
+        async with pool.session() as session:
+            await session.run("x = list(range(1000))")
+            for _ in range(config.forks):
+                began = time.perf_counter()
+                fork = await session.fork()
+                forks.append(1000 * (time.perf_counter() - began))
+                await fork.close()
+        report.measure(f"fork_session_ms{suffix}", forks)
+
+        before, began = _available_mib(), time.perf_counter()
+        sessions = await asyncio.gather(*(pool.open() for _ in range(count)))
+        storm_s = time.perf_counter() - began
+        report.results[f"sessions_{count}_s{suffix}"] = storm_s
+        report.results[f"starts_per_s_and_core{suffix}"] = count / storm_s / len(os.sched_getaffinity(0))
+        await _answer_with_their_own_state(sessions)
+        report.results[f"mib_a_session_available{suffix}"] = (before - _available_mib()) / count
+        shares = list(_shares_mib(pool))
+        report.results[f"mib_a_session_pss{suffix}"] = sum(shares) / count
+        began = time.perf_counter()
+        await _cells(sessions, config.cells)
+        report.results[f"cells_per_s{suffix}"] = config.cells / (time.perf_counter() - began)
+
+
+async def _answer_with_their_own_state(sessions: list[Session]) -> None:
+    slots = asyncio.Semaphore(64)
+
+    async def ask(at: int, session: Session) -> None:
+        async with slots:
+            await session.run(f"state = [{at}]")
+        async with slots:
+            answer = await session.run("state")
+        if answer.value != f"[{at}]":
+            raise BenchmarkError(f"session {at} answered {answer.value!r}, {answer.error}")
+
+    await asyncio.gather(*(ask(at, session) for at, session in enumerate(sessions)))
+
+
+async def _cells(sessions: list[Session], count: int) -> None:
+    left = iter(range(count))
+
+    async def work(mine: list[Session]) -> None:
+        for at in left:
+            await mine[at % len(mine)].run("state[0] + 1")
+
+    workers = min(64, len(sessions))
+    await asyncio.gather(*(work(sessions[at::workers]) for at in range(workers)))
+
+
+def _available_mib() -> float:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) / 1024
+
+
+def _shares_mib(pool: Pool) -> Iterator[float]:
+    """Yield the proportional share of each process in the sessions' cgroups, and of each init outside of them."""
+    pids: set[str] = set()
+    for one in cgroups.here():
+        for host in pool.hosts:
+            for file in Path(one.folder, host.tree).glob("*/cgroup.procs"):
+                pids |= set(file.read_text().split())
+    for pid in list(pids):  # an init is its session's parent, and the server is not one
+        parent = Path(f"/proc/{pid}/status").read_text().split("PPid:\t")[1].split()[0]
+        if Path(f"/proc/{parent}/status").read_text().split("NSpid:\t")[1].splitlines()[0].count("\t") > 1:
+            pids.add(parent)
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+            yield next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+
+if __name__ == "__main__":
+    run_benchmark("sandbox", Config, measure)
