@@ -105,6 +105,21 @@ def _ranges(numbers: list[int]) -> Iterator[tuple[int, int]]:
     yield start, last
 
 
+def _search(ranges: list[tuple[int, int]], after: int = 0) -> list[_Line]:
+    """Allow the numbers of sorted ranges by binary search: the kernel tries each filter on all calls when it is set.
+
+    Args:
+        after: lines behind these to skip if the number is in no range.
+    """
+    if len(ranges) == 1:
+        [(low, high)] = ranges
+        return [(_AT_LEAST, 0, 2 + after, low), (_ABOVE, 1 + after, 0, high), (_RETURN, 0, 0, _ALLOW)]
+    middle = len(ranges) // 2
+    right = _search(ranges[middle:], after)
+    left = _search(ranges[:middle], after + len(right))
+    return [(_AT_LEAST, len(left), 0, ranges[middle][0]), *left, *right]
+
+
 def session_filter(machine: str = platform.machine()) -> bytes:
     """Return the filter as an array of `struct sock_filter`.
 
@@ -121,9 +136,7 @@ def session_filter(machine: str = platform.machine()) -> bytes:
     lines: list[_Line] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     lines += [(_AT_LEAST, 0, 1, 0x40000000), deny]  # x32's numbers
     lines += [(_ABOVE, 0, 1, _NEWEST), _refuse(errno.ENOSYS)]
-    # Most calls are in the first ranges of either table, and the kernel caches verdicts that need no argument.
-    for low, high in _ranges(sorted(numbers[column] for numbers in _ALLOWED.values() if numbers[column] >= 0)):
-        lines += [(_EQUAL, 0, 1, low), allow] if low == high else [(_AT_LEAST, 0, 2, low), (_ABOVE, 1, 0, high), allow]
+    lines += _search(list(_ranges(sorted(numbers[column] for numbers in _ALLOWED.values() if numbers[column] >= 0))))
     lines += _only(_CLONE3[column], [_refuse(errno.ENOSYS)])
     lines += _only(_CLONE[column], [_argument(0), (_ANY_BIT, 0, 1, _NAMESPACES), deny, allow])
     lines += _only(_PRLIMIT[column], [_argument(0), (_EQUAL, 0, 1, 0), allow, deny])  # of the caller only
