@@ -44,6 +44,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "methods"
 KINDS = ("Policy losses", "Advantages", "Around the loss", "Other losses", "Data and rewards")
 """Kinds of methods, in the order of the index."""
+_CURVES = "On the demo's task, as [all methods](../figures/methods.md) were measured.\n"
 _INDEX = re.compile(r"(<!-- methods -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _FRONT = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
@@ -119,13 +120,15 @@ def sections(front: Mapping[str, Any]) -> str:
     parts += [_presets()] if front.get("presets") else []
     parts += [_options(text) for text in options if text not in METHODS]
     code = [*front.get("code", []), *(ref for name in losses[:1] for ref in _code_of(name))]
-    pictures = front.get("curves", [*losses, *front.get("estimators", [])])
+    pictures = dict.fromkeys(front.get("curves", [*losses, *front.get("estimators", [])]))
     shown = [name for name in pictures if (ROOT / f"docs/pictures/methods/{name}.svg").exists()]
     found = {
         "Options": "\n".join(parts),
         "Code": "\n".join(map(source_of, code)),
         "Compared": compared(front.get("compared", [])),
-        "Curve": "\n".join(f"![Learning curve of {name}](../pictures/methods/{name}.svg)\n" for name in shown),
+        "Curve": "\n".join([*(f"![{name}](../pictures/methods/{name}.svg)" for name in shown), "", _CURVES])
+        if shown
+        else "",
     }
     return "".join(f"\n## {title}\n\n{text}" for title, text in found.items() if text)
 
