@@ -59,11 +59,11 @@ class WaitingRank(ServiceActor):
 
     @concurrent_endpoint
     async def step(self, seconds: float, scored: bool) -> list[npt.NDArray[np.float32]]:
-        until = time.monotonic() + seconds
+        until, drawn = time.monotonic() + seconds, np.random.default_rng(0)
         found = []
-        for row in self.take_parcel() if scored else ():
-            noise = np.random.default_rng(len(row)).normal(0, 1e-2, len(row)).astype(np.float32)
-            found.append(row.behaviour.numpy() + noise)
+        for row in self.take_parcel():
+            if scored:
+                found.append(row.behaviour.numpy() + drawn.normal(0, 1e-2, len(row)).astype(np.float32))
         await asyncio.sleep(until - time.monotonic())
         return found
 

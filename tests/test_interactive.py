@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI
 
-from forge_rl import Task, start
+from forge_rl import Task, attach, start
 from forge_rl.algorithms.loss_flag import build_loss
 from forge_rl.gateway import Session
 from forge_rl.rewards.reward_flag import build_reward
@@ -58,6 +58,14 @@ def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(
             assert run.last_batch is not None
             assert run.last_batch.rewards.max() > 0, "of the new reward"
             assert {group.task.source for group in run.last_batch.groups} == {"chain_sum"}
+            attached = line.run(asyncio.to_thread(lambda: attach(tmp_path / "run").last_batch))
+            assert attached is not None
+            assert repr(attached) == repr(run.last_batch)
+            assert [each.turns for each in attached.episodes] == [each.turns for each in run.last_batch.episodes]
+            assert [each.score for each in attached.episodes] == [each.score for each in run.last_batch.episodes]
+            first = attached.episodes[0].turns[0]
+            assert first.seconds > 0
+            assert first.messages[-1]["content"] == attached.groups[0].task.messages[-1]["content"]
             assert isinstance(line.run(run.generator.chat("What is 2 + 3?", max_tokens=4)), str)
             line.run(step(run))
             assert run.last_batch is not None
