@@ -187,7 +187,7 @@ def test_the_first_line_of_a_comparison_names_what_differs(
 
 def test_a_comparison_says_where_runs_part_and_how_they_score(tmp_path: Path) -> None:
     first = compared_run(tmp_path / "a", [0.1, 0.2, 0.4, 0.6, 0.8, 0.9], {}, {})
-    second = compared_run(tmp_path / "b", [0.1, 0.25, 0.9, 0.2, 0.1, 0.1], {}, {})
+    second = compared_run(tmp_path / "b", [0.1, 0.25, 0.39, 0.2, 0.1, 0.1], {}, {})
     text = shown(compare.Config(first=first, second=second))
     assert "first different at step 2: reward/mean 0.2 and 0.25" in text
     # The standard error of three groups a tenth apart is 0.0577.
