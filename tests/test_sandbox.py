@@ -265,6 +265,26 @@ def test_a_session_and_its_fork_are_each_in_limited_cgroups(sandbox: SharedPool)
     assert limits == {str(LIMITS.processes)}
 
 
+@pytest.mark.usefixtures("sandbox")
+def test_all_sessions_together_are_limited():
+    async def work():
+        async with Pool(warm=0, servers=1, sessions=8, memory_bytes=64 << 20) as pool:
+            async with asyncio.TaskGroup() as group:
+                code = "x = b'x' * (24 << 20)\nimport time; time.sleep(0.3)"  # each has 512 MiB of its own
+                cells = [group.create_task(_cell(pool, code)) for _ in range(6)]
+            async with pool.session() as session:
+                return [cell.result() for cell in cells], (await session.run("1")).value
+
+    results, after = asyncio.run(work())
+    assert "OutOfMemory" in {result.error.name for result in results if result.error is not None}
+    assert after == "1"
+
+
+async def _cell(pool: Pool, code: str):
+    async with pool.session() as session:
+        return await session.run(code)
+
+
 def test_hierarchies_of_either_version_are_found(tmp_path: Path):
     """Text as in cgroups(7) and proc(5): a mount shows a hierarchy from its root on."""
     for folder, enabled in (("", "cpu memory pids"), ("a", "memory"), ("a/b", "")):

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from forge_rl.sandbox import cgroups
@@ -40,6 +40,20 @@ class Watched:
     """Descriptor of the channel by which a fork tells the server that it is there."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a fork server is started with; see `Pool`."""
+
+    profile: str
+    packages: Sequence[str]
+    preload: Sequence[str]
+    without: Sequence[str]
+    memory_bytes: int
+    """Memory of all its sessions together."""
+    processes: int
+    """Processes and threads of all its sessions together."""
+
+
 class Host:
     """A running fork server. `await Host.start(...)`, then `close`."""
 
@@ -56,16 +70,14 @@ class Host:
         self._sending = asyncio.Lock()
 
     @classmethod
-    async def start(
-        cls, *, profile: str, packages: Sequence[str], preload: Sequence[str], without: Sequence[str]
-    ) -> Host:
+    async def start(cls, settings: ServerSettings) -> Host:
         """Start a fork server from a clean interpreter.
 
         Raises:
-            SandboxError: this machine lacks a layer that `without` does not name, or the server failed.
+            SandboxError: this machine lacks a layer that `settings.without` does not name, or the server failed.
         """
-        missing = missing_layers(profile)
-        if not missing.keys() <= set(without):
+        missing = missing_layers(settings.profile)
+        if not missing.keys() <= set(settings.without):
             reasons = "; ".join(f"{layer}: {reason}" for layer, reason in missing.items())
             if "uid" in missing:
                 hint = "run as root"
@@ -92,13 +104,7 @@ class Host:
         theirs.close()
         os.close(held)
         host = cls(process, ours, lifeline, cgroups.name_of(process.pid))
-        config = {
-            "packages": list(packages),
-            "preload": list(preload),
-            "missing": missing,
-            "root": _ROOT,
-            "profile": profile,
-        }
+        config = {**asdict(settings), "missing": missing, "root": _ROOT}
         try:
             async with asyncio.timeout(_START_S):
                 await host._send(config)

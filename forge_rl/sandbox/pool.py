@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox.host import Host
+from forge_rl.sandbox.host import Host, ServerSettings
 from forge_rl.sandbox.limits import Limits, SandboxError
 from forge_rl.sandbox.session import Body, Session, fork_body, start_body
 
@@ -28,7 +28,7 @@ PRELOADED = (
 Left out are those that run code at each fork, such as threading and what imports it: 0.4 MiB of each session's memory.
 """
 _OPTIONAL = ("cgroup", "landlock", "seccomp")
-_MIB_PER_SESSION = 4
+_BYTES_PER_SESSION = 4 << 20
 _SPARE_FILES = 128
 
 
@@ -44,6 +44,7 @@ class Pool:
         warm: sessions kept started for the next that are opened.
         starting: how many start at a time.
         sessions: how many may be open, forks included; None for as many as memory and open files allow.
+        memory_bytes: of all sessions together; None for three quarters of what the machine has available now.
         servers: fork servers that share the work; None for one per two CPUs, at most 8.
         packages: folders of packages that sessions may import, such as a site-packages folder; they can read all of it.
         preload: modules imported before sessions are forked.
@@ -58,6 +59,7 @@ class Pool:
         warm: int = 4,
         starting: int = 8,
         sessions: int | None = None,
+        memory_bytes: int | None = None,
         servers: int | None = None,
         packages: Sequence[str | Path] = (),
         preload: Sequence[str] = PRELOADED,
@@ -75,9 +77,15 @@ class Pool:
             raise ConfigError(f"Pool(profile={profile!r})", hint="profiles are standard and strict")
         if unknown := set(without) - set(_OPTIONAL):
             raise ConfigError(f"Pool(without={sorted(unknown)})", hint=f"layers are {', '.join(_OPTIONAL)}")
-        self.profile = profile
-        self._packages = [str(Path(folder).resolve()) for folder in packages]
-        self._preload, self._without = list(preload), list(without)
+        memory_bytes = _available_bytes() * 3 // 4 if memory_bytes is None else memory_bytes
+        self._settings = ServerSettings(
+            profile=profile,
+            packages=[str(Path(folder).resolve()) for folder in packages],
+            preload=list(preload),
+            without=list(without),
+            memory_bytes=memory_bytes // self.servers,
+            processes=int(Path("/proc/sys/kernel/pid_max").read_text()) // 2 // self.servers,
+        )
         self.hosts: list[Host] = []
         self._mending = asyncio.Lock()
         self._names = itertools.count(1)
@@ -177,9 +185,7 @@ class Pool:
             self.hosts = [host for host in self.hosts if not host.lost]
             await asyncio.gather(*(host.close() for host in lost))
             while len(self.hosts) < self.servers:
-                host = await Host.start(
-                    profile=self.profile, packages=self._packages, preload=self._preload, without=self._without
-                )
+                host = await Host.start(self._settings)
                 self.hosts.append(host)
                 for layer, reason in host.missing.items():
                     warnings.warn(f"sandbox sessions run without {layer}: {reason}", stacklevel=2)
@@ -202,7 +208,11 @@ class Pool:
 
 def _most_sessions() -> int:
     """Return how many sessions memory and open files have room for."""
-    with open("/proc/meminfo") as file:
-        available = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(available // 1024 // _MIB_PER_SESSION, soft - len(os.listdir("/proc/self/fd")) - _SPARE_FILES, 10_000)
+    files = soft - len(os.listdir("/proc/self/fd")) - _SPARE_FILES
+    return min(_available_bytes() // _BYTES_PER_SESSION, files, 10_000)
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("MemAvailable")) * 1024

@@ -86,6 +86,7 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
     tree = cgroups.Tree(cgroups.name_of(os.getpid()), found)
     keeper = os.getpid()
     try:
+        tree.bound(memory_bytes=config["memory_bytes"], processes=config["processes"])
         kernel.unshare(_NAMESPACES)
         _build_root([sys.base_prefix, *config["packages"]])
         server = os.fork()
@@ -397,6 +398,8 @@ class _Server:
             signal.set_wakeup_fd(-1)
             _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+            with open("/proc/self/oom_score_adj", "w") as file:  # a machine out of memory takes sessions first
+                file.write("1000")
             _limit_resources(limits)
             os.umask(0o077)
             os.setgroups([])

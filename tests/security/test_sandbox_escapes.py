@@ -320,6 +320,11 @@ def test_no_privileges_are_held_or_gained(sandbox: SharedPool):
     assert int(status["Uid"].split()[0]) not in (0, os.getuid())
 
 
+def test_a_machine_out_of_memory_takes_sessions_first(sandbox: SharedPool):
+    assert sandbox.value("open('/proc/self/oom_score_adj').read()") == repr("1000\n")
+    assert sandbox.refused("open('/proc/self/oom_score_adj', 'w')") == "PermissionError"
+
+
 def test_programs_with_setuid_stay_what_they_are(sandbox: SharedPool):
     run = "subprocess.run(['su', '-c', 'id'], capture_output=True, stdin=subprocess.DEVNULL).returncode"
     assert sandbox.value(f"import subprocess; {run}") != "0"
