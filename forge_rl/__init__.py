@@ -85,9 +85,9 @@ if TYPE_CHECKING:
     from forge_rl.rollout.examples import ExampleFn as ExampleFn
     from forge_rl.rollout.state import ScheduleConfig as ScheduleConfig
     from forge_rl.run.attach import attach as attach
+    from forge_rl.run.example_config import ExampleConfig as ExampleConfig
     from forge_rl.run.launch import launch as launch
     from forge_rl.run.run import Run as Run
-    from forge_rl.run.run_config import ExampleConfig as ExampleConfig
     from forge_rl.run.run_config import RunConfig as RunConfig
     from forge_rl.run.start import Starting as Starting
     from forge_rl.run.start import start as start
@@ -219,12 +219,10 @@ _HOMES = {
         "rollout.state": ("ScheduleConfig",),
         "rollout.examples": ("ExampleFn",),
         "run.attach": ("attach",),
+        "run.example_config": ("ExampleConfig",),
         "run.launch": ("launch",),
         "run.run": ("Run",),
-        "run.run_config": (
-            "ExampleConfig",
-            "RunConfig",
-        ),
+        "run.run_config": ("RunConfig",),
         "run.start": (
             "Starting",
             "start",

@@ -22,8 +22,9 @@ from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.examples import ExampleLengths, ExampleMaker, Examples
 from forge_rl.run import services as services_module
 from forge_rl.run.control import Control
+from forge_rl.run.example_config import ExampleConfig
 from forge_rl.run.example_evaluation import ExampleEvaluations
-from forge_rl.run.run_config import ExampleConfig, RunConfig
+from forge_rl.run.run_config import RunConfig
 from forge_rl.run.start import start
 from forge_rl.services.trainer import Trainer
 from forge_rl.tokens.tokenizer import Tokenizer

@@ -65,7 +65,7 @@ def print_help(kind: type, prog: str, asked: str, *, shows_all: bool = False) ->
     Raises:
         ConfigError: there is no such group.
     """
-    shared = next((base for base in kind.__mro__ if "USED" in vars(base)), None)
+    shared = next((base for base in reversed(kind.__mro__) if "USED" in vars(base)), None)
     run = {field.name for field in dataclasses.fields(shared)} if shared is not None else set()
     used: Collection[str] = getattr(kind, "USED", ())
     flags = list(flags_of(kind))

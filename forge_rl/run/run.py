@@ -218,14 +218,16 @@ class Run(Generic[C]):
         if batch is not None:
             self.last_batch = batch
             values |= batch_metrics(batch)
-            self._clock.tokens("rollout", sum(episode.response_tokens for episode in batch.episodes))
+            if self._services.rollout is not None:
+                self._clock.tokens("rollout", sum(episode.response_tokens for episode in batch.episodes))
         if packed is not None:
             values |= {
                 "tokens/packed": float(packed.packed_tokens),
                 "tokens/sequences": float(packed.sequence_tokens),
                 "tokens/unscored": float(packed.unscored_tokens),
-                "groups/uniform": packed.uniform_share,
             }
+            if self._services.rollout is not None:
+                values["groups/uniform"] = packed.uniform_share
             self._clock.tokens("train", packed.sequence_tokens)
         if self._services.rollout is not None:
             values |= self._services.rollout.metrics()

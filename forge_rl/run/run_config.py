@@ -138,32 +138,3 @@ class RunConfig:
                 hint=f"raise --trainer.seq-len, set --trainer.context-parallel-degree to {needed} or more to split "
                 "each row over as many ranks, or lower --generator.max-model-len",
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExampleConfig(RunConfig):
-    """Settings of a recipe that trains on given examples, without engines: `start(config, examples=...)`.
-
-    @dataclass(frozen=True, kw_only=True)
-    class Config(ExampleConfig):
-        tasks: TaskTexts
-    """
-
-    USED: ClassVar[tuple[str, ...]] = tuple(
-        name for name in RunConfig.USED if name.partition(".")[0] not in ("schedule", "generator", "group_size")
-    )
-    """Flags that `--help` lists, next to the recipe's own."""
-
-    @property
-    def starts_engines(self) -> bool:
-        return False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rewarded = {"mixture.adapt": self.mixture.adapt, "curriculum.pools": self.curriculum.pools}
-        for name, value in rewarded.items():
-            if value != "off":
-                raise ConfigError(
-                    f"--{name} is {value}, which follows rewards, and given examples have none",
-                    hint=f"leave out --{name}",
-                )

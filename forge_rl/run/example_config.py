@@ -1,0 +1,63 @@
+"""The settings of recipes that train on given examples, which are named by flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from forge_rl.data.data_config import DataConfig
+from forge_rl.data.mixture import Mixture
+from forge_rl.data.sources.rows import Kind
+from forge_rl.errors import ConfigError
+from forge_rl.run.run_config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleConfig(RunConfig):
+    """Settings that name the examples of a run without engines; a recipe adds its method's own.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(ExampleConfig):
+        beta: float = 0.1
+
+    start(config, sources=config.sources("pair"), examples=preference_episodes, loss=Dpo(beta=config.beta))
+    """
+
+    USED: ClassVar[tuple[str, ...]] = tuple(
+        name for name in RunConfig.USED if name.partition(".")[0] not in ("schedule", "generator", "group_size")
+    )
+    """Flags that `--help` lists, next to the recipe's own."""
+
+    tasks: tuple[str, ...] = ()
+    """The mixture of examples, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, or FILE.py:NAME. Keys of
+    files name columns: data/*.jsonl:question=problem,answer=solution*0.7. The documentation lists the forms of
+    rows."""
+    eval_tasks: tuple[str, ...] = ()
+    """Examples for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
+    data: DataConfig = field(default_factory=DataConfig)
+
+    @property
+    def starts_engines(self) -> bool:
+        return False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rewarded = {"mixture.adapt": self.mixture.adapt, "curriculum.pools": self.curriculum.pools}
+        for name, value in rewarded.items():
+            if value != "off":
+                raise ConfigError(
+                    f"--{name} is {value}, which follows rewards, and given examples have none",
+                    hint=f"leave out --{name}",
+                )
+
+    def sources(self, kind: Kind) -> Mixture:
+        """Return the sources of the examples.
+
+        Args:
+            kind: what a row is; see `Columns`.
+
+        Raises:
+            ConfigError: there are no tasks.
+            TaskError: a source cannot be built.
+        """
+        return self.data.build(self.tasks, seed=self.seed, eval_tasks=self.eval_tasks, kind=kind)

@@ -1,0 +1,53 @@
+"""SFT: supervised fine-tuning on given answers, as one file to copy and edit.
+
+python -m recipes.sft --help
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import forge_rl as rl
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(rl.ExampleConfig):
+    """Train a model to write given answers."""
+
+    @property
+    def loss(self) -> rl.Loss:
+        """Mean negative logprob of the answers' tokens."""
+        return rl.CrossEntropy()
+
+
+def start(config: Config) -> rl.Starting[Config]:
+    """Start the trainer: `async with start(config) as run`, or `run = await start(config).open()`."""
+    return rl.start(
+        config,
+        loss=config.loss,
+        sources=config.sources("conversation"),
+        examples=rl.conversation_episodes,
+        recipe="sft",
+    )
+
+
+async def step(run: rl.Run[Config]) -> None:
+    """Run one step: draw examples, train."""
+    with run.phase("draw"):
+        batch = await run.examples.next_batch()
+    with run.phase("train"):
+        no_advantages = batch.rewards
+        packed = await asyncio.to_thread(rl.pack, batch, no_advantages, run.trainer.layout, drop_uniform=False)
+        stats = await run.trainer.step(packed, run.loss)
+    run.log(stats, batch, packed)
+
+
+async def main(config: Config) -> None:
+    """Run all remaining steps."""
+    async with start(config) as run:
+        await run.train(step)
+
+
+if __name__ == "__main__":
+    rl.launch(Config, main)
