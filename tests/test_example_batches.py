@@ -193,6 +193,7 @@ class Scoring(Handle):
         self.config = Trainer.Config()
         self.losses = (2.0 / 2**n for n in range(9))
 
+    scored = None
     layout = Trainer.layout
     _seed = 0
 
