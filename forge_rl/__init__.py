@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from forge_rl.envs.single_turn import SingleTurn as SingleTurn
     from forge_rl.envs.tools import ToolEnv as ToolEnv
     from forge_rl.errors import ForgeError as ForgeError
+    from forge_rl.errors import TaskError as TaskError
     from forge_rl.gateway.gateway_config import GatewayConfig as GatewayConfig
     from forge_rl.gateway.sessions import Session as Session
     from forge_rl.packing.rows import pack as pack
@@ -205,7 +206,10 @@ _HOMES = {
         ),
         "envs.single_turn": ("SingleTurn",),
         "envs.tools": ("ToolEnv",),
-        "errors": ("ForgeError",),
+        "errors": (
+            "ForgeError",
+            "TaskError",
+        ),
         "gateway.gateway_config": ("GatewayConfig",),
         "gateway.sessions": ("Session",),
         "packing.rows": ("pack",),

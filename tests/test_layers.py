@@ -163,7 +163,8 @@ def test_what_all_recipes_share_knows_no_loss_no_verifier_and_no_kind_of_data():
     found = {
         (module, name)
         for module, source, _ in modules()
-        if within(module, "forge_rl.run") and module != "forge_rl.run.task_config"  # the flags of most recipes
+        if within(module, "forge_rl.run")
+        and module not in ("forge_rl.run.task_config", "forge_rl.run.example_config")  # the flags of most recipes
         for _, name in touched(source, "forge_rl.run")
         if any(within(name, own) for own in recipes_own)
     }

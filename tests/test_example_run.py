@@ -1,0 +1,50 @@
+"""A run of recipes.sft: it starts the trainer alone, and takes the same steps whatever dies."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command, actor_of, metrics, tiny_run
+
+ROWS = [{"question": f"What is {n} + {m}?", "answer": str(n + m)} for n in range(1, 9) for m in range(1, 9)]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_run_on_examples_takes_the_same_steps_when_a_rank_and_the_controller_die(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    arguments = ("--tasks", str(tmp_path / "rows.jsonl"), "--trainer.ranks", "2", "--trainer.optimizer.lr", "1e-3")
+    arguments += ("--evaluation.every", "3", "--evaluation.tasks", "4", "--checkpoint-every", "2")
+    out = tmp_path / "run"
+    command = tiny_run(commands, tiny_model, out, *arguments, "--steps", "100000", recipe="recipes.sft")
+    command.wait_for("step +4/")
+    assert {path.name.partition("-")[0] for path in (out / "logs").iterdir()} == {"trainer"}
+    actor_of(command, "trainer").kill()
+    command.wait_for("trainer/0 failed.*SIGKILL")
+    line = command.wait_for("the trainer was restarted; the run continues from step [0-9]+$")
+    back = int(line.rpartition(" ")[2])
+    assert back >= 2
+    command.wait_for(f"trainer was restarted(.|\n)*step +{back + 3}/", whole=True)
+    command.process.kill()
+    command.end()
+    assert "Traceback" not in command.output
+    last = metrics(out)[-1]["step"] + 2
+    again = tiny_run(commands, tiny_model, out, *arguments, "--steps", str(last), recipe="recipes.sft")
+    again.wait_for("continued from")
+    assert again.end(240) == 0, again.output
+    alone = tmp_path / "alone"
+    straight = tiny_run(commands, tiny_model, alone, *arguments, "--steps", str(last), recipe="recipes.sft")
+    assert straight.end(240) == 0, straight.output
+    losses = [
+        [(row["step"], row.get("loss"), row.get("eval/held_out/loss")) for row in metrics(folder)]
+        for folder in (out, alone)
+    ]
+    assert [row[0] for row in losses[0]] == list(range(last + 1))
+    for row, expected in zip(*losses, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4), (row, expected)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["score_after"] > summary["score_before"]
+    assert summary["best"]["score"] == max(-row[2] for row in losses[0] if row[2] is not None)
