@@ -4,6 +4,7 @@ import ast
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -331,6 +332,42 @@ def test_a_killed_server_is_replaced_and_leaves_nothing(victim: str):
             return [tree for tree in trees if tree.exists()], [pid for pid in inside if _alive(pid)]
 
     assert asyncio.run(work()) == ([], [])
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("sandbox")
+def test_work_that_is_retried_ends_right_while_servers_and_sessions_are_killed():
+    picks = random.Random(1)
+
+    async def episode(pool: Pool, at: int) -> str | None:
+        while True:
+            with contextlib.suppress(SandboxError):
+                async with pool.session() as session:
+                    results = [await session.run(f"x = {at}")] + [await session.run("x += 1; x") for _ in range(5)]
+                    if all(result.error is None for result in results):
+                        return results[-1].value
+
+    async def kill_some(pool: Pool, seen: set[str]) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended meanwhile
+                host = picks.choice(pool.hosts)
+                seen.add(host.tree)
+                pids = sorted(pid for tree in left_in_cgroups(host.tree)[:1] for pid in _processes(tree))
+                victims = (host.process.pid, _child(host.process.pid), *[int(picks.choice(pids))] * 8)
+                os.kill(picks.choice(victims), signal.SIGKILL)
+
+    async def work():
+        seen: set[str] = set()
+        async with Pool(warm=2, servers=2, sessions=16) as pool:
+            killing = asyncio.create_task(kill_some(pool, seen))
+            values = await asyncio.gather(*(episode(pool, at) for at in range(200)))
+            assert killing.cancel()
+        return values, [tree for name in seen for tree in left_in_cgroups(name)]
+
+    values, left = asyncio.run(work())
+    assert values == [str(at + 5) for at in range(200)]
+    assert left == []
 
 
 @pytest.mark.usefixtures("sandbox")

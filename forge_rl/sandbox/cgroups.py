@@ -160,8 +160,8 @@ class Tree:
                 name, value = ("cpu.max", f"{quota} {_PERIOD_US}") if new else ("cpu.cfs_quota_us", str(quota))
                 _write(folder, f"{session}/{name}", value)
 
-    def doors(self, session: str) -> list[int]:
-        """Open the files by which a process enters a session's cgroups of version 1: it writes 0, while it is root.
+    def doors(self, session: str, *controllers: str) -> list[int]:
+        """Open the files by which a process enters a session's cgroups of version 1, by writing 0.
 
         A thread that moves itself takes no lock that all forks of the machine need. Whoever holds one of these can
         move any process that he sees, so nobody but this library's own code may.
@@ -169,7 +169,7 @@ class Tree:
         return [
             os.open(f"{session}/tasks", os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
             for one, folder in zip(self.found, self.folders, strict=True)
-            if one.version == 1
+            if one.version == 1 and not one.controllers.isdisjoint(controllers)
         ]
 
     def move(self, pid: int, session: str) -> None:

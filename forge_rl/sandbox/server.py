@@ -291,14 +291,15 @@ class _Server:
         lineage = self.sessions[name] = _Lineage(
             folder="/tmp" if self.strict else f"/tmp/{name}", uid=uid, members={name}
         )
-        doors = self.tree.doors(name)
+        # Beside many busy processes, a new group may wait long for its first turns: it is entered when all is ready.
+        doors, last = self.tree.doors(name, "memory", "pids"), self.tree.doors(name, "cpu")
         unified = self.tree.unified(name)
         try:
             if self.strict:
                 birth = self._expect(name)
                 lineage.init = kernel.fork_into(None, _NAMESPACES)
                 if lineage.init == 0:
-                    self._become_init(lineage, limits, control, doors, unified, birth)
+                    self._become_init(lineage, limits, control, doors, last, unified, birth)
                 birth.close()
                 self.inits[lineage.init] = lineage
             else:
@@ -306,10 +307,10 @@ class _Server:
                 _mount_scratch(lineage, limits)
                 pid = kernel.fork_into(unified)
                 if pid == 0:
-                    self._become_session(lineage, limits, control, doors)
+                    self._become_session(lineage, limits, control, doors, last)
                 self.pids[pid] = name
         finally:
-            for fd in [*doors, *([unified] if unified is not None else [])]:
+            for fd in [*doors, *last, *([unified] if unified is not None else [])]:
                 os.close(fd)
 
     def _become_init(
@@ -318,6 +319,7 @@ class _Server:
         limits: dict[str, Any],
         control: int,
         doors: list[int],
+        last: list[int],
         unified: int | None,
         birth: socket.socket,
     ) -> NoReturn:
@@ -332,7 +334,7 @@ class _Server:
                 birth.send(b"?")  # the server learns which process this is, before anything untrusted runs
                 birth.recv(1)
                 self.rules.append((os.open("/proc", os.O_PATH | os.O_CLOEXEC), kernel.READ_FILE | kernel.READ_FOLDER))
-                self._become_session(lineage, limits, control, doors)
+                self._become_session(lineage, limits, control, doors, last)
             os.closerange(3, _MOST_FILES)
             os.setgroups([])
             os.setresgid(lineage.uid, lineage.uid, lineage.uid)
@@ -390,7 +392,9 @@ class _Server:
                                 # The kernel takes some ms. Until then it counts as part of the session that it is of.
                                 self.tree.move(pid, name)
 
-    def _become_session(self, lineage: _Lineage, limits: dict[str, Any], control: int, doors: list[int]) -> NoReturn:
+    def _become_session(
+        self, lineage: _Lineage, limits: dict[str, Any], control: int, doors: list[int], last: list[int]
+    ) -> NoReturn:
         channel, uid, folder = socket.socket(fileno=control), lineage.uid, lineage.folder
         try:
             for door in doors:
@@ -414,12 +418,14 @@ class _Server:
             if self.landlock:
                 rules = [*self.rules, (os.open(folder, os.O_PATH | os.O_CLOEXEC), -1)]
                 kernel.restrict_files(rules, self.landlock)
-            # Nothing of the server's is left open: not its channel, its cgroups or its pipe.
-            os.closerange(3, control)
-            os.closerange(control + 1, _MOST_FILES)
             cells.fresh_random()
             if self.filter:
                 kernel.filter_calls(self.filter)
+            for door in last:
+                os.write(door, b"0")
+            # Nothing of the server's is left open: not its channel, its cgroups or its pipe.
+            os.closerange(3, control)
+            os.closerange(control + 1, _MOST_FILES)
             cells.Cells(channel, limits["output_bytes"]).serve()
         except BaseException as error:
             with contextlib.suppress(OSError):
