@@ -14,10 +14,6 @@ import forge_rl as rl
 class Config(rl.ExampleConfig):
     """Train a policy on pairs of answers, against the policy that it starts from."""
 
-    tasks: rl.TaskTexts = ()
-    eval_tasks: tuple[str, ...] = ()
-    """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
-    data: rl.DataConfig = field(default_factory=rl.DataConfig)
     loss: rl.Dpo = field(default_factory=rl.Dpo)
 
 
@@ -26,15 +22,16 @@ def start(config: Config) -> rl.Starting[Config]:
     return rl.start(
         config,
         loss=config.loss,
-        sources=config.data.build(config.tasks, seed=config.seed, eval_tasks=config.eval_tasks, kind="pair"),
+        sources=config.sources("pair"),
         examples=rl.preference_episodes,
         recipe="dpo",
     )
 
 
 async def step(run: rl.Run[Config]) -> None:
-    """Run one step: take pairs, train."""
-    batch = await run.examples.next_batch()
+    """Run one step: draw pairs, train."""
+    with run.phase("draw"):
+        batch = await run.examples.next_batch()
     await run.train_on(batch, batch.rewards)
 
 
