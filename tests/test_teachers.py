@@ -141,7 +141,7 @@ def hinted(kind: Hint, truth: dict[str, object], *rewards: tuple[float, str, str
 
 def test_hints_are_the_solution_the_demonstration_or_feedback():
     one = (0.0, "wrong", "")
-    solution = "This is a reference solution:\n\n{}\n\nNow solve the problem yourself, in your own words."
+    solution = "This is a reference solution:\n\n{}\n\nNow answer the question yourself."
     assert hinted("solution", {"answer": 5}, one) == [solution.format(5)]
     assert hinted("solution", {"answer": 5, "solution": "2 + 3 = 5"}, one) == [solution.format("2 + 3 = 5")]
     assert hinted("solution", {"demonstration": "x"}, one) == hinted("demonstration", {"answer": 5}, one) == [None]

@@ -37,10 +37,10 @@ def hint_of(group: Group, index: int, kind: Hint) -> str | None:
         return f"{said}\n\nNow answer the question correctly."
     if kind == "solution":
         found = _text(group.task.truth, "solution") or _text(group.task.truth, "answer")
-        said = f"This is a reference solution:\n\n{found}\n\nNow solve the problem yourself, in your own words."
+        said = f"This is a reference solution:\n\n{found}\n\nNow answer the question yourself."
     else:
         found = _text(group.task.truth, "demonstration")
-        said = f"This is an example of a good answer:\n\n{found}\n\nNow answer yourself, in your own words."
+        said = f"This is an example of a good answer:\n\n{found}\n\nNow answer the question yourself."
     return said if found else None
 
 
