@@ -39,7 +39,7 @@ def test_a_run_on_examples_takes_the_same_steps_when_a_rank_and_the_controller_d
     straight = tiny_run(commands, tiny_model, alone, *arguments, "--steps", str(last), recipe="recipes.sft")
     assert straight.end(240) == 0, straight.output
     losses = [
-        [(row["step"], row.get("loss"), row.get("eval/held_out/loss")) for row in metrics(folder)]
+        [(row["step"], row.get("loss", 0.0), row.get("eval/held_out/loss", 0.0)) for row in metrics(folder)]
         for folder in (out, alone)
     ]
     assert [row[0] for row in losses[0]] == list(range(last + 1))
@@ -47,4 +47,4 @@ def test_a_run_on_examples_takes_the_same_steps_when_a_rank_and_the_controller_d
         assert row == pytest.approx(expected, rel=1e-4), (row, expected)
     summary = json.loads((out / "summary.json").read_text())
     assert summary["score_after"] > summary["score_before"]
-    assert summary["best"]["score"] == max(-row[2] for row in losses[0] if row[2] is not None)
+    assert summary["best"]["score"] == max(-row[2] for row in losses[0] if row[2])
