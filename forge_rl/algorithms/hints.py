@@ -20,10 +20,10 @@ def hint_of(group: Group, index: int, kind: Hint) -> str | None:
 
         hint_of(group, 0, "solution")  # "This is a reference solution: ..."
 
-    solution: the truth's "solution", or else its "answer", as in OPSD (arXiv 2601.18734) section 3.
-    demonstration: the truth's "demonstration", an expert's answer to the task, as in SDFT (arXiv 2601.19897) section 3.
+    solution: the truth's "solution", or else its "answer", as in OPSD (arXiv 2601.18734).
+    demonstration: the truth's "demonstration", an expert's answer to the task, as in SDFT (arXiv 2601.19897).
     feedback: the best answer of another episode of the group with a reward of at least 0.5, without its thinking; or,
-        if all others failed, the scorer's `Score.feedback` on this one: SDPO (arXiv 2601.20802) section 3.
+        if all others failed, the scorer's `Score.feedback` on this one: SDPO (arXiv 2601.20802).
     """
     if kind == "feedback":
         others = [each for place, each in enumerate(group.episodes) if place != index and each.reward >= _SUCCESS]
