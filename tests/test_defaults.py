@@ -17,7 +17,8 @@ from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.protocol import DecodeSettings, TrainSettings
 from forge_rl.errors import ConfigError
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run.defaults import choose, with_defaults
+from forge_rl.run.defaults import choose, colocated, with_defaults
+from forge_rl.run.example_config import ExampleConfig
 from forge_rl.services import generator_config, trainer_config
 from forge_rl.services.generator import Generator
 from forge_rl.services.trainer import Trainer
@@ -173,3 +174,15 @@ def test_rows_that_flex_attention_cannot_take_are_refused(tokens: int):
     with pytest.raises(ConfigError, match="cannot be packed") as caught:
         Trainer.Config(seq_len=tokens)
     assert "a multiple of 128, from 256" in caught.value.hint
+
+
+def test_a_run_without_engines_leaves_the_gpu_to_the_trainer() -> None:
+    config = ExampleConfig(trainer=Trainer.Config(ranks=1))
+    architecture: Any = SimpleNamespace(weights=WEIGHTS["8B"])
+    found, lines = choose(config, architecture, gpu=GPUS["141 GB"], there=1, memory=plan_of("8B", 1))
+    assert told(found) == (8192, False, True, config.generator.gpu_memory_utilization, "auto"), lines
+    small, lines = choose(config, architecture, gpu=GPUS["80 GB"], there=1, memory=plan_of("135M", 1))
+    assert told(small) == (8192, False, False, config.generator.gpu_memory_utilization, "auto")
+    assert len(lines) == 1
+    with pytest.raises(ConfigError, match="2 trainer ranks need as many GPUs, but there are 1"):
+        colocated(replace(config, trainer=Trainer.Config(ranks=2)), there=1)
