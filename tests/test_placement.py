@@ -263,7 +263,7 @@ def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
         monitor: Any = SimpleNamespace(display=SimpleNamespace(startup=lambda *_: None), faults=None, log=log)
         prepared: Any = SimpleNamespace(folder=tmp_path, checkpoint=None, monitor=monitor)
         checked: Checked[RunConfig] = Checked(
-            config=RunConfig(), model=tmp_path, reference=False, shares_devices=True, sets={}
+            config=RunConfig(), model=tmp_path, reference=False, values=False, shares_devices=True, sets={}
         )
         async with asyncio.TaskGroup() as group:
 

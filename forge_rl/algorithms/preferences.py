@@ -101,6 +101,7 @@ class Dpo(PreferenceLoss):
     beta: float = 0.1
     """Strength with which the policy is held to the reference."""
     kind: Literal["sigmoid", "ipo"] = "sigmoid"
+    """Loss of a pair's margin: DPO's or IPO's."""
     label_smoothing: float = 0.0
     """Probability that a preference is wrong; for kind sigmoid."""
 
