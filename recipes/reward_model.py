@@ -24,6 +24,7 @@ def start(config: Config) -> rl.Starting[Config]:
         loss=config.loss,
         sources=config.sources("pair"),
         examples=rl.comparison_episodes,
+        reward=rl.build_reward(config.rewards) if config.rewards else None,
         recipe="reward_model",
     )
 

@@ -28,6 +28,7 @@ def start(config: Config) -> rl.Starting[Config]:
         loss=config.loss,
         sources=config.sources("conversation"),
         examples=rl.conversation_episodes,
+        reward=rl.build_reward(config.rewards) if config.rewards else None,
         recipe="sft",
     )
 

@@ -274,9 +274,10 @@ def test_settings_and_arguments_of_a_start_agree(tmp_path: Path) -> None:
     loss, rows = CrossEntropy(), [{"question": "1?", "answer": "1"}]
     refused: list[tuple[Any, dict[str, Any], str]] = [
         (RunConfig(), {}, "nothing to train on"),
-        (RunConfig(), {"examples": answered}, "examples need no engines"),
+        (RunConfig(), {"examples": answered}, "settings of a run on generated episodes, and start\\(\\) got examples"),
         (ExampleConfig(), {"reward": print}, "start\\(\\) got none"),
-        (ExampleConfig(), {"reward": print, "examples": answered}, "either"),
+        (ExampleConfig(), {"reward": print, "examples": answered}, "the settings name none"),
+        (ExampleConfig(rewards=("auto",)), {"examples": answered}, "the settings name rewards"),
     ]
     for config, given, said in refused:
         with pytest.raises(ConfigError, match=said):

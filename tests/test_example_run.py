@@ -48,3 +48,26 @@ def test_a_run_on_examples_takes_the_same_steps_when_a_rank_and_the_controller_d
     summary = json.loads((out / "summary.json").read_text())
     assert summary["score_after"] > summary["score_before"]
     assert summary["best"]["score"] == max(-row[2] for row in losses[0] if row[2])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_answers_are_generated_and_scored_if_the_evaluation_asks_for_them(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    arguments = ("--tasks", str(tmp_path / "rows.jsonl"), "--reward", "auto", "--checkpoint-every", "1")
+    arguments += ("--evaluation.every", "1", "--evaluation.tasks", "4", "--trainer.max-restarts", "1", "--steps", "5")
+    command = tiny_run(commands, tiny_model, tmp_path / "run", *arguments, recipe="recipes.sft")
+    command.wait_for("step +2/")
+    actor_of(command, "trainer").kill()
+    assert command.end(400) == 0, command.output
+    assert "the trainer was restarted" in command.output
+    rows = metrics(tmp_path / "run")
+    assert [row["step"] for row in rows if "held_out" in row] == [0, 1, 2, 3, 4, 5]
+    for row in rows:
+        assert 0 <= row["held_out"] == row["eval/held_out/avg@1"] <= 1
+        assert row["eval/held_out/other_versions"] == 0
+        assert row["eval/held_out/loss"] > 0
+        assert "groups/uniform" not in row
+    assert rows[-1]["eval/held_out/loss"] < rows[0]["eval/held_out/loss"]

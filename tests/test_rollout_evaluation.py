@@ -12,9 +12,12 @@ import pytest
 from forge_rl.envs.protocol import Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ForgeError, ReplicaError, ServiceError
-from forge_rl.rollout.evaluation import Evaluation, score_set
+from forge_rl.rollout.evaluation import EvalConfig, Evaluation, score_set
 from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.run.evaluator import EvaluationResult, Evaluator, RolloutEvaluations
+from forge_rl.run.example_evaluation import AnswerEvaluations
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.token_arrays import Chunk
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task
@@ -175,6 +178,57 @@ def test_a_batch_waits_for_an_evaluation_of_one_version_and_for_no_other() -> No
 
     assert asyncio.run(main(one_version=False))
     assert not asyncio.run(main(one_version=True))
+
+
+def test_answers_of_an_evaluation_beside_given_examples_are_generated_again_after_an_interruption() -> None:
+    async def main() -> None:
+        gate, published = asyncio.Event(), list[int]()
+
+        class Slow(SingleTurn):
+            async def step(self, answer: str, *, truncated: bool = False) -> Step:
+                await gate.wait()
+                return Step(done=True, reward=float(self._task.id))
+
+        class Losses:
+            complete = False
+
+            def start(self, *_: object) -> None: ...
+            async def finish(self) -> None:
+                self.complete = True
+
+            def pop(self, sets: object, step: int) -> EvaluationResult:
+                metrics = {"held_out": -2.0, "eval/held_out/score": -2.0, "eval/held_out/loss": 2.0}
+                return EvaluationResult(step=step, score=-2.0, metrics=metrics, tokens=10, episodes={})
+
+            def cancel(self) -> None:
+                self.complete = False
+
+        async def publish() -> int:
+            published.append(len(published))
+            return published[-1]
+
+        executor, devices = rollouts(environment=StagedEnvironment(Slow)), DeviceHandover(StagedGenerator())
+        answers = RolloutEvaluations(EvalConfig(), executor, max_tokens=4, warn=print)
+        evaluator = Evaluator(sets_of(3), AnswerEvaluations(Losses(), answers, executor, devices, publish))  # type: ignore[arg-type]
+        evaluator.start(0, 0)
+        dying = asyncio.create_task(evaluator.finish())
+        await run_until_idle()
+        assert executor.metrics()["rollouts/in_flight"] == 3
+        dying.cancel()
+        await asyncio.wait([dying])
+        assert evaluator.pop() is None
+        evaluator.rollback(0)
+        evaluator.restart()
+        gate.set()
+        await evaluator.finish()
+        assert published == [0, 1]
+        result = evaluator.pop()
+        assert result is not None
+        assert (result.score, result.metrics["held_out"], result.metrics["eval/held_out/loss"]) == (2, 2, 2)
+        assert "eval/held_out/score" not in result.metrics
+        assert executor.metrics()["rollouts/in_flight"] == 0
+
+    asyncio.run(main())
 
 
 def test_an_evaluation_pauses_with_training_goes_on_after_it_and_tells_of_other_versions() -> None:

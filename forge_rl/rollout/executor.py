@@ -289,11 +289,15 @@ class RolloutExecutor:
         if not isinstance(mixture, dict) or not isinstance(used, list) or not isinstance(batches, int):
             raise TaskError(f"the saved rollout state has unexpected contents: {sorted(state)}", hint="start a new run")
         await self._cancel_all()
-        self._failure = self.evaluation = None
-        self._raised = False
         self._scheduler.tasks.restore(mixture, used)
         self._scheduler.reconfigure(self.config)
         self._scheduler.reset(batches)
+
+    async def cancel_evaluation(self) -> None:
+        """Cancel the running evaluation, if there is one, in a run that generates no batches."""
+        if self.evaluation is not None:
+            await self._cancel_all()
+            self._scheduler.reset(0)
 
     async def reset(self, state: dict[str, object], *, seed: int) -> None:
         """Begin again from the state before the first batch, with a seed for sampling and for the order of tasks.
@@ -318,6 +322,8 @@ class RolloutExecutor:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        self._failure = self.evaluation = None
+        self._raised = False
 
     async def _hand_to_trainer(self) -> None:
         states = self._scheduler.states + self._scheduler.evaluation_states

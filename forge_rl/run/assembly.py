@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 from forge_rl.algorithms.protocol import Loss
@@ -22,7 +23,7 @@ from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.control import Control, serving_control
 from forge_rl.run.evaluator import Evaluates, Evaluator, RolloutEvaluations
-from forge_rl.run.example_evaluation import ExampleEvaluations
+from forge_rl.run.example_evaluation import AnswerEvaluations, ExampleEvaluations
 from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.policy_gateway import PolicyGateway
@@ -75,12 +76,16 @@ async def assemble(
             batches = rollouts
             tokens = config.generator.max_tokens
             evaluations = RolloutEvaluations(config.evaluation, rollouts, max_tokens=tokens, warn=log.warn)
-        else:
-            assert examples is not None, "there is something to train on"
+        if examples is not None:
             maker = ExampleMaker(examples, tokenizer, longest=longest_example(config, checked.model))
             tasks = ResumableTaskStream(mixture)
             batches = Examples(tasks, mixture.sources, maker, groups=config.groups_per_batch)
-            evaluations = ExampleEvaluations(services.trainer, loss, maker, warn=log.warn)
+            losses = ExampleEvaluations(services.trainer, loss, maker, warn=log.warn)
+            if services.rollout is not None and rollouts is not None:
+                publish = partial(services.rollout.publish, services.trainer)
+                evaluations = AnswerEvaluations(losses, evaluations, rollouts, services.rollout.devices, publish)
+            else:
+                evaluations = losses
         evaluator = Evaluator(checked.sets, evaluations)
         live = stack.enter_context(
             contextlib.closing(LiveSettings(rollouts, mixture, config.mixture, reward, log.event))

@@ -134,8 +134,7 @@ class Checkpointer:
         progress; returns the trainer's version."""
         trainer, rollout = self._services.trainer, self._services.rollout
         if rollout is not None:
-            version = await trainer.publish(rollout.weights, dtype=rollout.generator.dtype)
-            await rollout.generator.load(rollout.weights, version)
+            await rollout.publish(trainer)
         self._evaluator.restart()
         return trainer.version
 

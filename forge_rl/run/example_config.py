@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+import tyro
 
 from forge_rl.data.data_config import DataConfig
 from forge_rl.data.mixture import Mixture
@@ -14,7 +16,7 @@ from forge_rl.run.run_config import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleConfig(RunConfig):
-    """Settings that name the examples of a run without engines; a recipe adds its method's own.
+    """Settings that name the examples of a run; a recipe adds its method's own.
 
     @dataclass(frozen=True, kw_only=True)
     class Config(ExampleConfig):
@@ -35,10 +37,14 @@ class ExampleConfig(RunConfig):
     eval_tasks: tuple[str, ...] = ()
     """Examples for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""
     data: DataConfig = field(default_factory=DataConfig)
+    rewards: Annotated[tuple[str, ...], tyro.conf.arg(name="reward")] = ()
+    """Rewards as in recipes/grpo.py, such as auto, of answers that evaluations then generate: engines start for it, and
+    a set's score is the answers' mean. By default the score is the negative loss."""
 
     @property
     def starts_engines(self) -> bool:
-        return False
+        """Whether evaluations generate answers and score them by `rewards`, which takes engines."""
+        return bool(self.rewards)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.errors import TaskError
 from forge_rl.rollout.examples import ExampleMaker
-from forge_rl.run.evaluator import HELD_OUT, EvaluationResult, Sets
+from forge_rl.run.evaluator import HELD_OUT, Evaluates, EvaluationResult, Sets
 from forge_rl.types import Batch, Group, Task
 
 if TYPE_CHECKING:
     from forge_rl.packing.rows import Packed
+    from forge_rl.rollout.executor import RolloutExecutor
+    from forge_rl.rollout.placement import DeviceHandover
     from forge_rl.services.trainer import Trainer
 
 _MOST_NATS = 700.0
@@ -108,3 +110,77 @@ class ExampleEvaluations:
         batch = Batch(groups=tuple(groups), version=0)
         layout = replace(self._trainer.layout, minibatches=1)
         return pack(batch, torch.ones(len(groups), len(groups[0].episodes)), layout, drop_uniform=False)
+
+
+class AnswerEvaluations:
+    """Evaluates a model on given examples by the rewards of answers that engines generate, and by the loss.
+
+    A set's score is the answers' mean reward. The weights are published for each evaluation.
+
+    Args:
+        losses: evaluates the loss.
+        answers: evaluates answers from `rollouts`.
+        rollouts: generates nothing else.
+        devices: shared by trainer and engines.
+        publish: publishes the trainer's weights to the engines; returns their version.
+    """
+
+    blocking = True
+
+    def __init__(
+        self,
+        losses: Evaluates,
+        answers: Evaluates,
+        rollouts: RolloutExecutor,
+        devices: DeviceHandover,
+        publish: Callable[[], Awaitable[int]],
+    ) -> None:
+        self._losses = losses
+        self._answers = answers
+        self._rollouts = rollouts
+        self._devices = devices
+        self._publish = publish
+        self._wanted: tuple[Sets, int] | None = None
+        """Sets and step to evaluate."""
+
+    def start(self, sets: Sets, step: int, version: int) -> None:
+        """Note what to evaluate; `finish` does it."""
+        self._losses.start(sets, step, version)
+        self._wanted = sets, step
+
+    async def finish(self) -> None:
+        """Evaluate all sets; answers of an evaluation that was interrupted are generated again.
+
+        Raises:
+            TaskError: no task of a set can be used.
+        """
+        if self._wanted is None or self.complete:
+            return
+        await self._losses.finish()
+        await self._rollouts.cancel_evaluation()
+        version = await self._publish()
+        self._answers.start(*self._wanted, version)
+        await self._answers.finish()
+        await self._devices.hand_to_trainer(idle=True)
+
+    @property
+    def complete(self) -> bool:
+        """True once losses and answers are evaluated."""
+        return self._losses.complete and self._answers.complete
+
+    def pop(self, sets: Sets, step: int) -> EvaluationResult:
+        """End the evaluation and return its result.
+
+        Raises:
+            ForgeError: all answers of a set failed.
+        """
+        self._wanted = None
+        losses, answers = self._losses.pop(sets, step), self._answers.pop(sets, step)
+        others = {name: value for name, value in losses.metrics.items() if not name.endswith("/score")}
+        return replace(answers, metrics=others | answers.metrics, tokens=losses.tokens + answers.tokens)
+
+    def cancel(self) -> None:
+        """Forget the evaluation."""
+        self._wanted = None
+        self._losses.cancel()
+        self._answers.cancel()

@@ -158,6 +158,11 @@ class Run(Generic[C]):
         return self._live.schedule
 
     @property
+    def _generates(self) -> bool:
+        """Whether batches are generated."""
+        return not isinstance(self.batches, Examples)
+
+    @property
     def _rollout(self) -> RolloutServices:
         if self._services.rollout is None:
             raise nothing_generated()
@@ -218,7 +223,7 @@ class Run(Generic[C]):
         if batch is not None:
             self.last_batch = batch
             values |= batch_metrics(batch)
-            if self._services.rollout is not None:
+            if self._generates:
                 self._clock.tokens("rollout", sum(episode.response_tokens for episode in batch.episodes))
         if packed is not None:
             values |= {
@@ -226,7 +231,7 @@ class Run(Generic[C]):
                 "tokens/sequences": float(packed.sequence_tokens),
                 "tokens/unscored": float(packed.unscored_tokens),
             }
-            if self._services.rollout is not None:
+            if self._generates:
                 values["groups/uniform"] = packed.uniform_share
             self._clock.tokens("train", packed.sequence_tokens)
         if self._services.rollout is not None:
@@ -259,7 +264,7 @@ class Run(Generic[C]):
         return values
 
     async def train_on(self, batch: Batch, advantages: Advantages) -> None:
-        """Train on a batch, publish the weights to the engines, if there are any, and log the step: the phases of
+        """Train on a batch, publish the weights if batches are generated, and log the step: the phases of
         `recipes/grpo.py` after its rollout.
 
         with run.phase("rollout"):
@@ -272,13 +277,12 @@ class Run(Generic[C]):
         with self.phase("train"):
             drop = not self.loss.keeps_uniform
             packed = await asyncio.to_thread(pack, batch, advantages, self.trainer.layout, drop_uniform=drop)
-            rollout = self._services.rollout
-            temperature = 1.0 if rollout is None else rollout.generator.sampling.temperature
+            temperature = self.generator.sampling.temperature if self._generates else 1.0
             stats = await self.trainer.step(packed, self.loss, temperature=temperature)
-        if rollout is not None:
+        if self._generates:
             with self.phase("publish"):
-                version = await self.trainer.publish(rollout.weights, dtype=rollout.generator.dtype)
-                await rollout.generator.load(rollout.weights, version)
+                version = await self.trainer.publish(self.weights, dtype=self.generator.dtype)
+                await self.generator.load(self.weights, version)
         self.log(stats, batch, packed)
 
     @contextlib.asynccontextmanager

@@ -51,6 +51,12 @@ class RolloutServices:
     """Hands shared devices back and forth between trainers and generator."""
     teachers: Teachers | None = None
 
+    async def publish(self, trainer: Trainer) -> int:
+        """Publish the trainer's weights and load them into the engines; returns their version."""
+        version = await trainer.publish(self.weights, dtype=self.generator.dtype)
+        await self.generator.load(self.weights, version)
+        return version
+
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call: tokens without a finite logprob, and the time of each transition."""
         return {"tokens/non_finite": float(self.generator.non_finite.drain())} | self.devices.pop_metrics()
@@ -63,7 +69,7 @@ class Services:
     trainer: Trainer
     critic: Trainer | None = None
     rollout: RolloutServices | None = None
-    """None if the run trains on given examples alone."""
+    """None if the run generates nothing: it trains on given examples, and evaluates by the loss."""
 
     @property
     def trainers(self) -> tuple[Trainer, ...]:

@@ -20,6 +20,7 @@ from forge_rl.gateway import GatewayConfig
 from forge_rl.rollout.agents import Agent
 from forge_rl.rollout.examples import ExampleFn
 from forge_rl.run.assembly import assemble
+from forge_rl.run.example_config import ExampleConfig
 from forge_rl.run.preparation import check, prepare
 from forge_rl.run.run import Run
 from forge_rl.run.run_config import RunConfig
@@ -57,10 +58,11 @@ class Starting(Generic[C]):
     "2+3?", "answer": "5"}, a function that returns one, or several by name. A tenth of a list's problems is held
     out."""
     reward: RewardFunction | None = None
-    """Scores episodes; see `rewards/protocol.py`. None for a run on given examples."""
+    """Scores episodes; see `rewards/protocol.py`. In a run on given examples, it scores the answers that evaluations
+    then generate, for which engines start; None evaluates by the loss alone."""
     examples: ExampleFn | None = None
-    """Makes examples of the tasks to train on, instead of generating episodes: `Run.examples`. Nothing but the trainer
-    then starts, and the recipe's settings are an `ExampleConfig`. Evaluations measure the loss."""
+    """Makes examples of the tasks to train on, instead of generating episodes: `Run.examples`. Without a reward,
+    nothing but the trainer then starts. The recipe's settings are an `ExampleConfig`."""
     evaluation: Mapping[str, Sequence[Task]] | None = None
     """Sets of tasks to evaluate on, by name; the first set's score is the run's. By default the sources' held-out tasks
     as `held_out`, and the sets of --eval-tasks."""
@@ -85,17 +87,28 @@ class Starting(Generic[C]):
             self.agent, self.reward = self.environment.agent, self.environment.reward
         if self.examples is None and self.reward is None:
             raise ConfigError("start() has nothing to train on", hint="give it a reward, or examples")
-        if self.examples is not None and (self.reward is not None or self.teachers is not None):
+        if self.examples is not None and self.teachers is not None:
             raise ConfigError(
-                "start() has examples, and a reward or teachers for generated episodes",
-                hint="give it either examples or the others",
+                "start() has examples, and teachers for generated episodes", hint="give it one or the other"
             )
-        if self.config.starts_engines != (self.examples is None):
+        if isinstance(self.config, ExampleConfig) != (self.examples is not None):
             raise ConfigError(
-                f"examples need no engines, and {type(self.config).__name__} has settings of a run with engines"
+                f"{type(self.config).__name__} has settings of a run on generated episodes, and start() got examples"
                 if self.examples is not None
                 else f"{type(self.config).__name__} has settings of a run on examples, and start() got none",
                 hint="derive the settings from ExampleConfig exactly if start() is given examples",
+            )
+        if self.config.starts_engines != (self.reward is not None):
+            raise ConfigError(
+                "the settings name rewards, and start() got none"
+                if self.reward is None
+                else "start() has a reward, and the settings name none, so that no engines are planned",
+                hint="pass reward=build_reward(config.rewards) exactly if config.rewards is set",
+            )
+        if self.examples is not None and self.reward is not None and "values" in self.loss.needs:
+            raise ConfigError(
+                "a value model gives no answers that a reward could score",
+                hint="leave out --reward: evaluations measure the loss",
             )
         self.mixture = as_mixture(self.sources, seed=self.config.seed)
         self._running = self._run()
