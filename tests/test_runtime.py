@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ import pytest
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
 from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime import service as service_module
-from forge_rl.runtime.cluster import THIS_HOST, Cluster
+from forge_rl.runtime.cluster import THIS_HOST, Cluster, SpawnedMesh
 from forge_rl.runtime.service import Service
 from tests.conftest import ROOT
 from tests.fake_actors import (
@@ -468,3 +469,20 @@ def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], 
             controller.kill()
         controller.wait()
         controller.stdout.close()
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError(), RuntimeError("supervision"), None])
+def test_a_mesh_that_fails_to_stop_cancels_nobody(error: BaseException | None, tmp_path: Path) -> None:
+    class Procs:
+        async def stop(self) -> None:
+            if error is None:
+                await asyncio.sleep(60)
+            else:
+                raise error
+
+    async def main() -> None:
+        cluster = Cluster(tmp_path)
+        cluster._meshes["gone"] = SpawnedMesh(name="gone", procs=cast(Any, Procs()), host="", ranks=1, log=tmp_path)
+        await cluster.stop("gone", deadline_s=0.01)
+
+    asyncio.run(main())

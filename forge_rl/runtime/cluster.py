@@ -177,9 +177,12 @@ class Cluster:
     async def stop(self, name: str, *, deadline_s: float = 10.0) -> None:
         """Stop a mesh's processes. One that does not stop in time ends with the controller."""
         mesh = self._meshes.pop(name, None)
-        if mesh is not None:
-            with contextlib.suppress(Exception):  # a failed mesh cannot be stopped again
-                await asyncio.wait_for(mesh.procs.stop(), deadline_s)
+        if mesh is None:
+            return
+        stopping = asyncio.ensure_future(mesh.procs.stop())
+        await asyncio.wait([stopping], timeout=deadline_s)  # raises nothing of a failed mesh, not even a cancellation
+        if not stopping.cancel() and not stopping.cancelled():
+            stopping.exception()  # not logged
 
     async def close(self) -> None:
         """Stop all meshes."""
