@@ -40,6 +40,8 @@ _PASSWD = "root:x:0:0:root:/:/bin/false\nsandbox:x:{uid}:{uid}:session:/tmp:/bin
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "USER": "sandbox", "LOGNAME": "sandbox"}
 _LEAST_UID, _UIDS = 0x40000000, 0x10000
+_FILES = 256
+"""Open files of a process of a session."""
 _MOST_FILES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")  # struct ucred
 _MOST_MESSAGE = 1 << 16
@@ -426,6 +428,7 @@ class _Server:
             # Nothing of the server's is left open: not its channel, its cgroups or its pipe.
             os.closerange(3, control)
             os.closerange(control + 1, _MOST_FILES)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))  # not before: the server may have had more
             cells.Cells(channel, limits["output_bytes"]).serve()
         except BaseException as error:
             with contextlib.suppress(OSError):
@@ -500,7 +503,6 @@ def _limit_resources(limits: dict[str, Any]) -> None:
         (resource.RLIMIT_CORE, 1),  # unlike 0, it also keeps a program of the machine from being given the core
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_NOFILE, 256),
         (resource.RLIMIT_FSIZE, limits["scratch_bytes"]),
         (resource.RLIMIT_NPROC, limits["processes"]),
     ):
