@@ -468,3 +468,14 @@ def test_the_documents_example_runs(sandbox: SharedPool):
 def test_importing_the_sandbox_loads_little():
     program = "import sys, forge_rl.sandbox.pool; sys.exit(bool({'torch', 'monarch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("sandbox")
+def test_a_server_holds_more_sessions_than_each_may_have_files():
+    async def work() -> list[str | None]:
+        async with Pool(profile="strict") as pool, contextlib.AsyncExitStack() as stack:
+            sessions = [await stack.enter_async_context(pool.session()) for _ in range(270)]
+            return [(await sessions[at].run("import resource; resource.getrlimit(7)")).value for at in (0, -1)]
+
+    assert asyncio.run(work()) == ["(256, 256)"] * 2
