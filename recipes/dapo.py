@@ -26,7 +26,7 @@ class Config(rl.TaskConfig):
 
     @property
     def overlong(self) -> tuple[str, ...]:
-        """The penalty, as a text like those of `rewards`."""
+        """The penalty, as a text in the form of `rewards`."""
         tokens = self.generator.max_tokens
         cache = round(self.overlong_share * tokens)
         return (f"overlong:max_tokens={tokens},cache_tokens={cache}",) if cache else ()

@@ -67,8 +67,8 @@ def build_loss(texts: Sequence[str] | Loss) -> Loss:
     Loss, a subclass of it, or a function that returns one.
 
     Raises:
-        ConfigError: a text does not have this form, names an unknown method, option or object, or is no loss; two texts
-            are for the same source.
+        ConfigError: a text does not have this form, names an unknown method, option or object, or is not a loss; two
+            texts are for the same source.
     """
     if isinstance(texts, Loss):
         return texts

@@ -28,7 +28,7 @@ def read_options(
 
     Args:
         given: required fields that have a value already.
-        defaults: defaults that replace those of the dataclass.
+        defaults: defaults that replace the dataclass's own.
 
     Raises:
         ForgeError: there is no such field, its value is invalid, or one without a default is missing.

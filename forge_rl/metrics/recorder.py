@@ -1,4 +1,4 @@
-"""Keeps whole episodes in the run folder, written by a thread while the run goes on."""
+"""Keeps whole episodes in the run folder, written by a thread during the run."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class RolloutExecutor:
         return self.last
 
     def start_evaluation(self, evaluation: Evaluation) -> None:
-        """Run an evaluation's episodes alongside those of batches, from the next call of `next_batch` on.
+        """Run an evaluation's episodes alongside the batches', from the next call of `next_batch` on.
 
         They use the capacity that the awaited batch leaves free and belong to no batch. Infrastructure errors are
         retried. Only one evaluation can run at a time.
@@ -280,7 +280,7 @@ class RolloutExecutor:
         }
 
     async def restore(self, state: dict[str, object]) -> None:
-        """Continue from a saved state; cancels episodes in flight, including those of an evaluation.
+        """Continue from a saved state; cancels episodes in flight, also an evaluation's.
 
         Raises:
             TaskError: the state was not made by `state`.

@@ -63,7 +63,7 @@ class ExampleConfig(RunConfig):
             kind: what a row is; see `Columns`.
 
         Raises:
-            ConfigError: there are no tasks.
+            ConfigError: no tasks are given.
             TaskError: a source cannot be built.
         """
         return self.data.build(self.tasks, seed=self.seed, eval_tasks=self.eval_tasks, kind=kind)

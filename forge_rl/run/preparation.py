@@ -168,7 +168,7 @@ async def check(
 
     Args:
         loss: determines whether the trainer keeps a frozen reference, or has a value model.
-        evaluation: sets to evaluate on; None for those of the mixture.
+        evaluation: sets to evaluate on; None for the mixture's own.
         critic: settings of a critic, if the run has one.
         teachers: settings of the teachers, if the run has any.
         examples: makes examples of the tasks, if these are trained on.

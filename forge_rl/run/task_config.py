@@ -38,13 +38,13 @@ class TaskConfig(RunConfig):
     rewards: RewardTexts = ("auto",)
 
     def sources(self, environment: EnvFactory) -> Mixture | Mapping[str, Any]:
-        """Return the sources of the tasks: those of `tasks`, or else those of the environment that `env` names.
+        """Return the sources of the tasks: built from `tasks`, or else provided by the environment that `env` names.
 
         Args:
             environment: the result of `build_environment(config.env)`.
 
         Raises:
-            ConfigError: there are no tasks, or a source cannot be built.
+            ConfigError: no tasks are given, or a source cannot be built.
         """
         tasks = self.tasks or (() if self.env else (ONE_DIGIT_ADDITION,))
         if not tasks:

@@ -31,7 +31,7 @@ _TOOK_TOO_LONG = {signal.SIGALRM: "wall-clock", signal.SIGPROF: "CPU"}
 
 
 class CellOverrun(BaseException):
-    """The cell ran longer than it may; what it had done so far stays."""
+    """The cell ran longer than it may; its effects so far stay."""
 
 
 class _Output(io.RawIOBase):
@@ -60,7 +60,7 @@ class _Output(io.RawIOBase):
         return True
 
     def take(self) -> tuple[str, bool]:
-        """Return what was written since the last call, and whether it was cut."""
+        """Return the output written since the last call, and whether it was cut."""
         data = os.pread(self._fd, self._most + 1, 0)
         os.ftruncate(self._fd, 0)
         self._left = self._most

@@ -235,7 +235,7 @@ class Tree:
         self.folders.clear()
 
     def remove_all(self) -> None:
-        """Kill what is left and remove the tree."""
+        """Kill all remaining processes and remove the tree."""
         deadline = time.monotonic() + 10
         sessions = {entry for folder in self.folders for entry in os.listdir(folder) if _is_folder(folder, entry)}
         for session in sessions:

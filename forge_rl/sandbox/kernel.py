@@ -133,7 +133,7 @@ def restrict_files(rules: Iterable[tuple[int, int]], version: int) -> None:
     TCP is refused from version 4 on; abstract sockets and signals outside of this process's descendants from 6 on.
 
     Args:
-        rules: descriptors opened with O_PATH, and what may be done with what is below; -1 is everything.
+        rules: descriptors opened with O_PATH, and the access granted below them; -1 grants all.
         version: of Landlock, 1 or more.
     """
     every = (1 << _FILE_RIGHTS.get(version, 16)) - 1

@@ -127,7 +127,7 @@ def session_filter(machine: str = platform.machine()) -> bytes:
     whose flags can be checked. Sockets exist only as connected pairs. Another architecture's calls kill the process.
 
     Raises:
-        KeyError: there is no table for this machine.
+        KeyError: this machine's architecture has no table.
     """
     architecture, column = ARCHITECTURES[machine]
     allow: _Line = (_RETURN, 0, 0, _ALLOW)

@@ -455,7 +455,7 @@ class _Server:
             self._tell(session=name, exit=status, memory=self.tree.kills_for_memory(name))
 
     def _finish(self, name: str) -> None:
-        """Kill what is left of a session; once all of it has ended, remove its cgroups and folder."""
+        """Kill a session's remaining processes; once all have ended, remove its cgroups and folder."""
         self.ending.add(name)
         self.tree.kill(name)
         self._reap()

@@ -119,7 +119,7 @@ class Session:
         return not self._closed and self._body.alive
 
     async def run(self, code: str, *, wall_s: float | None = None, cpu_s: float | None = None) -> Result:
-        """Run a cell of Python and return what it did. A cell that fails is a result, not an exception.
+        """Run a cell of Python and return its result. A cell that fails is a result, not an exception.
 
         A cell that runs too long is interrupted and the session keeps its state; if it resists, or exceeds another
         limit, the session is killed: `alive` is False then, and only `restore` brings it back.
@@ -186,12 +186,12 @@ class Session:
         """Read a file, relative to the session's folder, with the session's own rights.
 
         Raises:
-            SandboxError: there is no such regular file, or it is too large.
+            SandboxError: the file does not exist, is not regular, or is too large.
         """
         return await self._ask({"do": "get", "path": path, "most": self.limits.transfer_bytes})
 
     async def fork(self) -> Session:
-        """Return a copy of the session that goes on apart: its variables, and its folder under another name.
+        """Return an independent copy of the session: its variables, and its folder under another name.
 
         Threads and the programs that the session has started are not copied. Both have the same limits, each its own;
         files count against the same space. The caller closes the copy.
@@ -257,7 +257,7 @@ class Session:
 
     @contextlib.asynccontextmanager
     async def _ending_on_cancel(self, body: Body):  # type: ignore[no-untyped-def]
-        """Kill the session if its caller is cancelled, as its answer would be taken for that of the next request."""
+        """Kill the session if its caller is cancelled, as its answer would be taken for the next request's."""
         try:
             yield
         except asyncio.CancelledError:
@@ -291,7 +291,7 @@ async def fork_body(name: str, of: Body, limits: Limits) -> Body:
     """Fork the process of a session, whose channel must be quiet.
 
     Raises:
-        SandboxError: the machine is full or the session refuses; it goes on unless it has broken the protocol.
+        SandboxError: the machine is full or the session refuses; it continues unless it has broken the protocol.
     """
     watched, birth = await of.host.prepare_fork(name, of.name, limits)
     ours, theirs = socket.socketpair()
@@ -353,7 +353,7 @@ async def _receive(channel: socket.socket, *, most_text: int, most_data: int) ->
 
     Raises:
         EOFError: the session has closed its channel.
-        frames.FrameError: the frame exceeds a limit or is no JSON object.
+        frames.FrameError: the frame exceeds a limit or is not a JSON object.
     """
     head = await _exactly(channel, frames.HEAD.size)
     text, data = frames.sizes(head, most_text=most_text, most_data=most_data)
