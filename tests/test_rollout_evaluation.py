@@ -211,17 +211,22 @@ def test_answers_of_an_evaluation_beside_given_examples_are_generated_again_afte
         answers = RolloutEvaluations(EvalConfig(), executor, max_tokens=4, warn=print)
         evaluator = Evaluator(sets_of(3), AnswerEvaluations(Losses(), answers, executor, devices, publish))  # type: ignore[arg-type]
         evaluator.start(0, 0)
-        dying = asyncio.create_task(evaluator.finish())
-        await run_until_idle()
-        assert executor.metrics()["rollouts/in_flight"] == 3
-        dying.cancel()
-        await asyncio.wait([dying])
-        assert evaluator.pop() is None
-        evaluator.rollback(0)
-        evaluator.restart()
-        gate.set()
+        for opens in (False, True):
+            dying = asyncio.create_task(evaluator.finish())
+            await run_until_idle()
+            assert executor.metrics()["rollouts/in_flight"] == 3
+            dying.cancel()
+            await asyncio.wait([dying])
+            assert dying.cancelled()
+            assert evaluator.pop() is None
+            if opens:  # its episodes end before it is restarted: nothing follows them
+                gate.set()
+                await run_until_idle()
+                assert not [*executor._scheduler.planner.groups()]
+            evaluator.rollback(0)
+            evaluator.restart()
         await evaluator.finish()
-        assert published == [0, 1]
+        assert published == [0, 1, 2]
         result = evaluator.pop()
         assert result is not None
         assert (result.score, result.metrics["held_out"], result.metrics["eval/held_out/loss"]) == (2, 2, 2)

@@ -293,8 +293,12 @@ class RolloutExecutor:
         self._scheduler.reconfigure(self.config)
         self._scheduler.reset(batches)
 
+    def only_evaluate(self) -> None:
+        """Start no episodes but those of evaluations, and draw no tasks: nobody will ask for a batch."""
+        self._scheduler.capacity.set_paused(True)
+
     async def cancel_evaluation(self) -> None:
-        """Cancel the running evaluation, if there is one, in a run that generates no batches."""
+        """Cancel the running evaluation, if there is one, after `only_evaluate`."""
         if self.evaluation is not None:
             await self._cancel_all()
             self._scheduler.reset(0)

@@ -140,6 +140,7 @@ class AnswerEvaluations:
         self._rollouts = rollouts
         self._devices = devices
         self._publish = publish
+        rollouts.only_evaluate()
         self._wanted: tuple[Sets, int] | None = None
         """Sets and step to evaluate."""
 
