@@ -1,4 +1,4 @@
-"""Sandbox sessions: starts, live sessions, memory, cells and forks, beside cold Python, bubblewrap and Jupyter.
+"""Sandbox sessions: starts, live sessions, memory, cells and forks, next to cold Python, bubblewrap and Jupyter.
 
 python -m benchmarks.sandbox --json out.json
 
@@ -33,7 +33,7 @@ _KILLED_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Config(BenchmarkConfig):
-    """Measure sandbox sessions beside cold Python, bubblewrap and Jupyter kernels."""
+    """Measure sandbox sessions next to cold Python, bubblewrap and Jupyter kernels."""
 
     sessions: int = 4000
     """Live sessions of the profile `standard`."""

@@ -17,7 +17,7 @@ from forge_rl.metrics import (
     merge_all,
     reduce,
 )
-from forge_rl.run.run import describe_gap
+from forge_rl.run.gap import describe_gap
 from forge_rl.types import Batch, Episode, Group, Task, Turn
 
 

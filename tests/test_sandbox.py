@@ -125,13 +125,13 @@ def test_a_cell_that_resists_ends_only_its_session_which_can_be_restored(sandbox
 def test_restore_undoes_one_cell(sandbox: SharedPool):
     async def work():
         async with sandbox.pool.session(undo=True) as session:
-            with pytest.raises(SandboxError, match="no state to go back to"):
+            with pytest.raises(SandboxError, match="no earlier state"):
                 await session.restore()
             for code in ("x = [1]", "x.append(2)", "x.append(3)"):
                 await session.run(code)
             await session.put("kept", b"1")
             await session.restore()
-            with pytest.raises(SandboxError, match="no state to go back to"):
+            with pytest.raises(SandboxError, match="no earlier state"):
                 await session.restore()
             return await session.run("import os; x, os.listdir()")
 

@@ -140,7 +140,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _loss_options(names: Sequence[str]) -> str:
-    """Return a table of the options that a loss has beside those of all policy losses, with a default for each name."""
+    """Return a table of the options that not all policy losses share, with a default for each name."""
     made = [{flag.dotted: flag for flag in flags_of(type(loss), loss)} for loss in (METHODS[name]() for name in names)]
     common = {flag.dotted: flag.value for flag in flags_of(PolicyLoss)}
     keys = [key for key in made[0] if any(key not in common or flags[key].value != common[key] for flags in made)]
@@ -202,7 +202,7 @@ def resolve(ref: str) -> Any:
 
 
 def _code_of(name: str) -> Iterator[str]:
-    """Yield references to the functions that define a loss: those of its class, and of the classes it inherits from."""
+    """Yield references to the functions that define a loss, in its class and the classes it inherits from."""
     kind = type(METHODS[name]())
     for base in reversed([each for each in kind.__mro__ if each.__module__ != PolicyLoss.__mro__[1].__module__]):
         for function in ("statistics", "_clipped", "token_losses", "__call__"):

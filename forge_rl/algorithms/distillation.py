@@ -89,8 +89,8 @@ class Distillation(Loss):
     k: int = 20
     """Number of the teacher's most likely tokens; SDPO (arXiv 2601.20802) has 100."""
     beta: float = 1.0
-    """0: forward KL, which covers everything the teacher does. 1: reverse KL, which keeps to what it does most. Between
-    them, the divergence above; SDPO has 0.5."""
+    """0: forward KL, which covers everything the teacher does. 1: reverse KL, which keeps to its likeliest tokens.
+    Between them, the divergence above; SDPO has 0.5."""
     clip: float = math.inf
     """Maximum of the term of a single entry of the vocabulary, which has no gradient above it, so that few tokens of
     style do not outweigh all others; OPSD (arXiv 2601.18734, version 3) has 0.05. The sum of clipped terms may be

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from forge_rl.services.generator import Generator
     from forge_rl.services.trainer import Trainer
 
+_GAP_BOUND = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Mean gap between trainer and engine logprobs above which a step warns, by the engines' dtype."""
 _MOST_ROWS = 8
 """Rows of a table; experts with the largest gap come first."""
 _LEAST_TOKENS = 20
@@ -78,6 +80,16 @@ class GapReport:
                 table.add_row(str(layer), f"{self.layers[layer]:.2e}")
             console.print(table)
         return out.getvalue().rstrip()
+
+
+def describe_gap(gap: float, *, engines: str, trainer: str) -> str:
+    """Describe a logprob gap that is too large for the engines' and trainer's dtypes; "" if it is not."""
+    if gap <= _GAP_BOUND[engines]:
+        return ""
+    text = f"trainer's and engines' logprobs differ by {gap:.2g} on average, more than {_GAP_BOUND[engines]:g}"
+    if engines == "bfloat16" != trainer:
+        text += f": updates that bfloat16 rounds away reach only the {trainer} trainer; set --trainer.dtype bfloat16"
+    return text
 
 
 async def explain_gap(generator: Generator, trainer: Trainer, batch: Batch, prompts: int) -> GapReport:

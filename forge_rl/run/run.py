@@ -20,7 +20,7 @@ from forge_rl.run.attach import LiveSchedule
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.evaluator import Evaluator
-from forge_rl.run.gap import GapReport, explain_gap
+from forge_rl.run.gap import GapReport, describe_gap, explain_gap
 from forge_rl.run.kept import Stateful
 from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
@@ -35,9 +35,6 @@ from forge_rl.services.teachers import Teachers
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Advantages, Batch
-
-_GAP_BOUND = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Mean gap between trainer and engine logprobs above which a step warns, by the engines' dtype."""
 
 C = TypeVar("C", bound=RunConfig)
 T = TypeVar("T")
@@ -566,13 +563,3 @@ class Run(Generic[C]):
             step = await self._checkpointer.rollback()
             self._log.rollback(step)
             self._log.warn(f"the {name} was restarted; the run continues from step {step}")
-
-
-def describe_gap(gap: float, *, engines: str, trainer: str) -> str:
-    """Describe a logprob gap that is too large for the engines' and trainer's dtypes; "" if it is not."""
-    if gap <= _GAP_BOUND[engines]:
-        return ""
-    text = f"trainer's and engines' logprobs differ by {gap:.2g} on average, more than {_GAP_BOUND[engines]:g}"
-    if engines == "bfloat16" != trainer:
-        text += f": updates that bfloat16 rounds away reach only the {trainer} trainer; set --trainer.dtype bfloat16"
-    return text

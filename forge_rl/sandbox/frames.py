@@ -14,7 +14,7 @@ _MOST_DESCRIPTORS = 8
 
 
 class FrameError(Exception):
-    """A frame that is too large, or no JSON object."""
+    """A frame that is too large or not a JSON object."""
 
 
 def encode(message: dict[str, object], data: bytes = b"") -> bytes:

@@ -135,12 +135,12 @@ class Host:
         return watched, await watched.birth
 
     async def end(self, name: str) -> None:
-        """Kill a session, and return once nothing of it is left."""
+        """Kill a session, and return once nothing of it is left, or the server is gone or takes longer than 20 s."""
         watched = self.sessions.get(name)
         if watched is None:
             return
         if not self.lost and not watched.ended.is_set():
-            with contextlib.suppress(SandboxError):
+            with contextlib.suppress(SandboxError, TimeoutError):
                 await self._send({"do": "end", "session": name})
                 async with asyncio.timeout(_END_S):
                     await watched.ended.wait()

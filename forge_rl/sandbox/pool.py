@@ -87,7 +87,7 @@ class Pool:
             processes=int(Path("/proc/sys/kernel/pid_max").read_text()) // 2 // self.servers,
         )
         self.hosts: list[Host] = []
-        self._mending = asyncio.Lock()
+        self._starting_servers = asyncio.Lock()
         self._names = itertools.count(1)
         self._places = asyncio.Semaphore(self.most)
         self._starting = asyncio.Semaphore(starting)
@@ -99,7 +99,7 @@ class Pool:
     async def __aenter__(self) -> Pool:
         await self._tasks.__aenter__()
         try:
-            await self._mend()
+            await self._start_servers()
         except BaseException:
             await self._tasks.__aexit__(None, None, None)
             raise
@@ -162,7 +162,7 @@ class Pool:
     async def _start(self, limits: Limits) -> Body:
         async with self._starting:
             if len(self.hosts) < self.servers or any(host.lost for host in self.hosts):
-                await self._mend()
+                await self._start_servers()
             host = min(self.hosts, key=lambda host: len(host.sessions))
             return await start_body(str(next(self._names)), host, limits)
 
@@ -178,9 +178,9 @@ class Pool:
             self._places.release()
             raise
 
-    async def _mend(self) -> None:
+    async def _start_servers(self) -> None:
         """Start the servers that are not there, or no longer."""
-        async with self._mending:
+        async with self._starting_servers:
             lost = [host for host in self.hosts if host.lost]
             self.hosts = [host for host in self.hosts if not host.lost]
             await asyncio.gather(*(host.close() for host in lost))

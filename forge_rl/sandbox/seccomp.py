@@ -56,7 +56,7 @@ _ALLOWED: dict[str, tuple[int, int]] = {
     "recvmsg": (47, 212), "shutdown": (48, 210), "getsockopt": (55, 209), "getsockname": (51, 204),
     "getpeername": (52, 205),
 }  # fmt: skip
-"""Calls that are allowed whatever their arguments; numbers on x86-64 and 64-bit ARM, -1 if there is none."""
+"""Calls that are allowed with any arguments; numbers on x86-64 and 64-bit ARM, -1 where it does not exist."""
 _NEWEST = 462
 """Calls above this number are unknown here and don't exist for a session: programs fall back."""
 _CLONE, _CLONE3, _PRLIMIT, _PRCTL, _IOCTL = (56, 220), (435, 435), (302, 261), (157, 167), (16, 29)

@@ -8,7 +8,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 from forge_rl.sandbox import frames
@@ -16,7 +16,7 @@ from forge_rl.sandbox.host import Host, Watched, writable
 from forge_rl.sandbox.limits import CellError, Limits, Result, SandboxError, Usage
 
 _GRACE_S = 2.0
-"""Time beyond a cell's limit in which the session may still interrupt it by itself and keep its state."""
+"""Time beyond a cell's limit in which the session may still interrupt it and keep its state."""
 _READY_S, _FORK_S, _FILE_S, _CAUSE_S = 60.0, 30.0, 60.0, 2.0
 _MOST_HARNESS_TEXT = 1 << 18
 _BYTES_PER_ESCAPE = 6
@@ -213,7 +213,7 @@ class Session:
         async with self._lock:
             if self._closed or self._before is None or not self._before.alive:
                 hint = "open it with pool.session(undo=True)" if not self._undo else "each cell can be undone once"
-                raise SandboxError("there is no state to go back to", hint=hint)
+                raise SandboxError("the session has no earlier state", hint=hint)
             body, self._body, self._before = self._body, self._before, None
             await self._end(body)
 
@@ -256,12 +256,11 @@ class Session:
             self._release()
 
     @contextlib.asynccontextmanager
-    async def _ending_on_cancel(self, body: Body):  # type: ignore[no-untyped-def]
+    async def _ending_on_cancel(self, body: Body) -> AsyncIterator[None]:
         """Kill the session if its caller is cancelled, as its answer would be taken for the next request's."""
         try:
             yield
         except asyncio.CancelledError:
-            # The timeout of `run` cancels too, and kills the session anyway.
             body.watched.cause = body.watched.cause or "its caller was cancelled"
             body.watched.exited.set()
             await asyncio.shield(body.end())
@@ -377,18 +376,18 @@ def _result(message: dict[str, object], most: int, wall_s: float) -> Result:
     if error is not None and not (
         isinstance(error, list) and len(error) == 3 and all(isinstance(text, str) for text in error)
     ):
-        raise frames.FrameError("its error is no list of three texts")
+        raise frames.FrameError("its error is not three strings")
     texts = {}
     for name in ("stdout", "stderr", "value"):
         text = message.get(name)
         if not (isinstance(text, str) or (text is None and name == "value")):
-            raise frames.FrameError(f"its {name} is no text")
+            raise frames.FrameError(f"its {name} is not a string")
         texts[name] = None if text is None else text[:most]
     numbers = []
     for name in ("cpu_s", "memory_bytes"):
         number = message.get(name)
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e18:
-            raise frames.FrameError(f"its {name} is no size")
+            raise frames.FrameError(f"its {name} is not a size")
         numbers.append(number)
     return Result(
         stdout=texts["stdout"] or "",
