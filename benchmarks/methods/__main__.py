@@ -50,7 +50,7 @@ class Config(BenchmarkConfig):
     """Seeds of task order and sampling, one run of each method with each."""
     runs: Path | None = None
     """File of finished runs; those that it has are not run again."""
-    steps: int = 8
+    steps: int = 7
     """Batches a run."""
     groups: int = 4
     """Tasks a batch."""
