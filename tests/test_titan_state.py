@@ -167,14 +167,18 @@ def test_an_export_opens_in_transformers_with_the_same_logits(tied: bool, tmp_pa
     assert same(hf_weights(again.model), hf_weights(engine.model))
 
 
-def test_an_export_is_in_the_format_of_its_source(tmp_path: Path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_export_is_in_the_dtype_of_the_forward_pass_so_that_it_is_what_was_evaluated(
+    dtype: torch.dtype, tmp_path: Path
+):
     make_model(tmp_path / "hf").bfloat16().save_pretrained(tmp_path / "hf")
-    engine = engine_of(tmp_path / "hf")
+    name = str(dtype).removeprefix("torch.")
+    engine = engine_of(tmp_path / "hf", dtype=name)
     train(engine, range(1))
     save(engine, tmp_path / "saved", tmp_path / "hf")
     weights = load_file(tmp_path / "saved" / "model" / "model.safetensors")
-    assert same(weights, {name: tensor.bfloat16() for name, tensor in hf_weights(engine.model).items()})
-    assert json.loads((tmp_path / "saved" / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert same(weights, {name: tensor.to(dtype) for name, tensor in hf_weights(engine.model).items()})
+    assert json.loads((tmp_path / "saved" / "model" / "config.json").read_text())["dtype"] == name
 
 
 def test_an_export_of_a_spread_source_leaves_no_stale_index(tmp_path: Path):

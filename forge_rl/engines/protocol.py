@@ -312,8 +312,9 @@ class TrainEngine(Protocol):
     def save(self, folder: Path, model: Path, *, version: int) -> Future[None]:
         """Start writing `folder/model` for Hugging Face and `folder/training` to resume from; both exist, empty.
 
-        Waits for an earlier save, then copies the state, so that training may continue once this returns. Config and
-        tokenizer are copied from `model`, the folder that the run started from; `version` is saved with the weights.
+        Waits for an earlier save, then copies the state, so that training may continue once this returns. The weights
+        for Hugging Face are in the dtype of the forward pass (float32 with float64). Config and tokenizer are copied
+        from `model`, the folder that the run started from; `version` is saved with the weights.
 
         Returns:
             A future, done when all ranks have written; raises CheckpointError if one failed.

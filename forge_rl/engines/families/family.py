@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from forge_rl.errors import ModelError
 from forge_rl.weights.names import Names
 
@@ -113,8 +111,6 @@ class Architecture:
     rope: Mapping[str, float | str | bool]
     tied: bool
     """True if the input embedding is also the output projection."""
-    dtype: torch.dtype
-    """Dtype of the folder's weights and of checkpoints."""
     experts: Experts | None = None
     """None if every layer is dense."""
     latent: LatentAttention | None = None
@@ -124,7 +120,7 @@ class Architecture:
     window_layers: tuple[int, ...] = ()
     """Indices of the layers with sliding-window attention."""
     quantized: bool = False
-    """True if the folder holds quantised weights, which are dequantised to `dtype`."""
+    """True if the folder holds quantised weights, which are dequantised."""
 
     @property
     def weights(self) -> int:
@@ -243,16 +239,8 @@ class ConfigFile:
             max_positions=self.whole("max_position_embeddings"),
             rope=rope,
             tied=bool(values.get("tie_word_embeddings")),
-            dtype=self._dtype(),
             **own,
         )
-
-    def _dtype(self) -> torch.dtype:
-        name = self.values.get("dtype") or self.values.get("torch_dtype") or "bfloat16"
-        dtype = getattr(torch, str(name), None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ModelError(f"{self.path} is of dtype {name!r}", hint='set its "dtype" to "bfloat16" or "float32"')
-        return dtype
 
     def _number(self, name: str, values: Mapping[str, object]) -> float:
         value = values.get(name)

@@ -321,7 +321,7 @@ class TitanEngine:
     def save(self, folder: Path, model: Path, *, version: int) -> Future[None]:
         self.onload()
         counts = {"updates": self.updates, "planned": self.planned, "version": version}
-        dtype = self.architecture.dtype
+        dtype = torch.bfloat16 if resolve_dtype(self._settings.dtype) == torch.bfloat16 else torch.float32
         return self._saver.save(self.model, self.optimizer, counts, folder, source=model, dtype=dtype)
 
     def reset(self, optimizer: OptimizerConfig) -> None:
