@@ -157,6 +157,21 @@ def test_a_fork_goes_on_apart(sandbox: SharedPool):
     assert (third.value, first.value) == ("[1]", "[1, 2]")
 
 
+def test_a_fork_has_the_folder_as_it_was(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as session:
+            await session.run("import os, pathlib; os.makedirs('a/b'); pathlib.Path('a/b/c').write_text('1')")
+            await session.run("os.chmod('a/b/c', 0o750); os.utime('a/b/c', (7, 7)); os.mkfifo('pipe'); os.mkfifo('a/p')")
+            await session.run("os.symlink('a/b', 'link'); os.symlink('/nowhere', 'a/dead'); os.chmod('a', 0o500)")
+            async with await session.fork() as fork:
+                code = "found = os.stat('link/c'); oct(found.st_mode), found.st_mtime, open('a/b/c').read()"
+                return await fork.run(code), await fork.run("sorted(os.listdir()), sorted(os.listdir('a'))")
+
+    inside, names = sandbox.run(work())
+    assert inside.value == "('0o100750', 7.0, '1')"
+    assert names.value == "(['a', 'link'], ['b', 'dead'])"
+
+
 def test_sessions_do_not_share_random_numbers_or_users(sandbox: SharedPool):
     async def work():
         async with sandbox.pool.session() as one, sandbox.pool.session() as two:

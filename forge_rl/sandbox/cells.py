@@ -14,12 +14,10 @@ import io
 import linecache
 import os
 import resource
-import shutil
 import signal
 import socket
 import stat
 import sys
-import tempfile
 import traceback
 import types
 from typing import Any, NoReturn
@@ -217,7 +215,7 @@ class Cells:
                     raise OSError("the server did not let the fork in")
             before = os.getcwd()
             after = os.path.join(os.path.dirname(before), str(message["folder"]))
-            shutil.copytree(before, after, symlinks=True)
+            _copy_folder(before, after)
             enter_folder(after)
             self._open_streams()
             fresh_random()
@@ -253,7 +251,32 @@ def enter_folder(folder: str) -> None:
     """Make a folder this session's own, also for its temporary files."""
     os.chdir(folder)
     os.environ["HOME"] = os.environ["TMPDIR"] = os.environ["PWD"] = folder
-    tempfile.tempdir = None
+    if (tempfile := sys.modules.get("tempfile")) is not None:
+        tempfile.tempdir = None  # type: ignore[attr-defined]
+
+
+def _copy_folder(source: str, target: str) -> None:
+    """Copy files, folders and links with modes and times. What is neither, such as a pipe, stays behind."""
+    os.mkdir(target, 0o700)
+    with os.scandir(source) as entries:
+        for entry in entries:
+            copy = os.path.join(target, entry.name)
+            if entry.is_symlink():
+                os.symlink(os.readlink(entry.path), copy)
+            elif entry.is_dir():
+                _copy_folder(entry.path, copy)
+            elif entry.is_file():
+                with open(entry.path, "rb") as file, open(copy, "wb") as other:
+                    while part := file.read(1 << 20):
+                        other.write(part)
+                _copy_mode(entry.path, copy)
+    _copy_mode(source, target)
+
+
+def _copy_mode(source: str, target: str) -> None:
+    found = os.stat(source)
+    os.chmod(target, stat.S_IMODE(found.st_mode))
+    os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def rehearse() -> None:

@@ -64,6 +64,13 @@ def receive(channel: socket.socket) -> tuple[dict[str, object], bytes, list[int]
     return message, _exactly(channel, data), descriptors
 
 
+def birth_channel() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a channel by which a new process says that it is there; the first tells who has sent."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)  # before anything is sent
+    return ours, theirs
+
+
 def _exactly(channel: socket.socket, size: int) -> bytes:
     parts = bytearray()
     while len(parts) < size:

@@ -36,8 +36,6 @@ class Watched:
     out_of_memory: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when nothing of it is left."""
-    birth: asyncio.Future[list[int]] | None = None
-    """Descriptor of the channel by which a fork tells the server that it is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +125,13 @@ class Host:
         await self._send({"do": "start", "session": name, "limits": _as_json(limits)}, [control.fileno()])
         return watched
 
-    async def prepare_fork(self, name: str, of: str, limits: Limits) -> tuple[Watched, list[int]]:
-        """Ask for the cgroups of a fork; return the descriptor of the channel by which it enters them."""
-        watched = self.sessions[name] = Watched(birth=self._loop.create_future())
-        await self._send({"do": "fork", "session": name, "of": of, "limits": _as_json(limits)})
-        assert watched.birth is not None
-        return watched, await watched.birth
+    async def prepare_fork(self, name: str, of: str, limits: Limits, birth: socket.socket) -> Watched:
+        """Ask for the cgroups of a fork, which it enters by the other end of a birth channel; closes this one."""
+        watched = self.sessions[name] = Watched()
+        with birth:
+            message = {"do": "fork", "session": name, "of": of, "limits": _as_json(limits)}
+            await self._send(message, [birth.fileno()])
+        return watched
 
     async def end(self, name: str) -> None:
         """Kill a session, and return once nothing of it is left, or the server is gone or takes longer than 20 s."""
@@ -176,8 +175,6 @@ class Host:
             watched.cause = watched.cause or cause
             watched.exited.set()
             watched.ended.set()
-            if watched.birth is not None and not watched.birth.done():
-                watched.birth.set_exception(SandboxError(f"no session was forked: {cause}"))
 
     async def _send(self, message: object, fds: Sequence[int] = ()) -> None:
         data = json.dumps(message).encode()
@@ -196,31 +193,26 @@ class Host:
     def _receive(self) -> None:
         for _ in range(64):  # then others have their turn
             try:
-                data, fds, _, _ = socket.recv_fds(self._channel, _MOST_MESSAGE, 1)
+                data = self._channel.recv(_MOST_MESSAGE)
             except BlockingIOError:
                 return
             except OSError:
-                data, fds = b"", []
+                data = b""
             if not data:
                 self._lose("the sandbox server was killed")
                 return
-            self._hear(json.loads(data), fds)
+            self._hear(json.loads(data))
 
-    def _hear(self, message: dict[str, object], fds: list[int]) -> None:
+    def _hear(self, message: dict[str, object]) -> None:
         watched = self.sessions.get(str(message.get("session")))
         if watched is None:
-            for fd in fds:
-                os.close(fd)
-        elif "birth" in message and watched.birth is not None and not watched.birth.done():
-            watched.birth.set_result(fds)
-        elif "ended" in message:
+            return
+        if "ended" in message:
             watched.exited.set()
             watched.ended.set()
         elif "failed" in message:
             watched.cause = f"the machine refused to start it: {message['failed']}"
             watched.exited.set()
-            if watched.birth is not None and not watched.birth.done():
-                watched.birth.set_exception(_full(watched.cause))
         elif "exit" in message:
             status = message["exit"]
             watched.out_of_memory = bool(message["memory"])
@@ -243,7 +235,3 @@ async def writable(loop: asyncio.AbstractEventLoop, channel: socket.socket) -> N
 def _as_json(limits: Limits) -> dict[str, object]:
     names = ("memory_bytes", "processes", "cpus", "output_bytes", "scratch_bytes", "scratch_files")
     return {name: getattr(limits, name) for name in names}
-
-
-def _full(cause: str) -> SandboxError:
-    return SandboxError(cause, hint="the machine is full: open fewer sessions at a time, or lower Pool(sessions=...)")

@@ -21,11 +21,12 @@ from forge_rl.sandbox.session import Body, Session, fork_body, start_body
 PRELOADED = (
     *("ast", "bisect", "collections", "copy", "csv", "dataclasses", "datetime", "decimal", "enum"),
     *("fractions", "functools", "heapq", "inspect", "io", "itertools", "json", "math", "operator", "pathlib", "random"),
-    *("re", "shutil", "statistics", "string", "tempfile", "textwrap", "time", "typing", "uuid"),
+    *("re", "statistics", "string", "textwrap", "time", "typing"),
 )
 """Modules that every session has imported already.
 
-Left out are those that run code at each fork, such as threading and what imports it: 0.4 MiB of each session's memory.
+Left out are those that run code at each fork, such as threading and what imports it: 0.4 MiB of each session's memory;
+and shutil, tempfile and uuid, whose shared libraries would be a fifth of the mappings that each fork copies.
 """
 _OPTIONAL = ("cgroup", "landlock", "seccomp")
 _BYTES_PER_SESSION = 4 << 20
@@ -45,7 +46,7 @@ class Pool:
         starting: how many start at a time.
         sessions: how many may be open, forks included; None for as many as memory and open files allow.
         memory_bytes: of all sessions together; None for three quarters of what the machine has available now.
-        servers: fork servers that share the work; None for one per two CPUs, at most 8.
+        servers: fork servers that share the work; None for one per CPU, at most 8.
         packages: folders of packages that sessions may import, such as a site-packages folder; they can read all of it.
         preload: modules imported before sessions are forked.
         without: layers of isolation that may be missing on this machine: "cgroup", "landlock", "seccomp".
@@ -67,7 +68,7 @@ class Pool:
     ) -> None:
         self.limits = limits or Limits()
         self.most = _most_sessions() if sessions is None else sessions
-        self.servers = max(1, min(8, (os.cpu_count() or 1) // 2)) if servers is None else servers
+        self.servers = min(8, os.cpu_count() or 1) if servers is None else servers
         for name, value, least in (("warm", warm, 0), ("starting", starting, 1), ("servers", self.servers, 1)):
             if value < least:
                 raise ConfigError(f"Pool({name}={value})", hint=f"{name} must be {least} or more")

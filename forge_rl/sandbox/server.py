@@ -219,7 +219,7 @@ class _Server:
         sys.argv[:] = [""]
         for name in [name for name in sys.modules if name.partition(".")[0] == "forge_rl"]:
             del sys.modules[name]
-        self.waiting = select.poll()
+        self.waiting = select.epoll()
         self.woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake)
         self.wake = wake
@@ -239,11 +239,11 @@ class _Server:
         return found + [(f"/dev/{name}", kernel.READ_FILE | kernel.WRITE_FILE) for name in _DEVICES]
 
     def run(self) -> None:
-        self.waiting.register(self.channel, select.POLLIN)
-        self.waiting.register(self.woken, select.POLLIN)
+        self.waiting.register(self.channel, select.EPOLLIN)
+        self.waiting.register(self.woken, select.EPOLLIN)
         while True:
             # The end of a killed process wakes this loop; the timeout is for a cgroup that empties a moment later.
-            ready = dict(self.waiting.poll(20 if self.ending else None))
+            ready = dict(self.waiting.poll(0.02 if self.ending else None))
             # These come before anything that opens descriptors, which could get the number of one that was ready.
             born, dead = ready.keys() & self.births.keys(), ready.keys() & self.lives.keys()
             for fd in dead:
@@ -255,7 +255,7 @@ class _Server:
                 os.close(fd)
             if self.woken in ready:
                 os.read(self.woken, 4096)
-            self._reap()
+                self._reap()  # only now: the kernel looks at every child
             for name in list(self.ending):
                 self._finish(name)
             if self.channel.fileno() in ready:
@@ -273,7 +273,7 @@ class _Server:
             if do == "start":
                 self._start(name, message["limits"], fds[0])
             elif do == "fork":
-                self._prepare_fork(name, message["of"], message["limits"])
+                self._prepare_fork(name, message["of"], message["limits"], socket.socket(fileno=os.dup(fds[0])))
             elif do == "end" and name in self.sessions:
                 self._finish(name)
         except OSError as error:
@@ -298,7 +298,8 @@ class _Server:
         unified = self.tree.unified(name)
         try:
             if self.strict:
-                birth = self._expect(name)
+                ours, birth = frames.birth_channel()
+                self._expect(name, ours)
                 lineage.init = kernel.fork_into(None, _NAMESPACES)
                 if lineage.init == 0:
                     self._become_init(lineage, limits, control, doors, last, unified, birth)
@@ -353,23 +354,23 @@ class _Server:
     def _add(self, name: str, limits: dict[str, Any]) -> None:
         self.tree.add(name, memory_bytes=limits["memory_bytes"], processes=limits["processes"], cpus=limits["cpus"])
 
-    def _prepare_fork(self, name: str, of: str, limits: dict[str, Any]) -> None:
-        """Make a fork's cgroups, and a channel by which it says that it is there."""
-        if of not in self.sessions:
-            raise OSError("the session has ended")
-        self._add(name, limits)
+    def _prepare_fork(self, name: str, of: str, limits: dict[str, Any], birth: socket.socket) -> None:
+        """Make a fork's cgroups, while its session forks. It waits until it is let in by its birth channel."""
+        try:
+            if of not in self.sessions:
+                raise OSError("the session has ended")
+            self._add(name, limits)
+        except OSError:
+            birth.close()
+            raise
         lineage = self.sessions[name] = self.sessions[of]
         lineage.members.add(name)
-        with self._expect(name) as birth:
-            socket.send_fds(self.channel, [json.dumps({"session": name, "birth": True}).encode()], [birth.fileno()])
+        self._expect(name, birth)
 
-    def _expect(self, name: str) -> socket.socket:
-        """Return the end of a channel by which a new process says that it is there."""
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self.births[ours.fileno()] = ours, name
-        self.waiting.register(ours, select.POLLIN)
-        return theirs
+    def _expect(self, name: str, birth: socket.socket) -> None:
+        """Wait for a new process to say on a channel that it is there."""
+        self.births[birth.fileno()] = birth, name
+        self.waiting.register(birth, select.EPOLLIN)
 
     def _let_in(self, fd: int) -> None:
         """Move a process into its cgroups. The kernel's word for its PID is taken, never its own."""
@@ -386,7 +387,7 @@ class _Server:
                             if self.strict:
                                 life = os.pidfd_open(pid)
                                 self.lives[life] = name
-                                self.waiting.register(life, select.POLLIN)
+                                self.waiting.register(life, select.EPOLLIN)
                             else:
                                 self.pids[pid] = name
                             channel.send(b"!")
@@ -404,8 +405,9 @@ class _Server:
             signal.set_wakeup_fd(-1)
             _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
-            with open("/proc/self/oom_score_adj", "w") as file:  # a machine out of memory takes sessions first
-                file.write("1000")
+            score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)  # a machine out of memory takes sessions first
+            os.write(score, b"1000")
+            os.close(score)
             _limit_resources(limits)
             os.umask(0o077)
             os.setgroups([])
@@ -458,7 +460,6 @@ class _Server:
         """Kill a session's remaining processes; once all have ended, remove its cgroups and folder."""
         self.ending.add(name)
         self.tree.kill(name)
-        self._reap()
         if not self.tree.remove(name):
             return
         self.ending.discard(name)

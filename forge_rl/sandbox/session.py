@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -67,7 +66,7 @@ async def _ready(body: Body, limit_s: float) -> None:
             hello, _ = await _receive(body.channel, most_text=_MOST_HARNESS_TEXT, most_data=0)
         if "ready" in hello:
             return
-        cause = str(hello.get("failed", "it spoke out of turn"))
+        cause = body.watched.cause or str(hello.get("failed", "it spoke out of turn"))
     except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CAUSE_S):
@@ -292,13 +291,18 @@ async def fork_body(name: str, of: Body, limits: Limits) -> Body:
     Raises:
         SandboxError: the machine is full or the session refuses; it continues unless it has broken the protocol.
     """
-    watched, birth = await of.host.prepare_fork(name, of.name, limits)
+    told, birth = frames.birth_channel()
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    body = Body(name, of.host, ours, watched)
+    try:
+        body = Body(name, of.host, ours, await of.host.prepare_fork(name, of.name, limits, told))
+    except BaseException:
+        for one in (ours, theirs, birth):
+            one.close()
+        raise
     try:
         async with asyncio.timeout(_FORK_S):
-            await _send(of.channel, {"do": "fork", "folder": name}, fds=[theirs.fileno(), *birth])
+            await _send(of.channel, {"do": "fork", "folder": name}, fds=[theirs.fileno(), birth.fileno()])
             answer, _ = await _receive(of.channel, most_text=_MOST_HARNESS_TEXT, most_data=0)
         failed = answer.get("failed")
     except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
@@ -311,8 +315,7 @@ async def fork_body(name: str, of: Body, limits: Limits) -> Body:
         raise
     finally:
         theirs.close()
-        for fd in birth:
-            os.close(fd)
+        birth.close()
     if failed is not None:
         await body.end()
         raise SandboxError(f"the session could not fork: {str(failed)[:500]}", hint="Limits:processes may be too low")
