@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from forge_rl.envs.game import GuessNumber as GuessNumber
     from forge_rl.envs.protocol import Observation as Observation
     from forge_rl.envs.protocol import Step as Step
+    from forge_rl.envs.pure import tool as tool
     from forge_rl.envs.single_turn import SingleTurn as SingleTurn
     from forge_rl.envs.tools import ToolEnv as ToolEnv
     from forge_rl.errors import ForgeError as ForgeError
@@ -204,6 +205,7 @@ _HOMES = {
             "Observation",
             "Step",
         ),
+        "envs.pure": ("tool",),
         "envs.single_turn": ("SingleTurn",),
         "envs.tools": ("ToolEnv",),
         "errors": (

@@ -105,6 +105,8 @@ class ToolCall:
     """Wall time of the call in seconds; None if it was not run here."""
     error: str = ""
     """The tool's answer if it is an error, else ""."""
+    cached: bool | None = field(default=None, compare=False)
+    """True if the output is a kept result of a pure tool, False if such a tool was run; None otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -83,7 +83,9 @@ async def parse(turn: Turn, tools: Sequence[Mapping[str, object]]) -> tuple[str,
     )
 
 
-def run(world: EnvFactory, *answers: str, cut: bool = False, room: int = 10_000, score: Any = None) -> Episode:
+def run(
+    world: EnvFactory, *answers: str, cut: bool = False, room: int = 10_000, score: Any = None, task: Task = TASK
+) -> Episode:
     """Run an episode whose model writes these answers, the last one cut if so, in a context of so many letters."""
     left = list(answers)
 
@@ -101,7 +103,7 @@ def run(world: EnvFactory, *answers: str, cut: bool = False, room: int = 10_000,
     environment = Environment(Environment.Config(), None, world)  # without processes
     reward = StagedReward(score or (lambda task, text: float(len(text))), "episode" if score else "text")
     runner = EpisodeRunner(Letters(), environment, reward, parse)  # type: ignore[arg-type]
-    return asyncio.run(runner(TASK, decode))
+    return asyncio.run(runner(task, decode))
 
 
 def shown(episode: Episode, turn: int) -> str:

@@ -56,14 +56,14 @@ class Tool:
     @property
     def name(self) -> str:
         """Name of the function."""
-        return str(_inner(self.function).__name__)
+        return str(inner_function(self.function).__name__)
 
     @functools.cached_property
     def schema(self) -> Mapping[str, object]:
         """Schema in the format of chat templates: {"type": "function", "function": {"name": ..., ...}}."""
         import docstring_parser
 
-        described = docstring_parser.parse(inspect.getdoc(_inner(self.function)) or "")
+        described = docstring_parser.parse(inspect.getdoc(inner_function(self.function)) or "")
         texts = [described.short_description, described.long_description]
         parameters = _without_titles(self._adapter.json_schema())
         parameters.pop("additionalProperties", None)
@@ -77,13 +77,34 @@ class Tool:
         Raises:
             ForgeError: the function raised it, for failures that are not the model's fault.
         """
+        try:
+            given = self.read(arguments)
+        except ValueError as error:
+            return str(error)
+        return (await self.run(given, timeout_s=timeout_s))[0]
+
+    def read(self, arguments: str) -> Mapping[str, Any]:
+        """Return checked and converted arguments.
+
+        Raises:
+            ValueError: they do not fit the type hints; its text is for the model.
+        """
         import pydantic
-        import pydantic_core
 
         try:
-            given = self._adapter.validate_json(arguments.strip() or "{}")
+            given: Mapping[str, Any] = self._adapter.validate_json(arguments.strip() or "{}")
         except pydantic.ValidationError as error:
-            return f"error: wrong arguments of {self.name}: {_explained(error)}"
+            raise ValueError(f"error: wrong arguments of {self.name}: {_explained(error)}") from None
+        return given
+
+    def canonical(self, given: Mapping[str, Any]) -> object:
+        """Return arguments from `read` as JSON values that are equal for equal arguments."""
+        return self._adapter.dump_python(given, mode="json")
+
+    async def run(self, given: Mapping[str, Any], *, timeout_s: float) -> tuple[str, bool]:
+        """Call the function with arguments from `read`; return text as `call` does, and whether it is a result."""
+        import pydantic_core
+
         try:
             async with asyncio.timeout(timeout_s):
                 function = functools.partial(self.function, *[self.owner] * self.is_method, **given)
@@ -91,16 +112,17 @@ class Tool:
                 if inspect.isawaitable(result):
                     result = await result
         except TimeoutError:
-            return f"error: {self.name} took longer than {timeout_s:g} s"
+            return f"error: {self.name} took longer than {timeout_s:g} s", False
         except ForgeError:
             raise
         except (Exception, SystemExit) as error:
-            return f"error: {type(error).__name__}: {error}".removesuffix(": ")
-        return result if isinstance(result, str) else pydantic_core.to_json(result, fallback=str).decode()
+            return f"error: {type(error).__name__}: {error}".removesuffix(": "), False
+        text = result if isinstance(result, str) else pydantic_core.to_json(result, fallback=str).decode()
+        return text, not text.startswith("error: ")
 
     @property
     def _is_async(self) -> bool:
-        return inspect.iscoroutinefunction(_inner(self.function))
+        return inspect.iscoroutinefunction(inner_function(self.function))
 
     @functools.cached_property
     def _adapter(self) -> Any:
@@ -109,7 +131,7 @@ class Tool:
         import pydantic
         import typing_extensions
 
-        inner = _inner(self.function)
+        inner = inner_function(self.function)
         try:
             hints = typing.get_type_hints(inner, include_extras=True)
         except Exception as error:
@@ -171,7 +193,7 @@ def read_arguments(name: str, arguments: str) -> dict[str, object]:
     return given
 
 
-def _inner(function: Callable[..., object]) -> Any:
+def inner_function(function: Callable[..., object]) -> Any:
     """Return the function inside a partial or a callable object."""
     while isinstance(function, functools.partial):
         function = function.func

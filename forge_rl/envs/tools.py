@@ -7,13 +7,16 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from forge_rl.envs.compaction import Compact
 from forge_rl.envs.protocol import Observation, Step, close_env
+from forge_rl.envs.pure import CachedTool, purity, task_key, version_of
 from forge_rl.envs.tool import Tool
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.system.result_cache import ResultCache
 from forge_rl.types import Message, Task, ToolCall
 
 _CALL_SIGNS = (
@@ -87,29 +90,49 @@ class ToolEnv(ToolSettings):
                 return float(self.task.truth["item"] in self.cart)
 
     The model sees unparsable calls, unknown tools, wrong arguments and a tool's exceptions as error text; a ForgeError
-    raised by a tool is an environment error.
+    raised by a tool is an environment error. Results of tools that `forge_rl.tool` declares pure are kept.
 
     Raises:
-        ConfigError: there are no tools, two have the same name, or one has no schema: see `Tool`.
+        ConfigError: there are no tools, two have the same name, one lacks a schema (see `Tool`), or one that is declared
+            pure needs a version.
     """
 
     tools: Sequence[Callable[..., object]] | type
     """Functions, or a class whose methods are the tools."""
+    _: KW_ONLY
+    cache: str = "~/.cache/forge_rl/tools"
+    """Folder of the results of pure tools, shared by all runs; empty keeps them in memory only."""
+    cache_mib: int = 1024
+    """Maximum MiB of these results; the least recently used are evicted."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_flags(self, "ToolEnv's ", least={"cache_mib": 1})
         is_class = isinstance(self.tools, type)
         functions = _methods(self.tools) if isinstance(self.tools, type) else self.tools
         made = _by_name([Tool(function, is_method=is_class) for function in functions])
+        for tool in made.values():
+            if purity(tool.function) is not None:
+                version_of(tool.function)  # checks that it has one
         object.__setattr__(self, "_tools", made)
+        folder = Path(self.cache).expanduser() if self.cache else None
+        object.__setattr__(self, "_cache", ResultCache(folder, most_bytes=self.cache_mib << 20))
 
     def __call__(self, task: Task) -> ToolUse:
         """Make the environment of one episode."""
         tools: dict[str, Tool] = self._tools  # type: ignore[attr-defined]
         if not isinstance(self.tools, type):
-            return ToolUse(self, task, tools)
+            return ToolUse(self, task, {name: self._kept(tool, "") for name, tool in tools.items()})
         world = self.tools(task) if inspect.signature(self.tools).parameters else self.tools()
-        return ToolUse(self, task, {name: replace(tool, owner=world) for name, tool in tools.items()}, world)
+        about = task_key(task)
+        owned = {name: replace(tool, owner=world) for name, tool in tools.items()}
+        return ToolUse(self, task, {name: self._kept(tool, about) for name, tool in owned.items()}, world)
+
+    def _kept(self, tool: Tool, about: str | None) -> CallableTool:
+        """Return a tool that is declared pure with the cache before it; `about` is what else its results depend on."""
+        if about is None or purity(tool.function) is None:
+            return tool
+        return CachedTool(tool, self._cache, about)  # type: ignore[attr-defined]
 
 
 class ToolUse:
@@ -145,9 +168,9 @@ class ToolUse:
         done: list[ToolCall] = []
         for call in calls:
             began = time.monotonic()
-            text = await self._run(call)
+            text, cached = await self._run(call)
             error = text if text.startswith("error: ") else ""
-            done.append(replace(call, seconds=time.monotonic() - began, error=error))
+            done.append(replace(call, seconds=time.monotonic() - began, error=error, cached=cached))
             outputs.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
         if not calls:
             unread = "error: the tool call cannot be read; write it as JSON, in the form shown"
@@ -165,11 +188,16 @@ class ToolUse:
     async def close(self) -> None:
         await close_env(self._world)
 
-    async def _run(self, call: ToolCall) -> str:
+    async def _run(self, call: ToolCall) -> tuple[str, bool | None]:
+        """Return a call's output, and whether it came from the cache; None if it could not have."""
         if (tool := self._tools.get(call.name)) is None:
-            return f"error: there is no tool {call.name!r:.80}; there are: {', '.join(self._tools)}"
-        text = await tool.call(call.arguments, timeout_s=self._config.timeout_s)
-        return _clipped(text, self._config.max_output_chars)
+            return f"error: there is no tool {call.name!r:.80}; there are: {', '.join(self._tools)}", None
+        cached = None
+        if isinstance(tool, CachedTool):
+            text, cached = await tool.look_up(call.arguments, timeout_s=self._config.timeout_s)
+        else:
+            text = await tool.call(call.arguments, timeout_s=self._config.timeout_s)
+        return _clipped(text, self._config.max_output_chars), cached
 
     async def _end(self, answer: str) -> Step:
         reward = getattr(self._world, "reward", None)

@@ -12,7 +12,8 @@ from forge_rl.types import Batch, Episode
 def batch_metrics(batch: Batch) -> dict[str, Metric]:
     """Computes the metrics of a batch: `reward/mean`, `tokens/completion_max`, `lag/hist`, ...
 
-    Rewards are left out if no episode has a score, and lags if no token was sampled, as of given examples.
+    Rewards are left out if no episode has a score, lags if no token was sampled, as of given examples, and
+    `tools/cache_hits`, the share of calls of pure tools that were answered by kept results, if there were none.
     """
     episodes, lags = batch.episodes, lag_histogram(batch)
     lengths = [episode.response_tokens for episode in episodes]
@@ -28,6 +29,9 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
         found["episodes/truncated"] = sum(episode.outcome == "truncated" for episode in episodes) / len(episodes)
         found["lag/mean"] = sum(lag * tokens for lag, tokens in lags.counts.items()) / lags.total
         found |= {"lag/max": float(max(lags.counts)), "lag/hist": lags}
+    cached = [call.cached for each in episodes for turn in each.turns for call in turn.calls if call.cached is not None]
+    if cached:
+        found["tools/cache_hits"] = sum(cached) / len(cached)
     return found
 
 
