@@ -119,10 +119,16 @@ class Host:
         host._loop.add_reader(ours, host._receive)
         return host
 
-    async def begin(self, name: str, limits: Limits, control: socket.socket) -> Watched:
-        """Ask for a session that answers on a channel, whose descriptor may be closed afterwards."""
+    async def begin(self, name: str, limits: Limits, control: socket.socket, *workspace: int) -> Watched:
+        """Ask for a session that answers on a channel; its descriptor, and the others, may be closed afterwards.
+
+        Args:
+            workspace: descriptors of its folder, from `kernel.detached`, and of a channel by which the server sends
+                where changes are kept. None for a session without a workspace.
+        """
         watched = self.sessions[name] = Watched()
-        await self._send({"do": "start", "session": name, "limits": _as_json(limits)}, [control.fileno()])
+        message = {"do": "start", "session": name, "limits": _as_json(limits)}
+        await self._send(message, [control.fileno(), *workspace])
         return watched
 
     async def prepare_fork(self, name: str, of: str, limits: Limits, birth: socket.socket) -> Watched:

@@ -20,7 +20,7 @@ NEW_MOUNTS, NEW_HOST_NAME, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NETWORK = (
 READ_ONLY, NO_SETUID, NO_DEVICES, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 1 << 14, 1 << 18
 """Flags of `mount`."""
 _INTO_CGROUP, _PARENT, _CHILD_SETTID, _CHILD_CLEARTID = 0x200000000, 0x8000, 0x01000000, 0x00200000
-_MOUNT_SETATTR, _CLONE3 = 442, 435  # the same on all architectures, as are Landlock's
+_MOUNT_SETATTR, _CLONE3, _OPEN_TREE, _MOVE_MOUNT = 442, 435, 428, 429  # the same everywhere, as are Landlock's
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _CAPSET = {"x86_64": 126, "aarch64": 91}
@@ -62,6 +62,25 @@ def bind_read_only(source: str, target: str) -> None:
     if _libc.syscall(_MOUNT_SETATTR, -100, target.encode(), recursive, attributes, len(attributes)) < 0:
         # Before Linux 5.12 only the topmost mount can be changed at once.
         mount("none", target, flags=REMOUNT | BIND | READ_ONLY | NO_SETUID | NO_DEVICES)
+
+
+def detached(folder: str) -> int:
+    """Return a descriptor of a folder's file system that is mounted nowhere, for `attach` in any mount namespace."""
+    clone, close_on_exec = 1, os.O_CLOEXEC
+    return _checked(_libc.syscall(_OPEN_TREE, -100, os.fsencode(folder), clone | close_on_exec), "open_tree")
+
+
+def attach(tree: int, target: str, users: int) -> None:
+    """Mount a detached folder read-only, with its files' owners as a user namespace maps them.
+
+    Args:
+        tree: from `detached`; attached only once.
+        users: descriptor of the user namespace, whose own ids are those on the disk.
+    """
+    at_itself, owners_mapped, from_itself = 0x1000, 0x100000, 4
+    attributes = struct.pack("QQQQ", READ_ONLY | NO_SETUID | NO_DEVICES | owners_mapped, 0, 0, users)
+    _checked(_libc.syscall(_MOUNT_SETATTR, tree, b"", at_itself, attributes, len(attributes)), "mount_setattr")
+    _checked(_libc.syscall(_MOVE_MOUNT, tree, b"", -100, target.encode(), from_itself), "move_mount")
 
 
 def unmount(target: str) -> None:

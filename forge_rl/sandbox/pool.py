@@ -16,7 +16,7 @@ from typing import Literal
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.host import Host, ServerSettings
 from forge_rl.sandbox.limits import Limits, SandboxError
-from forge_rl.sandbox.session import Body, Session, fork_body, start_body
+from forge_rl.sandbox.session import Body, Session, fork_body, start_body, start_body_in
 
 PRELOADED = (
     *("ast", "bisect", "collections", "copy", "csv", "dataclasses", "datetime", "decimal", "enum"),
@@ -95,6 +95,8 @@ class Pool:
         self._warm: deque[Body] = deque()
         self._warming = 0
         self._most_warm = warm
+        self._told = set[str]()
+        """Reasons for copying workspaces that were warned of."""
         self._tasks = asyncio.TaskGroup()
 
     async def __aenter__(self) -> Pool:
@@ -118,23 +120,41 @@ class Pool:
 
     @contextlib.asynccontextmanager
     async def session(
-        self, *, limits: Limits | None = None, undo: bool = False, wait_s: float | None = None
+        self,
+        *,
+        limits: Limits | None = None,
+        undo: bool = False,
+        workspace: str | Path | None = None,
+        wait_s: float | None = None,
     ) -> AsyncIterator[Session]:
         """Open a session for a block of code; see `open`."""
-        async with await self.open(limits=limits, undo=undo, wait_s=wait_s) as session:
+        async with await self.open(limits=limits, undo=undo, workspace=workspace, wait_s=wait_s) as session:
             yield session
 
-    async def open(self, *, limits: Limits | None = None, undo: bool = False, wait_s: float | None = None) -> Session:
+    async def open(
+        self,
+        *,
+        limits: Limits | None = None,
+        undo: bool = False,
+        workspace: str | Path | None = None,
+        wait_s: float | None = None,
+    ) -> Session:
         """Open a session, which its caller closes. Those who wait for a place get it in the order in which they came.
 
         Args:
             limits: instead of the pool's.
             undo: keep the state before each cell, for `Session.restore`; takes a second place.
+            workspace: a folder in which the session works as if it was its own, with its owner's files as the
+                session's. The folder never changes, and nobody should change it meanwhile; many sessions share it.
+                Where the kernel has no overlays for it, each session gets a copy, within its limits, and this warns.
             wait_s: how long to wait for a place; None for as long as it takes.
 
         Raises:
             SandboxError: no place became free, or the session could not be started.
         """
+        if undo and workspace is not None:
+            raise ConfigError("a session with a workspace cannot be undone", hint="leave out undo=True")
+        folder = None if workspace is None else _resolved(workspace)
         try:
             async with asyncio.timeout(wait_s):
                 await self._places.acquire()
@@ -144,9 +164,9 @@ class Pool:
                 hint="close sessions, or raise Pool(sessions=...)",
             ) from None
         try:
-            body = self._take_warm() if limits is None else None
+            body = self._take_warm() if limits is None and folder is None else None
             if body is None:
-                body = await self._start(limits or self.limits)
+                body = await self._start(limits or self.limits, folder)
         except BaseException:
             self._places.release()
             raise
@@ -160,12 +180,19 @@ class Pool:
                 return body
         return None
 
-    async def _start(self, limits: Limits) -> Body:
+    async def _start(self, limits: Limits, workspace: str | None = None) -> Body:
         async with self._starting:
             if len(self.hosts) < self.servers or any(host.lost for host in self.hosts):
                 await self._start_servers()
             host = min(self.hosts, key=lambda host: len(host.sessions))
-            return await start_body(str(next(self._names)), host, limits)
+            name = str(next(self._names))
+            if workspace is None:
+                return await start_body(name, host, limits)
+            body = await start_body_in(name, host, limits, workspace)
+        if body.workspace is not None and (reason := body.workspace.copied) and reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(f"each session copies {workspace}, as an overlay of it failed: {reason}", stacklevel=2)
+        return body
 
     async def _fork(self, of: Body, limits: Limits) -> Body:
         if self._places.locked():  # waiting could be for ever: the caller holds a place
@@ -205,6 +232,10 @@ class Pool:
         finally:
             self._warming -= 1
         self._warm.append(body)
+
+
+def _resolved(folder: str | Path) -> str:
+    return os.path.realpath(folder)
 
 
 def _most_sessions() -> int:

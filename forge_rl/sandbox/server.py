@@ -22,7 +22,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from forge_rl.sandbox import cells, cgroups, frames, kernel, seccomp
+from forge_rl.sandbox import cells, cgroups, frames, kernel, overlays, seccomp
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """What a session can read and execute, besides Python."""
@@ -136,8 +136,10 @@ def _build_root(folders: list[str]) -> None:
     for name, text in (("passwd", _PASSWD.format(uid=65534)), ("group", "sandbox:x:65534:\n")):
         with open(f"{root}/etc/{name}", "w") as file:
             file.write(text)
-    for name in ("proc", "tmp"):
-        os.mkdir(f"{root}/{name}", 0o711)
+    for name in ("/proc", "/tmp"):
+        os.mkdir(root + name, 0o711)
+    for name in overlays.HIDDEN:
+        os.mkdir(root + name, 0o700)
     kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "size=1m,mode=711")
     kernel.pivot_root(root)
 
@@ -188,6 +190,9 @@ class _Lineage:
     init: int = 0
     """PID 1 of their own namespaces in the profile `strict`; 0 if there is none."""
     members: set[str] = field(default_factory=set)
+    has_workspace: bool = False
+    to_copy: int = -1
+    """Descriptor of the workspace's base if its first process has to copy it."""
 
 
 class _Server:
@@ -259,7 +264,7 @@ class _Server:
             for name in list(self.ending):
                 self._finish(name)
             if self.channel.fileno() in ready:
-                message, fds, _, _ = socket.recv_fds(self.channel, _MOST_MESSAGE, 1)
+                message, fds, _, _ = socket.recv_fds(self.channel, _MOST_MESSAGE, 3)
                 if not message:
                     return
                 self._answer(json.loads(message), fds)
@@ -271,7 +276,7 @@ class _Server:
         name, do = str(message["session"]), message["do"]
         try:
             if do == "start":
-                self._start(name, message["limits"], fds[0])
+                self._start(name, message["limits"], *fds)
             elif do == "fork":
                 self._prepare_fork(name, message["of"], message["limits"], socket.socket(fileno=os.dup(fds[0])))
             elif do == "end" and name in self.sessions:
@@ -287,7 +292,7 @@ class _Server:
             for fd in fds:
                 os.close(fd)
 
-    def _start(self, name: str, limits: dict[str, Any], control: int) -> None:
+    def _start(self, name: str, limits: dict[str, Any], control: int, *workspace: int) -> None:
         uid = self.first_uid + int(name) % self.uids
         self._add(name, limits)
         lineage = self.sessions[name] = _Lineage(
@@ -302,12 +307,14 @@ class _Server:
                 self._expect(name, ours)
                 lineage.init = kernel.fork_into(None, _NAMESPACES)
                 if lineage.init == 0:
-                    self._become_init(lineage, limits, control, doors, last, unified, birth)
+                    self._become_init(lineage, limits, control, doors, last, unified, birth, workspace)
                 birth.close()
                 self.inits[lineage.init] = lineage
             else:
                 os.mkdir(lineage.folder, 0o700)
                 _mount_scratch(lineage, limits)
+                if workspace:
+                    _show_workspace(lineage, limits, *workspace)
                 pid = kernel.fork_into(unified)
                 if pid == 0:
                     self._become_session(lineage, limits, control, doors, last)
@@ -325,6 +332,7 @@ class _Server:
         last: list[int],
         unified: int | None,
         birth: socket.socket,
+        workspace: tuple[int, ...],
     ) -> NoReturn:
         """Be PID 1 of namespaces for one session and its forks, outside of their cgroups."""
         try:
@@ -332,6 +340,8 @@ class _Server:
             kernel.unmount("/tmp")
             _mount_proc()
             _mount_scratch(lineage, limits)
+            if workspace:
+                _show_workspace(lineage, limits, *workspace)
             signal.set_wakeup_fd(-1)
             if kernel.fork_into(unified) == 0:
                 birth.send(b"?")  # the server learns which process this is, before anything untrusted runs
@@ -410,12 +420,18 @@ class _Server:
             os.close(score)
             _limit_resources(limits)
             os.umask(0o077)
+            if lineage.to_copy >= 0:
+                overlays.copy(lineage.to_copy, folder, uid)
             os.setgroups([])
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
             own = os.path.join(folder, "0")
             os.mkdir(own, 0o700)
             cells.enter_folder(own)
+            if lineage.has_workspace:
+                os.environ["PWD"] = os.path.join(folder, overlays.NAME)
+                os.chdir(os.environ["PWD"])
+                sys.path.insert(0, os.environ["PWD"])
             if self.strict:
                 kernel.enter_own_user_namespace()
             kernel.forbid_privileges()
@@ -492,6 +508,22 @@ def _uids(number: int) -> tuple[int, int]:
     if size < 4096:
         raise OSError(f"this container has only {size} user ids, too few for sessions of their own")
     return first + size // 2, size // 2 - 1  # other servers have the same ones, but see none of our processes
+
+
+def _show_workspace(lineage: _Lineage, limits: dict[str, Any], base: int, owner: int) -> None:
+    """Make a session's workspace, and send its owner where changes are kept, and why it is a copy if it is one."""
+    lineage.has_workspace, reason = True, ""
+    place = os.path.join(lineage.folder, overlays.NAME)
+    os.mkdir(place, 0o700)
+    most = {"most_bytes": limits["scratch_bytes"], "most_files": limits["scratch_files"]}
+    try:
+        changes = overlays.mount(base, lineage.folder, lineage.uid, **most)
+    except OSError as error:
+        lineage.to_copy, reason = base, str(error)
+        changes = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
+    with socket.socket(fileno=os.dup(owner)) as channel:
+        socket.send_fds(channel, [f"workspace {reason}".encode()], [changes])
+    os.close(changes)
 
 
 def _mount_scratch(lineage: _Lineage, limits: dict[str, Any]) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
-from forge_rl.sandbox import frames
+from forge_rl.sandbox import frames, kernel
+from forge_rl.sandbox.changes import APPLY, LEFT_OUT, Change, Changes, OpenFolder, packed, read_changes
+from forge_rl.sandbox.diffs import diff_text
 from forge_rl.sandbox.host import Host, Watched, writable
 from forge_rl.sandbox.limits import CellError, Limits, Result, SandboxError, Usage
 
@@ -22,6 +26,16 @@ _BYTES_PER_ESCAPE = 6
 
 
 @dataclass(frozen=True, eq=False)
+class OpenWorkspace:
+    """A folder that a session sees as its own."""
+
+    base: str
+    changed: OpenFolder
+    copied: str
+    """Why the session works in a copy; "" if it has an overlay, which costs nothing until something changes."""
+
+
+@dataclass(frozen=True, eq=False)
 class Body:
     """The processes that a session is at present, reached by a channel."""
 
@@ -29,6 +43,7 @@ class Body:
     host: Host
     channel: socket.socket
     watched: Watched
+    workspace: OpenWorkspace | None = None
 
     @property
     def alive(self) -> bool:
@@ -41,8 +56,11 @@ class Body:
         await self.host.end(self.name)
 
 
-async def start_body(name: str, host: Host, limits: Limits) -> Body:
+async def start_body(name: str, host: Host, limits: Limits, *workspace: int) -> Body:
     """Start a session on a server.
+
+    Args:
+        workspace: see `Host.begin`.
 
     Raises:
         SandboxError: the machine is full, or the server is gone.
@@ -51,12 +69,47 @@ async def start_body(name: str, host: Host, limits: Limits) -> Body:
     ours.setblocking(False)
     try:
         with theirs:
-            body = Body(name, host, ours, await host.begin(name, limits, theirs))
+            body = Body(name, host, ours, await host.begin(name, limits, theirs, *workspace))
     except BaseException:
         ours.close()
         raise
     await _ready(body, _READY_S)
     return body
+
+
+async def start_body_in(name: str, host: Host, limits: Limits, folder: str) -> Body:
+    """Start a session on a server with a folder as its workspace.
+
+    Raises:
+        SandboxError: there is no such folder, the machine is full, or the server is gone.
+    """
+    base = _detached(folder)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        try:
+            with theirs:
+                body = await start_body(name, host, limits, base, theirs.fileno())
+        finally:
+            os.close(base)
+        ours.setblocking(False)
+        try:
+            told, fds, _, _ = socket.recv_fds(ours, 4096, 1)  # sent before the session was ready
+            if not fds:
+                raise SandboxError("too many files are open", hint="raise `ulimit -n`, or open fewer sessions")
+        except BaseException:
+            await asyncio.shield(body.end())
+            raise
+    reason = told.decode("utf-8", "replace").removeprefix("workspace ")
+    return replace(body, workspace=OpenWorkspace(folder, OpenFolder(fds[0], is_overlay=not reason), reason))
+
+
+def _detached(folder: str) -> int:
+    if not os.path.isdir(folder):
+        raise SandboxError(f"there is no folder {folder}", hint="a workspace is a folder")
+    try:
+        return kernel.detached(folder)
+    except OSError as error:
+        raise SandboxError(f"{folder} cannot be a workspace: {error}", hint="it takes Linux 5.12 and root") from None
 
 
 async def _ready(body: Body, limit_s: float) -> None:
@@ -189,6 +242,52 @@ class Session:
         """
         return await self._ask({"do": "get", "path": path, "most": self.limits.transfer_bytes})
 
+    async def changes(self, *, leave_out: Collection[str] = LEFT_OUT) -> Changes:
+        """Return what differs in the workspace from its base, also after the session was killed, until it is closed.
+
+        Read by this process, from the file system: the session has no part in it. Special files have no content.
+
+        Args:
+            leave_out: names of files and folders to leave out wherever they are.
+
+        Raises:
+            SandboxError: the session has no workspace, or is closed.
+        """
+        if self._closed or (workspace := self._body.workspace) is None:
+            state = "is closed" if self._closed else "has no workspace"
+            raise SandboxError(f"the session {state}", hint="open it with pool.session(workspace=FOLDER)")
+        async with self._lock:
+            return await asyncio.to_thread(
+                read_changes,
+                workspace.base,
+                workspace.changed,
+                leave_out=leave_out,
+                most_file_bytes=self.limits.transfer_bytes,
+                most_bytes=self.limits.scratch_bytes,
+                most_changes=self.limits.scratch_files,
+            )
+
+    async def diff(self, *, leave_out: Collection[str] = LEFT_OUT) -> str:
+        """Return what differs in the workspace from its base as a unified diff of at most 1 MiB; see `changes`.
+
+        Binary and special files are named without content.
+        """
+        return await asyncio.to_thread(diff_text, await self.changes(leave_out=leave_out))
+
+    async def apply(self, changes: Sequence[Change]) -> None:
+        """Make another session's changes in this one, which should be a new one with the same base.
+
+        They are made by this session, with its own rights. Special files, and files without content, are left out.
+
+        Raises:
+            SandboxError: they do not fit, or something else is where they belong.
+        """
+        path = f"../0/.changes-{uuid.uuid4().hex}"
+        await self.put(path, packed(changes))
+        result = await self.run(APPLY.format(path=path))
+        if result.error is not None:
+            raise SandboxError(f"the changes do not apply: {result.error.name}: {result.error.message[:500]}")
+
     async def fork(self) -> Session:
         """Return an independent copy of the session: its variables, and its folder under another name.
 
@@ -200,6 +299,8 @@ class Session:
         """
         async with self._lock:
             self._check_alive()
+            if self._body.workspace is not None:
+                raise SandboxError("a session with a workspace cannot be forked", hint="open one, and apply changes")
             body = await self._fork_body(self._body, self.limits)
         return Session(body, self.limits, fork_body=self._fork_body, release=self._release, undo=self._undo)
 
@@ -222,7 +323,8 @@ class Session:
             return
         self._closed = True
         await self._drop_before()
-        await self._end(self._body)
+        body, self._body = self._body, replace(self._body, workspace=None)
+        await self._end(body)
 
     async def __aenter__(self) -> Session:
         return self

@@ -1,0 +1,242 @@
+"""What a session changed of its workspace: read outside of the session, from folders whose content is hostile.
+
+Nothing is executed, no link is followed, only regular files are opened, and what is read is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+import weakref
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+LEFT_OUT = (".git", "__pycache__", ".pytest_cache")
+"""Names of files and folders that by default are no part of what was changed."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MOST_DEPTH = 100
+_OPAQUE = "trusted.overlay.opaque"
+
+
+class OpenFolder:
+    """A descriptor of a folder, closed when nobody refers to the object any more.
+
+    Args:
+        fd: the descriptor.
+        is_overlay: whether it holds only what differs from the base, as the kernel's overlays keep it.
+    """
+
+    def __init__(self, fd: int, *, is_overlay: bool) -> None:
+        self.fd = fd
+        self.is_overlay = is_overlay
+        weakref.finalize(self, os.close, fd)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A file, link, folder or special file."""
+
+    mode: int
+    """As in git: 0o100644 or 0o100755 for a file, 0o120000 for a link, 0o040000 for a folder. A special file has the
+    number of its kind, such as 0o010000 for a FIFO."""
+    data: bytes | None = field(default=None, repr=False)
+    """Content of a file, or target of a link; None if it has none, or was too large to be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A path that a session has changed. Path and content were chosen by the session: they may be anything."""
+
+    path: str
+    """Relative to the workspace; bytes that are not UTF-8 are lone surrogates."""
+    before: Entry | None
+    """In the base; None if the session added it."""
+    after: Entry | None
+    """None if the session deleted it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What a session has changed, a folder before its content. A renamed file is deleted and added."""
+
+    changes: Sequence[Change]
+    left_out: Sequence[str] = ()
+    """What is missing above, each with the reason."""
+
+
+def read_changes(
+    base: str,
+    mine: OpenFolder,
+    *,
+    leave_out: Collection[str] = LEFT_OUT,
+    most_file_bytes: int = 16 << 20,
+    most_bytes: int = 64 << 20,
+    most_changes: int = 10_000,
+) -> Changes:
+    """Compare a workspace with its base.
+
+    Args:
+        base: folder of the base.
+        mine: what the session changed, or the whole workspace.
+        leave_out: names of files and folders to leave out wherever they are.
+        most_file_bytes: content of larger files is left out.
+        most_bytes: content of all files together.
+        most_changes: paths that are listed.
+    """
+    reader = _Reader(mine.is_overlay, frozenset(leave_out), most_file_bytes, most_bytes, most_changes)
+    root = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        changes = list(reader.folder("", root, mine.fd, merged=mine.is_overlay, depth=0))
+    finally:
+        os.close(root)
+    return Changes(changes=changes, left_out=reader.left_out)
+
+
+@dataclass
+class _Reader:
+    is_overlay: bool
+    leave_out: frozenset[str]
+    most_file_bytes: int
+    left_bytes: int
+    left_changes: int
+    left_out: list[str] = field(default_factory=list)
+
+    def folder(self, path: str, base: int | None, mine: int | None, *, merged: bool, depth: int) -> Iterator[Change]:
+        """Compare two open folders, either of which may not exist.
+
+        Args:
+            merged: True if what `mine` lacks is unchanged, rather than deleted.
+        """
+        if depth > _MOST_DEPTH:
+            self.left_out.append(f"{path}: below {_MOST_DEPTH} folders")
+            return
+        names = set() if mine is None else set(os.listdir(mine))
+        if base is not None and not merged:
+            names |= set(os.listdir(base))
+        for name in sorted(names - self.leave_out):
+            before, after = self._entry(name, base), self._entry(name, mine)
+            if self.is_overlay and after == Entry(mode=stat.S_IFCHR):  # a whiteout, by which overlays delete
+                after = None
+            unread = [each for each in (before, after) if each and stat.S_ISREG(each.mode) and each.data is None]
+            if before != after or unread:
+                if self.left_changes == 0:
+                    self.left_out.append(f"{path}{name} and what follows: more changes than are listed")
+                    return
+                self.left_changes -= 1
+                if unread:
+                    self.left_out.append(f"content of {path}{name}: too large")
+                yield Change(path=path + name, before=before, after=self._within_bounds(path + name, after))
+            yield from self._below(
+                path, name, base if _is_folder(before) else None, mine if _is_folder(after) else None, depth
+            )
+
+    def _below(self, path: str, name: str, base: int | None, mine: int | None, depth: int) -> Iterator[Change]:
+        if base is None and mine is None:
+            return
+        with contextlib.ExitStack() as opened:
+            folders = [None if each is None else _open_folder(name, each) for each in (base, mine)]
+            for fd in folders:
+                if fd is not None:
+                    opened.callback(os.close, fd)
+            merged = self.is_overlay and folders[1] is not None and not _is_opaque(folders[1])
+            yield from self.folder(f"{path}{name}/", *folders, merged=merged, depth=depth + 1)
+
+    def _entry(self, name: str, folder: int | None) -> Entry | None:
+        """Read a file or link, or what else there is; None if there is nothing."""
+        if folder is None:
+            return None
+        with contextlib.suppress(OSError):  # it changes while we look
+            kind = stat.S_IFMT(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+            if stat.S_ISLNK(kind):
+                return Entry(mode=kind, data=os.fsencode(os.readlink(name, dir_fd=folder)))
+            if not stat.S_ISREG(kind):
+                return Entry(mode=kind)
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            with open(os.open(name, flags, dir_fd=folder), "rb", buffering=0) as file:
+                about = os.fstat(file.fileno())
+                if not stat.S_ISREG(about.st_mode):
+                    return None
+                data = b"" if about.st_size > self.most_file_bytes else _read(file.fileno(), self.most_file_bytes + 1)
+                too_large = about.st_size > self.most_file_bytes or len(data) > self.most_file_bytes
+                mode = 0o100755 if about.st_mode & stat.S_IXUSR else 0o100644
+                return Entry(mode=mode, data=None if too_large else data)
+        return None
+
+    def _within_bounds(self, path: str, entry: Entry | None) -> Entry | None:
+        if entry is None or entry.data is None:
+            return entry
+        if len(entry.data) > self.left_bytes:
+            self.left_out.append(f"content of {path}: more bytes than are read of all files")
+            return Entry(mode=entry.mode)
+        self.left_bytes -= len(entry.data)
+        return entry
+
+
+def _is_folder(entry: Entry | None) -> bool:
+    return entry is not None and stat.S_ISDIR(entry.mode)
+
+
+def _open_folder(name: str, parent: int) -> int | None:
+    try:
+        return os.open(name, _FOLDER, dir_fd=parent)
+    except OSError:  # it is no longer one
+        return None
+
+
+def _is_opaque(folder: int) -> bool:
+    """Return True if an overlay hides what the base has in this folder. Only the kernel can write this mark."""
+    try:
+        return os.getxattr(folder, _OPAQUE) == b"y"
+    except OSError:
+        return False
+
+
+def _read(fd: int, most: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < most and (part := os.read(fd, most - len(parts))):
+        parts += part
+    return bytes(parts)
+
+
+APPLY = """def _apply():
+    import json, os, stat
+    with open({path!r}, "rb") as file:
+        size = int(file.readline())
+        listed = json.loads(file.read(size))
+        os.unlink({path!r})
+        for path, remove, mode, length in reversed(listed):
+            if remove:
+                (os.rmdir if stat.S_ISDIR(remove) else os.unlink)(path)
+        for path, remove, mode, length in listed:
+            if stat.S_ISDIR(mode):
+                os.makedirs(path, exist_ok=True)
+            elif mode:
+                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+                data = file.read(length)
+                if stat.S_ISLNK(mode):
+                    os.symlink(data, path)
+                else:
+                    with open(path, "wb") as written:
+                        written.write(data)
+                    os.chmod(path, mode & 0o777)
+_apply(); del _apply
+"""
+"""A cell that applies what `packed` returns, from the file {path}."""
+
+
+def packed(changes: Sequence[Change]) -> bytes:
+    """Return changes as one file for the cell APPLY. Special files, and files without content, are left out."""
+    listed, contents = list[tuple[str, int, int, int]](), list[bytes]()
+    for change in changes:
+        before, after = change.before, change.after
+        if after is not None and not stat.S_ISDIR(after.mode) and after.data is None:
+            continue
+        kinds = [0 if each is None else stat.S_IFMT(each.mode) for each in (before, after)]
+        data = b"" if after is None or after.data is None else after.data
+        replaced = kinds[0] and (kinds[0] != kinds[1] or stat.S_ISLNK(kinds[0]))
+        listed.append((change.path, kinds[0] if replaced else 0, 0 if after is None else after.mode, len(data)))
+        contents.append(data)
+    head = json.dumps(listed).encode()
+    return b"%d\n" % len(head) + head + b"".join(contents)

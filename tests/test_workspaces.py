@@ -1,0 +1,242 @@
+"""Workspaces: sessions share a folder as their own, and what each changed is read without trusting it."""
+
+import os
+import stat
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forge_rl.errors import ConfigError
+from forge_rl.sandbox import SandboxError
+from forge_rl.sandbox.changes import Change, Changes, Entry, OpenFolder, read_changes
+from forge_rl.sandbox.diffs import diff_text
+from tests.sandbox_pool import LIMITS, SharedPool
+
+FILE = stat.S_IFREG | 0o644
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A folder with a package, a script, a link and two names for one file."""
+    folder = tmp_path / "base"
+    (folder / "package").mkdir(parents=True)
+    (folder / "package" / "a.py").write_text("x = 1\ny = 2\n")
+    (folder / "package" / "b.py").write_text("z = 3\n")
+    (folder / "run.sh").write_text("#!/bin/sh\n")
+    os.link(folder / "run.sh", folder / "same.sh")
+    os.symlink("run.sh", folder / "link")
+    return folder
+
+
+def snapshot(folder: Path) -> list[tuple[str, int, bytes]]:
+    return [
+        (str(path.relative_to(folder)), path.lstat().st_mode, path.read_bytes() if path.is_file() else b"")
+        for path in sorted(folder.rglob("*"))
+    ]
+
+
+def changed_by(sandbox: SharedPool, base: Path, code: str, **limits: object) -> tuple[Changes, str]:
+    """Run a cell, which must succeed, in a workspace; return what changed, also as text."""
+
+    async def work():
+        async with sandbox.pool.session(workspace=base, limits=replace(LIMITS, **limits)) as session:
+            result = await session.run(code)
+            assert result.error is None, result.error.traceback
+            return await session.changes(), await session.diff()
+
+    return sandbox.run(work())
+
+
+def test_the_diff_of_a_workspace_is_one_that_git_applies(sandbox: SharedPool, base: Path, tmp_path: Path):
+    before = snapshot(base)
+    found, text = changed_by(
+        sandbox,
+        base,
+        "import os, shutil\nopen('package/a.py', 'a').write('w = 4')\nos.chmod('run.sh', 0o755)\nos.unlink('link')\n"
+        "os.symlink('package', 'link')\nshutil.move('package/b.py', 'moved.py')\nos.makedirs('new/empty')\n"
+        "open('new/line\\nfeed', 'w').write('hi\\n')\nopen(b'new/\\xff', 'w').write('hi\\n')\n"
+        "open('zeros', 'wb').write(bytes(9))\n"
+        "open('same.sh', 'r+').close()",
+    )
+    assert snapshot(base) == before
+    assert [change.path for change in found.changes] == [
+        *("link", "moved.py", "new", "new/empty", "new/line\nfeed", "new/\udcff", "package/a.py", "package/b.py"),
+        *("run.sh", "zeros"),
+    ]
+    assert not found.left_out
+    assert "Binary files /dev/null and b/zeros differ" in text
+    without = "".join(f"diff --git{each}" for each in text.split("diff --git")[1:] if "b/zeros" not in each)
+    subprocess.run(["git", "apply", "-"], cwd=base, input=without, text=True, check=True)
+    assert (base / "package" / "a.py").read_text() == "x = 1\ny = 2\nw = 4"
+    assert not (base / "package" / "b.py").exists()
+    assert (base / "moved.py").read_text() == "z = 3\n"
+    assert os.readlink(base / "link") == "package"
+    assert (base / "run.sh").stat().st_mode & stat.S_IXUSR
+    assert os.listdir(os.fsencode(base / "new")) in ([b"line\nfeed", b"\xff"], [b"\xff", b"line\nfeed"])
+
+
+def test_changes_of_one_session_are_made_in_another_also_where_kinds_change(sandbox: SharedPool, base: Path):
+    async def work():
+        async with sandbox.pool.session(workspace=base) as first, sandbox.pool.session(workspace=base) as second:
+            shell = "rm -r package link run.sh; echo 1 > package; mkdir link; echo 2 > link/x; chmod +x link/x"
+            await first.run(f"import os; os.system('{shell}; ln -s / run.sh; mkdir -p a/b; echo 3 > same.sh')")
+            changes = await first.changes()
+            assert (await second.run("import os; os.listdir('package')")).value in (
+                "['a.py', 'b.py']",
+                "['b.py', 'a.py']",
+            )
+            await second.apply(changes.changes)
+            assert (
+                await second.run("os.getcwd().endswith('/workspace'), os.listdir(os.environ['HOME'])")
+            ).value == "(True, [])"
+            return changes, await second.changes()
+
+    first, second = sandbox.run(work())
+    assert first.changes == second.changes
+    assert {change.path for change in first.changes} >= {"package", "package/a.py", "link", "link/x", "run.sh", "a/b"}
+
+
+def test_a_deleted_and_rebuilt_folder_hides_what_the_base_had(sandbox: SharedPool, base: Path):
+    found, _ = changed_by(
+        sandbox, base, "import shutil, os\nshutil.rmtree('package'); os.mkdir('package'); open('package/c', 'w')"
+    )
+    assert [(change.path, change.after is None) for change in found.changes] == [
+        *(("package/a.py", True), ("package/b.py", True), ("package/c", False)),
+    ]
+
+
+def test_what_a_session_changed_is_there_after_it_was_killed(sandbox: SharedPool, base: Path):
+    async def work():
+        async with sandbox.pool.session(workspace=base) as session:
+            await session.run("import os\nopen('kept', 'w').write('1'); os._exit(1)")
+            assert not session.alive
+            text = await session.diff()
+        with pytest.raises(SandboxError, match="is closed"):
+            await session.diff()
+        return text
+
+    assert "+1" in sandbox.run(work())
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("os.symlink('/etc/shadow', 'a'); os.symlink('/etc', 'b')", {"a", "b"}),
+        ("os.mkfifo('a'); os.mknod('b', 0o140644)", {"a", "b"}),
+        ("open('a', 'w').write('x'); os.chmod('a', 0o6777); os.chmod('package', 0)", {"a"}),
+        (
+            "os.mkdir('.git'); open('.git/config', 'w').write('[core]\\n fsmonitor = touch /tmp/hurt'); open('a', 'w')",
+            {"a"},
+        ),
+        ("open('.gitattributes', 'w').write('* filter=x diff=y')", {".gitattributes"}),
+        ("os.link('run.sh', 'a'); open('a', 'w').write('b')", {"a", "run.sh"}),
+    ],
+    ids=["links", "special files", "modes", "git's config", "attributes", "hard links"],
+)
+def test_a_hostile_tree_is_only_read(sandbox: SharedPool, base: Path, code: str, names: set[str]):
+    before = snapshot(base)
+    found, text = changed_by(sandbox, base, f"import os\n{code}")
+    assert {change.path for change in found.changes} == names
+    for change in found.changes:
+        assert change.after is not None
+        assert change.after.mode & 0o6022 == 0  # also git's own modes have no setuid
+    assert "root:" not in text
+    assert snapshot(base) == before
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open('big', 'wb').write(bytes(5 << 20))",
+        "for i in range(99): open(f'file {i}', 'w').close()",
+        "import os\nos.mknod('device', 0o20666, os.makedev(1, 3))",
+        "import os\nos.listdir('/changes')",
+        "import os\nos.listdir('/base')",
+        "import os\nos.setxattr('package', 'trusted.overlay.opaque', b'y')",
+    ],
+    ids=["quota of bytes", "quota of files", "device", "overlay's own folder", "base itself", "overlay's marks"],
+)
+def test_a_session_cannot_go_around_its_workspace(sandbox: SharedPool, base: Path, code: str):
+    async def work():
+        async with sandbox.pool.session(workspace=base) as session:
+            return await session.run(code)
+
+    error = sandbox.run(work()).error
+    assert error is not None
+    assert error.name in ("OSError", "PermissionError")
+
+
+def test_long_paths_and_huge_files_are_left_out_and_named(sandbox: SharedPool, base: Path):
+    code = "import os\nopen('big', 'wb').truncate(3 << 20)\nfor _ in range(130):\n  os.mkdir('d'); os.chdir('d')"
+    found, text = changed_by(sandbox, base, code, scratch_files=300, transfer_bytes=1 << 20)
+    assert [change.after for change in found.changes if change.path == "big"] == [Entry(mode=FILE)]
+    assert len(found.left_out) == 2
+    assert "# left out: content of big: too large" in text
+
+
+def test_where_there_is_no_overlay_each_session_copies_its_workspace(sandbox: SharedPool):
+    base = Path("/sys/kernel/mm/transparent_hugepage/khugepaged")  # its file system maps no owners
+    if not base.exists():
+        pytest.skip(f"there is no {base}")
+
+    async def work():
+        with pytest.warns(UserWarning, match="each session copies"):
+            session = await sandbox.pool.open(workspace=base)
+        async with session:
+            result = await session.run("open('defrag', 'w').write('mine\\n'); import os; os.unlink('max_ptes_none')")
+            assert result.error is None
+            return await session.changes()
+
+    found = sandbox.run(work())
+    assert [(change.path, change.after is None) for change in found.changes] == [
+        ("defrag", False),
+        ("max_ptes_none", True),
+    ]
+
+
+def test_workspaces_are_neither_forked_nor_undone(sandbox: SharedPool, base: Path):
+    async def work():
+        async with sandbox.pool.session(workspace=base) as session:
+            await session.fork()
+
+    with pytest.raises(SandboxError, match="cannot be forked"):
+        sandbox.run(work())
+    with pytest.raises(ConfigError, match="undone"):
+        sandbox.run(sandbox.pool.open(workspace=base, undo=True))
+    with pytest.raises(SandboxError, match="no folder"):
+        sandbox.run(sandbox.pool.open(workspace=base / "none"))
+
+
+def test_a_diff_is_as_short_as_possible_and_bounded():
+    old = "".join(f"{line}\n" for line in "abcdefghijklmnop")
+    new = old.replace("c\n", "").replace("n\n", "n\nN\n")
+    change = Change(path="f", before=Entry(mode=FILE, data=old.encode()), after=Entry(mode=FILE, data=new.encode()))
+    text = diff_text(Changes(changes=[change]))
+    assert [line for line in text.splitlines() if line[0] in "-+@"][2:] == [
+        "@@ -1,6 +1,5 @@",
+        "-c",
+        "@@ -12,5 +11,6 @@",
+        "+N",
+    ]
+    assert (
+        diff_text(Changes(changes=[change, change]), most_chars=len(text))
+        == text + "# 1 more changed files are not shown\n"
+    )
+    lines = [b"".join(b"%d\n" % (number * step) for number in range(20_000)) for step in (1, 3)]
+    huge = Change(path="f", before=Entry(mode=FILE, data=lines[0]), after=Entry(mode=FILE, data=lines[1]))
+    text = diff_text(Changes(changes=[huge]))  # difflib takes minutes
+    assert text.count("\n-") == text.count("\n+") == 20_000
+
+
+def test_changes_are_bounded_in_number_and_bytes(tmp_path: Path):
+    (tmp_path / "base").mkdir()
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for number in range(9):
+        (mine / str(number)).write_bytes(bytes(10))
+    folder = OpenFolder(os.open(mine, os.O_RDONLY), is_overlay=False)
+    found = read_changes(str(tmp_path / "base"), folder, most_changes=4, most_bytes=25)
+    assert [change.after.data for change in found.changes if change.after] == [bytes(10), bytes(10), None, None]
+    assert len(found.left_out) == 3
