@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox import Limits, Pool, SandboxError, cgroups
+from forge_rl.sandbox import Limits, Pool, SandboxError, cells, cgroups
+from forge_rl.sandbox.limits import MEDIA_TYPES
 from tests.sandbox_pool import LIMITS, SharedPool, left_in_cgroups
 
 IN_C = "import itertools\nmax(itertools.repeat(0))"
@@ -80,6 +81,30 @@ def test_output_is_cut_at_its_limit_also_the_next_cells(sandbox: SharedPool, cod
     assert (len(long.stdout), long.cut) == (most, True)
     assert (short.stdout, short.cut) == ("y\n", False)
     assert len(value.value) == most
+
+
+def test_images_come_back_as_bytes_with_their_type(sandbox: SharedPool):
+    png, jpeg = "b'\\x89PNG\\r\\n\\x1a\\n' + b'.' * n", "b'\\xff\\xd8\\xff' + b'.' * n"
+    shown = f"class Shown:\n  def _repr_png_(self): return {png}\nn = 7\nShown()"
+
+    async def work():
+        async with sandbox.pool.session() as session:
+            codes = (f"n = 9; {png}", jpeg, shown, f"n = {LIMITS.transfer_bytes}; {jpeg}", "b'GIF'", "_")
+            return [await session.run(code) for code in codes]
+
+    whole, other, drawn, large, text, last = sandbox.run(work())
+    assert (whole.image.media_type, whole.image.data) == ("image/png", b"\x89PNG\r\n\x1a\n" + b"." * 9)
+    assert (other.image.media_type, len(other.image.data)) == ("image/jpeg", 12)
+    assert (drawn.image.media_type, len(drawn.image.data), drawn.value[:17]) == ("image/png", 15, "<__main__.Shown o")
+    assert (large.image, large.cut, large.error) == (None, True, None)
+    assert (text.image, text.value, last.value) == (None, "b'GIF'", "b'GIF'")
+
+
+def test_a_figure_and_a_picture_are_images():
+    figure, picture = pytest.importorskip("matplotlib.figure"), pytest.importorskip("PIL.Image")
+    for value in (figure.Figure(figsize=(1, 1)), picture.new("RGB", (2, 2))):
+        kind, data = cells._image(value)
+        assert (kind, data[:8]) == ("image/png", MEDIA_TYPES["image/png"])
 
 
 def test_a_cell_that_takes_too_long_is_interrupted_and_its_state_stays(sandbox: SharedPool):
@@ -161,7 +186,7 @@ def test_a_fork_has_the_folder_as_it_was(sandbox: SharedPool):
     async def work():
         async with sandbox.pool.session() as session:
             await session.run("import os, pathlib; os.makedirs('a/b'); pathlib.Path('a/b/c').write_text('1')")
-            await session.run("os.chmod('a/b/c', 0o750); os.utime('a/b/c', (7, 7)); os.mkfifo('pipe'); os.mkfifo('a/p')")
+            await session.run("os.chmod('a/b/c', 0o750); os.utime('a/b/c', (7, 7)); os.mkfifo('p'); os.mkfifo('a/p')")
             await session.run("os.symlink('a/b', 'link'); os.symlink('/nowhere', 'a/dead'); os.chmod('a', 0o500)")
             async with await session.fork() as fork:
                 code = "found = os.stat('link/c'); oct(found.st_mode), found.st_mtime, open('a/b/c').read()"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from forge_rl.sandbox.limits import CellError as CellError
+    from forge_rl.sandbox.limits import Image as Image
     from forge_rl.sandbox.limits import Limits as Limits
     from forge_rl.sandbox.limits import Result as Result
     from forge_rl.sandbox.limits import SandboxError as SandboxError
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from forge_rl.sandbox.session import Session as Session
 
 _HOMES = {
-    **dict.fromkeys(("CellError", "Limits", "Result", "SandboxError", "Usage"), "limits"),
+    **dict.fromkeys(("CellError", "Image", "Limits", "Result", "SandboxError", "Usage"), "limits"),
     "Pool": "pool",
     "Session": "session",
 }
-__all__ = ["CellError", "Limits", "Pool", "Result", "SandboxError", "Session", "Usage"]
+__all__ = ["CellError", "Image", "Limits", "Pool", "Result", "SandboxError", "Session", "Usage"]
 
 
 def __getattr__(name: str) -> object:

@@ -68,9 +68,10 @@ class _Output(io.RawIOBase):
 class Cells:
     """State and streams of a session; `serve` answers its owner until that closes."""
 
-    def __init__(self, channel: socket.socket, output_bytes: int) -> None:
+    def __init__(self, channel: socket.socket, output_bytes: int, image_bytes: int) -> None:
         self.channel = channel
         self.output_bytes = output_bytes
+        self.image_bytes = image_bytes
         self.module = types.ModuleType("__main__")
         self.module.__dict__["__builtins__"] = builtins
         self.count = 0
@@ -108,13 +109,14 @@ class Cells:
         name = f"<cell {self.count}>"
         linecache.cache[name] = (len(data), None, data.decode("utf-8", "replace").splitlines(True), name)
         value: str | None = None
+        image = "", b""
         error: list[str] | None = None
         before = _cpu_s()
         self._start_clocks(float(message["wall_s"]), message["cpu_s"])
         try:
             try:
                 self.running = True
-                value = self._execute(data.decode("utf-8"), name)
+                value, image = self._execute(data.decode("utf-8"), name)
             except BaseException as raised:  # also SystemExit and KeyboardInterrupt: the session goes on
                 self.running = False
                 error = _described(raised)
@@ -132,16 +134,20 @@ class Cells:
         sys.stdout, sys.stderr = self.out.text, self.err.text
         (out, out_cut), (err, err_cut) = self.out.take(), self.err.take()
         usage = resource.getrusage(resource.RUSAGE_SELF)
+        if image_cut := len(image[1]) > self.image_bytes:
+            image = "", b""
         return frames.encode(
             {
                 "stdout": out,
                 "stderr": err,
-                "cut": out_cut or err_cut,
+                "cut": out_cut or err_cut or image_cut,
                 "value": value,
+                "image": image[0],
                 "error": error,
                 "cpu_s": _cpu_s() - before,
                 "memory_bytes": usage.ru_maxrss * 1024,
-            }
+            },
+            image[1],
         )
 
     def _start_clocks(self, wall_s: float, cpu_s: float | None) -> None:
@@ -152,20 +158,20 @@ class Cells:
             _, hard = resource.getrlimit(resource.RLIMIT_CPU)
             resource.setrlimit(resource.RLIMIT_CPU, (int(_cpu_s() + cpu_s) + 2, hard))
 
-    def _execute(self, source: str, name: str) -> str | None:
-        """Run statements; return the representation of the last one's value if it is an expression."""
+    def _execute(self, source: str, name: str) -> tuple[str | None, tuple[str, bytes]]:
+        """Run statements; return the last one's value if it is an expression: its representation, and as an image."""
         tree = ast.parse(source, name)
         space = self.module.__dict__
         last = tree.body[-1] if tree.body else None
         if not isinstance(last, ast.Expr):
             exec(compile(tree, name, "exec"), space)
-            return None
+            return None, ("", b"")
         exec(compile(ast.Module(tree.body[:-1], []), name, "exec"), space)
         value = eval(compile(ast.Expression(last.value), name, "eval"), space)
         if value is None:
-            return None
+            return None, ("", b"")
         space["_"] = value
-        return str(repr(value))[: self.output_bytes]
+        return str(repr(value))[: self.output_bytes], _image(value)
 
     def _put(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
         """Write a file, with this session's own rights: a link leads nowhere that its code could not go."""
@@ -247,6 +253,24 @@ def _described(raised: BaseException) -> list[str]:
         return [type(raised).__name__, f"its description raised {type(second).__name__}", ""]
 
 
+def _image(value: object) -> tuple[str, bytes]:
+    """Return the media type and the bytes of a value that is an image or can be shown as one."""
+    if isinstance(value, bytes):
+        starts = (("image/png", b"\x89PNG\r\n\x1a\n"), ("image/jpeg", b"\xff\xd8\xff"))
+        return next(((kind, value) for kind, start in starts if value.startswith(start)), ("", b""))
+    kind = type(value)
+    if kind.__module__ == "matplotlib.figure" and kind.__name__ == "Figure":
+        file = io.BytesIO()
+        value.savefig(file, format="png")  # type: ignore[attr-defined]
+        return "image/png", file.getvalue()
+    for name, media_type in (("_repr_png_", "image/png"), ("_repr_jpeg_", "image/jpeg")):
+        if hasattr(kind, name):
+            shown = getattr(value, name)()
+            if isinstance(shown, bytes):
+                return media_type, shown
+    return "", b""
+
+
 def enter_folder(folder: str) -> None:
     """Make a folder this session's own, also for its temporary files."""
     os.chdir(folder)
@@ -284,7 +308,7 @@ def rehearse() -> None:
     ours, theirs = socket.socketpair()
     kept = [os.dup(fd) for fd in (1, 2)]
     streams = sys.stdout, sys.stderr
-    cells = Cells(ours, 1024)
+    cells = Cells(ours, 1024, 0)
     cells._open_streams()
     for _ in range(16):  # the interpreter specializes functions after several calls, by writing into them
         for code in (b"x = [1]", b"print(x)", b"x[2]"):

@@ -239,5 +239,8 @@ async def writable(loop: asyncio.AbstractEventLoop, channel: socket.socket) -> N
 
 
 def _as_json(limits: Limits) -> dict[str, object]:
-    names = ("memory_bytes", "processes", "cpus", "output_bytes", "scratch_bytes", "scratch_files")
+    names = (
+        *("memory_bytes", "processes", "cpus", "output_bytes", "scratch_bytes", "scratch_files"),
+        "transfer_bytes",
+    )
     return {name: getattr(limits, name) for name in names}

@@ -75,6 +75,19 @@ class Usage:
     """Most memory that the session's first process has had, as it reports it."""
 
 
+MEDIA_TYPES = {"image/png": b"\x89PNG\r\n\x1a\n", "image/jpeg": b"\xff\xd8\xff"}
+"""Media types of images, and how their bytes begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Image:
+    """An image as a file. The session made it: decode it with care, or not at all."""
+
+    media_type: str
+    """image/png or image/jpeg; the bytes begin like one."""
+    data: bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What a cell did. All texts were written by the cell."""
@@ -83,7 +96,10 @@ class Result:
     stderr: str = ""
     value: str | None = None
     """`repr` of the last statement's value, if it is an expression and not None."""
+    image: Image | None = None
+    """The last statement's value as an image, if it is one: a figure of matplotlib, an image of PIL, or another object
+    with `_repr_png_` or `_repr_jpeg_`, or the bytes of a PNG or JPEG file."""
     error: CellError | None = None
     usage: Usage
     cut: bool = False
-    """True if stdout or stderr was longer than the limit."""
+    """True if stdout or stderr was longer than the limit, or the image larger than a file that goes out."""

@@ -447,7 +447,7 @@ class _Server:
             os.closerange(3, control)
             os.closerange(control + 1, _MOST_FILES)
             resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))  # not before: the server may have had more
-            cells.Cells(channel, limits["output_bytes"]).serve()
+            cells.Cells(channel, limits["output_bytes"], limits["transfer_bytes"]).serve()
         except BaseException as error:
             with contextlib.suppress(OSError):
                 channel.sendall(frames.encode({"failed": f"{type(error).__name__}: {error}"}))

@@ -16,7 +16,7 @@ from forge_rl.sandbox import frames, kernel
 from forge_rl.sandbox.changes import APPLY, LEFT_OUT, Change, Changes, OpenFolder, packed, read_changes
 from forge_rl.sandbox.diffs import diff_text
 from forge_rl.sandbox.host import Host, Watched, writable
-from forge_rl.sandbox.limits import CellError, Limits, Result, SandboxError, Usage
+from forge_rl.sandbox.limits import MEDIA_TYPES, CellError, Image, Limits, Result, SandboxError, Usage
 
 _GRACE_S = 2.0
 """Time beyond a cell's limit in which the session may still interrupt it and keep its state."""
@@ -206,8 +206,10 @@ class Session:
                 await _send(
                     body.channel, {"do": "run", "wall_s": wall_s, "cpu_s": cpu_s}, code.encode("utf-8", "replace")
                 )
-                message, _ = await _receive(body.channel, most_text=self._most_text, most_data=0)
-            return _result(message, self.limits.output_bytes, time.perf_counter() - started)
+                message, image = await _receive(
+                    body.channel, most_text=self._most_text, most_data=self.limits.transfer_bytes
+                )
+            return _result(message, image, self.limits.output_bytes, time.perf_counter() - started)
         except TimeoutError:
             error = CellError(name="CellOverrun", message=f"the cell exceeded {wall_s:g} s and did not stop: killed")
         except (EOFError, OSError):
@@ -475,7 +477,7 @@ async def _exactly(channel: socket.socket, size: int) -> bytes:
     return bytes(parts)
 
 
-def _result(message: dict[str, object], most: int, wall_s: float) -> Result:
+def _result(message: dict[str, object], image: bytes, most: int, wall_s: float) -> Result:
     """Build a result from what a session has sent, of which nothing is trusted."""
     error = message.get("error")
     if error is not None and not (
@@ -494,7 +496,11 @@ def _result(message: dict[str, object], most: int, wall_s: float) -> Result:
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e18:
             raise frames.FrameError(f"its {name} is not a size")
         numbers.append(number)
+    kind = message.get("image")
+    if image and not (isinstance(kind, str) and kind in MEDIA_TYPES and image.startswith(MEDIA_TYPES[kind])):
+        raise frames.FrameError("its image is not of its type")
     return Result(
+        image=Image(media_type=str(kind), data=image) if image else None,
         stdout=texts["stdout"] or "",
         stderr=texts["stderr"] or "",
         value=texts["value"],

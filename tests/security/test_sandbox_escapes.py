@@ -406,6 +406,10 @@ RESULT = '{"stdout": %s, "stderr": "", "value": null, "error": null, "cpu_s": 0,
         "channel.sendall(frame(b'[' * 100000))",
         "channel.send(frame(b'\\xff\\xfe'))",
         "channel.send(frame(b'{}', b'data'))",
+        "channel.send(frame(%r.replace('null,', 'null, \"image\": \"text/html\",').encode(), b'<b>'))"
+        % (RESULT % '""'),
+        "channel.send(frame(%r.replace('null,', 'null, \"image\": \"image/png\",').encode(), b'<b>'))"
+        % (RESULT % '""'),
         "channel.send(frame(b'{}'))",
         "channel.send(frame(json.dumps({'stdout': 1}).encode()))",
         "channel.send(frame(%r.replace('null, \"cpu', '[\"a\"], \"cpu').encode()))" % (RESULT % '""'),
