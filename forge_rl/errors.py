@@ -77,6 +77,10 @@ def check_installed(user: str, package: str, extra: str) -> None:
         raise ConfigError(f"{user} needs {package}, which is not installed", hint=f"pip install 'forge_rl[{extra}]'")
 
 
+class InfrastructureError(ForgeError):
+    """A failure of what ran the work, such as a sandbox, and not of the work: it is not the policy's fault."""
+
+
 class ModelError(ForgeError):
     """A model that cannot be found, read, or built."""
 
@@ -177,6 +181,10 @@ class ReplicaError(ServiceError):
 
     blamed: bool | None = None
     """Whether the replica died while running this very call; None if unknown."""
+
+
+class ReplayError(ReplicaError):
+    """An environment of a dead process that could not be rebuilt: its turns gave something else when repeated."""
 
 
 class PoisonError(ServiceError):

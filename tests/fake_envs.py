@@ -33,6 +33,8 @@ async def obey(order: str) -> None:
 class NotingEnv:
     """Notes its resets and closes in a file that its task names. Each answer is an order."""
 
+    replayable = False
+
     def __init__(self, task: Task) -> None:
         self._task = task
         self._said: list[str] = []

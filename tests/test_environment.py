@@ -13,11 +13,12 @@ import pytest
 
 from forge_rl.envs.protocol import EnvFactory, Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import ConfigError, DeadlineError, PoisonError, ReplicaError, ServiceError
+from forge_rl.errors import ConfigError, DeadlineError, PoisonError, ReplayError, ReplicaError, ServiceError
 from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
 from forge_rl.services.environment import Environment, EnvSession, LocalSession
+from forge_rl.types import Task
 from tests.fake_actors import cluster
 from tests.fake_envs import NotingEnv, PlainlyClosed, Unclosed, task_of
 
@@ -233,6 +234,67 @@ def test_a_session_is_lost_with_its_replica_and_new_ones_open_elsewhere(number: 
             _, seen = await service.open(task_of(notes=notes))
             assert pid_of(seen) != dead
             assert [(fault.service, fault.fatal) for fault in faults.seen] == [("environment", False)]
+            assert service.pop_metrics() == {"environment/refused": 2.0 * len(gone)}
+
+    asyncio.run(main())
+
+
+class Story:
+    """Shows all that was said; notes each step that it works on. A task may have it show its process."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.said: list[str] = []
+
+    async def reset(self) -> Observation:
+        return Observation(messages=self.task.messages)
+
+    async def step(self, answer: str) -> Step:
+        self.note(answer)
+        self.said.append(answer)
+        shown = [*self.said, str(os.getpid())] if self.task.truth.get("differs") else self.said
+        return Step(done=answer == "done", messages=({"role": "user", "content": f"{shown} at {object()}"},))
+
+    def note(self, answer: str) -> None:
+        with Path(str(self.task.truth["notes"])).open("a") as file:
+            file.write(f"{os.getpid()} {answer}\n")
+
+
+class Remembering(Story):
+    """Takes earlier turns from their steps."""
+
+    async def resume(self, answer: str, step: Step, calls: object) -> bool:
+        self.said += [answer] * (answer != "a")
+        return answer != "a"
+
+
+@pytest.mark.parametrize(
+    ("factory", "worked"), [(Story, ["a", "b", "c"]), (Remembering, ["a", "c"])], ids=["replayed", "resumed"]
+)
+def test_an_environment_whose_process_dies_is_rebuilt_in_another_and_loses_no_turn(
+    factory: EnvFactory, worked: list[str], tmp_path: Path
+):
+    async def main() -> None:
+        async with environment(tmp_path, factory, replicas=2) as (service, faults):
+            notes = tmp_path / "notes"
+            session, _ = await service.open(task_of(notes=notes))
+            other, _ = await service.open(task_of(notes=notes, differs=True))
+            for answer in ("a", "b"):
+                await session.step(answer)
+            await other.step("a")
+            first, second = (int(notes.read_text().splitlines()[at].split()[0]) for at in (0, 2))
+            os.kill(first, signal.SIGKILL)
+            step = await session.step("c")
+            assert str(step.messages[0]["content"]).startswith("['a', 'b', 'c'] at")
+            lines = [line.split() for line in notes.read_text().splitlines()][3:]
+            assert lines == [[str(second), answer] for answer in worked]
+            os.kill(second, signal.SIGKILL)
+            with pytest.raises(ReplayError, match="its turn 1 gave"):
+                await other.step("y")
+            assert (await session.step("done")).done
+            assert service.pop_metrics() == {"environment/replayed": 2.0, "environment/differed": 1.0}
+            assert [replica.held for replica in service._service.replicas] == [0, 0]
+            assert len(faults.seen) == 2
 
     asyncio.run(main())
 

@@ -45,6 +45,11 @@ def test_an_episode_whose_environment_or_judge_died_starts_again() -> None:
     assert (found["outcomes/infrastructure_error"], found["outcomes/completed"]) == (3, 12), (
         "for a judge that died nothing is decoded again"
     )
+    decoded = executor._generator.seen
+    assert len(decoded) == 12 + 3, "the others of its group are not decoded again"
+    for group in batch.groups:
+        rewards = [float(int(episode.text) % 7) for episode in group.episodes]
+        assert [episode.reward for episode in group.episodes] == rewards, "what failed is in no group's mean"
 
 
 def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_the_tokens_that_it_had() -> None:

@@ -61,7 +61,9 @@ def test_equal_calls_run_one_and_later_processes_and_runs_find_its_result(tmp_pa
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("work", [lambda: Work(keep=False), lambda: Work(error=OSError("gone")), lambda: Work("x" * 99)])
+@pytest.mark.parametrize(
+    "work", [lambda: Work(keep=False), lambda: Work(error=OSError("gone")), lambda: Work("x" * 99)]
+)
 def test_what_fails_is_too_large_or_is_not_to_be_kept_is_run_by_each(work: Callable[[], Work], tmp_path: Path):
     async def main() -> None:
         each, cache = work(), ResultCache(tmp_path, value_bytes=98)

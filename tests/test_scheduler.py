@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.schedules import Config, simulate
 from benchmarks.virtual_time import run
-from forge_rl.errors import ConfigError, ContextError, TaskError
+from forge_rl.errors import ConfigError, ContextError, InfrastructureError, TaskError
 from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import EVALUATION, GroupState, InflightEpisode, ScheduleConfig
@@ -238,20 +238,36 @@ def test_a_uniform_group_is_replaced_within_its_source_and_place():
     assert scheduler.planner.replaced == {"uniform": 1}
 
 
-def test_a_failed_episode_starts_again_and_then_its_group_is_replaced_and_the_others_of_it_are_ended():
+@pytest.mark.parametrize("failed", [Outcome.ENVIRONMENT_ERROR, Outcome.INFRASTRUCTURE_ERROR])
+def test_a_failed_episode_starts_again_and_then_its_group_is_replaced_and_the_others_of_it_are_ended(failed: Outcome):
     scheduler = schedule(max_lag=0, retries=1)
     episodes = begin(scheduler)
     bad = episodes[0]
-    end(scheduler, bad, outcome=Outcome.ENVIRONMENT_ERROR)
+    end(scheduler, bad, outcome=failed)
     assert begin(scheduler) == [bad]
     assert bad.place == (0, 0, 0, 0, 1)
-    end(scheduler, bad, outcome=Outcome.ENVIRONMENT_ERROR)
+    end(scheduler, bad, outcome=failed)
     assert scheduler.pop_cancelled() == [episodes[1]]
     assert scheduler.states["decoding"] == 4
     for episode in episodes[2:] + begin(scheduler):
         end(scheduler, episode)
     assert names(scheduler.planner.pop_batch()) == ["a3", "a2", "b1"]
-    assert scheduler.outcomes == {"environment_error": 2, "completed": 6}
+    assert scheduler.outcomes == {failed: 2, "completed": 6}
+
+
+def test_a_run_whose_infrastructure_fails_past_a_share_of_the_latest_attempts_is_stopped_once():
+    def attempts(failed: list[bool], **policy: object) -> None:
+        scheduler, running = schedule(groups=1, episodes=128, max_lag=0, retries=999, **policy), []
+        for each in failed:
+            running += begin(scheduler)
+            end(scheduler, running.pop(), outcome=Outcome.INFRASTRUCTURE_ERROR if each else Outcome.COMPLETED)
+
+    attempts([True] * 255)
+    attempts([False] * 100 + [True] * 200, max_infrastructure_failures=1)
+    attempts([False] * 127 + [True] * 128)
+    with pytest.raises(InfrastructureError, match=r"156 of the latest 256 attempts .*; the last: broken") as caught:
+        attempts([False] * 100 + [True] * 156)
+    assert "--schedule.max-infrastructure-failures is 0.5" in caught.value.hint
 
 
 def test_a_source_that_only_fails_ends_the_run_with_its_name_and_what_to_mend():
@@ -510,7 +526,12 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
     tasks = Drawn()
     over_sampling = over_sampling if kind == "pipelined" else 1.0
     policy = ScheduleConfig(
-        kind=kind, max_lag=max_lag, over_sampling=over_sampling, dynamic_sampling=dynamic_sampling, max_episodes=64
+        kind=kind,
+        max_lag=max_lag,
+        over_sampling=over_sampling,
+        dynamic_sampling=dynamic_sampling,
+        max_episodes=64,
+        max_infrastructure_failures=1,
     )
     largest = (policy.lag + 2) * over_sampling
     scheduler = schedule(groups=groups, episodes=2, tasks=tasks, **vars(policy))
@@ -640,6 +661,7 @@ def test_settings_that_cannot_be_name_their_flag():
         ({"over_sampling": 2.0, "max_lag": 0}, "over-sampling"),
         ({"kind": "asynchronous", "max_lag": 0}, "max-lag"),
         ({"retries": -1}, "retries"),
+        ({"max_infrastructure_failures": 0}, "max-infrastructure-failures"),
         ({"least_advantage": 0.1}, "least-advantage"),
         ({"least_advantage": -0.1, "dynamic_sampling": True}, "least-advantage"),
     ):

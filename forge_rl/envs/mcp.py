@@ -236,6 +236,16 @@ class McpSession:
         self._use = ToolUse(self._config, self._task, tools)
         return await self._use.reset()
 
+    @property
+    def replayable(self) -> bool:
+        """Whether the server keeps no state of the episode."""
+        return self._config.per == "process"
+
+    def resume(self, completion: str, step: Step, calls: Sequence[ToolCall]) -> bool:
+        """Take an earlier turn from its step without running its calls."""
+        assert self._use is not None, "reset comes first"
+        return self._use.resume(completion, step, calls)
+
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
         """Run the tool calls, or end the episode."""
         assert self._use is not None, "reset comes first"

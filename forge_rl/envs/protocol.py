@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +77,12 @@ class Env(Protocol):
     parser found in the completion, and the completion comes without them; return a tool's output as a message {"role":
     "tool", "tool_call_id": call.id, ...}. When the context has no room for another completion, `step` is called one
     last time with "" and truncated=True, so that it can return a reward; the episode then ends regardless.
+
+    If the process of an environment dies, a new one in another process is given the episode's completions again, and
+    the episode goes on; if it then shows something else, the episode starts again. Set `replayable = False` if steps
+    must not be repeated, as of a world that others share: the episode then starts again at once. An optional method
+    `resume(completion, step, calls)`, plain or async, brings an environment past a completion whose `Step` is known,
+    without doing the work again; it returns False to have `step` called instead.
 
     An optional method `close`, plain or async, is called at the end, however the episode ends. Run blocking code in a
     thread: it would block all environments of the process.
@@ -172,6 +179,33 @@ async def step_env(env: Env, completion: str, truncated: bool = False, parsed: P
             f"{type(env).__name__}.step returned {step!r:.80}, not a Step", hint="return Step(done=..., messages=...)"
         )
     return step
+
+
+Given: TypeAlias = tuple[str, bool, Parsed | None]
+"""What `step_env` was given beside the environment."""
+
+
+async def replay_env(env: Env, observation: Observation, log: Sequence[tuple[Given, Step]]) -> str:
+    """Bring a new environment to where another one was; return what it showed differently, or ""."""
+    if _shown(seen := await reset_env(env)) != _shown(observation):
+        return f"it began with {seen.messages!r:.200}, not {observation.messages!r:.200}"
+    resume = getattr(env, "resume", None)
+    for turn, (given, step) in enumerate(log, 1):
+        completion, _, parsed = given
+        content, calls = parsed or (completion, ())
+        if resume is not None:
+            taken = resume(content, step, calls)
+            if await taken if inspect.isawaitable(taken) else taken:
+                continue
+        if _shown(again := await step_env(env, *given)) != _shown(step):
+            return f"its turn {turn} gave {again.messages!r:.200}, not {step.messages!r:.200}"
+    return ""
+
+
+def _shown(seen: Observation | Step) -> str:
+    """Return what the model and the score see, without addresses of objects."""
+    names = [each for each in vars(seen) if each != "calls"]
+    return re.sub(r"\b0x[0-9a-f]{6,16}\b", "0x", repr([getattr(seen, name) for name in names]))
 
 
 async def close_env(env: object) -> None:

@@ -89,12 +89,14 @@ class ToolEnv(ToolSettings):
             def reward(self, answer: str) -> float:
                 return float(self.task.truth["item"] in self.cart)
 
+    If its process dies, a world is made again by its own calls; a class with `replayable = False` is not.
+
     The model sees unparsable calls, unknown tools, wrong arguments and a tool's exceptions as error text; a ForgeError
     raised by a tool is an environment error. Results of tools that `forge_rl.tool` declares pure are kept.
 
     Raises:
-        ConfigError: there are no tools, two have the same name, one lacks a schema (see `Tool`), or one that is declared
-            pure needs a version.
+        ConfigError: there are no tools, two have the same name, one lacks a schema (see `Tool`), or one declared pure
+            needs a version.
     """
 
     tools: Sequence[Callable[..., object]] | type
@@ -157,6 +159,22 @@ class ToolUse:
         self._conversation = messages
         return Observation(messages=tuple(messages), tools=tuple(tool.schema for tool in self._tools.values()))
 
+    @property
+    def replayable(self) -> bool:
+        """Whether the world, if there is one, may be rebuilt by its own calls."""
+        return getattr(self._world, "replayable", True)
+
+    def resume(self, completion: str, step: Step, calls: Sequence[ToolCall]) -> bool:
+        """Take an earlier turn from its step without running its calls, unless they changed a world."""
+        if self._world is not None:
+            return False
+        self._turns += 1
+        if step.history is not None:
+            self._conversation = list(step.history)
+        elif self._config.compact is not None:
+            self._conversation += [_as_turn(completion, calls), *step.messages]
+        return True
+
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
         self._turns += 1
         meant = bool(calls) or any(sign in completion for sign in _CALL_SIGNS)
@@ -176,8 +194,7 @@ class ToolUse:
             unread = "error: the tool call cannot be read; write it as JSON, in the form shown"
             outputs.append({"role": "user", "content": unread})
         if self._config.compact is not None:
-            called = {"role": "assistant", "content": completion, "tool_calls": [_as_message(call) for call in calls]}
-            self._conversation += [called, *outputs]
+            self._conversation += [_as_turn(completion, calls), *outputs]
             if inspect.isawaitable(shorter := self._config.compact(self._conversation)):
                 shorter = await shorter
             if shorter is not None:
@@ -206,6 +223,10 @@ class ToolUse:
         if inspect.isawaitable(value := reward(answer)):
             value = await value
         return Step(done=True, output=answer, reward=float(value))
+
+
+def _as_turn(completion: str, calls: Sequence[ToolCall]) -> Message:
+    return {"role": "assistant", "content": completion, "tool_calls": [_as_message(call) for call in calls]}
 
 
 def _as_message(call: ToolCall) -> Message:

@@ -115,6 +115,8 @@ class UserConversation:
             if each["role"] in ("user", "assistant")
         ]
 
+    replayable = False  # the user's model would say something else
+
     async def reset(self) -> Observation:
         return Observation(messages=self._task.messages)
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forge_rl.errors import ContextError, DeadlineError, ReplicaError, SpendingError
+from forge_rl.errors import ContextError, DeadlineError, InfrastructureError, ReplicaError, SpendingError
 from forge_rl.rewards.scorer import scored
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ class EpisodeRunner:
                 session.abandon()
             if not isinstance(error, Exception):
                 raise
-            if isinstance(error, DeadlineError | ReplicaError):
+            if isinstance(error, DeadlineError | ReplicaError | InfrastructureError):
                 on_error = Outcome.INFRASTRUCTURE_ERROR
             if on_error is None or isinstance(error, SpendingError):
                 raise

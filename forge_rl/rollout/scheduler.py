@@ -6,6 +6,7 @@ Pure logic with an injected clock: real rollouts drive it, and tests and the sim
 from __future__ import annotations
 
 import heapq
+import math
 import sys
 import time
 from collections import Counter, deque
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import get_args
 
 from forge_rl.data.task_stream import ResumableTaskStream
-from forge_rl.errors import ContextError, PoisonError, TaskError, UnscoredError
+from forge_rl.errors import ContextError, InfrastructureError, PoisonError, TaskError, UnscoredError
 from forge_rl.rollout.batch_planner import BatchPlanner, Reason
 from forge_rl.rollout.capacity import EngineCapacity
 from forge_rl.rollout.state import EVALUATION, EpisodeState, GroupState, InflightEpisode, ScheduleConfig
@@ -23,6 +24,8 @@ _MEMORY = 0.95
 """Weight of the past in the moving average of a source's episode length."""
 _NO_EPISODES: dict[EpisodeState, int] = dict.fromkeys(get_args(EpisodeState), 0)
 """Initial number of episodes by state; looking up missing keys in a Counter is slower."""
+_LEAST_ATTEMPTS = 64
+"""Least number of attempts over which failures of infrastructure are counted."""
 _FIRST, _INTERRUPTED = -2, -1
 """Ranks, before any batch's, of evaluations that are awaited and of episodes whose engine died."""
 
@@ -89,6 +92,9 @@ class Scheduler:
         self._riding: list[tuple[int, int, InflightEpisode]] = []
         """Heap of evaluation episodes waiting for an engine."""
         self._cancelled: list[InflightEpisode] = []
+        self._attempts: deque[bool] = deque()
+        """For each of the latest attempts, whether it ended in an infrastructure error."""
+        self._failures = 0
         self._tickets = 0
 
     # Events.
@@ -170,8 +176,33 @@ class Scheduler:
         In a batch, one that still fails after its retries, or could not be scored, has its group replaced. In an
         evaluation, only infrastructure errors are retried, as others would recur if decoding is greedy.
 
-        Raises TaskError like BatchPlanner.
+        Raises TaskError like BatchPlanner, and InfrastructureError if too many of the latest attempts have failed.
         """
+        self._record(episode, result)
+        self._look_at_infrastructure(result)
+
+    def _look_at_infrastructure(self, result: Episode) -> None:
+        """Raise an InfrastructureError, and count anew, if too many of the latest attempts have failed."""
+        config = self.config
+        batches = math.ceil((config.lag + 1) * config.over_sampling)
+        window = max(_LEAST_ATTEMPTS, 2 * batches * self._groups * self._episodes)
+        failed = result.outcome is Outcome.INFRASTRUCTURE_ERROR
+        self._attempts.append(failed)
+        self._failures += failed
+        while len(self._attempts) > window:
+            self._failures -= self._attempts.popleft()
+        if len(self._attempts) < window or self._failures <= config.max_infrastructure_failures * window:
+            return
+        failures, self._failures = self._failures, 0
+        self._attempts.clear()
+        raise InfrastructureError(
+            f"{failures} of the latest {window} attempts at episodes ended in an infrastructure error"
+            + (f"; the last: {result.problem}" if failed else ""),
+            hint=f"{Outcome.INFRASTRUCTURE_ERROR.hint}; --schedule.max-infrastructure-failures is "
+            f"{config.max_infrastructure_failures:g}",
+        )
+
+    def _record(self, episode: InflightEpisode, result: Episode) -> None:
         group, failed = episode.group, not result.outcome.scored
         if group.batch == EVALUATION:
             failed = result.outcome is Outcome.INFRASTRUCTURE_ERROR

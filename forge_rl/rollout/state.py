@@ -34,6 +34,9 @@ class ScheduleConfig:
     retries: int = 2
     """Restarts of an episode after a failure that is not the policy's, before its group is replaced. If scoring fails,
     only the score is retried, then the group is replaced."""
+    max_infrastructure_failures: float = 0.5
+    """Stop the run if more than this share of the latest attempts at episodes ended in an infrastructure error, over
+    twice the number of attempts that batches can have in flight, and at least 64; with 1, never."""
     max_episodes: int = 16384
     """Maximum concurrent episodes, including those waiting for tools."""
 
@@ -43,7 +46,8 @@ class ScheduleConfig:
             "--schedule.",
             least={"max_lag": 0, "over_sampling": 1, "max_replaced": 1, "retries": 0, "max_episodes": 1}
             | {"least_advantage": 0},
-            most={"over_sampling": 8},
+            above={"max_infrastructure_failures": 0},
+            most={"over_sampling": 8, "max_infrastructure_failures": 1},
         )
         if self.least_advantage > 0 and not self.dynamic_sampling:
             raise ConfigError(

@@ -58,8 +58,10 @@ class RolloutServices:
         return version
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics since the last call: tokens without a finite logprob, and the time of each transition."""
-        return {"tokens/non_finite": float(self.generator.non_finite.drain())} | self.devices.pop_metrics()
+        """Return metrics since the last call: tokens without a finite logprob, the time of each transition, and
+        environments whose process died."""
+        found = {"tokens/non_finite": float(self.generator.non_finite.drain())} | self.devices.pop_metrics()
+        return found if self.environment is None else found | self.environment.pop_metrics()
 
 
 @dataclass(frozen=True, kw_only=True)

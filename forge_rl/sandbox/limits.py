@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forge_rl.errors import ConfigError, ForgeError, check_flags
+from forge_rl.errors import ConfigError, InfrastructureError, check_flags
 
 
-class SandboxError(ForgeError):
+class SandboxError(InfrastructureError):
     """A sandbox that cannot start, is full or was killed, or a session that has ended. Not an error of a cell."""
 
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from forge_rl.envs.protocol import (
     Env,
     EnvFactory,
+    Given,
     Observation,
     Parsed,
     Step,
     close_env,
     make_env,
+    replay_env,
     reset_env,
     step_env,
 )
-from forge_rl.errors import ForgeError, ReplicaError, check_flags
+from forge_rl.errors import ForgeError, ReplayError, ReplicaError, check_flags
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Replica, Service, ServiceActor
@@ -54,6 +57,9 @@ class Environment:
         self._service = service
         self._factory = factory
         self._opened = 0
+        self.replays: Counter[str] = Counter()
+        """Sessions whose replica died since the last `pop_metrics`: "replayed", "refused" by their environment, or
+        "differed" when they were replayed."""
         self._closing: set[asyncio.Task[None]] = set()
         """Tasks that close abandoned sessions."""
 
@@ -94,9 +100,19 @@ class Environment:
 
     async def _open(self, replica: Replica, task: Task, about: str) -> tuple[EnvSession, Observation]:
         assert self._service is not None
+        session = EnvSession(self, self._service, replica, task, about)
+        return session, await session.reset()
+
+    def new_key(self) -> int:
+        """Return the key of a new session."""
         self._opened += 1
-        session = EnvSession(self, self._service, replica, self._opened, about)
-        return session, await session.reset(task)
+        return self._opened
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return, since the last call, how many sessions lost their replica, by how that ended; {} if none did."""
+        found = {f"environment/{how}": float(count) for how, count in self.replays.items()}
+        self.replays.clear()
+        return found
 
     def close_later(self, closing: Coroutine[Any, Any, None]) -> None:
         """Run an abandoned session's close in the background; `stop` waits for it."""
@@ -117,51 +133,91 @@ class Environment:
 
 
 class EnvSession:
-    """One episode's environment, in the replica that holds its state.
+    """One episode's environment, in the replica that holds its state; rebuilt in another one if that dies.
 
     A session is over once its environment is done, closed, or failed.
     """
 
-    def __init__(self, environment: Environment, service: Service, replica: Replica, key: int, about: str) -> None:
+    def __init__(self, environment: Environment, service: Service, replica: Replica, task: Task, about: str) -> None:
         self._environment = environment
         self._service = service
-        self._replica = replica
-        self._key = key
+        self._task = task
         self._about = about
         self._over = False
-        replica.held += 1
+        self._replayable = False
+        self._observation: Observation | None = None
+        self._log: list[tuple[Given, Step]] = []
+        """All turns so far: what the environment was given, and its responses."""
+        self._move(replica)
 
-    async def reset(self, task: Task) -> Observation:
+    async def reset(self) -> Observation:
         """Create the environment and return its first observation; raises as `step` does."""
         try:
-            observation: Observation = await self._ask("reset", task)
+            self._observation, self._replayable = await self._ask("reset", self._task)
         except BaseException:
             self.abandon()
             raise
-        return observation
+        return self._observation
 
     async def step(self, answer: str, *, truncated: bool = False, parsed: Parsed | None = None) -> Step:
         """Respond to one turn of the model; `truncated` if a token limit cut it off.
+
+        If the replica dies, the environment is rebuilt in another one by replaying the turns so far.
 
         Args:
             parsed: content and tool calls of the answer, for environments that take calls.
 
         Raises:
             DeadlineError: it took longer than the config's deadline_s.
-            ReplicaError: its replica died, and the environment with it.
+            ReplicaError: its replica died, and the environment cannot be replayed; a ReplayError if it was, and gave
+                something else.
+            PoisonError: it killed several replicas, one after another.
             ServiceError: the environment raised an error.
         """
+        given = answer, truncated, parsed
         try:
-            step: Step = await self._ask("step", answer, truncated, parsed)
-        except BaseException as error:
+            try:
+                step: Step = await self._ask("step", *given)
+            except ReplicaError as error:
+                if error.blamed:
+                    self._service.blame(self._about)
+                if self._replica.alive:
+                    raise
+                if not self._replayable:
+                    self._environment.replays["refused"] += 1
+                    raise
+                step = await self._step_elsewhere(given)
+        except BaseException:
             self.abandon()
-            if isinstance(error, ReplicaError) and error.blamed:
-                self._service.blame(self._about)
             raise
+        self._log.append((given, step))
         if step.done:
             self._service.forgive(self._about)
             self._end()
         return step
+
+    async def _step_elsewhere(self, given: Given) -> Step:
+        """Rebuild the environment in another replica, and let it respond."""
+
+        async def attempt(replica: Replica) -> Step:
+            self._replica.held -= 1
+            self._move(replica)
+            differs = await self._ask("replay", self._task, self._observation, self._log, turns=len(self._log) + 1)
+            if differs:
+                self._environment.replays["differed"] += 1
+                message = f"a dead process's environment of {self._task.source} {self._task.id} was replayed: {differs}"
+                hint = "set `replayable = False` on the environment, or make it depend on its task and turns only"
+                raise ReplayError(message, service="environment", replica=replica.index, hint=hint)
+            step: Step = await self._ask("step", *given)
+            return step
+
+        step = await self._service.try_on(attempt, about=self._about, refuses=True)
+        self._environment.replays["replayed"] += 1
+        return step
+
+    def _move(self, replica: Replica) -> None:
+        self._replica, self._key = replica, self._environment.new_key()
+        replica.held += 1
 
     async def close(self) -> None:
         """Close an environment that is not done."""
@@ -181,8 +237,9 @@ class EnvSession:
 
         self._environment.close_later(close())
 
-    async def _ask(self, method: str, *arguments: object) -> Any:
-        return await self._replica.ask(method, self._key, *arguments, deadline_s=self._environment.config.deadline_s)
+    async def _ask(self, method: str, *arguments: object, turns: int = 1) -> Any:
+        deadline_s = turns * self._environment.config.deadline_s
+        return await self._replica.ask(method, self._key, *arguments, deadline_s=deadline_s)
 
     def _end(self) -> None:
         self._over = True
@@ -213,9 +270,13 @@ class EnvironmentActor(ServiceActor):
         self._factory = factory
         self._envs: dict[int, Env] = {}
 
-    async def reset(self, key: int, task: Task) -> Observation:
+    async def reset(self, key: int, task: Task) -> tuple[Observation, bool]:
         env = self._envs[key] = make_env(self._factory, task)
-        return await reset_env(env)
+        return await reset_env(env), bool(getattr(env, "replayable", True))
+
+    async def replay(self, key: int, task: Task, observation: Observation, log: Sequence[tuple[Given, Step]]) -> str:
+        env = self._envs[key] = make_env(self._factory, task)
+        return await replay_env(env, observation, log)
 
     async def step(self, key: int, answer: str, truncated: bool, parsed: Parsed | None) -> Step:
         step = await step_env(self._envs[key], answer, truncated, parsed)
