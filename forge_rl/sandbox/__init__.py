@@ -19,14 +19,28 @@ if TYPE_CHECKING:
     from forge_rl.sandbox.limits import SandboxError as SandboxError
     from forge_rl.sandbox.limits import Usage as Usage
     from forge_rl.sandbox.pool import Pool as Pool
+    from forge_rl.sandbox.repositories import Checkout as Checkout
+    from forge_rl.sandbox.repositories import RepositoryStore as RepositoryStore
     from forge_rl.sandbox.session import Session as Session
 
 _HOMES = {
     **dict.fromkeys(("CellError", "Image", "Limits", "Result", "SandboxError", "Usage"), "limits"),
     "Pool": "pool",
+    **dict.fromkeys(("Checkout", "RepositoryStore"), "repositories"),
     "Session": "session",
 }
-__all__ = ["CellError", "Image", "Limits", "Pool", "Result", "SandboxError", "Session", "Usage"]
+__all__ = [
+    "CellError",
+    "Checkout",
+    "Image",
+    "Limits",
+    "Pool",
+    "RepositoryStore",
+    "Result",
+    "SandboxError",
+    "Session",
+    "Usage",
+]
 
 
 def __getattr__(name: str) -> object:
