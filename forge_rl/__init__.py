@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from forge_rl.envs.protocol import Observation as Observation
     from forge_rl.envs.protocol import Step as Step
     from forge_rl.envs.pure import tool as tool
+    from forge_rl.envs.python import PythonEnv as PythonEnv
     from forge_rl.envs.single_turn import SingleTurn as SingleTurn
     from forge_rl.envs.tools import ToolEnv as ToolEnv
     from forge_rl.errors import ForgeError as ForgeError
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
     from forge_rl.run.start import Starting as Starting
     from forge_rl.run.start import start as start
     from forge_rl.run.task_config import TaskConfig as TaskConfig
+    from forge_rl.sandbox.shared import run_code as run_code
     from forge_rl.services.generator_config import GeneratorConfig as GeneratorConfig
     from forge_rl.services.teachers_config import TeachersConfig as TeachersConfig
     from forge_rl.services.trainer_config import CriticConfig as CriticConfig
@@ -206,6 +208,7 @@ _HOMES = {
             "Step",
         ),
         "envs.pure": ("tool",),
+        "envs.python": ("PythonEnv",),
         "envs.single_turn": ("SingleTurn",),
         "envs.tools": ("ToolEnv",),
         "errors": (
@@ -234,6 +237,7 @@ _HOMES = {
             "start",
         ),
         "run.task_config": ("TaskConfig",),
+        "sandbox.shared": ("run_code",),
         "services.generator_config": ("GeneratorConfig",),
         "services.teachers_config": ("TeachersConfig",),
         "services.trainer_config": (
@@ -268,7 +272,7 @@ def __getattr__(name: str) -> object:
 
     is_program = _asked_by_program()
     try:
-        if "torch" not in sys.modules and is_program and name != "attach":
+        if "torch" not in sys.modules and is_program and name not in ("attach", "run_code"):
             from forge_rl.run.first_line import announce
 
             announce()

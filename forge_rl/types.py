@@ -45,7 +45,7 @@ class Outcome(enum.StrEnum):
     ENVIRONMENT_ERROR = "environment_error"
     """The environment raised. Not scored."""
     INFRASTRUCTURE_ERROR = "infrastructure_error"
-    """A replica died or hung and the work was lost, or a deadline expired. Not scored."""
+    """A replica or sandbox died or hung and the work was lost, or a deadline expired. Not scored."""
     JUDGE_ERROR = "judge_error"
     """The reward raised, or was not a finite number. Not scored."""
 

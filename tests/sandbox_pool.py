@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 import threading
 from collections.abc import Awaitable, Coroutine, Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from forge_rl.sandbox import Limits, Pool, Result, SandboxError, Session
+from forge_rl.sandbox import Limits, Pool, Result, SandboxError, Session, shared_pool
 
 T = TypeVar("T")
 LIMITS = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 << 20, scratch_files=64)
@@ -95,6 +97,22 @@ def opened_pool(profile: str) -> Iterator[SharedPool]:
         shared.close()
 
 
+def loop_with_pool() -> Iterator[asyncio.Runner]:
+    """An event loop with an open `shared_pool`, as a process of a run has; skips where sessions cannot be isolated."""
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(shared_pool())
+        except SandboxError as error:
+            pytest.skip(str(error))
+        yield runner
+
+
+async def kill_servers() -> None:
+    """Kill the servers of the shared pool."""
+    for host in (await shared_pool()).hosts:
+        os.kill(host.process.pid, signal.SIGKILL)
+
+
 def left_in_cgroups(name: str = "forge_rl-sandbox") -> list[Path]:
     """Folders of sandbox servers' cgroups."""
     from forge_rl.sandbox import cgroups
@@ -114,6 +132,8 @@ __all__ = [
     "SandboxError",
     "Session",
     "SharedPool",
+    "kill_servers",
     "left_in_cgroups",
+    "loop_with_pool",
     "opened_pool",
 ]

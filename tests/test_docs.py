@@ -41,7 +41,7 @@ SMALL = (
 
 
 def test_the_tutorials_have_a_command_for_each_way_in() -> None:
-    assert set(FILES) == {"mine.py", "shop.py", "world.py", "agent.py"}
+    assert set(FILES) == {"mine.py", "safe.py", "shop.py", "world.py", "agent.py"}
     assert len(COMMANDS) == 7
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -10,6 +10,7 @@ from benchmarks.real_engines import _Story
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import ContextError
 from forge_rl.rollout.episode_runner import EpisodeRunner, Parse
+from forge_rl.sandbox import SandboxError
 from forge_rl.token_arrays import TokenIds
 from forge_rl.types import Episode, Outcome, Task, ToolCall, Turn
 from tests.staged_rollouts import Letters, StagedEnvironment, StagedReward
@@ -18,7 +19,14 @@ TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "go"},))
 ADD = {"type": "function", "function": {"name": "add"}}
 
 
-def run(kind: type, answers: Sequence[str], *, parse: Parse | None = None, task: Task = TASK) -> Episode:
+def run(
+    kind: type,
+    answers: Sequence[str],
+    *,
+    parse: Parse | None = None,
+    task: Task = TASK,
+    score: Callable[[Task, str], float] | None = None,
+) -> Episode:
     """Run an episode whose model writes these answers, in an environment of this kind."""
     left = list(answers)
 
@@ -27,7 +35,7 @@ def run(kind: type, answers: Sequence[str], *, parse: Parse | None = None, task:
         zeros = [0] * len(text)
         return Turn(prompt_ids=prompt_ids, token_ids=list(map(ord, text)), logprobs=zeros, versions=zeros, text=text)
 
-    reward = StagedReward(lambda task, text: float(len(text)))
+    reward = StagedReward(score or (lambda task, text: float(len(text))))
     runner = EpisodeRunner(Letters(), StagedEnvironment(kind), reward, parse)  # type: ignore[arg-type]
     return asyncio.run(runner(task, decode))
 
@@ -162,6 +170,20 @@ def test_a_step_that_shows_nothing_and_does_not_end_is_the_environments_error():
     episode = run(Broken, ["a"])
     assert (episode.outcome, len(episode.turns)) == (Outcome.ENVIRONMENT_ERROR, 1)
     assert "must show the model something" in episode.problem
+
+
+class Sandboxed(World):
+    async def step(self, completion: str) -> Step:
+        raise SandboxError("the sandbox server is gone")
+
+
+def test_a_sandbox_that_fails_under_an_environment_or_a_reward_is_no_evidence_about_the_policy():
+    def score(task: Task, text: str) -> float:
+        raise SandboxError("the sandbox server is gone")
+
+    for kind, scores in ((Sandboxed, None), (World, score)):
+        episode = run(kind, ["end"], score=scores)
+        assert (episode.outcome, episode.score) == (Outcome.INFRASTRUCTURE_ERROR, None)
 
 
 def test_a_story_of_a_benchmark_has_a_score_also_where_its_short_turns_outgrow_the_context() -> None:

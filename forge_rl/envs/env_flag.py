@@ -21,6 +21,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "harbor": "forge_rl.envs.harbor:HarborEnv",
     "mcp": "forge_rl.envs.mcp:McpEnv",
     "openenv": "forge_rl.envs.openenv:OpenEnvFactory",
+    "python": "forge_rl.envs.python:PythonEnv",
     "textarena": "forge_rl.envs.textarena:TextArena",
     "tools": "forge_rl.envs.bundled_tools:tools",
     "user": "forge_rl.envs.user:SimulatedUser",

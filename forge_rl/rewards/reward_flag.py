@@ -18,9 +18,11 @@ from forge_rl.rewards.formats import Format, JSONSchema, Regex
 from forge_rl.rewards.judge import Judge
 from forge_rl.rewards.lengths import Length, Overlong
 from forge_rl.rewards.maths import Maths
+from forge_rl.rewards.programs import Programs
 from forge_rl.rewards.protocol import RewardFunction, Shaping, form_of
 from forge_rl.rewards.reward_model import RewardModel
 from forge_rl.rewards.shaping import AdaptiveLength, CosineLength, StopProperly
+from forge_rl.rewards.unit_tests import UnitTests
 from forge_rl.rewards.verifiers import ReasoningGymReward
 
 REWARDS: Mapping[str, Callable[..., RewardFunction]] = {
@@ -38,9 +40,11 @@ REWARDS: Mapping[str, Callable[..., RewardFunction]] = {
     "model": RewardModel,
     "number": Number,
     "overlong": Overlong,
+    "programs": Programs,
     "reasoning_gym": ReasoningGymReward,
     "regex": Regex,
     "stop_properly": StopProperly,
+    "unit_tests": UnitTests,
 }
 """Bundled rewards by name, each a frozen dataclass whose fields are its options."""
 

@@ -9,7 +9,15 @@ from typing import Protocol
 
 import numpy as np
 
-from forge_rl.errors import ForgeError, HangError, JudgeError, PoisonError, ReplicaError, SpendingError
+from forge_rl.errors import (
+    ForgeError,
+    HangError,
+    InfrastructureError,
+    JudgeError,
+    PoisonError,
+    ReplicaError,
+    SpendingError,
+)
 from forge_rl.rewards.protocol import Form
 from forge_rl.types import Episode, Outcome, Score
 
@@ -44,10 +52,11 @@ async def scored(episode: Episode, scorer: Scorer, own: Score | None) -> Episode
 
 
 def not_scored(episode: Episode, error: Exception) -> Episode:
-    """Return an episode whose outcome is an error of its reward. Raises a SpendingError."""
+    """Return an episode whose outcome is an error of its reward, or of what that runs on. Raises a SpendingError."""
     if isinstance(error, SpendingError):
         raise error
-    outcome = Outcome.INFRASTRUCTURE_ERROR if isinstance(error, ReplicaError) else Outcome.JUDGE_ERROR
+    infrastructure = isinstance(error, ReplicaError | InfrastructureError)
+    outcome = Outcome.INFRASTRUCTURE_ERROR if infrastructure else Outcome.JUDGE_ERROR
     return episode.updated(outcome=outcome, problem=str(error))
 
 

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from forge_rl.sandbox.repositories import Checkout as Checkout
     from forge_rl.sandbox.repositories import RepositoryStore as RepositoryStore
     from forge_rl.sandbox.session import Session as Session
+    from forge_rl.sandbox.shared import run_code as run_code
+    from forge_rl.sandbox.shared import shared_pool as shared_pool
 
 _HOMES = {
     **dict.fromkeys(("CellError", "Image", "Limits", "Result", "SandboxError", "Usage"), "limits"),
     "Pool": "pool",
     **dict.fromkeys(("Checkout", "RepositoryStore"), "repositories"),
     "Session": "session",
+    **dict.fromkeys(("run_code", "shared_pool"), "shared"),
 }
 __all__ = [
     "CellError",
@@ -40,6 +43,8 @@ __all__ = [
     "SandboxError",
     "Session",
     "Usage",
+    "run_code",
+    "shared_pool",
 ]
 
 

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -74,16 +74,7 @@ class Host:
         Raises:
             SandboxError: this machine lacks a layer that `settings.without` does not name, or the server failed.
         """
-        missing = missing_layers(settings.profile)
-        if not missing.keys() <= set(settings.without):
-            reasons = "; ".join(f"{layer}: {reason}" for layer, reason in missing.items())
-            if "uid" in missing:
-                hint = "run as root"
-            elif "user-namespace" in missing:
-                hint = 'allow user namespaces, or use Pool(profile="standard")'
-            else:
-                hint = f"allow it by name: Pool(without={sorted(missing)})"
-            raise SandboxError(f"this machine cannot isolate sandboxes fully: {reasons}", hint=hint)
+        missing = check_layers(settings.profile, settings.without)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         held, lifeline = os.pipe()
@@ -226,6 +217,25 @@ class Host:
             if isinstance(status, int) and status < 0:
                 watched.cause = f"killed by signal {-status}"
             watched.exited.set()
+
+
+def check_layers(profile: str, without: Collection[str] = ()) -> dict[str, str]:
+    """Return the layers that this machine lacks, each with the reason.
+
+    Raises:
+        SandboxError: it lacks some that `without` does not name.
+    """
+    missing = missing_layers(profile)
+    if not missing.keys() <= set(without):
+        reasons = "; ".join(f"{layer}: {reason}" for layer, reason in missing.items())
+        if "uid" in missing:
+            hint = "run as root"
+        elif "user-namespace" in missing:
+            hint = 'allow user namespaces, or use Pool(profile="standard")'
+        else:
+            hint = f"allow it by name: Pool(without={sorted(missing)})"
+        raise SandboxError(f"this machine cannot isolate sandboxes fully: {reasons}", hint=hint)
+    return missing
 
 
 async def writable(loop: asyncio.AbstractEventLoop, channel: socket.socket) -> None:

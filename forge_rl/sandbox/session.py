@@ -170,6 +170,11 @@ class Session:
         """Whether the session takes another cell; False once it was killed or closed."""
         return not self._closed and self._body.alive
 
+    @property
+    def lost(self) -> str:
+        """Why the sandbox itself has failed; "" if it has not. A session that its own code ended is not lost."""
+        return self._body.host.lost
+
     async def run(self, code: str, *, wall_s: float | None = None, cpu_s: float | None = None) -> Result:
         """Run a cell of Python and return its result. A cell that fails is a result, not an exception.
 

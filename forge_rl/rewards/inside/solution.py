@@ -1,0 +1,33 @@
+"""Calls a solution's functions, in its session. It shares that session with what the model wrote, and is not trusted.
+
+`plain` comes before this in the same module.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forge_rl.rewards.inside.plain import decode, encode
+
+
+class Reply:
+    """A text whose representation it is itself, as a cell's value is represented."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def call(target: str, given: str) -> Reply:
+    """Call a function of the solution with plain arguments; `Class().method` calls a method of a new object."""
+    space: dict[str, Any] = sys.modules["__main__"].__dict__
+    owner, _, method = target.partition("().")
+    if owner not in space:
+        raise NameError(f"there is no {owner}")
+    function = getattr(space[owner](), method) if method else space[owner]
+    arguments, named = decode(given)
+    return Reply(encode(function(*arguments, **named)))

@@ -1,0 +1,192 @@
+"""Runs tests in their own session; calls of the solution go out as requests and come back as plain data.
+
+Tests run in a thread: `start` and `resume` return its next request. `plain` comes before this in the same module.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import json
+import queue
+import sys
+import threading
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forge_rl.rewards.inside.plain import NotPlain, decode, encode
+
+_MOST_TOLD = 500
+_NEVER = (StopIteration, StopAsyncIteration, Warning)
+"""Exceptions that end a loop quietly in the tests, or are none."""
+
+
+class SolutionError(Exception):
+    """The solution failed in a way that has no exception of Python's own."""
+
+
+class Broken(BaseException):
+    """The tests themselves cannot be run."""
+
+
+class Request:
+    """A text whose representation it is itself, as a cell's value is represented."""
+
+    def __init__(self, **fields: object) -> None:
+        self.text = json.dumps(fields)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class Tests:
+    """A thread that runs tests."""
+
+    def __init__(self, setup: str, tests: list[str], target: str) -> None:
+        self.setup, self.tests, self.target = setup, tests, target
+        self.asked: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        self.calling = threading.RLock()
+        self.calls = 0
+        self.from_solution: list[BaseException] = []
+        self.module = types.ModuleType("tests")
+        sys.modules["tests"] = self.module
+
+    def run(self) -> None:
+        results: list[str] = []
+        try:
+            names = self.prepare()
+            for index, test in enumerate(self.tests):
+                results.append(self.told(index, test, names))
+            if not self.calls:
+                raise Broken(f"they never call {' or '.join(names) or 'a function of the solution'}")
+        except Broken as error:
+            self.asked.put(Request(broken=str(error)[:_MOST_TOLD]))
+        else:
+            self.asked.put(Request(results=results))
+
+    def prepare(self) -> list[str]:
+        """Run the setup, and put functions that ask the solution where the tests name its functions."""
+        space = self.module.__dict__
+        try:
+            exec(compile(self.setup, "<setup>", "exec"), space)
+            trees = [ast.parse(test) for test in self.tests]
+        except BaseException as error:
+            raise Broken(described(error)) from error
+        names = [self.target] if self.target else free_names(trees, space)
+        for name in names:
+            space[name.rpartition(".")[2]] = self.function(name)
+        return names
+
+    def told(self, index: int, test: str, names: list[str]) -> str:
+        """Run one test; return "" if it passes, or why it does not."""
+        try:
+            self.run_one(test, f"<test {index + 1}>", names)
+        except Broken:
+            raise
+        except BaseException as error:
+            if isinstance(error, ImportError | NameError | SyntaxError) and error not in self.from_solution:
+                raise Broken(described(error)) from error
+            return described(error)[:_MOST_TOLD] or "it failed"
+        return ""
+
+    def run_one(self, test: str, name: str, names: list[str]) -> None:
+        space = self.module.__dict__
+        before = dict(space)
+        exec(compile(test, name, "exec"), space)
+        made = {key: value for key, value in space.items() if value is not before.get(key)}
+        for key, value in made.items():
+            # Only tests that import unittest have cases of it: the import takes longer than most tests.
+            unittest: Any = sys.modules.get("unittest")
+            if unittest and inspect.isclass(value) and issubclass(value, unittest.TestCase):
+                outcome = unittest.TestResult()
+                unittest.defaultTestLoader.loadTestsFromTestCase(value).run(outcome)
+                for _, trace in [*outcome.errors, *outcome.failures]:
+                    raise AssertionError(trace.strip().rpartition("\n")[2])
+            elif inspect.isfunction(value) and key.startswith("test"):
+                value()
+            elif inspect.isfunction(value) and key == "check":
+                value(space[names[0].rpartition(".")[2]])
+
+    def function(self, name: str) -> Any:
+        def ask(*arguments: object, **named: object) -> object:
+            try:
+                given = encode([list(arguments), dict(named)])
+            except NotPlain as error:
+                raise Broken(f"they call {name} with an argument that cannot cross: {error}") from None
+            with self.calling:
+                self.calls += 1
+                self.asked.put(Request(call=name, given=given))
+                answer, text = self.answers.get()
+            if answer == "value":
+                try:
+                    return decode(text)
+                except (ValueError, TypeError, LookupError, RecursionError, MemoryError):
+                    answer, text = "BadValue", "it returned no plain data"
+            raise self.error(answer, text)
+
+        ask.__name__ = name.rpartition(".")[2]
+        return ask
+
+    def error(self, name: str, message: str) -> Exception:
+        """Return an exception of Python's own if the solution raised one that tests may expect."""
+        kind = getattr(builtins, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, _NEVER):
+            error: Exception = SolutionError(f"{name}: {message}")
+        else:
+            try:
+                error = kind(message)
+            except TypeError:  # one with more arguments
+                error = SolutionError(f"{name}: {message}")
+        self.from_solution.append(error)
+        return error
+
+
+def free_names(trees: list[ast.Module], space: dict[str, object]) -> list[str]:
+    """Return the names that tests read and nobody defines, in the order in which they come."""
+    read: dict[str, None] = {}
+    bound = {*space, *dir(builtins)}
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()):
+                read[name] = None
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
+                bound.add(name)
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                bound.add(name)
+            case ast.alias(name=name, asname=asname):
+                bound.add(asname or name.partition(".")[0])
+    return [name for name in read if name not in bound]
+
+
+def described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+_running: list[Tests] = []
+
+
+def start(setup: str, tests: list[str], target: str) -> Request:
+    """Start the tests; return their first request, or the results."""
+    _running.append(Tests(setup, tests, target))
+    threading.Thread(target=_running[0].run, daemon=True).start()
+    return _running[0].asked.get()
+
+
+def resume(answer: str, text: str) -> Request:
+    """Give the tests the solution's answer; return their next request, or the results."""
+    _running[0].answers.put([answer, text])
+    return _running[0].asked.get()
+
+
+def same(found: object, wanted: object) -> bool:
+    """Compare with data that came as JSON, which has no tuples."""
+    return _listed(found) == wanted
+
+
+def _listed(value: object) -> object:
+    if isinstance(value, list | tuple):
+        return [_listed(each) for each in value]
+    return {key: _listed(each) for key, each in value.items()} if isinstance(value, dict) else value

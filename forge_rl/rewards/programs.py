@@ -1,0 +1,162 @@
+"""Reward from inputs and outputs, as in competitive programming: each input is given to a program of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from forge_rl.errors import TaskError, check_flags
+from forge_rl.rewards.unit_tests import run_tests
+from forge_rl.sandbox import Limits, Pool
+from forge_rl.sandbox.fences import last_code
+from forge_rl.sandbox.host import check_layers
+from forge_rl.sandbox.shared import a_cpu_of_shared_pool
+from forge_rl.types import Score, Task
+
+_SHARE = 4
+"""Wall time of a program over its CPU time, as other processes have the CPUs too."""
+_LEAST_OUTPUT = 1 << 16
+_PLACE_S = 120.0
+_READ_INPUT = """import builtins, os, sys
+builtins.exit = builtins.quit = sys.exit
+opened = os.open("input", os.O_RDONLY)
+os.dup2(opened, 0)
+os.close(opened)
+os.unlink("input")
+sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
+del opened"""
+_SAME = "from __main__ import forge_tests\nsame = forge_tests.same"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs:
+    """Scores 1.0 if a program prints the right output for each input of its task, else 0.0.
+
+        --reward programs                # the column cases: [{"input": "1 2\\n", "output": "3\\n"}, ...]
+        --reward programs:cases=input_output  # APPS, TACO: {"inputs": [...], "outputs": [...], "fn_name": ...}
+
+    The program is the last fenced block of the completion. Each input is read by a fresh sandbox session, into which
+    the expected output never comes: outputs are compared outside. Spaces at the ends of lines, and empty lines at the
+    end, do not count. With "fn_name", inputs are lists of arguments and outputs are results, compared as `unit_tests`
+    does. A failure of the sandbox gives no score.
+    """
+
+    cases: str = "cases"
+    """Entry of the task's truth with the cases, or with their JSON."""
+    timeout_s: float = 10.0
+    """CPU seconds that a program may take for one input; the time that passes may be 4 times as long."""
+    tolerance: float = 0.0
+    """Maximum relative or absolute error of numbers in an output; with 0 they are compared as text."""
+    partial: bool = False
+    """Score the share of inputs with the right output, instead of 1.0 if all have it."""
+    deadline_s: ClassVar[float] = 3600.0
+    """Deadline of one score, including time in the queue."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--reward programs:", least={"tolerance": 0}, above={"timeout_s": 0})
+
+    def load(self, folder: Path | None) -> None:
+        """Raises SandboxError if this machine cannot isolate what runs."""
+        check_layers("standard")
+
+    async def __call__(self, task: Task, text: str) -> Score:
+        """Return the score; `feedback` is the first failure.
+
+        Raises:
+            TaskError: the task has no cases.
+            SandboxError: the sandbox failed.
+        """
+        function, cases = self._cases(task)
+        if (code := last_code(text)) is None:
+            return Score(total=0.0, parts={"passed": 0.0}, feedback="there is no code")
+        if function:
+            tests = [f"assert same({function}(*{given!r}), {wanted!r})" for given, wanted in cases]
+            target, timeout_s = f"Solution().{function}" if "class Solution" in code else function, self.timeout_s
+            passed, told = await run_tests(code, tests, setup=_SAME, target=target, timeout_s=timeout_s, task=task)
+        else:
+            passed, told = await self._passed(code, cases)
+        share = passed / len(cases)
+        return Score(total=share if self.partial else float(share == 1), parts={"passed": share}, feedback=told)
+
+    async def _passed(self, code: str, cases: Sequence[tuple[Any, Any]]) -> tuple[int, str]:
+        """Return the number of inputs with the right output, and the first failure; stops there if it decides."""
+        passed, told = 0, ""
+        async with a_cpu_of_shared_pool() as pool:
+            for given, wanted in cases:
+                failed = await self._failed(pool, code, _as_text(given), _as_text(wanted))
+                passed += not failed
+                told = told or failed
+                if failed and not self.partial:
+                    break
+        return passed, told
+
+    async def _failed(self, pool: Pool, code: str, given: str, wanted: str) -> str:
+        """Return why a program fails, or "" if its output is right."""
+        most = max(_LEAST_OUTPUT, 2 * len(wanted.encode()))
+        limits = Limits(wall_s=_SHARE * self.timeout_s, cpu_s=self.timeout_s, output_bytes=most)
+        async with pool.session(limits=limits, wait_s=_PLACE_S) as session:
+            await session.put("input", given.encode())
+            await session.run(_READ_INPUT)
+            result = await session.run(code)
+        error = result.error
+        if error is not None and not (error.name == "SystemExit" and error.message in ("", "0", "None")):
+            return f"{error.name}: {error.message}"[:500]
+        if result.cut:
+            return f"it printed more than {most} bytes"
+        return "" if equal(result.stdout, wanted, self.tolerance) else "it printed something else"
+
+    def _cases(self, task: Task) -> tuple[str, list[tuple[Any, Any]]]:
+        """Return the name of the function to call, or "", and pairs of inputs and outputs."""
+        found: Any = task.truth.get(self.cases)
+        try:
+            found = json.loads(found) if isinstance(found, str) else found
+            if isinstance(found, dict):
+                function = found.get("fn_name") or ""
+                cases = list(zip(found["inputs"], found["outputs"], strict=True))
+            else:
+                function, cases = "", [(each["input"], each["output"]) for each in found]
+            if not cases or not (function == "" or str(function).isidentifier()):
+                raise ValueError("there are none")
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise TaskError(
+                f"--reward programs: the truth of task {task.id!r} of {task.source!r} has no cases: {self.cases!r} is "
+                f"{found!r:.80}",
+                hint='name their column with --reward programs:cases=COLUMN, a list of {"input": ..., "output": ...}',
+            ) from None
+        return function, cases
+
+
+def equal(found: str, wanted: str, tolerance: float = 0.0) -> bool:
+    """Compare outputs line by line, without spaces at the ends of lines and empty lines at the end.
+
+    equal("1 2 \\n\\n", "1 2\\n")  # True
+
+    Args:
+        tolerance: compare words instead, and those that are numbers within this relative or absolute error.
+    """
+    if _lines(found) == _lines(wanted):
+        return True
+    ours, theirs = found.split(), wanted.split()
+    return tolerance > 0 and len(ours) == len(theirs) and all(map(_close, ours, theirs, [tolerance] * len(ours)))
+
+
+def _close(ours: str, theirs: str, tolerance: float) -> bool:
+    if ours == theirs:
+        return True
+    try:
+        return math.isclose(float(ours), float(theirs), rel_tol=tolerance, abs_tol=tolerance)
+    except ValueError:
+        return False
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _as_text(given: object) -> str:
+    """Return an input or output as text; some data sets give its lines."""
+    return "\n".join(map(str, given)) if isinstance(given, list) else str(given)

@@ -1,0 +1,51 @@
+"""Finds the code that a model wrote in Markdown fences, in linear time."""
+
+from __future__ import annotations
+
+_PYTHON = frozenset({"", "py", "python", "python3", "tool_code"})
+_CHARACTERS = "`~"
+_LEAST = 3
+
+
+def fenced_code(text: str) -> list[str]:
+    """Return the Python in a text's fenced blocks, in order; blocks of other languages are left out.
+
+        fenced_code("Try this:\\n```python\\nprint(1)\\n```")  # ["print(1)"]
+
+    A block whose closing fence is missing, as if a token limit cut it, ends with the text.
+    """
+    found: list[str] = []
+    fence, language, lines = "", "", list[str]()
+    for line in text.splitlines():
+        mark = _fence(line)
+        if not fence:
+            if mark:
+                fence, language, lines = mark, line.strip()[len(mark) :].strip().lower(), []
+        elif mark.startswith(fence) and line.strip() == mark:
+            if language in _PYTHON:
+                found.append("\n".join(lines))
+            fence = ""
+        else:
+            lines.append(line)
+    if fence and language in _PYTHON:
+        found.append("\n".join(lines))
+    return found
+
+
+def last_code(text: str) -> str | None:
+    """Return the last fenced block of Python; the whole text if it has no fence; None if all blocks are in other
+    languages."""
+    found = fenced_code(text)
+    if found:
+        return found[-1]
+    return None if any(map(_fence, text.splitlines())) else text
+
+
+def _fence(line: str) -> str:
+    """Return the fence that a line begins with, or ""."""
+    line = line.strip()
+    character = line[:1]
+    if not character or character not in _CHARACTERS:
+        return ""
+    mark = line[: len(line) - len(line.lstrip(character))]
+    return mark if len(mark) >= _LEAST else ""

@@ -1,0 +1,82 @@
+"""The pool that all users of one event loop share, and one line to run untrusted code in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from forge_rl.sandbox.limits import Limits, Result
+from forge_rl.sandbox.pool import Pool
+
+
+async def run_code(code: str, *, limits: Limits | None = None) -> Result:
+    """Run untrusted Python in a fresh session on this machine, instead of with `eval`, `exec` or an import.
+
+        async def score(task: Task, text: str) -> float:
+            result = await run_code(text)
+            return float(result.error is None and result.stdout.strip() == task.truth["output"])
+
+    Nothing that the code may know or decide should be in the same session: not the expected output, not the tests.
+
+    Args:
+        limits: instead of the defaults of `Limits`.
+
+    Raises:
+        SandboxError: this machine cannot isolate sessions, is full, or the sandbox failed; never the code's own error,
+            which is in the result.
+    """
+    pool = await shared_pool()
+    async with pool.session(limits=limits) as session:
+        return await session.run(code)
+
+
+async def shared_pool() -> Pool:
+    """Return the pool of the running event loop, opened on first use; it closes when the loop ends.
+
+    Raises:
+        SandboxError: this machine cannot isolate sessions, or the pool did not start.
+    """
+    loop, pools = asyncio.get_running_loop(), _pools()
+    for each in [each for each in pools if each.is_closed()]:
+        pools.pop(each, None)
+    held = pools.get(loop)
+    if held is None or held.holder.done():
+        opened: asyncio.Future[Pool] = loop.create_future()
+        held = pools[loop] = _Held(opened, loop.create_task(_hold(opened)))
+    return await asyncio.shield(held.opened)
+
+
+@contextlib.asynccontextmanager
+async def a_cpu_of_shared_pool() -> AsyncIterator[Pool]:
+    """Yield the shared pool to as many users at a time as there are CPUs, so that their time limits are fair."""
+    pool = await shared_pool()
+    async with _pools()[asyncio.get_running_loop()].cpus:
+        yield pool
+
+
+@dataclass(frozen=True)
+class _Held:
+    opened: asyncio.Future[Pool]
+    holder: asyncio.Task[None]
+    cpus: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(os.cpu_count() or 1))
+
+
+@functools.lru_cache(maxsize=1)
+def _pools() -> dict[asyncio.AbstractEventLoop, _Held]:
+    return {}
+
+
+async def _hold(opened: asyncio.Future[Pool]) -> None:
+    """Keep a pool open until the event loop ends, which cancels this task."""
+    try:
+        async with Pool() as pool:
+            opened.set_result(pool)
+            await asyncio.get_running_loop().create_future()
+    except Exception as error:
+        if opened.done():
+            raise
+        opened.set_exception(error)
