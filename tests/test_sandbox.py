@@ -226,6 +226,19 @@ def test_files_go_in_and_out(sandbox: SharedPool):
     sandbox.run(work())
 
 
+def test_closing_a_session_ends_its_cell(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as session:
+            cell = asyncio.create_task(session.run("import time; time.sleep(60)", wall_s=60))
+            await asyncio.sleep(0.1)
+            await session.close()
+            async with asyncio.timeout(10):
+                return (await cell).error
+
+    error = sandbox.run(work())
+    assert (error.name, "the session was closed" in error.message) == ("Ended", True)
+
+
 def test_a_cancelled_cell_ends_its_session(sandbox: SharedPool):
     async def work():
         async with sandbox.pool.session() as session:

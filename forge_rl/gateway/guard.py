@@ -30,10 +30,12 @@ class InFlight:
 
     Args:
         most: limit for one caller.
+        what: what is counted, for errors.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, what: str = "completions") -> None:
         self._most = most
+        self._what = what
         self._counts: Counter[Hashable] = Counter()
 
     def total(self) -> int:
@@ -50,7 +52,7 @@ class InFlight:
         if self._counts[caller] + count > self._most:
             raise ApiError(
                 429,
-                f"{self._counts[caller]} of at most {self._most} completions are in flight; try again",
+                f"{self._counts[caller]} of at most {self._most} {self._what} are in flight; try again",
                 code="rate_limit_exceeded",
                 headers={"retry-after": "1"},
             )

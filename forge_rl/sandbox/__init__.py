@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from forge_rl.sandbox.limits import SandboxError as SandboxError
     from forge_rl.sandbox.limits import Usage as Usage
     from forge_rl.sandbox.pool import Pool as Pool
+    from forge_rl.sandbox.protocol import SandboxPool as SandboxPool
+    from forge_rl.sandbox.protocol import SandboxSession as SandboxSession
+    from forge_rl.sandbox.remote import RemotePool as RemotePool
     from forge_rl.sandbox.repositories import Checkout as Checkout
     from forge_rl.sandbox.repositories import RepositoryStore as RepositoryStore
     from forge_rl.sandbox.session import Session as Session
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 _HOMES = {
     **dict.fromkeys(("CellError", "Image", "Limits", "Result", "SandboxError", "Usage"), "limits"),
     "Pool": "pool",
+    "RemotePool": "remote",
+    "SandboxPool": "protocol",
+    "SandboxSession": "protocol",
     **dict.fromkeys(("Checkout", "RepositoryStore"), "repositories"),
     "Session": "session",
     **dict.fromkeys(("run_code", "shared_pool"), "shared"),
@@ -38,9 +44,12 @@ __all__ = [
     "Image",
     "Limits",
     "Pool",
+    "RemotePool",
     "RepositoryStore",
     "Result",
     "SandboxError",
+    "SandboxPool",
+    "SandboxSession",
     "Session",
     "Usage",
     "run_code",

@@ -181,7 +181,7 @@ class Cells:
                 os.makedirs(folder, exist_ok=True)
             with open(path, "wb") as file:
                 file.write(data)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a path with a null character
             return frames.encode({"failed": str(error)})
         return frames.encode({})
 
@@ -194,7 +194,7 @@ class Cells:
             most = int(message["most"])
             with open(fd, "rb") as file:
                 content = file.read(most + 1)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return frames.encode({"failed": str(error)})
         if len(content) > most:
             return frames.encode({"failed": f"more than {most} bytes"})

@@ -51,9 +51,14 @@ class Body:
         return not self.watched.exited.is_set() and self.channel.fileno() >= 0
 
     async def end(self) -> None:
-        """Kill it; return when nothing of it is left."""
-        self.channel.close()
-        await self.host.end(self.name)
+        """Kill it; return when nothing of it is left. Whoever waits for its answer learns that it has ended."""
+        with contextlib.suppress(OSError):
+            self.channel.shutdown(socket.SHUT_RDWR)
+        try:
+            await self.host.end(self.name)
+            await asyncio.sleep(0)  # the event loop tells nobody about a closed socket
+        finally:
+            self.channel.close()
 
 
 async def start_body(name: str, host: Host, limits: Limits, *workspace: int) -> Body:
@@ -329,6 +334,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
+        self._body.watched.cause = self._body.watched.cause or "the session was closed"
         await self._drop_before()
         body, self._body = self._body, replace(self._body, workspace=None)
         await self._end(body)

@@ -1,0 +1,139 @@
+"""Requests to a server of sandboxes over HTTP: with a deadline, and answers of bounded size that are not trusted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from forge_rl.sandbox.limits import SandboxError
+
+_CONNECT_S = 20.0
+_MOST_ERROR = 4096
+
+
+@dataclass(eq=False)
+class HttpError(Exception):
+    """An answer with an error's status."""
+
+    status: int
+    text: str
+    """The start of its body."""
+
+
+class WebClient:
+    """Sends requests to one service; `close` ends it. Redirects are errors, and headers appear in no message.
+
+    Args:
+        service: name of the service for errors.
+        most_requests: connections at a time.
+    """
+
+    def __init__(self, service: str, *, most_requests: int) -> None:
+        self.service = service
+        self._client = httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=most_requests, max_keepalive_connections=most_requests),
+            follow_redirects=False,
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    async def ask(
+        self,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        body: object = None,
+        params: Mapping[str, str] | None = None,
+        file: bytes | None = None,
+        most_bytes: int,
+        limit_s: float,
+    ) -> bytes:
+        """Send a request and return the body of its answer.
+
+        Args:
+            body: sent as JSON, unless it is None.
+            file: sent as the only file of a form, instead of a body.
+            most_bytes: longest answer.
+            limit_s: time for the whole request.
+
+        Raises:
+            HttpError: the answer's status is an error's.
+            SandboxError: the answer is too large, or incomplete at the deadline.
+        """
+        parts = bytearray()
+        async with self.stream(
+            method, url, headers=headers, body=body, params=params, file=file, limit_s=limit_s
+        ) as arriving:
+            async for part in arriving:
+                parts += part
+                if len(parts) > most_bytes:
+                    raise SandboxError(f"{self.service} answered with more than {most_bytes} bytes")
+        return bytes(parts)
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        body: object = None,
+        params: Mapping[str, str] | None = None,
+        file: bytes | None = None,
+        limit_s: float,
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Send a request; the parts of its answer's body arrive inside the context. See `ask`."""
+        timeout = httpx.Timeout(limit_s, connect=min(limit_s, _CONNECT_S))
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                self._client.stream(
+                    method,
+                    url,
+                    headers={"accept-encoding": "identity", **headers},
+                    json=body,
+                    params=params,
+                    files=None if file is None else {"file": ("file", file)},
+                    timeout=timeout,
+                ) as response,
+            ):
+                if not response.is_success:
+                    raise HttpError(response.status_code, await _start_of(response))
+                yield response.aiter_raw(1 << 16)
+        except (TimeoutError, httpx.TimeoutException):
+            raise SandboxError(f"{self.service} did not answer within {limit_s:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            cause = str(error)[:200] or type(error).__name__
+            raise SandboxError(f"{self.service} cannot be reached: {cause}") from None
+
+
+async def _start_of(response: httpx.Response) -> str:
+    parts = bytearray()
+    async for part in response.aiter_raw(_MOST_ERROR):
+        parts += part
+        if len(parts) >= _MOST_ERROR:
+            break
+    return bytes(parts[:_MOST_ERROR]).decode("utf-8", "replace")
+
+
+def json_object(data: bytes, service: str) -> dict[str, object]:
+    """Return the JSON object that a service has answered.
+
+    Raises:
+        SandboxError: it is not one.
+    """
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise SandboxError(f"{service} answered with something else than a JSON object")
+    return found
