@@ -1,4 +1,4 @@
-"""Sandbox sessions: starts, live sessions, memory, cells and forks, next to cold Python, bubblewrap and Jupyter.
+"""Sandbox sessions: starts, memory, cells, forks and workspaces, next to cold Python, bubblewrap and Jupyter.
 
 python -m benchmarks.sandbox --json out.json
 
@@ -17,6 +17,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +48,10 @@ class Config(BenchmarkConfig):
     """Cells that `--sessions` run together, at most 64 at a time."""
     forks: int = 50
     """Forks of one session."""
+    workspace_files: int = 20_000
+    """Files of the folder that sessions share as a workspace."""
+    workspace_sessions: int = 500
+    """Sessions that are opened in it, one after another, and stay open."""
     peers: int = 20
     """Starts of each peer; 0 leaves the peers out."""
 
@@ -61,6 +66,8 @@ def measure(config: Config, report: Report) -> None:
         _peers(config, report)
     asyncio.run(_profile(config, report, "standard", config.sessions))
     asyncio.run(_profile(config, report, "strict", config.strict_sessions))
+    with tempfile.TemporaryDirectory(dir=ROOT.parent) as folder:  # /tmp may be in memory
+        asyncio.run(_workspaces(config, report, Path(folder)))
 
 
 def _peers(config: Config, report: Report) -> None:
@@ -130,6 +137,54 @@ async def _profile(config: Config, report: Report, profile: Literal["standard", 
         began = time.perf_counter()
         await _cells(sessions, config.cells)
         report.results[f"cells_per_s{suffix}"] = config.cells / (time.perf_counter() - began)
+
+
+async def _workspaces(config: Config, report: Report, folder: Path) -> None:
+    """Open sessions in a shared folder; each changes a file, and the diffs of some are taken.
+
+    Memory is what a session adds to that of one without a workspace. The peer is a copy of the folder.
+    """
+    for number in range(config.workspace_files):
+        path = folder / f"{number // 100}" / f"{number}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"x = {number}\n" * 50)
+    began = time.perf_counter()
+    shutil.copytree(folder, folder.with_name(f"{folder.name}-copy"))
+    report.results["workspace_copy_ms"] = 1000 * (time.perf_counter() - began)
+    shutil.rmtree(folder.with_name(f"{folder.name}-copy"))
+    count, bytes_a_session = config.workspace_sessions, {}
+    for workspace in (None, folder):
+        async with Pool(limits=Limits(memory_bytes=256 << 20, processes=32), warm=0, sessions=count) as pool:
+            opened, sessions, before = [], list[Session](), _available_mib()
+            for _ in range(count):
+                began = time.perf_counter()
+                sessions.append(await pool.open(workspace=workspace))
+                opened.append(1000 * (time.perf_counter() - began))
+            slots = asyncio.Semaphore(64)
+            await asyncio.gather(*(_change(session, at, slots) for at, session in enumerate(sessions)))
+            bytes_a_session[workspace] = (before - _available_mib()) * (1 << 20) / count
+            if workspace is None:
+                continue
+            ordered, diffs = sorted(opened), []
+            for at, session in enumerate(sessions[:50]):
+                began = time.perf_counter()
+                text = await session.diff()
+                diffs.append(1000 * (time.perf_counter() - began))
+                if f"+mine = {at}\n" not in text or text.count("diff --git") != 1:
+                    raise BenchmarkError(f"session {at} has the diff {text!r:.200}")
+    report.results["workspace_open_ms"] = ordered[len(ordered) // 2]
+    report.results["workspace_open_p99_ms"] = ordered[len(ordered) * 99 // 100]
+    report.results["workspace_bytes_a_session"] = bytes_a_session[folder] - bytes_a_session[None]
+    report.measure("workspace_diff_ms", diffs)
+
+
+async def _change(session: Session, at: int, slots: asyncio.Semaphore) -> None:
+    async with slots:
+        result = await session.run(
+            f"import os\nos.makedirs('3', exist_ok=True)\nopen('3/333.py', 'a').write('mine = {at}\\n')"
+        )
+    if result.error is not None:
+        raise BenchmarkError(f"session {at}: {result.error.message}")
 
 
 async def _answer_with_their_own_state(sessions: list[Session]) -> None:

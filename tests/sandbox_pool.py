@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Awaitable, Coroutine, Iterator
@@ -20,8 +21,8 @@ LIMITS = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 
 class SharedPool:
     """Runs coroutines beside an open pool."""
 
-    def __init__(self, profile: str) -> None:
-        self.profile = profile
+    def __init__(self, profile: str, **settings: Any) -> None:
+        self.settings = {"profile": profile, "limits": LIMITS, "warm": 2, "sessions": 64, "servers": 1, **settings}
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
 
@@ -65,7 +66,7 @@ class SharedPool:
 
     async def _hold(self, opened: "asyncio.Future[Pool]") -> None:
         try:
-            async with Pool(profile=self.profile, limits=LIMITS, warm=2, sessions=64, servers=1) as pool:
+            async with Pool(**self.settings) as pool:
                 opened.set_result(pool)
                 await self.stop.wait()
         except SandboxError as error:
@@ -83,9 +84,9 @@ class SharedPool:
         return await work
 
 
-def opened_pool(profile: str) -> Iterator[SharedPool]:
+def opened_pool(profile: str, **settings: Any) -> Iterator[SharedPool]:
     """Open a shared pool; skip where this machine cannot isolate sessions."""
-    shared = SharedPool(profile)
+    shared = SharedPool(profile, **settings)
     try:
         shared.open()
     except SandboxError as error:
@@ -113,6 +114,13 @@ async def kill_servers() -> None:
         os.kill(host.process.pid, signal.SIGKILL)
 
 
+def only_pytest(folder: Path) -> Path:
+    """Copy pytest and what it needs into a folder of packages, without the plugins that slow its start."""
+    for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging"):
+        shutil.copytree(Path(pytest.__file__).parents[1] / name, folder / name)
+    return folder
+
+
 def left_in_cgroups(name: str = "forge_rl-sandbox") -> list[Path]:
     """Folders of sandbox servers' cgroups."""
     from forge_rl.sandbox import cgroups
@@ -134,6 +142,7 @@ __all__ = [
     "SharedPool",
     "kill_servers",
     "left_in_cgroups",
+    "only_pytest",
     "loop_with_pool",
     "opened_pool",
 ]

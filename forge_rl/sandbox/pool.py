@@ -81,7 +81,7 @@ class Pool:
         memory_bytes = _available_bytes() * 3 // 4 if memory_bytes is None else memory_bytes
         self._settings = ServerSettings(
             profile=profile,
-            packages=[str(Path(folder).resolve()) for folder in packages],
+            packages=[_packages(folder) for folder in packages],
             preload=list(preload),
             without=list(without),
             memory_bytes=memory_bytes // self.servers,
@@ -232,6 +232,14 @@ class Pool:
         finally:
             self._warming -= 1
         self._warm.append(body)
+
+
+def _packages(folder: str | Path) -> str:
+    resolved = Path(folder).resolve()
+    if not resolved.is_dir() or resolved.is_relative_to("/tmp"):
+        cause = "is in /tmp, of which sessions have their own" if resolved.is_dir() else "is no folder"
+        raise ConfigError(f"Pool(packages=...): {resolved} {cause}", hint="name a site-packages folder elsewhere")
+    return str(resolved)
 
 
 def _resolved(folder: str | Path) -> str:

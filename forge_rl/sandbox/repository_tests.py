@@ -1,0 +1,192 @@
+"""Tests of what a model changed in a repository, run in a fresh session, where edited tests don't count.
+
+What is protected: the tests and their configuration are the base's or the task's own, put in place after the changes;
+nothing that ran in the model's session is left; the verdict needs an outcome for each required test, and hidden tests
+beside them, of which some must fail, so that exiting early, patching pytest's reports or making all comparisons true
+does not pass. What is not: the tests run in the same process as what they test, so code that was written to forge
+exactly these outcomes, for tests whose names it knows, can. With a command, its exit status is all there is.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import posixpath
+import random
+import stat
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forge_rl.errors import ConfigError
+from forge_rl.sandbox.changes import Change
+from forge_rl.sandbox.limits import Result, SandboxError
+from forge_rl.sandbox.session import Session
+
+PROTECTED = (
+    *("test_*.py", "*_test.py", "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"),
+    *("sitecustomize.py", "usercustomize.py", "*.pth", "*.dist-info", "*.egg-info", "pytest.py", "_pytest"),
+    *("tests", "test", "testing"),
+)
+"""Names of files and folders, as patterns, in which a solution's changes don't count."""
+_INSIDE = Path(__file__).with_name("pytest_inside.py")
+_OPTIONS = ("-p", "no:cacheprovider", "--rootdir=.", "--tb=short", "-q", "-o", "addopts=")
+_HIDDEN_TESTS = 6
+_MOST_TOLD = 2000
+_CELL = """import json, os, signal, subprocess, sys
+def _tests(command, results):
+    file = os.memfd_create("outcomes", 0)
+    command = [each.replace("DESCRIPTOR", str(file)) for each in command]
+    environment = {{**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}}
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, pass_fds=[file], env=environment)
+    try:
+        os.kill(-1, signal.SIGKILL)  # whatever the tests have left running in this session
+    except ProcessLookupError:
+        pass
+    with open(results, "wb") as kept:
+        kept.write(os.pread(file, 1 << 22, 0))
+    os.close(file)
+    return done.returncode
+_tests({command!r}, {results!r})
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepositoryTests:
+    """Tests of one task.
+
+    RepositoryTests(tests=["tests/test_add.py::test_sum"], files={"tests/test_add.py": "..."})
+    """
+
+    tests: Sequence[str] = ()
+    """Ids of pytest that must pass; a file or folder stands for all tests in it."""
+    command: str = ""
+    """Shell command that must exit with 0, for what is not tested by pytest. Easier to cheat than `tests`."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Test files that are put in place after the changes, by path."""
+    patch: str = ""
+    """Unified diff that is applied after the changes."""
+    protected: Sequence[str] = PROTECTED
+    """Names of files and folders, as patterns, in which a solution's changes don't count."""
+    packages: Sequence[str] = ()
+    """Folders of packages, the pool's own, among them pytest's."""
+    timeout_s: float = 300.0
+    """Wall time of all tests."""
+
+    def __post_init__(self) -> None:
+        if not self.tests and not self.command:
+            raise ConfigError("there are no tests", hint="give ids of pytest tests, or a command")
+        for path in self.files:
+            if posixpath.isabs(path) or ".." in path.split("/"):
+                raise ConfigError(f"the test file {path!r:.200} is not in the repository", hint="give a relative path")
+
+    def counted(self, changes: Sequence[Change]) -> list[Change]:
+        """Return the changes that are no tests, no configuration of tests, and in the way of neither."""
+        own = [*self.files, *(each.partition("::")[0] for each in self.tests)]
+        named = [line for line in self.patch.splitlines() if line.startswith(("+++ b/", "--- a/"))]
+        own += [line[6:].partition("\t")[0] for line in named]
+        return [change for change in changes if not (self._is_protected(change.path) or self._is_above(change, own))]
+
+    def _is_protected(self, path: str) -> bool:
+        return any(fnmatch.fnmatchcase(part, pattern) for part in path.split("/") for pattern in self.protected)
+
+    def _is_above(self, change: Change, own: Sequence[str]) -> bool:
+        """Return True if a change is to a test file, or puts something else in place of a folder of one."""
+        is_folder = change.after is not None and stat.S_ISDIR(change.after.mode)
+        return any(path == change.path or (path.startswith(f"{change.path}/") and not is_folder) for path in own)
+
+    async def run(self, session: Session, changes: Sequence[Change]) -> Verdict:
+        """Run the tests on changes in a new session whose workspace is the base.
+
+        Raises:
+            SandboxError: the sandbox failed, or the tests cannot be put in place.
+        """
+        try:
+            await session.apply(self.counted(changes))
+        except SandboxError:
+            if session.lost:
+                raise
+            return Verdict(passed=dict.fromkeys(self.tests or (self.command,), False), told="the changes do not apply")
+        for path, text in self.files.items():
+            await session.put(path, text.encode())
+        if self.patch:
+            await session.put("../0/tests.patch", self.patch.encode())
+            await self._succeed(session, "git apply --whitespace=nowarn ../0/tests.patch", "the tests' patch")
+        return await (self._run_pytest(session) if self.tests else self._run_command(session))
+
+    async def _succeed(self, session: Session, command: str, what: str) -> None:
+        result = await session.run(_CELL.format(command=["/bin/sh", "-c", command], results="../0/none"))
+        if result.error is not None or result.value != "0":
+            said = result.error.message if result.error else result.stdout.strip()[-300:]
+            raise SandboxError(f"{what} does not apply: {said}", hint="check the task's revision")
+
+    async def _run_command(self, session: Session) -> Verdict:
+        command = ["/bin/sh", "-c", self.command]
+        result = await session.run(_CELL.format(command=command, results="../0/none"), wall_s=self.timeout_s)
+        return Verdict(passed={self.command: result.error is None and result.value == "0"}, told=_told(result))
+
+    async def _run_pytest(self, session: Session) -> Verdict:
+        hidden, text, wanted = _hidden_tests()
+        await session.put(hidden, text.encode())
+        await session.put("../0/run_tests.py", _INSIDE.read_bytes())
+        arguments = json.dumps(["DESCRIPTOR", list(self.packages), [*_OPTIONS, *self.tests, hidden]])
+        command = ["PYTHON", "-I", "../0/run_tests.py", arguments.replace('"DESCRIPTOR"', "DESCRIPTOR")]
+        results = f"../0/{uuid.uuid4().hex}"
+        code = _CELL.format(command=command, results=results).replace("'PYTHON'", "sys.executable")
+        result = await session.run(code, wall_s=self.timeout_s)
+        outcomes = _outcomes(await session.get(results)) if session.alive and result.error is None else {}
+        honest = {name: outcome for name, outcome in outcomes.items() if name.startswith(hidden)} == wanted
+        passed = {test: honest and _passed(test, outcomes) for test in self.tests}
+        return Verdict(passed=passed, told=_told(result))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Which tests passed."""
+
+    passed: Mapping[str, bool]
+    """By test as it was asked for, or by the command."""
+    told: str = ""
+    """The end of what was printed, which the tested code can have written."""
+
+    @property
+    def all_passed(self) -> bool:
+        return all(self.passed.values())
+
+
+def _hidden_tests() -> tuple[str, str, dict[str, str]]:
+    """Return the path and text of tests of which some must fail, and their outcomes."""
+    name = f"test_{uuid.uuid4().hex[:12]}.py"
+    chosen = random.SystemRandom()
+    passing = chosen.sample(range(_HIDDEN_TESTS), _HIDDEN_TESTS // 2)
+    lines, outcomes = list[str](), dict[str, str]()
+    for index in range(_HIDDEN_TESTS):
+        test, number = f"test_{uuid.uuid4().hex[:12]}", chosen.randrange(1000)
+        lines.append(f"def {test}():\n    assert {number} + 1 == {number + 1 + (index not in passing)}\n")
+        outcomes[f"{name}::{test}"] = "passed" if index in passing else "failed"
+    return name, "\n\n".join(lines), outcomes
+
+
+def _outcomes(data: bytes) -> dict[str, str]:
+    """Read what the session says of its tests; it may be anything."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) and all(isinstance(each, str) for each in found.values()) else {}
+
+
+def _passed(test: str, outcomes: Mapping[str, str]) -> bool:
+    """Return True if a test passed, or at least one of a file or folder, and none failed."""
+    test = test.removeprefix("./").rstrip("/")
+    found = [
+        outcome for name, outcome in outcomes.items() if name == test or name.startswith((f"{test}::", f"{test}/"))
+    ]
+    found += [outcome for name, outcome in outcomes.items() if name.startswith(f"{test}[")]
+    return "passed" in found and "failed" not in found
+
+
+def _told(result: Result) -> str:
+    text = result.stdout[-_MOST_TOLD:]
+    return text if result.error is None else f"{text}\n{result.error.name}: {result.error.message}"[-_MOST_TOLD:]

@@ -1,0 +1,143 @@
+"""Tests of a changed repository: what passes, and tricks of the change that don't."""
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forge_rl.errors import ConfigError
+from forge_rl.sandbox import Limits, SandboxError
+from forge_rl.sandbox.repository_tests import RepositoryTests, Verdict
+from tests.sandbox_pool import SharedPool, only_pytest, opened_pool
+
+RIGHT, WRONG = "def add(a, b):\n    return a + b\n", "def add(a, b):\n    return 7\n"
+TEST = "from package.add import add\n\ndef test_add():\n    assert add(1, 2) == 3\n"
+TESTS = RepositoryTests(
+    tests=["tests/test_add.py::test_add", "tests/test_old.py"],
+    files={"tests/test_add.py": TEST},
+    timeout_s=60,
+)
+LIMITS = Limits(wall_s=60, memory_bytes=256 << 20, scratch_bytes=4 << 20, scratch_files=200)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SharedPool]:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # sessions have a /tmp of their own
+        yield from opened_pool("standard", packages=[only_pytest(Path(folder))], limits=LIMITS, warm=0)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A package without `add`, its tests, and a file that says where the tests' patch applies."""
+    for folder in ("package", "tests"):
+        (tmp_path / "base" / folder).mkdir(parents=True)
+    (tmp_path / "base" / "package" / "__init__.py").touch()
+    (tmp_path / "base" / "tests" / "test_old.py").write_text("def test_old():\n    assert True\n")
+    (tmp_path / "base" / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
+    return tmp_path / "base"
+
+
+async def verdict(pool: SharedPool, base: Path, files: dict[str, str], tests: RepositoryTests = TESTS) -> Verdict:
+    """Write files in a session of the model's, and test what changed in another."""
+    async with pool.pool.session(workspace=base) as model, pool.pool.session(workspace=base) as fresh:
+        for path, text in files.items():
+            await model.put(path, text.encode())
+        tests = replace(tests, packages=[str(each) for each in pool.settings["packages"]])
+        return await tests.run(fresh, (await model.changes()).changes)
+
+
+def test_a_right_solution_passes_and_a_wrong_one_does_not(pool: SharedPool, base: Path):
+    async def main():
+        return await asyncio.gather(*(verdict(pool, base, {"package/add.py": text}) for text in (RIGHT, WRONG)))
+
+    right, wrong = pool.run(main())
+    assert right.all_passed, right.told
+    assert dict(wrong.passed) == {"tests/test_add.py::test_add": False, "tests/test_old.py": True}
+    assert "assert 7 == 3" in wrong.told
+
+
+REPORTS = """
+import _pytest.reports, _pytest.runner
+made = _pytest.reports.TestReport.from_item_and_call.__func__
+def forged(cls, item, call):
+    call.excinfo = None
+    return made(cls, item, call)
+_pytest.reports.TestReport.from_item_and_call = classmethod(forged)
+"""
+FORGED = """
+import os
+for number in range(3, 30):
+    try: os.write(number, b'{"tests/test_add.py::test_add": "passed", "tests/test_old.py::test_old": "passed"}')
+    except OSError: pass
+os._exit(0)
+"""
+PASS = """import pytest
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport():
+    (yield).get_result().outcome = "passed"
+"""
+TRICKS = {
+    "exit": {"package/add.py": "import os; os._exit(0)"},
+    "SystemExit": {"package/add.py": "raise SystemExit(0)"},
+    "skip": {"package/add.py": "import pytest; pytest.skip('', allow_module_level=True)"},
+    "patched reports": {"package/add.py": WRONG + REPORTS},
+    "forged outcomes": {"package/add.py": FORGED},
+    "conftest": {"conftest.py": PASS, "tests/conftest.py": PASS, "package/add.py": WRONG},
+    "edited test": {"tests/test_add.py": "def test_add(): pass", "package/add.py": WRONG},
+    "configuration": {"pyproject.toml": "[tool.pytest.ini_options]\npython_files = 'none'", "pytest.ini": "[pytest]\n"},
+    "start of Python": {"sitecustomize.py": "import os; os._exit(0)", "usercustomize.py": "import os; os._exit(0)"},
+    "shadowed pytest": {"pytest.py": FORGED, "_pytest/__init__.py": FORGED, "pluggy.py": FORGED, "json.py": FORGED},
+    "plugin": {"x-1.dist-info/entry_points.txt": "[pytest11]\nx = plug", "plug.py": PASS, "package/add.py": WRONG},
+}
+
+
+def test_tricks_do_not_pass(pool: SharedPool, base: Path):
+    async def replaced_folder():
+        async with pool.pool.session(workspace=base) as model, pool.pool.session(workspace=base) as fresh:
+            await model.run("import os; os.system('rm -r tests; ln -s /tmp tests; echo > package/add.py')")
+            tests = replace(TESTS, packages=[str(each) for each in pool.settings["packages"]])
+            return await tests.run(fresh, (await model.changes()).changes)
+
+    async def main():
+        tried = (*(verdict(pool, base, files) for files in TRICKS.values()), replaced_folder())
+        return await asyncio.gather(*tried)
+
+    found = zip([*TRICKS, "link for folder"], pool.run(main()), strict=True)
+    assert not [trick for trick, each in found if each.passed["tests/test_add.py::test_add"]]
+
+
+def test_a_patch_of_tests_is_applied_and_a_command_decides_by_its_status(pool: SharedPool, base: Path):
+    patch = """diff --git a/tests/test_old.py b/tests/test_old.py
+--- a/tests/test_old.py
++++ b/tests/test_old.py
+@@ -1,2 +1,2 @@
+ def test_old():
+-    assert True
++    assert {}
+"""
+    commands = [
+        RepositoryTests(command=command, patch=patch.format(1)) for command in ("grep 1 tests/test_old.py", "false")
+    ]
+
+    async def main():
+        return await asyncio.gather(
+            *(verdict(pool, base, {"tests/test_old.py": "x"}, tests) for tests in commands),
+            verdict(pool, base, {}, RepositoryTests(tests=["tests"], patch=patch.format(0))),
+        )
+
+    assert [each.all_passed for each in pool.run(main())] == [True, False, False]
+    with pytest.raises(SandboxError, match="the tests' patch does not apply"):
+        pool.run(verdict(pool, base, {}, RepositoryTests(command="true", patch=patch.replace("True", "False"))))
+    with pytest.raises(ConfigError, match="there are no tests"):
+        RepositoryTests()
+    with pytest.raises(ConfigError, match="not in the repository"):
+        RepositoryTests(command="true", files={"../x": ""})
+
+
+def test_what_the_solution_has_left_running_ends_before_its_outcomes_are_read(pool: SharedPool, base: Path):
+    late = "import os, time\nif os.fork() == 0:\n    time.sleep(60)\n"
+    found = pool.run(verdict(pool, base, {"package/add.py": RIGHT + late}))
+    assert found.all_passed, found.told
