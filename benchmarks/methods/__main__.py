@@ -50,7 +50,7 @@ class Config(BenchmarkConfig):
     """Seeds of task order and sampling, one run of each method with each."""
     runs: Path | None = None
     """File of finished runs; those that it has are not run again."""
-    steps: int = 7
+    steps: int = 6
     """Batches a run."""
     groups: int = 4
     """Tasks a batch."""
@@ -65,11 +65,11 @@ class Config(BenchmarkConfig):
     frozen_layers: int = 15
     """The embedding and this many of the first of 30 layers are not trained, which makes a step a third faster."""
     temperature: float = 0.7
-    """Sampling temperature of training episodes."""
+    """Sampling temperature, of evaluations too: the rewards of sampled answers are what the methods maximise."""
     max_tokens: int = 12
     """Maximum tokens of an answer."""
     tasks: int = 64
-    """Held-out tasks, answered greedily before and after."""
+    """Held-out tasks, answered before and after."""
 
     def __post_init__(self) -> None:
         if not self.seeds or self.steps < 1:
@@ -211,7 +211,7 @@ async def _run_all(config: Config, left: list[tuple[str, int]], done: Finished) 
             group_size=config.group_size,
             checkpoint_every=0,
             schedule=ScheduleConfig(kind="synchronous"),
-            evaluation=rl.EvalConfig(every=config.steps, tasks=config.tasks),
+            evaluation=rl.EvalConfig(every=config.steps, tasks=config.tasks, temperature=config.temperature),
             trainer=rl.TrainerConfig(**training),
             critic=rl.CriticConfig(**training),
             generator=rl.GeneratorConfig(
