@@ -88,7 +88,8 @@ test: $(STAMP)  ## all tests except the long ones
 	$(PYTEST) $(ARGS)
 
 # Long tests that leave half of the machine idle and are safe to run in parallel.
-SHARED := tests/test_families_engine.py tests/test_layouts.py
+SHARED := $(addprefix tests/test_,$(addsuffix .py,families_engine layouts docs openenv envs_verifiers agent_openai own_data \
+  own_world example_run preferences distill_run gateway_app))
 
 test-long: $(STAMP)  ## whole runs under every fault, two hosts, wheels in fresh environments; most one at a time, as each fills the machine
 	$(PYTEST) -m long $(SHARED) $(ARGS)
