@@ -23,6 +23,7 @@ CONVERSATIONS: list[tuple[Columns, dict[str, object], list[dict[str, object]]]] 
     (Columns(), {"messages": [ASKED, SAID, *MORE]}, [SAID, *MORE]),
     (Columns(), {"messages": json.dumps([ASKED, SAID]), "answer": "six"}, [SAID]),
     (Columns(), {"messages": [ASKED, CALL, {"role": "tool", "content": "5"}, SAID], "tools": [TOOL]}, [CALL]),
+    (Columns(), {"conversations": [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]}, [SAID]),
     (Columns(), {"prompt": "2+3?", "completion": "5", "answer": "six"}, [SAID]),
     (Columns(), {"prompt": [ASKED], "completion": [SAID, *MORE]}, [SAID, *MORE]),
     (Columns(), {"question": "2+3?", "answer": "5"}, [SAID]),

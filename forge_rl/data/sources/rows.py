@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 _TEMPLATE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 _TEMPLATE = "--data.template"
 _MESSAGES = "messages"
-_CHATS = (_MESSAGES, "prompt")
+_CHATS = (_MESSAGES, "conversations", "prompt")
 """Default columns of chat messages, used if they hold a list."""
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""Roles in ShareGPT's words; the others, such as system, have their own names."""
 _QUESTIONS = ("question", "prompt")
 """Default columns of the question."""
 _COMPLETIONS = ("completion", "answer")
@@ -62,7 +64,8 @@ class Columns:
     """Column stored in the truth as "answer", which must have a value; defaults to the column answer, if it exists.
     For a conversation, the column of what follows the prompt; defaults to the column completion or answer."""
     messages: str = ""
-    """Column of chat messages, used unchanged; defaults to the column messages or prompt if it holds a list."""
+    """Column of chat messages; defaults to the column messages, conversations or prompt, if it holds a list. ShareGPT's
+    {"from": "human", "value": "..."} becomes {"role": "user", "content": "..."}; others are used unchanged."""
     tools: str = ""
     """Column of tool schemas; defaults to the column tools, if it exists."""
     rubric: str = ""
@@ -305,7 +308,7 @@ def _chat(column: str, value: object) -> list[Message]:
     if not found:
         raise RowError("has no messages", column=column)
     messages: list[Message] = []
-    for number, one in enumerate(found, 1):
+    for number, one in enumerate(map(_renamed, found), 1):
         if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
             raise RowError(
                 f"has a message {number} without a role",
@@ -321,6 +324,21 @@ def _chat(column: str, value: object) -> list[Message]:
             _check_text(column, content)
         messages.append(message)
     return messages
+
+
+def _renamed(message: object) -> object:
+    """Return a message of ShareGPT with the keys and roles of chat templates, and any other unchanged."""
+    if not isinstance(message, Mapping) or message.get("role") is not None:
+        return message
+    match message.get("from"):
+        case "function_call":
+            raise RowError(
+                "has a tool call as ShareGPT's text", value=message, hint='write it as a message\'s "tool_calls"'
+            )
+        case str(role):
+            return {"role": _ROLES.get(role, role), "content": message.get("value")}
+        case _:
+            return message
 
 
 def _check_prompt(used: str, messages: Sequence[Message]) -> None:
