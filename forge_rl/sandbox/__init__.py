@@ -12,6 +12,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from forge_rl.sandbox.durable import DurableSession as DurableSession
+    from forge_rl.sandbox.durable import DurableSessions as DurableSessions
     from forge_rl.sandbox.limits import CellError as CellError
     from forge_rl.sandbox.limits import Image as Image
     from forge_rl.sandbox.limits import Limits as Limits
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     **dict.fromkeys(("CellError", "Image", "Limits", "Result", "SandboxError", "Usage"), "limits"),
+    **dict.fromkeys(("DurableSession", "DurableSessions"), "durable"),
     "Pool": "pool",
     "RemotePool": "remote",
     "SandboxPool": "protocol",
@@ -41,6 +44,8 @@ _HOMES = {
 __all__ = [
     "CellError",
     "Checkout",
+    "DurableSession",
+    "DurableSessions",
     "Image",
     "Limits",
     "Pool",

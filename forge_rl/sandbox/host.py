@@ -81,13 +81,14 @@ class Host:
         # Not the environment's interpreter: its packages are the owner's, and a session sees only what it is given.
         python = getattr(sys, "_base_executable", None) or sys.executable
         process = subprocess.Popen(  # noqa: ASYNC220  a millisecond, and no event loop watches it
-            [python, "-I", "-S", "-c", _PROGRAM, _ROOT, str(theirs.fileno()), str(held)],
+            [python, "-s", "-P", "-S", "-c", _PROGRAM, _ROOT, str(theirs.fileno()), str(held)],
             pass_fds=[theirs.fileno(), held],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            env={"LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"},
+            # A fixed order of sets, so that another server repeats a session's cells exactly.
+            env={"LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONHASHSEED": "0"},
             start_new_session=True,  # Ctrl-C is the owner's
         )
         theirs.close()

@@ -173,11 +173,18 @@ class Pool:
         self._refill()
         return Session(body, limits or self.limits, fork_body=self._fork, release=self._places.release, undo=undo)
 
+    def signature(self) -> list[object]:
+        """Return what the results of cells depend on besides their code and limits, as JSON values."""
+        settings = self._settings
+        packages = [[folder, *sorted(os.listdir(folder))] for folder in settings.packages]
+        return [settings.profile, packages, list(settings.preload)]
+
     def _take_warm(self) -> Body | None:
         while self._warm:
             body = self._warm.popleft()
             if body.alive:
                 return body
+            self._tasks.create_task(body.end())
         return None
 
     async def _start(self, limits: Limits, workspace: str | None = None) -> Body:

@@ -1,6 +1,6 @@
 """The fork server: a clean process that forks one confined process for each session.
 
-It runs as `python -I -S` and imports nothing of this library but its own neighbours. The first process, the keeper,
+It runs as `python -s -P -S` and imports nothing of this library but its own neighbours. The first process, the keeper,
 makes new namespaces and the cgroups; it forks the server, which is PID 1 there, and removes the cgroups when the server
 or the owner has ended. Whoever kills the server kills its sessions with it, and their mounts.
 """

@@ -1,0 +1,162 @@
+"""Sandbox servers and sessions killed while episodes use them: every episode ends with its right result, nothing stays.
+
+python -m benchmarks.chaos --json out.json
+
+Each episode runs cells that depend on all cells before, in a durable session. Kills are spread evenly over the cells:
+of a fork server, of the process that keeps it, of one session, or of half of the sessions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from forge_rl.sandbox import DurableSessions, Limits, Pool, cgroups
+from forge_rl.sandbox.host import Host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BenchmarkConfig):
+    """Kill sandbox servers and sessions while episodes use them."""
+
+    episodes: int = 500
+    """Number of episodes."""
+    kills: int = 100
+    """Number of kills."""
+    at_once: int = 32
+    """Concurrent episodes."""
+    cells: int = 6
+    """Cells of an episode."""
+    seed: int = 0
+    """Decides what is killed."""
+
+
+def measure(config: Config, report: Report) -> None:
+    """Play all episodes, once without kills."""
+    calm = asyncio.run(play_under_chaos(Config(episodes=config.episodes, kills=0, at_once=config.at_once)))
+    found = asyncio.run(play_under_chaos(config))
+    report.results |= found | {"calm_s": calm["seconds"]}
+    wrong = found["episodes"] - found["right"]
+    if wrong or found["twice"] or found["left"]:
+        raise BenchmarkError(f"{wrong:g} episodes are wrong, {found['twice']:g} came twice, {found['left']:g} are left")
+
+
+async def play_under_chaos(config: Config) -> dict[str, float]:
+    """Play episodes under kills; return how many ended right, came twice, and what is left of their sessions."""
+    before, rng = _mounts(), random.Random(config.seed)
+    limits = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 << 20)
+    ended: Counter[int] = Counter()
+    right: set[int] = set()
+    seen: set[int] = set()
+    trees: set[str] = set()
+    began = time.perf_counter()
+    async with Pool(limits=limits, sessions=2 * config.at_once, servers=2, warm=2) as pool:
+        sessions, left = DurableSessions(pool), iter(range(config.episodes))
+        cells = kills = 0
+
+        def after_a_cell() -> None:
+            nonlocal cells, kills
+            cells += 1
+            while kills < config.kills and cells * config.kills >= (kills + 1) * config.episodes * config.cells * 0.98:
+                trees.update(host.tree for host in pool.hosts)
+                seen.update(pid for host in pool.hosts for pid in processes(host))
+                kill(pool, rng)
+                kills += 1
+
+        async def play() -> None:
+            for number in left:
+                async with sessions.open() as session:
+                    expected, good = number, True
+                    await session.run(f"import time\nx = [{number}]")
+                    for _ in range(config.cells - 1):
+                        expected = 3 * expected + 1
+                        result = await session.run("time.sleep(0.01); x.append(3 * x[-1] + 1); x[-1]")
+                        good &= result.value == str(expected)
+                        after_a_cell()
+                    good &= (await session.run("len(x)")).value == str(config.cells)
+                    after_a_cell()
+                ended[number] += 1
+                if good:
+                    right.add(number)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(config.at_once):
+                group.create_task(play())
+        trees.update(host.tree for host in pool.hosts)
+        seen.update(pid for host in pool.hosts for pid in processes(host))
+    return {
+        "episodes": float(len(ended)),
+        "right": float(len(right)),
+        "twice": float(sum(count > 1 for count in ended.values())),
+        "kills": float(kills),
+        "rebuilt": float(sessions.counts["rebuilt"]),
+        "cells_repeated": float(sessions.counts["repeated"]),
+        "left": float(len(_mounts() - before) + _left(trees, seen)),
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def kill(pool: Pool, rng: random.Random) -> None:
+    """Kill a server, its keeper, a session, or half of the sessions."""
+    host = rng.choice(pool.hosts)
+    keeper, sessions = host.process.pid, list(session_processes(host))
+    half = rng.sample(sessions, len(sessions) // 2)
+    chosen = rng.choice([[keeper], children(keeper), sessions[:1], half])
+    for pid in chosen:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def processes(host: Host) -> Iterator[int]:
+    """Yield all processes of a server: its keeper, itself, and its sessions'."""
+    yield host.process.pid
+    yield from children(host.process.pid)
+    yield from session_processes(host)
+
+
+def session_processes(host: Host) -> Iterator[int]:
+    """Yield the processes in the cgroups of a server's sessions."""
+    found: set[int] = set()
+    for one in cgroups.here():
+        for file in sorted(Path(one.folder, host.tree).glob("*/cgroup.procs")):
+            with contextlib.suppress(OSError):
+                found.update(map(int, file.read_text().split()))
+    yield from sorted(found)
+
+
+def children(pid: int) -> list[int]:
+    """Return the child processes of one."""
+    with contextlib.suppress(OSError):
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def _left(trees: set[str], seen: set[int]) -> int:
+    """Count the cgroups and processes that are left of some servers."""
+    folders = [path for tree in trees for one in cgroups.here() for path in Path(one.folder).glob(f"{tree}*")]
+    return len(folders) + sum(map(_runs, seen))
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process exists. One that has ended counts as long as it is ours, not init's, to be reaped."""
+    with contextlib.suppress(OSError):
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+        return (state, parent) != ("Z", "1")
+    return False
+
+
+def _mounts() -> set[str]:
+    return set(Path("/proc/self/mounts").read_text().splitlines())
+
+
+if __name__ == "__main__":
+    run_benchmark("chaos", Config, measure)

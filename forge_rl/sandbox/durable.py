@@ -1,0 +1,389 @@
+"""Sessions that outlive their processes: they are rebuilt from their own cells, and started only if a cell must run."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import math
+import re
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from forge_rl.sandbox import cells
+from forge_rl.sandbox.limits import CellError, Image, Limits, Result, SandboxError, Usage
+from forge_rl.sandbox.pool import Pool
+from forge_rl.sandbox.session import Session
+from forge_rl.system.result_cache import ResultCache, content_key
+
+T = TypeVar("T")
+_BY_SANDBOX = frozenset({"CellOverrun", "OutOfMemory", "Ended", "BadFrame"})
+"""Errors that may depend on the machine: results with them are not kept."""
+_MOST_FAILURES = 16
+"""Failures of the sandbox that one cell survives."""
+_MOST_DEATHS = 3
+"""Times that a cell may end its session before that counts as its result: something else may have killed it."""
+_PLACE_S = 0.2
+
+
+class ReplayError(SandboxError):
+    """Cells of a lost session that gave something else when they were run again."""
+
+
+@dataclass(eq=False)
+class _Live:
+    """A session with the state after some cells."""
+
+    session: Session
+    key: bytes
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    owned: bool = True
+    """False once it waits to be forked by others."""
+
+
+@dataclass(frozen=True)
+class _Action:
+    """What was done with a session, and what came of it."""
+
+    code: str = ""
+    wall_s: float | None = None
+    shown: str = ""
+    path: str = ""
+    """For a file that was put, its name."""
+    data: bytes = b""
+
+
+class DurableSessions:
+    """Opens durable sessions of a pool, which share their results if there is a cache.
+
+        sessions = DurableSessions(pool, cache=ResultCache(Path("cache")))
+        async with sessions.open() as session:
+            print((await session.run("6 * 7")).value)
+
+    A cell is looked up by the whole history of its session: what was run and put before, and what came of it. Use a
+    cache only if equal histories may have equal results: cells that draw random numbers, or look at the clock, then
+    show every session the same ones.
+
+    Args:
+        pool: opens the sessions; its owner closes it after these.
+        cache: of results of cells; with None, each cell is run.
+        parked: how many sessions that were closed are kept to be forked, by sessions with the same history.
+        version: change it when something changes that cells depend on, and that is not seen. Python's version, the
+            names in the folders of packages, the preloaded modules and the limits are.
+    """
+
+    def __init__(self, pool: Pool, *, cache: ResultCache | None = None, parked: int = 8, version: str = "") -> None:
+        self.pool = pool
+        self.cache = cache
+        self.counts: Counter[str] = Counter()
+        """Sessions "opened", "forked" from another's, and "rebuilt" after a loss; cells "run" and run again
+        ("repeated")."""
+        self._most_parked = parked if cache is not None else 0
+        self._root = [version, sys.version, Path(cells.__file__).read_text(), pool.signature()]
+        self._live: OrderedDict[bytes, _Live] = OrderedDict()
+        """By key, a session in that state, also those in use."""
+        self._parked: OrderedDict[_Live, None] = OrderedDict()
+
+    def open(self, *, limits: Limits | None = None) -> DurableSession:
+        """Return a session, which starts nothing before a cell must run; its caller closes it."""
+        limits = limits or self.pool.limits
+        return DurableSession(self, limits, (content_key(self._root, asdict(limits)),), ())
+
+    async def close(self) -> None:
+        """Close the sessions that are kept."""
+        while self._parked:
+            await self._drop_parked()
+
+    async def nearest(self, keys: Sequence[bytes], limits: Limits) -> tuple[Session, int]:
+        """Return a new session in the state after as many of some actions as possible.
+
+        Args:
+            keys: key of the state before each action, and of the one after the last.
+
+        Returns:
+            The session, and how many of the actions its state includes; 0 for a fresh one.
+        """
+        for place in range(len(keys) - 1, 0, -1):
+            live = self._live.get(keys[place])
+            if live is None or live.lock.locked() or not live.session.alive:
+                continue
+            async with live.lock:
+                if live.key == keys[place]:
+                    with contextlib.suppress(SandboxError):  # full, or gone: a fresh one then
+                        forked = await live.session.fork()
+                        self.counts["forked"] += 1
+                        return forked, place
+        self.counts["opened"] += 1
+        own = None if limits == self.pool.limits else limits
+        while self._parked:
+            with contextlib.suppress(SandboxError):
+                return await self.pool.open(limits=own, wait_s=_PLACE_S), 0
+            await self._drop_parked()
+        return await self.pool.open(limits=own), 0
+
+    def changes(self, live: _Live) -> None:
+        """Note that a session's state is about to change."""
+        if self._live.get(live.key) is live:
+            del self._live[live.key]
+
+    def is_at(self, live: _Live, key: bytes) -> None:
+        """Note the state that a session is in now."""
+        self.changes(live)
+        live.key = key
+        if self.cache is not None and live.owned:
+            self._live[key] = live
+
+    async def end(self, live: _Live, *, park: bool) -> None:
+        """Close a session, or keep it for others if it may be of use."""
+        live.owned = False
+        if not park or not live.session.alive or self._live.get(live.key) is not live or not self._most_parked:
+            self.changes(live)
+            await live.session.close()
+            return
+        self._parked[live] = None
+        while len(self._parked) > self._most_parked:
+            await self._drop_parked()
+
+    async def _drop_parked(self) -> None:
+        live, _ = self._parked.popitem(last=False)
+        async with live.lock:
+            await self.end(live, park=False)
+
+
+class DurableSession:
+    """Runs cells one at a time, whatever happens to the processes that run them; made by `DurableSessions.open`."""
+
+    def __init__(
+        self, sessions: DurableSessions, limits: Limits, keys: tuple[bytes, ...], log: tuple[_Action, ...]
+    ) -> None:
+        self.limits = limits
+        self.was_kept: bool | None = None
+        """Whether the latest cell's result came from the cache; None if there is no cache."""
+        self._sessions = sessions
+        self._keys = list(keys)
+        self._log = list(log)
+        self._live: _Live | None = None
+        self._done = 0
+        """How many actions the live session's state includes."""
+        self._lost = False
+        self._lock = asyncio.Lock()
+        self._ended = ""
+        """Why it takes no more cells."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes another cell; False once a cell has killed it, or it was closed."""
+        return not self._ended
+
+    async def run(self, code: str, *, wall_s: float | None = None) -> Result:
+        """Run a cell as `Session.run` does, or return its result from the cache; then `usage` is 0.
+
+        If the processes are lost, they are replaced, and the session's earlier cells are run again first.
+
+        Raises:
+            ReplayError: those gave something else than before.
+            SandboxError: the sandbox fails again and again, or the session has ended before.
+        """
+        async with self._lock:
+            self._check()
+            if wall_s is not None and not 0 < wall_s < math.inf:
+                raise SandboxError(f"wall_s is {wall_s}", hint="give a cell a positive number of seconds")
+            cache, ran = self._sessions.cache, list[Result]()
+            key = content_key(self._keys[-1].hex(), "run", code, wall_s)
+
+            async def compute() -> tuple[str, bool]:
+                ran.append(await self._run(code, wall_s))
+                error = ran[0].error
+                return _as_json(ran[0]), not self._ended and (error is None or error.name not in _BY_SANDBOX)
+
+            if cache is None:
+                await compute()
+            else:
+                text, self.was_kept = await cache.get(key, compute)
+                if not ran:
+                    try:
+                        ran.append(_of_json(text))
+                    except (ValueError, TypeError, KeyError):  # not by this version
+                        cache.forget(key)
+                        await compute()
+            self._append(_Action(code=code, wall_s=wall_s, shown=_shown(ran[0])), "run", code, wall_s)
+            return ran[0]
+
+    async def put(self, path: str, data: bytes) -> None:
+        """Write a file, once a cell is run.
+
+        Raises:
+            SandboxError: it is too large, or the session has ended.
+        """
+        if len(data) > self.limits.transfer_bytes:
+            raise SandboxError(
+                f"{path} has {len(data)} bytes", hint=f"Limits:transfer_bytes is {self.limits.transfer_bytes}"
+            )
+        async with self._lock:
+            self._check()
+            self._append(_Action(path=path, data=data), "put", path, base64.b64encode(data).decode())
+
+    async def get(self, path: str) -> bytes:
+        """Read a file.
+
+        Raises:
+            SandboxError: the file does not exist, is not regular, or is too large; or as `run` does.
+        """
+        async with self._lock:
+            self._check()
+            _, data = await self._surviving(lambda live: live.session.get(path))
+            return data
+
+    async def fork(self) -> DurableSession:
+        """Return an independent copy, which starts nothing before it must run a cell. The caller closes it."""
+        async with self._lock:
+            self._check()
+            return DurableSession(self._sessions, self.limits, tuple(self._keys), tuple(self._log))
+
+    async def close(self) -> None:
+        """End the session; its state may be kept for others that come to the same."""
+        self._ended = self._ended or "it is closed"
+        if self._live is not None:
+            live, self._live = self._live, None
+            await self._sessions.end(live, park=self._done == len(self._log))
+
+    async def __aenter__(self) -> DurableSession:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await asyncio.shield(self.close())
+
+    def _check(self) -> None:
+        if self._ended:
+            raise SandboxError(f"the session has ended: {self._ended}", hint="open another")
+
+    def _append(self, action: _Action, *about: object) -> None:
+        self._log.append(action)
+        self._keys.append(content_key(self._keys[-1].hex(), *about, action.shown))
+        if self._live is not None and self._done == len(self._log):
+            self._sessions.is_at(self._live, self._keys[-1])
+
+    async def _run(self, code: str, wall_s: float | None) -> Result:
+        """Run the next cell, in another session if that one is lost or killed."""
+
+        async def run(live: _Live) -> Result:
+            self._sessions.counts["run"] += 1
+            self._sessions.changes(live)
+            return await live.session.run(code, wall_s=wall_s)
+
+        deaths = 0
+        while True:
+            live, result = await self._surviving(run)
+            if live.session.alive:
+                self._done += 1
+                return result
+            await self._lose()
+            if result.error is None or result.error.name not in _BY_SANDBOX:  # it was lost after the cell
+                return result
+            deaths += 1
+            if result.error.name != "Ended" or deaths == _MOST_DEATHS:
+                self._ended = result.error.message
+                return result
+
+    async def _surviving(self, use: Callable[[_Live], Awaitable[T]]) -> tuple[_Live, T]:
+        """Use the session's processes, others if they are lost; return them, too."""
+        failures = 0
+        while True:
+            try:
+                live = await self._caught_up()
+                async with live.lock:
+                    return live, await use(live)
+            except ReplayError as error:
+                self._ended = error.message
+                await self._lose()
+                raise
+            except SandboxError:
+                lost = self._live is None or not self._live.session.alive
+                failures += 1
+                if not lost or failures == _MOST_FAILURES:
+                    raise
+                await self._lose()
+
+    async def _caught_up(self) -> _Live:
+        """Return the session's processes in the state after all of its actions."""
+        live = self._live
+        if live is not None and not live.session.alive:
+            await self._lose()
+            live = None
+        if live is None:
+            session, self._done = await self._sessions.nearest(self._keys, self.limits)
+            live = self._live = _Live(session, self._keys[self._done])
+            if self._lost:
+                self._sessions.counts["rebuilt"] += 1
+                self._lost = False
+        async with live.lock:
+            if self._done < len(self._log):
+                self._sessions.changes(live)
+            while self._done < len(self._log):
+                await self._repeat(live, self._log[self._done])
+                self._done += 1
+        self._sessions.is_at(live, self._keys[-1])
+        return live
+
+    async def _repeat(self, live: _Live, action: _Action) -> None:
+        if action.path:
+            await live.session.put(action.path, action.data)
+            return
+        self._sessions.counts["repeated"] += 1
+        result = await live.session.run(action.code, wall_s=action.wall_s)
+        if not live.session.alive:
+            raise SandboxError("the session was lost while its cells were run again")
+        if (shown := _shown(result)) == action.shown:
+            return
+        if (cache := self._sessions.cache) is not None:
+            place = self._done
+            cache.forget(content_key(self._keys[place].hex(), "run", action.code, action.wall_s))
+        raise ReplayError(
+            f"cell {self._done + 1} of a session gave {shown:.200}, not {action.shown:.200}, when it was run again",
+            hint="cells that depend on time or chance cannot be run again: start the episode again",
+        )
+
+    async def _lose(self) -> None:
+        if self._live is not None:
+            live, self._live, self._done, self._lost = self._live, None, 0, True
+            await self._sessions.end(live, park=False)
+
+
+def _shown(result: Result) -> str:
+    """Return what a cell showed, without addresses of objects."""
+    error = result.error and (result.error.name, result.error.message, result.error.traceback)
+    image = result.image and base64.b64encode(result.image.data).decode()
+    return re.sub(r"\b0x[0-9a-f]{6,16}\b", "0x", json.dumps([result.stdout, result.stderr, result.value, image, error]))
+
+
+def _as_json(result: Result) -> str:
+    error, image = result.error, result.image
+    return json.dumps(
+        {
+            "stdout": result.stdout,
+            "stderr": result.stderr,
+            "value": result.value,
+            "image": image and [image.media_type, base64.b64encode(image.data).decode()],
+            "error": error and [error.name, error.message, error.traceback],
+            "cut": result.cut,
+        }
+    )
+
+
+def _of_json(text: str) -> Result:
+    found = json.loads(text)
+    error, image = found["error"], found["image"]
+    return Result(
+        stdout=found["stdout"],
+        stderr=found["stderr"],
+        value=found["value"],
+        image=image and Image(media_type=image[0], data=base64.b64decode(image[1])),
+        error=error and CellError(name=error[0], message=error[1], traceback=error[2]),
+        usage=Usage(wall_s=0.0),
+        cut=found["cut"],
+    )
