@@ -22,6 +22,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "mcp": "forge_rl.envs.mcp:McpEnv",
     "openenv": "forge_rl.envs.openenv:OpenEnvFactory",
     "python": "forge_rl.envs.python:PythonEnv",
+    "repository": "forge_rl.envs.repository:RepositoryEnv",
     "textarena": "forge_rl.envs.textarena:TextArena",
     "tools": "forge_rl.envs.bundled_tools:tools",
     "user": "forge_rl.envs.user:SimulatedUser",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-_PYTHON = frozenset({"", "py", "python", "python3", "tool_code"})
+from collections.abc import Collection
+
+PYTHON = frozenset({"", "py", "python", "python3", "tool_code"})
+SHELL = frozenset({"", "sh", "bash", "shell", "zsh", "console"})
 _CHARACTERS = "`~"
 _LEAST = 3
 
 
-def fenced_code(text: str) -> list[str]:
-    """Return the Python in a text's fenced blocks, in order; blocks of other languages are left out.
+def fenced_code(text: str, languages: Collection[str] = PYTHON) -> list[str]:
+    """Return the code in a text's fenced blocks, in order; blocks of other languages are left out.
 
         fenced_code("Try this:\\n```python\\nprint(1)\\n```")  # ["print(1)"]
 
@@ -22,12 +25,12 @@ def fenced_code(text: str) -> list[str]:
             if mark:
                 fence, language, lines = mark, line.strip()[len(mark) :].strip().lower(), []
         elif mark.startswith(fence) and line.strip() == mark:
-            if language in _PYTHON:
+            if language in languages:
                 found.append("\n".join(lines))
             fence = ""
         else:
             lines.append(line)
-    if fence and language in _PYTHON:
+    if fence and language in languages:
         found.append("\n".join(lines))
     return found
 

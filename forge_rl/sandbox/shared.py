@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from forge_rl.sandbox.limits import Limits, Result
@@ -34,19 +34,22 @@ async def run_code(code: str, *, limits: Limits | None = None) -> Result:
         return await session.run(code)
 
 
-async def shared_pool() -> Pool:
+async def shared_pool(packages: Sequence[str] = ()) -> Pool:
     """Return the pool of the running event loop, opened on first use; it closes when the loop ends.
+
+    Args:
+        packages: folders of packages, as of `Pool`; each set of them has a pool of its own.
 
     Raises:
         SandboxError: this machine cannot isolate sessions, or the pool did not start.
     """
     loop, pools = asyncio.get_running_loop(), _pools()
-    for each in [each for each in pools if each.is_closed()]:
+    for each in [each for each in pools if each[0].is_closed()]:
         pools.pop(each, None)
-    held = pools.get(loop)
+    held = pools.get(key := (loop, tuple(packages)))
     if held is None or held.holder.done():
         opened: asyncio.Future[Pool] = loop.create_future()
-        held = pools[loop] = _Held(opened, loop.create_task(_hold(opened)))
+        held = pools[key] = _Held(opened, loop.create_task(_hold(opened, packages)))
     return await asyncio.shield(held.opened)
 
 
@@ -54,7 +57,7 @@ async def shared_pool() -> Pool:
 async def a_cpu_of_shared_pool() -> AsyncIterator[Pool]:
     """Yield the shared pool to as many users at a time as there are CPUs, so that their time limits are fair."""
     pool = await shared_pool()
-    async with _pools()[asyncio.get_running_loop()].cpus:
+    async with _pools()[asyncio.get_running_loop(), ()].cpus:
         yield pool
 
 
@@ -66,14 +69,14 @@ class _Held:
 
 
 @functools.lru_cache(maxsize=1)
-def _pools() -> dict[asyncio.AbstractEventLoop, _Held]:
+def _pools() -> dict[tuple[asyncio.AbstractEventLoop, tuple[str, ...]], _Held]:
     return {}
 
 
-async def _hold(opened: asyncio.Future[Pool]) -> None:
+async def _hold(opened: asyncio.Future[Pool], packages: Sequence[str]) -> None:
     """Keep a pool open until the event loop ends, which cancels this task."""
     try:
-        async with Pool() as pool:
+        async with Pool(packages=packages) as pool:
             opened.set_result(pool)
             await asyncio.get_running_loop().create_future()
     except Exception as error:

@@ -1,0 +1,271 @@
+"""Repositories as worlds: a task is a revision, a problem and tests; the model works in a shell, and tests score it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.task_list import TaskList, split
+from forge_rl.envs.tool import Tool
+from forge_rl.envs.tools import ToolSettings, ToolUse
+from forge_rl.errors import ConfigError, TaskError, check_flags
+from forge_rl.sandbox import Checkout, Limits, RepositoryStore, Session, shared_pool
+from forge_rl.sandbox.changes import Change
+from forge_rl.sandbox.fences import SHELL, fenced_code
+from forge_rl.sandbox.repository_tests import RepositoryTests
+from forge_rl.types import Message, Task, ToolCall
+
+_INSTRUCTION = (
+    "You work in a copy of a repository. Write shell commands in a block that begins with ```sh, and you are shown "
+    "their output. Changed files stay; each block starts in the repository's folder. Once it is solved, answer "
+    "without a block: then tests run."
+)
+_SWE = {"problem": "problem_statement", "revision": "base_commit", "repository": "repo", "id": "instance_id"}
+"""Other names of columns, as in SWE-bench, where tests are in FAIL_TO_PASS, PASS_TO_PASS and test_patch."""
+_GITHUB = "https://github.com/"
+_PROCESSES, _FILES, _SHARE = 128, 20_000, 8
+_QUEUE_S = 3600.0
+"""Longest that a tool call lasts with the wait for a session; the call's own time is limited inside."""
+_START = """import os, subprocess, sys
+os.environ["PATH"] = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
+os.environ["PYTHONPATH"] = ":".join({packages!r})
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+def shell(command):
+    bash = next(each for each in ("/bin/bash", "/usr/bin/bash", "/bin/sh") if os.path.exists(each))
+    return subprocess.run([bash, "-c", command], stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT).returncode
+"""
+
+
+class RepositoryEnv:
+    """Makes environments in which the model changes a repository: `--env repository:FILE`.
+
+        python -m recipes.grpo --tasks --env repository:tasks.jsonl,packages=venv/lib/python3.11/site-packages
+
+    FILE has a JSON object on each line: `repository` (a URL, or a folder), `revision`, `problem`, `tests` (ids of
+    pytest) or `command` (which must exit with 0), and optionally `test_files` (text by path), `test_patch` (a diff) and
+    `id`. Rows of SWE-bench are read as they are. A completion with commands in fenced blocks, or a call of the tool
+    `shell`, runs them in the episode's workspace, without a network; any other completion ends the episode. Then the
+    tests run in a fresh session, on what the model changed outside of tests: the reward is 1.0 if all pass, else 0.0,
+    and its part `tests_passed` is the share that pass. `forge_rl.sandbox.repository_tests` says what is protected.
+
+    Args:
+        file: the tasks.
+        packages: folder of packages, a site-packages folder with pytest and what the repositories need.
+        max_turns: maximum completions per episode; after the last, the tests run on what is there.
+        timeout_s: seconds that the commands of one completion may run.
+        tests_timeout_s: seconds that the tests may run.
+        memory_mib: memory of a session, of which an eighth may be changed files.
+        store: folder of checkouts, shared by runs.
+        tool: show the model the schema of `shell`, for models trained to call tools. Blocks work as well.
+        held_out_share: share of held-out tasks; which ones depends only on their problems.
+
+    Raises:
+        ConfigError: an option is out of range, or the file has no tasks.
+        TaskError: a row cannot be read; names its line.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        *,
+        packages: str = "",
+        max_turns: int = 20,
+        timeout_s: float = 60.0,
+        tests_timeout_s: float = 300.0,
+        memory_mib: int = 1024,
+        store: str = "~/.cache/forge_rl/repositories",
+        tool: bool = False,
+        held_out_share: float = 0.1,
+    ) -> None:
+        self.file, self.store, self.tool = Path(file).expanduser(), store, tool
+        self.timeout_s, self.tests_timeout_s, self.memory_mib = timeout_s, tests_timeout_s, memory_mib
+        self.held_out_share = held_out_share
+        flags = {"least": {"memory_mib": 64, "held_out_share": 0}, "above": {"timeout_s": 0, "tests_timeout_s": 0}}
+        check_flags(self, "--env repository:", **flags, below={"held_out_share": 1})
+        self.packages = [str(Path(packages).expanduser().resolve())] if packages else []
+        if packages and not Path(self.packages[0]).is_dir():
+            raise ConfigError(f"--env repository:packages={packages} is no folder", hint="name a site-packages folder")
+        instruction = "" if tool else _INSTRUCTION
+        self.settings = ToolSettings(
+            max_turns=max_turns, timeout_s=_QUEUE_S, max_output_chars=4000, instruction=instruction
+        )
+        self.tasks = _read(self.file)
+
+    def limits(self, *, of_tests: bool = False) -> Limits:
+        """Return the limits of an episode's sessions; that of the tests has room for their files beside the changes."""
+        memory = self.memory_mib << 20
+        return Limits(
+            wall_s=self.timeout_s,
+            memory_bytes=memory,
+            processes=_PROCESSES,
+            scratch_bytes=memory // _SHARE * (1 + of_tests),
+            scratch_files=_FILES * (1 + of_tests),
+            transfer_bytes=memory // _SHARE * (1 + of_tests),
+        )
+
+    def __call__(self, task: Task) -> RepositoryUse:
+        """Make the environment of one episode."""
+        return RepositoryUse(self, task)
+
+    def sources(self, seed: int) -> dict[str, TaskList]:
+        """Return the task source."""
+        train, held_out = split(self.tasks, self.held_out_share, key=lambda task: task.prompt)
+        name = f"repository:{self.file.stem}"
+        return {name: TaskList(name, train, held_out, seed=seed)}
+
+
+class RepositoryUse:
+    """One episode in a repository. The workspace is opened with the first commands."""
+
+    def __init__(self, config: RepositoryEnv, task: Task) -> None:
+        self._config = config
+        self._truth: Mapping[str, Any] = task.truth
+        self._use = ToolUse(config.settings, task, {"shell": replace(_TOOL, owner=self)})
+        self._opened = contextlib.AsyncExitStack()
+        self._checkout: Checkout | None = None
+        self._session: Session | None = None
+
+    async def reset(self) -> Observation:
+        observation = await self._use.reset()
+        return observation if self._config.tool else replace(observation, tools=())
+
+    async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
+        code = [] if calls or truncated else fenced_code(completion, SHELL)
+        if code:
+            calls = (ToolCall(id="block", name="shell", arguments=json.dumps({"command": "\n".join(code)})),)
+        step = await self._use.step(completion, truncated=truncated, calls=calls)
+        if step.done:
+            return await self._scored(step)
+        if code:
+            step = replace(step, messages=tuple(_as_output(each) for each in step.messages))
+        return step
+
+    async def run(self, command: str) -> str:
+        """Run a shell command in the workspace; return what the model is shown.
+
+        Raises:
+            SandboxError: the sandbox failed.
+        """
+        session = self._session = self._session or await self._open()
+        result = await session.run(f"shell({command!r})")
+        parts = [result.stdout, result.stderr]
+        if result.error is not None:
+            slow = "CellOverrun" in result.error.name
+            parts.append(
+                f"error: {f'it took longer than {self._config.timeout_s:g} s' if slow else result.error.message}"
+            )
+        elif result.value not in ("0", None):
+            parts.append(f"exit status {result.value}")
+        if not session.alive:
+            await self._replace(session)
+            parts.append("Running programs are gone; files are kept.")
+        return "\n".join(part.rstrip("\n") for part in parts if part.strip()) or "(no output)"
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+        await self._opened.aclose()
+
+    async def _open(self, *, of_tests: bool = False) -> Session:
+        """Open a session in a fresh workspace."""
+        if self._checkout is None:
+            wanted = _store(self._config.store).checkout(self._truth["repository"], self._truth["revision"])
+            self._checkout = await self._opened.enter_async_context(wanted)
+        pool, limits = await shared_pool(self._config.packages), self._config.limits(of_tests=of_tests)
+        session = await pool.open(workspace=self._checkout.folder, limits=limits)
+        await session.run(_START.format(packages=self._config.packages))
+        return session
+
+    async def _replace(self, session: Session) -> None:
+        """Go on in another session with the files of one that its commands killed."""
+        changes = await session.changes(leave_out=())
+        await session.close()
+        self._session = None
+        self._session = await self._open()
+        await self._session.apply(changes.changes)
+
+    async def _scored(self, step: Step) -> Step:
+        """Close the model's session, and run the tests in another."""
+        changes: Sequence[Change] = ()
+        if self._session is not None:
+            changes = (await self._session.changes()).changes
+            await self._session.close()
+            self._session = None
+        async with await self._open(of_tests=True) as session:
+            tests = replace(_tests(self._truth), packages=self._config.packages, timeout_s=self._config.tests_timeout_s)
+            verdict = await tests.run(session, changes)
+        share = sum(verdict.passed.values()) / len(verdict.passed)
+        return replace(step, reward=float(verdict.all_passed), parts={**step.parts, "tests_passed": share})
+
+
+async def _shell(episode: RepositoryUse, command: str) -> str:
+    """Run a shell command in the repository's folder, and return what it prints. Changed files stay.
+
+    Args:
+        command: the command.
+    """
+    return await episode.run(command)
+
+
+_shell.__name__ = "shell"
+_TOOL = Tool(_shell, is_method=True)
+
+
+def _as_output(message: Message) -> Message:
+    return {"role": "user", "content": f"Output:\n{message['content']}"}
+
+
+@functools.lru_cache(maxsize=8)
+def _store(folder: str) -> RepositoryStore:
+    return RepositoryStore(Path(folder))
+
+
+def _read(file: Path) -> list[Task]:
+    """Read the tasks of a file."""
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", hint="--env repository: takes a JSONL file") from None
+    tasks = list[Task]()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                tasks.append(_task(json.loads(line), f"{file.stem}/{number}", f"repository:{file.stem}"))
+            except (ValueError, RecursionError, KeyError, TypeError, ConfigError) as error:
+                cause = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+                raise TaskError(f"{file}:{number}: {cause}", hint="see `forge_rl.envs.repository`") from None
+    if not tasks:
+        raise ConfigError(f"{file} has no tasks", hint="write a JSON object on each line")
+    return tasks
+
+
+def _task(row: Mapping[str, Any], name: str, source: str) -> Task:
+    row = {**row, **{ours: row[theirs] for ours, theirs in _SWE.items() if ours not in row and theirs in row}}
+    repository = str(row["repository"])
+    if "://" not in repository and not repository.startswith(("/", ".", "~")) and "repo" in row:
+        repository = _GITHUB + repository
+    lists = [row.get(key) or [] for key in ("tests", "FAIL_TO_PASS", "PASS_TO_PASS")]
+    tests = [str(test) for each in lists for test in (json.loads(each) if isinstance(each, str) else each)]
+    truth = {
+        "repository": repository,
+        "revision": str(row["revision"]),
+        "tests": tests,
+        "command": str(row.get("command") or ""),
+        "test_files": dict(row.get("test_files") or {}),
+        "test_patch": str(row.get("test_patch") or ""),
+    }
+    _tests(truth)
+    messages: tuple[Message, ...] = ({"role": "user", "content": str(row["problem"])},)
+    return Task(id=str(row.get("id") or name), source=source, messages=messages, truth=truth)
+
+
+def _tests(truth: Mapping[str, Any]) -> RepositoryTests:
+    return RepositoryTests(
+        tests=truth["tests"], command=truth["command"], files=truth["test_files"], patch=truth["test_patch"]
+    )

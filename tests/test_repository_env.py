@@ -1,0 +1,139 @@
+"""`--env repository:FILE`: the model changes a repository in a shell, and hidden tests decide the reward."""
+
+import asyncio
+import json
+import pickle
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forge_rl.envs.env_flag import build_environment, sources_of
+from forge_rl.envs.protocol import Step, reset_env, step_env
+from forge_rl.envs.repository import RepositoryEnv
+from forge_rl.errors import ConfigError, TaskError
+from tests.sandbox_pool import only_pytest
+from tests.test_repositories import commit, git
+
+TEST = "from add import add\n\ndef test_add():\n    assert add(1, 2) == 3\n"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "--quiet", "--initial-branch=main")
+    (folder / "add.py").write_text("def add(a, b):\n    return a - b\n")
+    (folder / "test_old.py").write_text("import add\n\ndef test_old():\n    assert add.add(1, 0) == 1\n")
+    commit(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packages() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:  # sessions have a /tmp of their own
+        yield only_pytest(Path(folder))
+
+
+@pytest.fixture
+def environment(repository: Path, packages: Path, tmp_path: Path) -> RepositoryEnv:
+    row = {
+        "repository": str(repository),
+        "revision": git(repository, "rev-parse", "HEAD"),
+        "problem": "add subtracts.",
+        "tests": ["test_add.py::test_add", "test_old.py"],
+        "test_files": {"test_add.py": TEST},
+    }
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+    flag = f"repository:{tmp_path / 'tasks.jsonl'},packages={packages},store={tmp_path / 'store'},max_turns=4"
+    return pickle.loads(pickle.dumps(build_environment(f"{flag},held_out_share=0,memory_mib=512")))
+
+
+def played(environment: RepositoryEnv, *completions: str) -> list[Step]:
+    """Play an episode of the first task; skips where this machine cannot isolate sessions."""
+    from forge_rl.sandbox import SandboxError
+
+    async def main() -> list[Step]:
+        [source] = sources_of(environment, 0).values()
+        env = environment(source.draw())
+        try:
+            assert "```sh" in (await reset_env(env)).messages[0]["content"]
+            return [await step_env(env, each, parsed=(each, ())) for each in completions]
+        except SandboxError as error:
+            if "isolate" in str(error):
+                pytest.skip(str(error))
+            raise
+        finally:
+            await env.close()
+
+    return asyncio.run(main())
+
+
+def test_a_repaired_repository_is_rewarded_and_its_output_shown(environment: RepositoryEnv):
+    look, kill, repair, end = played(
+        environment,
+        "```sh\nls; cat none\n```",
+        "```bash\nsed -i s/-/+/ add.py; kill -9 $PPID\n```",
+        "So:\n```\npython -m pytest -q test_old.py 2>&1 | tail -n 1; git --version | cut -c -3; pwd\n```",
+        "It adds now.",
+    )
+    assert (
+        look.messages[0]["content"]
+        == "Output:\nadd.py\ntest_old.py\ncat: none: No such file or directory\nexit status 1"
+    )
+    assert "files are kept" in kill.messages[0]["content"]
+    assert "1 passed" in repair.messages[0]["content"]
+    assert "/workspace" in repair.messages[0]["content"]
+    assert (end.done, end.reward, dict(end.parts)) == (True, 1.0, {"tests_passed": 1.0})
+
+
+def test_edited_tests_do_not_count_and_part_of_the_tests_is_a_part(environment: RepositoryEnv):
+    first, end = played(
+        environment,
+        "```sh\necho 'def test_add(): pass' > test_add.py; echo 'def test_old(): pass' > test_old.py\n"
+        "printf 'def add(a, b):\\n    return 1\\n' > add.py\n```",
+        "Done.",
+    )
+    assert first.messages[0]["content"] == "Output:\n(no output)"
+    assert (end.reward, dict(end.parts)) == (0.0, {"tests_passed": 0.5})
+
+
+def test_rows_of_swe_bench_are_read(tmp_path: Path):
+    row = {
+        "repo": "owner/name",
+        "base_commit": "1" * 40,
+        "problem_statement": "It fails.",
+        "instance_id": "owner__name-1",
+        "FAIL_TO_PASS": '["tests/a.py::b"]',
+        "PASS_TO_PASS": "[]",
+        "test_patch": "diff --git a/x b/x\n",
+    }
+    (tmp_path / "swe.jsonl").write_text(json.dumps(row))
+    [task] = RepositoryEnv(str(tmp_path / "swe.jsonl"), store=str(tmp_path)).tasks
+    assert (task.id, task.messages[0]["content"]) == ("owner__name-1", "It fails.")
+    assert task.truth["repository"] == "https://github.com/owner/name"
+    assert (task.truth["tests"], task.truth["revision"]) == (["tests/a.py::b"], "1" * 40)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "error", "said"),
+    [
+        (
+            '{"repository": "x", "problem": "p", "tests": ["a"]}',
+            "",
+            TaskError,
+            r"tasks.jsonl:1: there is no 'revision'",
+        ),
+        ('{"repository": "x", "revision": "r", "problem": "p"}', "", TaskError, "there are no tests"),
+        ("{", "", TaskError, "tasks.jsonl:1: Expecting"),
+        ("", "", ConfigError, "has no tasks"),
+        ("{}", ",packages=/nowhere", ConfigError, "is no folder"),
+        ("{}", ",memory_mib=1", ConfigError, "memory_mib"),
+        ("{}", ",nothing=1", ConfigError, "its options are"),
+    ],
+)
+def test_what_cannot_be_read_is_named(text: str, options: str, error: type, said: str, tmp_path: Path):
+    (tmp_path / "tasks.jsonl").write_text(text)
+    with pytest.raises(error, match=said):
+        build_environment(f"repository:{tmp_path / 'tasks.jsonl'}{options}")
