@@ -60,20 +60,32 @@ async def main(config: Config) -> None:
 
 def show(config: Config, console: Console) -> None:
     """Read the folders and print."""
-    folders = (config.first, config.second)
-    differ = differences(*folders)
-    console.print(Text(_first_line(differ), "bold"), soft_wrap=True)
-    metrics = [_by_step(folder) for folder in folders]
-    rewards = [_rewards(folder) for folder in folders]
-    for line in _parting(metrics[0], metrics[1], rewards[0], rewards[1]):
+    found = compared(config.first, config.second)
+    console.print(Text(found["lines"][0], "bold"), soft_wrap=True)
+    for line in found["lines"][1:]:
         console.print(line)
-    if differ:
-        console.print(_table(("difference", "A", "B"), [(each.name, each.first, each.second) for each in differ]))
-    console.print(_table(("metric", "A", "last", "B", "last"), _curves(*metrics)))
-    step, scores = _scores(*folders)
-    if scores:
-        console.print(f"\nevaluation of step {step}: means with 95% intervals")
-        console.print(_table(("set and source", "A", "B", "B - A, on the same tasks"), scores))
+    if found["differences"]:
+        console.print(_table(("difference", "A", "B"), found["differences"]))
+    console.print(_table(("metric", "A", "last", "B", "last"), _curves(*map(_by_step, (config.first, config.second)))))
+    if found["scores"]:
+        console.print(f"\nevaluation of step {found['step']}: means with 95% intervals")
+        console.print(_table(("set and source", "A", "B", "B - A, on the same tasks"), found["scores"]))
+
+
+def compared(first: Path, second: Path) -> dict[str, Any]:
+    """Compare two runs: `lines` of text, of which the first names the cause; `differences`, rows of a name and two
+    values; and `scores` of an evaluation `step`, rows of a set, two scores and their difference."""
+    differ = differences(first, second)
+    parting = _parting(_by_step(first), _by_step(second), _rewards(first), _rewards(second))
+    step, scores = _scores(first, second)
+    return {
+        "lines": [_first_line(differ), *parting],
+        "differences": [
+            tuple(clipped(cell, lines=1, width=400) for cell in (e.name, e.first, e.second)) for e in differ
+        ],
+        "scores": scores,
+        "step": step,
+    }
 
 
 @dataclass(frozen=True)

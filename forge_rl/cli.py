@@ -21,7 +21,7 @@ from forge_rl.flags.texts import suggest
 
 PLACES = ("recipes", "apps")
 """Packages whose modules are commands; each module has a `Config` and a `main`."""
-_QUICK = ("compare", "data", "runs", "show")
+_QUICK = ("compare", "dashboard", "data", "report", "runs", "show")
 """Commands that start no service."""
 _COMPANIONS = {"agent-command": "agents/ask_twice.py"}
 """Files that recipes expect next to them."""

@@ -50,6 +50,14 @@ def test_decoding_leaves_special_tokens_out(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([1, *tokenizer.encode("a , b ."), 2, 2]) == "a , b ."
 
 
+def test_pieces_of_tokens_spell_the_text(tokenizer: Tokenizer) -> None:
+    text = "né 日本 😀\n  two<|im_end|>"
+    ids = tokenizer.hf.encode(text)
+    pieces = [tokenizer.pieces()[token] for token in ids]
+    assert b"".join(pieces) == text.encode()
+    assert pieces[-1] == b"<|im_end|>"
+
+
 def test_digits_stand_apart_from_blanks_as_in_training(tokenizer: Tokenizer) -> None:
     pieces = [tokenizer.decode([token]) for token in tokenizer.encode("12  34")]
     assert pieces == ["1", "2", "  ", "3", "4"]

@@ -18,7 +18,6 @@ from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.gateway_config import GatewayConfig
 
 _OPEN_PATHS = frozenset({"/health", "/metrics"})
-"""Paths that need no key."""
 _WITHOUT_BODY = frozenset({"GET", "HEAD", "OPTIONS"})
 _BODIES_AT_ONCE = 32
 """Maximum bytes of incomplete bodies, in bodies of maximum length; more bytes are refused with status 503."""
@@ -81,6 +80,7 @@ class Guard:
         caller: returns the caller, None for the owner; raises ApiError for a missing or wrong key.
         in_flight: counts each caller's requests.
         refused: called with the path, the caller if known, and the error of each refused request.
+        open_paths: paths that need no key.
     """
 
     def __init__(
@@ -91,12 +91,14 @@ class Guard:
         caller: Callable[[Headers], Hashable],
         in_flight: InFlight,
         refused: Callable[[str, Hashable, ApiError], None] = lambda path, caller, error: None,
+        open_paths: frozenset[str] = _OPEN_PATHS,
     ) -> None:
         self._app = app
         self._config = config
         self._caller = caller
         self._in_flight = in_flight
         self._refused = refused
+        self._open_paths = open_paths
         self._any_address = config.host in ("0.0.0.0", "::")
         self._hosts = {"localhost", config.host.lower(), *(name.lower() for name in config.allowed_hosts)}
         """Names of this server; every address of a server that listens on all addresses is another one."""
@@ -163,7 +165,7 @@ class Guard:
             return False
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] in _OPEN_PATHS and scope["method"] in _WITHOUT_BODY:
+        if scope["path"] in self._open_paths and scope["method"] in _WITHOUT_BODY:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)

@@ -349,6 +349,15 @@ class EpisodeFile:
             rows += self._read(group, list(SCALARS))
         return [{"row": place, **row} for place, row in enumerate(rows)]
 
+    def columns(self) -> dict[str, list[Any]]:
+        """Return the `SCALARS` of all episodes, by column."""
+        found: dict[str, list[Any]] = {name: [] for name in SCALARS}
+        for group in range(len(self._starts) - 1):
+            table = self._read_table(group, list(SCALARS))
+            for name in SCALARS:
+                found[name] += table[name].to_pylist()
+        return found
+
     def __getitem__(self, row: int) -> RecordedEpisode:
         if not 0 <= row < len(self):
             raise IndexError(row)
@@ -369,7 +378,7 @@ class EpisodeFile:
         made = (Group(task=episodes[0].task, episodes=tuple(episodes)) for _, episodes in sorted(groups.items()))
         return Batch(groups=tuple(made), version=version)
 
-    def _read(self, group: int, columns: list[str] | None, row: int | None = None) -> list[dict[str, Any]]:
+    def _read_table(self, group: int, columns: list[str] | None) -> pa.Table:
         import pyarrow as pa
 
         try:
@@ -377,6 +386,15 @@ class EpisodeFile:
             table.validate(full=True)
             if len(table) != self._starts[group + 1] - self._starts[group]:
                 raise ValueError("a row group has another number of rows than it says")
+        except (OSError, ValueError, IndexError, pa.ArrowException) as error:
+            raise self._broken(str(error)) from error
+        return table
+
+    def _read(self, group: int, columns: list[str] | None, row: int | None = None) -> list[dict[str, Any]]:
+        import pyarrow as pa
+
+        table = self._read_table(group, columns)
+        try:
             table = table if row is None else table.slice(row, 1)
             arrays = [each.name for each in table.schema if columns is None and each.name in _ARRAYS]
             rows: list[dict[str, Any]] = table.drop_columns(arrays).to_pylist()

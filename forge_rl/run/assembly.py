@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from forge_rl.algorithms.protocol import Loss
@@ -14,6 +16,8 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.gateway import GatewayConfig, GeneratorBackend
 from forge_rl.gateway.tools import ToolParser, parser_for
+from forge_rl.metrics.recorder import FOLDER as EPISODES
+from forge_rl.metrics.vocabulary import write_vocabulary
 from forge_rl.rollout.agents import Agent, serving_agents
 from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
@@ -60,6 +64,8 @@ async def assemble(
     """
     config, monitor, log = checked.config, prepared.monitor, prepared.monitor.log
     tokenizer = Tokenizer(checked.model, parse_control_tokens=config.parse_control_tokens)
+    if config.recording.share:
+        await asyncio.to_thread(_write_vocabulary, prepared.folder / EPISODES, tokenizer, log.warn)
     async with contextlib.AsyncExitStack() as stack:
         rollouts = reward = policy = None
         if services.rollout is not None:
@@ -135,6 +141,14 @@ async def _running_episodes(
     else:
         parser = ToolParser(config.tool_parser or parser_for(tokenizer), tokenizer, warn=warn)
         yield EpisodeRunner(tokenizer, services.environment, services.reward, parser.parse)
+
+
+def _write_vocabulary(episodes: Path, tokenizer: Tokenizer, warn: Callable[[str], None]) -> None:
+    """Keep the texts of tokens with the episodes, for `forge-rl report`."""
+    try:
+        write_vocabulary(episodes, tokenizer.pieces())
+    except OSError as error:
+        warn(f"the texts of tokens are not kept with the episodes: {error.strerror or error}")
 
 
 def _rollouts(

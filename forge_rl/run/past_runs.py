@@ -52,10 +52,16 @@ def list_runs(place: Path) -> list[PastRun]:
     except OSError as error:
         raise ConfigError(f"{place} cannot be listed: {error.strerror}", hint="name the folder of your runs") from None
     locked = _locked()
-    return sorted((_read_run(folder, locked) for folder in folders), key=lambda run: run.changed_s)
+    return sorted((read_run(folder, locked) for folder in folders), key=lambda run: run.changed_s)
 
 
-def _read_run(folder: Path, locked: set[int]) -> PastRun:
+def read_run(folder: Path, locked: set[int] | None = None) -> PastRun:
+    """Read what a list shows of a run.
+
+    Args:
+        locked: inodes of locked files; read from this machine by default.
+    """
+    locked = _locked() if locked is None else locked
     config, summary = read_bounded(folder / "config.json"), read_bounded(folder / "summary.json")
     rows = list(metrics_of(folder, tail=True))
     changed, lock = 0.0, 0

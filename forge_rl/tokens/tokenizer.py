@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
+"""Token of one byte in vocabularies of SentencePiece."""
 _Messages = Sequence[Mapping[str, object]]
 
 
@@ -69,6 +71,25 @@ class Tokenizer:
 
     def __repr__(self) -> str:
         return f"Tokenizer({str(self.folder)!r}, vocab_size={self.vocab_size}, stop_ids={self.stop_ids})"
+
+    def pieces(self) -> list[bytes]:
+        """Return the bytes that each token id stands for, which need not be whole characters."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        decoder = getattr(getattr(self.hf, "backend_tokenizer", None), "decoder", None)
+        is_bytes = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+        letters = {letter: byte for byte, letter in bytes_to_unicode().items()} if is_bytes else {}
+        added = self.hf.added_tokens_decoder
+
+        def piece(token: int, text: str) -> bytes:
+            if token not in added and letters and all(letter in letters for letter in text):
+                return bytes(letters[letter] for letter in text)
+            if token not in added and (byte := _BYTE_PIECE.fullmatch(text)):
+                return bytes([int(byte[1], 16)])
+            return (text if letters else text.replace("\u2581", " ")).encode("utf-8", "replace")
+
+        texts = {token: text for text, token in self.hf.get_vocab().items()}
+        return [piece(token, texts.get(token, "")) for token in range(max(texts) + 1)]
 
     def render(
         self,

@@ -1,0 +1,90 @@
+// Curves of the metrics, by topic; those of a second run are dashed.
+
+/** @type {[string, RegExp][]} */
+const TOPICS = [
+  ["Reward", /^reward\/|^reward_parts\//],
+  ["Evaluation", /^eval\/|^held_out/],
+  ["Loss", /^loss(\/|$)/],
+  ["Entropy", /^entropy/],
+  ["Gap between engine and trainer", /^logprob_(gap|drift)|^kl|^ratio\//],
+  ["Gradient and learning rate", /^grad_norm|^lr$|^updates/],
+  ["Lengths", /^tokens\/(completion|prompt)|^episodes\/|^turns/],
+  ["Groups and lag", /^groups\/|^lag\//],
+  ["Time", /^seconds\/|^transition\//],
+  ["Tokens", /^tokens/],
+  ["Devices and queues", /^busy|^queue\/|^rollouts\//],
+  ["Mixture and data", /^mixture\/|^data\/|^curriculum\//],
+  ["Outcomes", /^outcomes\//],
+];
+
+const MOST_SERIES = 10;
+
+/** Metrics in one chart have one prefix, and sizes that can be compared. @param {string} name */
+function chartOf(name) {
+  const [first, ...rest] = name.split("/");
+  if (/^(loss|logprob_gap|logprob_drift|entropy|grad_norm|kl)/.test(name)) return rest.length > 1 ? `${first}/${rest[0]}` : name;
+  if (first === "reward" && /^(mean|min|max)$/.test(rest[0])) return "reward";
+  if (first === "reward" || first === "tokens_per_s" || first === "mixture") return `${first} by ${first === "tokens_per_s" ? "phase" : "source"}`;
+  if (/^(eval|ratio|kl_behaviour|data|groups)$/.test(first)) return name;
+  if (first === "tokens") return rest[0].startsWith("completion") ? "tokens of an episode" : name;
+  return rest.length ? first : name;
+}
+
+/** Scores of sets, or of their sources, by step. @param {Run} run @param {boolean} bySource @param {boolean} dashed @returns {Series[]} */
+function scoreSeries(run, bySource, dashed) {
+  const scores = [...run.scores()].filter(([label]) => label.includes(" · ") === bySource);
+  return scores.map(([label, steps], place) => {
+    const points = [...steps].sort((a, b) => a[0] - b[0]);
+    const values = points.map(([, [value]]) => value);
+    const margins = points.map(([, [, error]]) => (Number.isFinite(error) ? 1.96 * error : 0));
+    return {
+      label: dashed ? `B ${label}` : label,
+      dashed,
+      colour: PALETTE[place % PALETTE.length],
+      steps: points.map(([step]) => step),
+      values,
+      low: values.map((value, at) => value - margins[at]),
+      high: values.map((value, at) => value + margins[at]),
+    };
+  });
+}
+
+/** @param {HTMLElement} main @param {Place} place @param {Store} store */
+function curvesView(main, place, store) {
+  const [first, second] = store.runs;
+  const wanted = (place.args.get("find") ?? "").toLowerCase();
+  const { steps, columns } = first.raw.metrics;
+  /** @type {Map<string, Map<string, Series[]>>} */
+  const topics = new Map([...TOPICS.map(([title]) => title), "Others"].map((title) => [title, new Map()]));
+  const names = [...new Set([...Object.keys(columns), ...Object.keys(second?.raw.metrics.columns ?? {})])];
+  for (const name of names) {
+    if (wanted && !name.toLowerCase().includes(wanted)) continue;
+    const topic = TOPICS.find(([, pattern]) => pattern.test(name))?.[0] ?? "Others";
+    const charts = /** @type {Map<string, Series[]>} */ (topics.get(topic));
+    const title = chartOf(name);
+    const series = charts.get(title) ?? [];
+    const colour = PALETTE[series.filter((each) => !each.dashed).length % PALETTE.length];
+    if (columns[name]) series.push({ label: name, steps, values: columns[name], colour });
+    if (second?.raw.metrics.columns[name]) {
+      series.push({ label: `B ${name}`, steps: second.raw.metrics.steps, values: second.raw.metrics.columns[name], dashed: true, colour });
+    }
+    charts.set(title, series);
+  }
+  const evaluation = [...(topics.get("Evaluation") ?? [])];
+  for (const bySource of wanted ? [] : [true, false]) {
+    const scores = store.runs.flatMap((run, at) => scoreSeries(run, bySource, at > 0));
+    if (scores.length) evaluation.unshift([`score${bySource ? " by source" : ""}, with 95% intervals`, scores]);
+  }
+  topics.set("Evaluation", new Map(evaluation));
+  const found = [...topics].filter(([, charts]) => charts.size);
+  main.append(finder("curves", place, "find a metric, such as entropy"));
+  if (!found.length) main.append(nothing(wanted ? "No metric has this name." : "The run has not finished a step yet."));
+  const grid = el("div", { class: "charts" });
+  for (const [topic, charts] of found) {
+    for (const [title, series] of charts) {
+      const named = title.toLowerCase() === topic.toLowerCase() ? topic : `${topic}: ${title}`;
+      grid.append(chart(named, series.slice(0, MOST_SERIES), series.length > MOST_SERIES ? `${series.length - MOST_SERIES} more are not drawn` : ""));
+    }
+  }
+  main.append(grid);
+}

@@ -1,0 +1,78 @@
+"""The page's HTML: one document with its scripts and styles, and with a run's data or for a server that gives them.
+
+Data are JSON in which no character can end a script; scripts and styles run by their hashes, and nothing else does.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from functools import cache
+from importlib import resources
+
+_SCRIPTS = (
+    *("core", "store", "charts", "curves", "episodes", "episode", "groups", "timeline", "tasks", "faults", "compare"),
+    "main",
+)
+"""Files of the script, in order; they share one scope."""
+_HARMLESS = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
+
+
+def opening(*, live: bool = False) -> str:
+    """Return what comes before the data.
+
+    Args:
+        live: ask the server for the data; there are no blocks of data then.
+    """
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy(live=live)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="referrer" content="no-referrer">\n<link rel="icon" href="data:,">\n'
+        f"<title>forge_rl</title>\n<style>{_style()}</style>\n</head>\n<body{' data-live' * live}>\n"
+        '<div id="app"></div>\n<noscript>The page needs JavaScript.</noscript>\n'
+    )
+
+
+def closing() -> str:
+    """Return what comes after the data."""
+    return f"<script>{_script()}</script>\n</body>\n</html>\n"
+
+
+def data_block(name: str, text: str) -> str:
+    """Return a block of data; `text` is `encoded`."""
+    return f'<script type="application/json" id="{name}">{text}</script>\n'
+
+
+def encoded(value: object) -> str:
+    """Return JSON of ASCII letters that can stand in a script of an HTML document."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).translate(_HARMLESS)
+
+
+def policy(*, live: bool = False) -> str:
+    """Return the content security policy: nothing is loaded, and only the page's own script and style apply."""
+    connect = " connect-src 'self';" if live else ""
+    return (
+        f"default-src 'none'; script-src '{_hash(_script())}'; style-src '{_hash(_style())}'; img-src data:;{connect} "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+@cache
+def _script() -> str:
+    own = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    return f'{_asset("vendor/uPlot.iife.min.js")}\n(() => {{\n"use strict";\n{own}}})();\n'
+
+
+@cache
+def _style() -> str:
+    return f"{_asset('vendor/uPlot.min.css')}\n{_asset('page.css')}"
+
+
+def _asset(name: str) -> str:
+    return resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
