@@ -154,6 +154,6 @@ class Tab:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", **where)
 
     def picture(self, path: Path, *, kind: str = "png") -> None:
-        """Write a picture of what is on the screen."""
+        """Write a picture of the visible part."""
         given: dict[str, Any] = {"quality": 80} if kind != "png" else {}
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format=kind, **given)["data"]))

@@ -1,1 +1,1 @@
-"""The page of a run, for a browser: what it holds (`run_data`), and its HTML (`document`)."""
+"""The page of a run, for a browser: its data (`run_data`) and its HTML (`document`)."""

@@ -20,10 +20,10 @@ _HARMLESS = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"})
 
 
 def opening(*, live: bool = False) -> str:
-    """Return what comes before the data.
+    """Return the HTML up to the data.
 
     Args:
-        live: ask the server for the data; there are no blocks of data then.
+        live: the page asks its server for data, instead of holding blocks of them.
     """
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -36,7 +36,7 @@ def opening(*, live: bool = False) -> str:
 
 
 def closing() -> str:
-    """Return what comes after the data."""
+    """Return the HTML that follows the data."""
     return f"<script>{_script()}</script>\n</body>\n</html>\n"
 
 
