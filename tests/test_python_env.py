@@ -100,6 +100,12 @@ def test_an_episode_that_only_runs_code_has_no_answer(loop: asyncio.Runner):
     assert (last.done, last.output) == (True, "")
 
 
+def test_with_the_tools_schema_a_block_is_the_answer(loop: asyncio.Runner):
+    call = ToolCall(id="1", name="python", arguments='{"code": "1 + 1"}')
+    ran, last = loop.run(play(PythonEnv(tool=True)(TASK), [call, fenced("2")]))
+    assert (ran.messages[0]["content"], last.output) == ("2", fenced("2"))
+
+
 def test_a_sandbox_that_dies_is_not_the_models_fault(loop: asyncio.Runner):
     async def work() -> None:
         env = world()(TASK)

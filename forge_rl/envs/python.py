@@ -42,9 +42,10 @@ class PythonEnv:
     max_output_chars: int = 2000
     """Maximum characters of an output; the middle of a longer one is cut."""
     instruction: str | None = None
-    """System message for tasks that have none; by default it explains the blocks, and is empty with `tool=true`."""
+    """System message for tasks that have none; by default it explains the blocks, or is empty with `tool=true`."""
     tool: bool = False
-    """Show the model the schema of the tool `python`, for models trained to call tools. Blocks work as well."""
+    """Run calls of the tool `python` alone, whose schema the model is shown: for models that were trained to call
+    tools, and for tasks whose answer is a block of code."""
     examples: Sequence[Message] = ()
     """Messages shown before the task's question, such as code with its output and an answer."""
     settings: ToolSettings = field(init=False, repr=False)
@@ -83,7 +84,7 @@ class PythonUse:
         return observation if self._config.tool else replace(observation, tools=())
 
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
-        code = [] if calls or truncated else fenced_code(completion)
+        code = [] if calls or truncated or self._config.tool else fenced_code(completion)
         if not code:
             return await self._use.step(completion, truncated=truncated, calls=calls)
         call = ToolCall(id="block", name="python", arguments=json.dumps({"code": "\n".join(code)}))

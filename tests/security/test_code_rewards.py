@@ -112,6 +112,13 @@ def test_a_share_of_the_tests_counts_if_asked_for(loop: asyncio.Runner):
     assert loop.run(PROGRAM(given, program)).total == 0
 
 
+def test_a_helper_of_the_tests_is_the_setups_also_if_the_solution_has_one_of_its_name(loop: asyncio.Runner):
+    cheat = "def near(a, b): return True\ndef answer(n): return 4"
+    tests, setup = "assert near(answer(1), 2)", "def near(a, b): return abs(a - b) < 1"
+    assert score(loop, cheat, tests, setup=setup).total == 0
+    assert score(loop, HONEST, tests, setup=setup).total == 1
+
+
 @pytest.mark.parametrize(
     ("truth", "cause"),
     [
