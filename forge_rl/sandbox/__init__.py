@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from forge_rl.sandbox.durable import DurableSession as DurableSession
     from forge_rl.sandbox.durable import DurableSessions as DurableSessions
+    from forge_rl.sandbox.e2b import E2BPool as E2BPool
     from forge_rl.sandbox.limits import CellError as CellError
     from forge_rl.sandbox.limits import Image as Image
     from forge_rl.sandbox.limits import Limits as Limits
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _HOMES = {
     **dict.fromkeys(("CellError", "Image", "Limits", "Result", "SandboxError", "Usage"), "limits"),
     **dict.fromkeys(("DurableSession", "DurableSessions"), "durable"),
+    "E2BPool": "e2b",
     "Pool": "pool",
     "RemotePool": "remote",
     "SandboxPool": "protocol",
@@ -46,6 +48,7 @@ __all__ = [
     "Checkout",
     "DurableSession",
     "DurableSessions",
+    "E2BPool",
     "Image",
     "Limits",
     "Pool",

@@ -1,0 +1,374 @@
+"""Rented sandboxes of E2B behind the protocol of pools: virtual machines elsewhere, each with a Python kernel.
+
+Written from E2B's public API descriptions and tested against a stand-in of its API, never against the service itself.
+What the service answers is not trusted: bounded, JSON, and only text and images are taken from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import re
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from forge_rl.errors import check_flags
+from forge_rl.sandbox.limits import CellError, Image, Limits, Result, SandboxError, Usage
+from forge_rl.sandbox.web import HttpError, WebClient, json_object
+from forge_rl.sandbox.wire import WireError, image_of
+from forge_rl.system.variables import api_key as key_in
+
+_KERNEL_PORT, _FILES_PORT = 49999, 49983
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_DOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,250}[a-z0-9])?(:[0-9]{1,5})?")
+_TOKEN = re.compile(r"[!-~]{1,4096}")
+_START_S, _REQUEST_S, _FILE_S, _GRACE_S = 90.0, 30.0, 120.0, 5.0
+_MOST_SMALL = 1 << 20
+_GONE = (404, 410, 502)
+
+
+class E2BPool:
+    """Sessions in sandboxes that are rented from E2B, with the methods of `Pool`; each costs money while it is open.
+
+        async with E2BPool() as pool, pool.session() as session:
+            print((await session.run("2 + 2")).value)
+
+    Sessions cannot be forked or undone. Of `Limits`, time, output and transfers hold; CPUs, memory and disk are the
+    template's. Without `internet`, sandboxes reach no network.
+
+    Args:
+        template: that runs E2B's code interpreter.
+        limits: of sessions that are opened without limits of their own.
+        sessions: how many may be open.
+        idle_s: a sandbox ends if it is not used for this long, also if this program is gone.
+        internet: let sandboxes reach the internet.
+        api_key_env: environment variable with the key.
+        api_url: of E2B's API, or of an installation of one's own.
+        sandbox_url: of a port of a sandbox, with {port}, {id} and {domain}.
+
+    Raises:
+        ConfigError: the variable is not set, or a number is too low.
+    """
+
+    def __init__(
+        self,
+        *,
+        template: str = "code-interpreter-v1",
+        limits: Limits | None = None,
+        sessions: int = 20,
+        idle_s: float = 300.0,
+        internet: bool = False,
+        api_key_env: str = "E2B_API_KEY",
+        api_url: str = "https://api.e2b.app",
+        sandbox_url: str = "https://{port}-{id}.{domain}",
+    ) -> None:
+        self.limits = limits or Limits()
+        self.most = sessions
+        self.idle_s = idle_s
+        check_flags(self, "E2BPool:", least={"most": 1, "idle_s": 1})
+        self.sandbox_url = sandbox_url
+        self.client = WebClient("E2B", most_requests=2 * sessions)
+        self._new = {"templateID": template, "secure": True, "allow_internet_access": internet}
+        self._api_url = api_url.rstrip("/")
+        self._headers = {"x-api-key": key_in("E2BPool", api_key_env)}
+        self._places = asyncio.Semaphore(sessions)
+        self._open: set[E2BSession] = set()
+
+    async def __aenter__(self) -> E2BPool:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await asyncio.gather(*(session.close() for session in list(self._open)), return_exceptions=True)
+        await self.client.close()
+
+    @contextlib.asynccontextmanager
+    async def session(
+        self, *, limits: Limits | None = None, undo: bool = False, wait_s: float | None = None
+    ) -> AsyncIterator[E2BSession]:
+        """Open a session for a block of code; see `open`."""
+        async with await self.open(limits=limits, undo=undo, wait_s=wait_s) as session:
+            yield session
+
+    async def open(
+        self, *, limits: Limits | None = None, undo: bool = False, wait_s: float | None = None
+    ) -> E2BSession:
+        """Rent a sandbox, which the caller closes.
+
+        Raises:
+            SandboxError: no place became free, E2B refuses, or `undo` is asked for.
+        """
+        if undo:
+            raise SandboxError("E2B's sandboxes keep no earlier state", hint="open the session without undo")
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._places.acquire()
+        except TimeoutError:
+            raise SandboxError(
+                f"all {self.most} sessions are open, and none was closed within {wait_s:g} s",
+                hint="close sessions, or raise E2BPool(sessions=...)",
+            ) from None
+        try:
+            body = {**self._new, "timeout": math.ceil(self.idle_s)}
+            rented = _rented(json_object(await self.api("POST", "/sandboxes", body, limit_s=_START_S), "E2B"))
+        except BaseException:
+            self._places.release()
+            raise
+        session = E2BSession(self, rented, limits or self.limits)
+        self._open.add(session)
+        return session
+
+    async def give_back(self, session: E2BSession) -> None:
+        """End a session's sandbox; if E2B cannot be reached, it ends when it was idle for `idle_s`."""
+        if session not in self._open:
+            return
+        self._open.remove(session)
+        try:
+            with contextlib.suppress(SandboxError):
+                await self.api("DELETE", f"/sandboxes/{session.rented.name}")
+        finally:
+            self._places.release()
+
+    async def api(self, method: str, path: str, body: object = None, *, limit_s: float = _REQUEST_S) -> bytes:
+        """Send a request to E2B's API.
+
+        Raises:
+            SandboxError: E2B refuses, or does not answer properly.
+        """
+        try:
+            return await self.client.ask(
+                *(method, self._api_url + path),
+                headers=self._headers,
+                body=body,
+                most_bytes=_MOST_SMALL,
+                limit_s=limit_s,
+            )
+        except HttpError as error:
+            hint = {401: "check the key", 429: "open fewer sessions at a time"}.get(error.status, "")
+            raise SandboxError(f"E2B refused ({error.status}): {error.text[:500]}", hint=hint) from None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Rented:
+    """A sandbox of E2B; the headers hold its secret tokens."""
+
+    name: str
+    domain: str
+    headers: dict[str, str]
+
+
+def _rented(answer: dict[str, object]) -> Rented:
+    name, domain = answer.get("sandboxID"), answer.get("domain") or "e2b.app"
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise SandboxError("E2B's answer names no sandbox")
+    if not (isinstance(domain, str) and _DOMAIN.fullmatch(domain)):
+        raise SandboxError("E2B's answer names a strange domain")
+    headers = {}
+    for header, key in (("x-access-token", "envdAccessToken"), ("e2b-traffic-access-token", "trafficAccessToken")):
+        if (token := answer.get(key)) is not None:
+            if not (isinstance(token, str) and _TOKEN.fullmatch(token)):
+                raise SandboxError(f"E2B's {key} is not a token")
+            headers[header] = token
+    return Rented(name=name, domain=domain, headers=headers)
+
+
+class E2BSession:
+    """A session in a rented sandbox; made by `E2BPool`. See `Session`, whose methods these are."""
+
+    def __init__(self, pool: E2BPool, rented: Rented, limits: Limits) -> None:
+        self.limits = limits
+        self.alive = True
+        """Whether it takes another cell, as far as is known."""
+        self.rented = rented
+        self._pool = pool
+        self._lock = asyncio.Lock()
+        self._until_s = time.monotonic() + pool.idle_s
+
+    async def run(self, code: str, *, wall_s: float | None = None, cpu_s: float | None = None) -> Result:
+        """Run a cell of Python and return its result. One that takes too long ends the session.
+
+        Raises:
+            SandboxError: the sandbox is gone, or a limit on CPU time is asked for, which E2B has none of.
+        """
+        wall_s = self.limits.wall_s if wall_s is None else wall_s
+        if cpu_s is not None or self.limits.cpu_s is not None:
+            raise SandboxError("E2B cannot limit a cell's CPU time", hint="limit wall_s instead of cpu_s")
+        if not (0 < wall_s < math.inf):
+            raise SandboxError(f"wall_s is {wall_s}", hint="give a cell a positive number of seconds")
+        async with self._lock:
+            await self._extend(wall_s)
+            heard, began = _Heard(self.limits), time.perf_counter()
+            body = {"code": code, "context_id": None, "language": None, "env_vars": None}
+            try:
+                async with (
+                    asyncio.timeout(wall_s),
+                    self._pool.client.stream(
+                        *("POST", f"{self._url(_KERNEL_PORT)}/execute"),
+                        headers=self.rented.headers,
+                        body=body,
+                        limit_s=wall_s + _GRACE_S,
+                    ) as arriving,
+                ):
+                    await heard.all(arriving)
+            except TimeoutError:
+                await self.close()
+                heard.error = CellError(name="CellOverrun", message=f"the cell exceeded {wall_s:g} s: killed")
+            except HttpError as error:
+                raise await self._failed(error) from None
+            except BaseException:  # also a cancelled caller: the cell still runs
+                await asyncio.shield(self.close())
+                raise
+            return heard.result(time.perf_counter() - began)
+
+    async def put(self, path: str, data: bytes) -> None:
+        """Write a file, relative to the user's home, which is where cells run."""
+        if len(data) > self.limits.transfer_bytes:
+            raise SandboxError(
+                f"{path} has {len(data)} bytes", hint=f"Limits:transfer_bytes is {self.limits.transfer_bytes}"
+            )
+        await self._file("POST", path, data, _MOST_SMALL)
+
+    async def get(self, path: str) -> bytes:
+        """Read a file, relative to the user's home."""
+        return await self._file("GET", path, None, self.limits.transfer_bytes)
+
+    async def fork(self) -> E2BSession:
+        """Refuse: E2B's sandboxes cannot be forked.
+
+        Raises:
+            SandboxError: always.
+        """
+        raise SandboxError("E2B's sandboxes cannot be forked", hint="use forge_rl.sandbox.Pool")
+
+    async def restore(self) -> None:
+        """Refuse: E2B's sandboxes keep no earlier state.
+
+        Raises:
+            SandboxError: always.
+        """
+        raise SandboxError("E2B's sandboxes keep no earlier state", hint="use forge_rl.sandbox.Pool")
+
+    async def close(self) -> None:
+        """End the sandbox."""
+        self.alive = False
+        await self._pool.give_back(self)
+
+    async def __aenter__(self) -> E2BSession:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await asyncio.shield(self.close())
+
+    def _url(self, port: int) -> str:
+        return self._pool.sandbox_url.format(port=port, id=self.rented.name, domain=self.rented.domain)
+
+    async def _extend(self, work_s: float) -> None:
+        """Let the sandbox live longer than its next work and an idle time."""
+        if not self.alive:
+            raise SandboxError("the session has ended", hint="open another")
+        wanted_s = work_s + _GRACE_S + self._pool.idle_s
+        if time.monotonic() + wanted_s - self._pool.idle_s / 2 > self._until_s:
+            await self._pool.api("POST", f"/sandboxes/{self.rented.name}/timeout", {"timeout": math.ceil(wanted_s)})
+            self._until_s = time.monotonic() + wanted_s
+
+    async def _file(self, method: str, path: str, data: bytes | None, most_bytes: int) -> bytes:
+        async with self._lock:
+            await self._extend(_FILE_S)
+            try:
+                return await self._pool.client.ask(
+                    *(method, f"{self._url(_FILES_PORT)}/files"),
+                    headers=self.rented.headers,
+                    params={"path": path, "username": "user"},
+                    file=data,
+                    most_bytes=most_bytes,
+                    limit_s=_FILE_S,
+                )
+            except HttpError as error:
+                if error.status == 502:
+                    raise await self._failed(error) from None
+                raise SandboxError(
+                    f"the session could not transfer {path} ({error.status}): {error.text[:500]}"
+                ) from None
+
+    async def _failed(self, error: HttpError) -> SandboxError:
+        if error.status in _GONE:
+            await self.close()
+        return SandboxError(f"the sandbox failed ({error.status}): {error.text[:500]}", hint="open another session")
+
+
+@dataclass(eq=False)
+class _Heard:
+    """What a cell has answered so far, cut to the limits."""
+
+    limits: Limits
+    texts: dict[str, str] = field(default_factory=lambda: {"stdout": "", "stderr": ""})
+    value: str | None = None
+    image: Image | None = None
+    error: CellError | None = None
+    cut: bool = False
+
+    async def all(self, arriving: AsyncIterator[bytes]) -> None:
+        """Take all lines of an answer, each a JSON object, until the last."""
+        left = 2 * self.limits.transfer_bytes + 64 * self.limits.output_bytes + _MOST_SMALL
+        rest = bytearray()
+        async for part in arriving:
+            left -= len(part)
+            if left < 0:
+                raise SandboxError("the cell's answer is too large")
+            rest += part
+            *lines, last = rest.split(b"\n")
+            rest = last
+            for line in lines:
+                if line and self._one(bytes(line)):
+                    return
+        raise SandboxError("the sandbox ended its answer too early")
+
+    def _one(self, line: bytes) -> bool:
+        """Take a line; True if it was the last."""
+        try:
+            said = json.loads(line)
+        except (ValueError, RecursionError):
+            said = None
+        if not isinstance(said, dict):
+            raise SandboxError("the sandbox answered with something else than JSON objects")
+        match said.get("type"):
+            case "end_of_execution":
+                return True
+            case "stdout" | "stderr" as stream:
+                whole = self.texts[stream] + str(said.get("text", ""))
+                self.texts[stream] = whole[: self.limits.output_bytes]
+                self.cut |= len(whole) > self.limits.output_bytes
+            case "error":
+                name, message, trace = (str(said.get(key, "")) for key in ("name", "value", "traceback"))
+                most = self.limits.output_bytes
+                self.error = CellError(name=name[:200], message=message[:most], traceback=trace[:most])
+            case "result":
+                self._show(said)
+        return False
+
+    def _show(self, said: dict[str, object]) -> None:
+        if said.get("is_main_result") is True and isinstance(said.get("text"), str):
+            self.value = str(said["text"])[: self.limits.output_bytes]
+        for key, media_type in (("png", "image/png"), ("jpeg", "image/jpeg")):
+            data = said.get(key)
+            if isinstance(data, str):
+                try:
+                    image = image_of(media_type, "".join(data.split()))
+                except WireError as error:
+                    raise SandboxError(f"the sandbox's answer is not a result: {error}") from None
+                fits = len(image.data) <= self.limits.transfer_bytes
+                self.image, self.cut = (image if fits else self.image), self.cut or not fits
+
+    def result(self, wall_s: float) -> Result:
+        """Return everything as a result; E2B reports no CPU time and memory."""
+        return Result(
+            stdout=self.texts["stdout"],
+            stderr=self.texts["stderr"],
+            value=self.value,
+            image=self.image,
+            error=self.error,
+            usage=Usage(wall_s=wall_s),
+            cut=self.cut,
+        )
