@@ -13,6 +13,7 @@ from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.protocol import Step, reset_env, step_env
 from forge_rl.envs.repository import RepositoryEnv
 from forge_rl.errors import ConfigError, TaskError
+from forge_rl.types import ToolCall
 from tests.sandbox_pool import only_pytest
 from tests.test_repositories import commit, git
 
@@ -97,6 +98,21 @@ def test_edited_tests_do_not_count_and_part_of_the_tests_is_a_part(environment: 
     )
     assert first.messages[0]["content"] == "Output:\n(no output)"
     assert (end.reward, dict(end.parts)) == (0.0, {"tests_passed": 0.5})
+
+
+def test_a_model_trained_to_call_tools_sees_and_calls_the_shell(environment: RepositoryEnv):
+    async def main() -> tuple[str, Step]:
+        env = RepositoryEnv(str(environment.file), store=environment.store, tool=True)(environment.tasks[0])
+        try:
+            [tool] = (await reset_env(env)).tools
+            call = ToolCall(id="1", name="shell", arguments='{"command": "cat add.py | head -n 1"}')
+            return json.dumps(tool), await step_env(env, "", parsed=("", (call,)))
+        finally:
+            await env.close()
+
+    tool, step = asyncio.run(main())
+    assert '"name": "shell"' in tool
+    assert [each["content"] for each in step.messages] == ["def add(a, b):"]
 
 
 def test_rows_of_swe_bench_are_read(tmp_path: Path):

@@ -146,6 +146,24 @@ def test_a_hostile_tree_is_only_read(sandbox: SharedPool, base: Path, code: str,
     assert snapshot(base) == before
 
 
+def test_a_folder_that_turns_into_a_link_while_it_is_read_leads_nowhere(sandbox: SharedPool, base: Path):
+    swap = (
+        "import os, threading\nos.mkdir('a'); open('a/passwd', 'w').write('mine'); os.symlink('/etc', 'b')\n"
+        "def swap():\n  while True:\n    os.rename('a', 't'); os.rename('b', 'a'); os.rename('t', 'b')\n"
+        "threading.Thread(target=swap, daemon=True).start()"
+    )
+
+    async def work():
+        async with sandbox.pool.session(workspace=base) as session:
+            assert (await session.run(swap)).error is None
+            return [await session.changes() for _ in range(150)]
+
+    seen = {change.path: change.after.data for each in sandbox.run(work()) for change in each.changes if change.after}
+    inside = {path: data for path, data in seen.items() if "/" in path}
+    assert inside.keys() <= {"a/passwd", "b/passwd", "t/passwd"}
+    assert set(inside.values()) == {b"mine"}
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -56,7 +56,8 @@ class HarborEnv:
     """Makes environments from Harbor task folders: `--env harbor:FOLDER`, with a task's folder or a folder of tasks.
 
     The model sees a task's instruction and answers once; the run's reward scores the answer. The task's folder and
-    task.toml are in `truth`. Tasks that need a container are rejected, as there is no sandbox yet.
+    task.toml are in `truth`. Tasks that need a container are rejected, and those with a test script: it expects folders
+    at the root, such as /tests and /logs, that sandbox sessions do not have.
 
     Args:
         folder: a task, or a folder of tasks.
@@ -97,7 +98,7 @@ class HarborEnv:
             raise ConfigError(
                 f"{len(refused)} of {len(self.tasks)} tasks in {self.folder} need more than a text answer:\n"
                 f"{named}{more}",
-                hint=f"{left}run them with your own agent, start(agent=...): there is no sandbox for them yet",
+                hint=f"{left}run them with your own agent, start(agent=...): the sandbox has no images",
             )
         name = f"harbor:{self.folder.name}"
         made = [_task(task, name) for task in kept]

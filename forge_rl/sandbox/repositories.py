@@ -14,6 +14,7 @@ import stat
 import subprocess
 import tempfile
 import threading
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,7 +210,9 @@ class RepositoryStore:
                 self._git([*fetch, "--end-of-options", url, commit], lock, about=url, timeout_s=_FETCH_S)
             # A reference, so that the objects are kept, and only after all of them are there.
             self._git(["update-ref", f"refs/kept/{commit}", f"{commit}^{{commit}}"], lock, about=url)
-            self._write(commit, lock)
+            if left_out := self._write(commit, lock):
+                few = ", ".join(left_out[:5]) + (f" and {len(left_out) - 5} more" if len(left_out) > 5 else "")
+                warnings.warn(f"{without_credentials(url)} at {commit}: left out are {few}", stacklevel=2)
             held = self._hold(commit)
             assert held is not None
             self._evict(lock)
@@ -275,8 +278,8 @@ class RepositoryStore:
             )
         return out
 
-    def _write(self, commit: str, lock: int) -> None:
-        """Write a commit's files: each as a link to the one file with its content.
+    def _write(self, commit: str, lock: int) -> list[str]:
+        """Write a commit's files, each as a link to the one file with its content; return what is left out.
 
         Git writes no file: contents are as they were committed, without filters, line ends or attributes.
         """
@@ -306,6 +309,7 @@ class RepositoryStore:
                     os.symlink(read(file.blob), os.path.join(partial, file.path))
         self._tree(commit, ".json").write_text(json.dumps({"left_out": left_out}))
         os.rename(partial, self._tree(commit))
+        return left_out
 
     @contextlib.contextmanager
     def _reader(self) -> Iterator[Callable[[str], bytes]]:
