@@ -126,7 +126,7 @@ class _Reader:
                     return
                 self.left_changes -= 1
                 if unread:
-                    self.left_out.append(f"content of {path}{name}: too large")
+                    self.left_out.append(f"content of {path}{name}: too large, or not readable")
                 yield Change(path=path + name, before=before, after=self._within_bounds(path + name, after))
             yield from self._below(
                 path, name, base if _is_folder(before) else None, mine if _is_folder(after) else None, depth
@@ -140,6 +140,9 @@ class _Reader:
             for fd in folders:
                 if fd is not None:
                     opened.callback(os.close, fd)
+            if mine is not None and folders[1] is None:
+                self.left_out.append(f"{path}{name}: a folder that cannot be read")
+                return
             merged = self.is_overlay and folders[1] is not None and not _is_opaque(folders[1])
             yield from self.folder(f"{path}{name}/", *folders, merged=merged, depth=depth + 1)
 
@@ -147,7 +150,8 @@ class _Reader:
         """Read a file or link, or what else there is; None if there is nothing."""
         if folder is None:
             return None
-        with contextlib.suppress(OSError):  # it changes while we look
+        kind = 0
+        try:
             kind = stat.S_IFMT(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
             if stat.S_ISLNK(kind):
                 return Entry(mode=kind, data=os.fsencode(os.readlink(name, dir_fd=folder)))
@@ -162,7 +166,8 @@ class _Reader:
                 too_large = about.st_size > self.most_file_bytes or len(data) > self.most_file_bytes
                 mode = 0o100755 if about.st_mode & stat.S_IXUSR else 0o100644
                 return Entry(mode=mode, data=None if too_large else data)
-        return None
+        except OSError as error:  # it changes while we look, or its mode keeps even its owner out
+            return Entry(mode=0o100644) if kind and isinstance(error, PermissionError) else None
 
     def _within_bounds(self, path: str, entry: Entry | None) -> Entry | None:
         if entry is None or entry.data is None:

@@ -65,8 +65,7 @@ def _user_namespace(uid: int, gid: int, session: int) -> int:
                 file.write(f"{own} {session} 1")
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        os.kill(child, signal.SIGKILL)  # it is reaped with the sessions' processes
 
 
 def copy(base: int, scratch: str, uid: int) -> None:
