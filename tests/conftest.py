@@ -83,6 +83,7 @@ STARTS = {
     "two_ranks": 5,
     "run_ranks": 2,
     "sandbox": 2,
+    "process_pool": 2,
     "nothing_left": 2,
     "started_processes": 2,
     "fake_service": 2,
@@ -185,12 +186,32 @@ def store_process() -> Iterator[None]:
     asyncio.run(shared_process().close())
 
 
-@pytest.fixture(scope="session", params=["standard", pytest.param("strict", marks=pytest.mark.long)])
-def sandbox(request: pytest.FixtureRequest) -> Iterator[object]:
+@pytest.fixture(scope="session")
+def standard_pool() -> Iterator[object]:
     """A pool of sandboxes, `tests.sandbox_pool.SharedPool`, that tests share."""
     from tests.sandbox_pool import opened_pool
 
-    yield from opened_pool(request.param)
+    yield from opened_pool("standard")
+
+
+@pytest.fixture(scope="session")
+def strict_pool() -> Iterator[object]:
+    from tests.sandbox_pool import opened_pool
+
+    yield from opened_pool("strict")
+
+
+@pytest.fixture(scope="session")
+def process_pool() -> Iterator[object]:
+    from tests.sandbox_pool import opened_pool
+
+    yield from opened_pool("process")
+
+
+@pytest.fixture(params=["standard", pytest.param("strict", marks=pytest.mark.long)])
+def sandbox(request: pytest.FixtureRequest) -> object:
+    """The pool of each profile whose sessions run Python."""
+    return request.getfixturevalue(f"{request.param}_pool")
 
 
 @pytest.fixture

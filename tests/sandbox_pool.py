@@ -2,27 +2,48 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
 import threading
 from collections.abc import Awaitable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from forge_rl.sandbox import Limits, Pool, Result, SandboxError, Session, shared_pool
+from forge_rl.sandbox import CellError, Limits, Pool, Result, SandboxError, Session, shared_pool
+from forge_rl.sandbox.pool import Profile
 
 T = TypeVar("T")
 LIMITS = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 << 20, scratch_files=64)
+
+
+_AS_A_CELL = """
+import ast, json, sys
+answer, tree, space = {"value": None, "error": None}, ast.parse(sys.argv[1]), {"__name__": "__main__"}
+last = ast.Expression(tree.body.pop().value) if isinstance(tree.body[-1], ast.Expr) else None
+try:
+    exec(compile(tree, "cell", "exec"), space)
+    value = last and eval(compile(last, "cell", "eval"), space)
+    answer["value"] = None if value is None else repr(value)
+except BaseException as error:
+    answer["error"] = type(error).__name__, str(error)
+print(json.dumps(answer), file=sys.__stderr__)
+"""
+"""A program that runs its argument like a cell, and whose last line of stderr is what came of it."""
 
 
 class SharedPool:
     """Runs coroutines beside an open pool."""
 
     def __init__(self, profile: str, **settings: Any) -> None:
-        self.settings = {"profile": profile, "limits": LIMITS, "warm": 2, "sessions": 64, "servers": 1, **settings}
+        self.profile = profile
+        without = [] if os.geteuid() == 0 else ["cgroup"]
+        mine = {"profile": profile, "limits": LIMITS, "warm": 2, "sessions": 64, "servers": 1, "without": without}
+        self.settings = mine | settings
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
 
@@ -43,14 +64,27 @@ class SharedPool:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(120)
 
-    def cell(self, code: str, **limits: Any) -> Result:
-        """Run one cell in a fresh session."""
+    def cell(self, code: str, limits: Limits | None = None, **bounds: Any) -> Result:
+        """Run one cell in a fresh session; in the profile `process`, as a program of its own."""
 
         async def work() -> Result:
-            async with self.pool.session() as session:
-                return await session.run(code, **limits)
+            async with self.pool.session(limits=limits) as session:
+                return await self.run_in(session, code, **bounds)
 
         return self.run(work())
+
+    async def run_in(self, session: Session, code: str, **bounds: Any) -> Result:
+        if self.profile != "process":
+            return await session.run(code, **bounds)
+        result = await session.run(["python3", "-c", _AS_A_CELL, code], **bounds)
+        if result.error is not None:
+            return result
+        try:
+            answer = json.loads(result.stderr.splitlines()[-1])
+        except (IndexError, ValueError):
+            return replace(result, error=CellError(name="Ended", message=f"{result.status} {result.stderr}"))
+        error = answer["error"] and CellError(name=answer["error"][0], message=answer["error"][1])
+        return replace(result, value=answer["value"], error=error)
 
     def value(self, code: str) -> str | None:
         """Run one cell in a fresh session, which must succeed."""
@@ -98,19 +132,19 @@ def opened_pool(profile: str, **settings: Any) -> Iterator[SharedPool]:
         shared.close()
 
 
-def loop_with_pool() -> Iterator[asyncio.Runner]:
+def loop_with_pool(profile: Profile = "standard") -> Iterator[asyncio.Runner]:
     """An event loop with an open `shared_pool`, as a process of a run has; skips where sessions cannot be isolated."""
     with asyncio.Runner() as runner:
         try:
-            runner.run(shared_pool())
+            runner.run(shared_pool(profile=profile))
         except SandboxError as error:
             pytest.skip(str(error))
         yield runner
 
 
-async def kill_servers() -> None:
+async def kill_servers(profile: Profile = "standard") -> None:
     """Kill the servers of the shared pool."""
-    for host in (await shared_pool()).hosts:
+    for host in (await shared_pool(profile=profile)).hosts:
         os.kill(host.process.pid, signal.SIGKILL)
 
 

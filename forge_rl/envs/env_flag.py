@@ -23,6 +23,7 @@ ENVIRONMENTS: Mapping[str, str] = {
     "openenv": "forge_rl.envs.openenv:OpenEnvFactory",
     "python": "forge_rl.envs.python:PythonEnv",
     "repository": "forge_rl.envs.repository:RepositoryEnv",
+    "shell": "forge_rl.envs.shell:ShellEnv",
     "textarena": "forge_rl.envs.textarena:TextArena",
     "tools": "forge_rl.envs.bundled_tools:tools",
     "user": "forge_rl.envs.user:SimulatedUser",

@@ -20,11 +20,13 @@ import stat
 import sys
 import traceback
 import types
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, Protocol
 
 from forge_rl.sandbox import frames, kernel
 
 _MOST_TRACEBACK = 8192
+_MOST_GIVEN = 8
 _TOOK_TOO_LONG = {signal.SIGALRM: "wall-clock", signal.SIGPROF: "CPU"}
 
 
@@ -83,16 +85,7 @@ class Cells:
         self._open_streams()
         for number in _TOOK_TOO_LONG:
             _signal.signal(number, self._overrun)
-        self.channel.sendall(frames.encode({"ready": True}))
-        answers = {"run": self._run, "put": self._put, "get": self._get, "fork": self._fork}
-        try:
-            while True:
-                message, data, descriptors = frames.receive(self.channel)
-                answer = answers[str(message["do"])](message, data, descriptors)
-                if answer is not None:
-                    self.channel.sendall(answer)
-        except (EOFError, OSError):
-            os._exit(0)
+        serve(self, {"run": self._run, "put": self._put, "get": self._get, "fork": self._fork})
 
     def _open_streams(self) -> None:
         """Give both output streams a file of their own, which the session's memory limit bounds."""
@@ -200,35 +193,74 @@ class Cells:
             return frames.encode({"failed": f"more than {most} bytes"})
         return frames.encode({}, content)
 
-    def _fork(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes | None:
-        """Become two: the child answers on a channel of its own, in cgroups and a folder of its own."""
-        try:
-            forked = kernel.fork_sibling()
-        except OSError as error:
-            return frames.encode({"failed": str(error)})
-        if forked:
-            for fd in descriptors:
-                os.close(fd)
-            return frames.encode({})
-        channel, birth = descriptors
-        self.pid = os.getpid()
-        self.channel.close()
-        self.channel = socket.socket(fileno=channel)
-        try:
-            with socket.socket(fileno=birth) as server:  # learns from the kernel who this is, and moves it
-                server.send(b"?")
-                if not server.recv(1):
-                    raise OSError("the server did not let the fork in")
-            before = os.getcwd()
-            after = os.path.join(os.path.dirname(before), str(message["folder"]))
-            _copy_folder(before, after)
-            enter_folder(after)
+    def _fork(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        def settle(given: list[int]) -> None:
+            self.pid = os.getpid()
             self._open_streams()
             fresh_random()
-        except OSError as error:
-            self.channel.sendall(frames.encode({"failed": str(error)}))
-            os._exit(1)
-        return frames.encode({"ready": True})
+
+        return become_two(self, message, descriptors, settle)
+
+
+class Serving(Protocol):
+    """What answers a session's owner on a channel."""
+
+    channel: socket.socket
+
+
+Answer = Callable[[dict[str, Any], bytes, list[int]], bytes]
+
+
+def serve(serving: Serving, answers: Mapping[str, Answer]) -> NoReturn:
+    """Say that the session is ready, and answer its owner until he closes the channel."""
+    serving.channel.sendall(frames.encode({"ready": True}))
+    try:
+        while True:
+            message, data, descriptors = frames.receive(serving.channel)
+            answer = answers[str(message["do"])](message, data, descriptors)
+            serving.channel.sendall(answer)
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def become_two(
+    serving: Serving, message: dict[str, Any], descriptors: list[int], settle: Callable[[list[int]], None]
+) -> bytes:
+    """Fork a session; the child answers on a channel of its own, in cgroups and a folder of its own.
+
+    Args:
+        settle: called in the child with the descriptors that the server gave it.
+    """
+    try:
+        forked = kernel.fork_sibling()
+    except OSError as error:
+        return frames.encode({"failed": str(error)})
+    if forked:
+        for fd in descriptors:
+            os.close(fd)
+        return frames.encode({})
+    for fd in descriptors:
+        os.set_inheritable(fd, False)
+    channel, birth = descriptors
+    serving.channel.close()
+    serving.channel = socket.socket(fileno=channel)
+    try:
+        with socket.socket(fileno=birth) as server:  # learns from the kernel who this is, and moves it
+            server.send(b"?")
+            let_in, given, _, _ = socket.recv_fds(server, 1, _MOST_GIVEN)
+            for fd in given:
+                os.set_inheritable(fd, False)
+            if not let_in:
+                raise OSError("the server did not let the fork in")
+        before = os.getcwd()
+        after = os.path.join(os.path.dirname(before), str(message["folder"]))
+        _copy_folder(before, after)
+        enter_folder(after)
+        settle(given)
+    except OSError as error:
+        serving.channel.sendall(frames.encode({"failed": str(error)}))
+        os._exit(1)
+    return frames.encode({"ready": True})
 
 
 def _cpu_s() -> float:

@@ -107,6 +107,41 @@ def remove_abandoned(found: list[Hierarchy]) -> None:
                     Tree(name, [one]).remove_all()
 
 
+@dataclass(frozen=True)
+class Meter:
+    """An open file of a cgroup that counts `cpu_s`, `memory_bytes` (the most so far) or `kills` for memory."""
+
+    fd: int
+    what: str
+    key: str
+    """The start of the line that counts; "" if the file is a number."""
+    unit: float
+
+    def read(self) -> float:
+        """Return the count so far.
+
+        Raises:
+            ValueError: the kernel does not count it here.
+        """
+        text = os.pread(self.fd, 1 << 14, 0).decode()
+        if not self.key:
+            return int(text) * self.unit
+        for line in text.splitlines():
+            if line.startswith(self.key):
+                return int(line[len(self.key) :]) * self.unit
+        raise ValueError(f"there is no {self.key}")
+
+
+_METERS = (
+    ("cpu.stat", "cpu_s", "usage_usec ", 1e-6),  # version 2, also where it has no controllers
+    ("cpuacct.usage", "cpu_s", "", 1e-9),
+    ("memory.peak", "memory_bytes", "", 1),
+    ("memory.max_usage_in_bytes", "memory_bytes", "", 1),
+    ("memory.events", "kills", "oom_kill ", 1),
+    ("memory.oom_control", "kills", "oom_kill ", 1),
+)
+
+
 @dataclass
 class Tree:
     """The cgroups of one server. `close` or `remove_all` ends its use."""
@@ -138,8 +173,11 @@ class Tree:
             if "pids" in one.controllers:
                 _write(folder, "pids.max", str(processes))
 
-    def add(self, session: str, *, memory_bytes: int, processes: int, cpus: float) -> None:
+    def add(self, session: str, *, memory_bytes: int, processes: int, cpus: float, as_one: bool = True) -> None:
         """Make a session's cgroups with its limits.
+
+        Args:
+            as_one: version 2 ends all of a session that exceeds its memory, and not only its largest process.
 
         Raises:
             OSError: the machine allows no more.
@@ -151,7 +189,7 @@ class Tree:
             if "memory" in one.controllers:
                 _write(folder, f"{session}/{'memory.max' if new else 'memory.limit_in_bytes'}", str(memory_bytes))
                 if new:
-                    _write(folder, f"{session}/memory.oom.group", "1")
+                    _write(folder, f"{session}/memory.oom.group", "1" if as_one else "0")
                     with contextlib.suppress(FileNotFoundError):  # a kernel without swap
                         _write(folder, f"{session}/memory.swap.max", "0")
             if "pids" in one.controllers:
@@ -227,6 +265,22 @@ class Tree:
                     text = _read(folder, f"{session}/{'memory.events' if one.version == 2 else 'memory.oom_control'}")
                     return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
         return 0
+
+    def meters(self, session: str) -> list[Meter]:
+        """Open what counts the use of a session, one meter for each kind that this machine has."""
+        found: dict[str, Meter] = {}
+        for folder in self.folders:
+            for name, what, key, unit in _METERS:
+                if what not in found:
+                    with contextlib.suppress(OSError):
+                        fd = os.open(f"{session}/{name}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+                        meter = Meter(fd, what, key, unit)
+                        try:
+                            meter.read()
+                            found[what] = meter
+                        except (OSError, ValueError):
+                            os.close(fd)
+        return list(found.values())
 
     def close(self) -> None:
         """Close the descriptors; the cgroups stay."""

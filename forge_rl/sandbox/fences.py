@@ -6,12 +6,13 @@ from collections.abc import Collection
 
 PYTHON = frozenset({"", "py", "python", "python3", "tool_code"})
 SHELL = frozenset({"", "sh", "bash", "shell", "zsh", "console"})
+"""What fences say of these languages."""
 _CHARACTERS = "`~"
 _LEAST = 3
 
 
 def fenced_code(text: str, languages: Collection[str] = PYTHON) -> list[str]:
-    """Return the code in a text's fenced blocks, in order; blocks of other languages are left out.
+    """Return the code in a text's fenced blocks, in order; blocks of other languages than these are left out.
 
         fenced_code("Try this:\\n```python\\nprint(1)\\n```")  # ["print(1)"]
 

@@ -61,6 +61,7 @@ class Host:
         self.lost = ""
         """Why the server is gone; "" while it serves."""
         self.missing: dict[str, str] = {}
+        self.profile = ""
         self._channel = channel
         self._lifeline = lifeline
         self.tree = tree
@@ -80,20 +81,27 @@ class Host:
         held, lifeline = os.pipe()
         # Not the environment's interpreter: its packages are the owner's, and a session sees only what it is given.
         python = getattr(sys, "_base_executable", None) or sys.executable
-        process = subprocess.Popen(  # noqa: ASYNC220  a millisecond, and no event loop watches it
-            [python, "-s", "-P", "-S", "-c", _PROGRAM, _ROOT, str(theirs.fileno()), str(held)],
-            pass_fds=[theirs.fileno(), held],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            # A fixed order of sets, so that another server repeats a session's cells exactly.
-            env={"LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONHASHSEED": "0"},
-            start_new_session=True,  # Ctrl-C is the owner's
-        )
-        theirs.close()
-        os.close(held)
+        try:
+            process = subprocess.Popen(  # noqa: ASYNC220  a millisecond, and no event loop watches it
+                [python, "-s", "-P", "-S", "-c", _PROGRAM, _ROOT, str(theirs.fileno()), str(held)],
+                pass_fds=[theirs.fileno(), held],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                # A fixed order of sets, so that another server repeats a session's cells exactly.
+                env={"LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONHASHSEED": "0"},
+                start_new_session=True,  # Ctrl-C is the owner's
+            )
+        except OSError as error:
+            os.close(lifeline)
+            ours.close()
+            raise SandboxError(f"the sandbox server did not start: {error}") from None
+        finally:
+            theirs.close()
+            os.close(held)
         host = cls(process, ours, lifeline, cgroups.name_of(process.pid))
+        host.profile = settings.profile
         config = {**asdict(settings), "missing": missing, "root": _ROOT}
         try:
             async with asyncio.timeout(_START_S):
@@ -230,9 +238,11 @@ def check_layers(profile: str, without: Collection[str] = ()) -> dict[str, str]:
     if not missing.keys() <= set(without):
         reasons = "; ".join(f"{layer}: {reason}" for layer, reason in missing.items())
         if "uid" in missing:
-            hint = "run as root"
+            hint = 'run as root, or use Pool(profile="strict") or "process"'
+        elif "bubblewrap" in missing:
+            hint = "install bubblewrap: apt-get install bubblewrap"
         elif "user-namespace" in missing:
-            hint = 'allow user namespaces, or use Pool(profile="standard")'
+            hint = 'allow user namespaces, or run as root with Pool(profile="standard")'
         else:
             hint = f"allow it by name: Pool(without={sorted(missing)})"
         raise SandboxError(f"this machine cannot isolate sandboxes fully: {reasons}", hint=hint)

@@ -51,7 +51,9 @@ def unshare(flags: int) -> None:
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     """Mount a file system, or change a mount."""
-    _checked(_libc.mount(source.encode(), target.encode(), kind.encode() or None, flags, options.encode()), "mount")
+    _checked(
+        _libc.mount(source.encode(), target.encode(), kind.encode() or None, flags, options.encode()), f"mount {target}"
+    )
 
 
 def bind_read_only(source: str, target: str) -> None:
@@ -114,18 +116,31 @@ def drop_bounding_capabilities() -> None:
             return
 
 
-def enter_own_user_namespace() -> None:
-    """Give this process a user namespace that knows only its own user, and no capabilities in it."""
-    uid, gid = os.getuid(), os.getgid()
-    unshare(NEW_USER)
-    _libc.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise its files in /proc are root's
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
-    _libc.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+def drop_capabilities() -> None:
+    """Give up all capabilities of this process, for good."""
     drop_bounding_capabilities()
     version_3 = struct.pack("Ii", 0x20080522, 0)
     _checked(_libc.syscall(_CAPSET[os.uname().machine], version_3, bytes(24)), "capset")
+
+
+def enter_user_namespace(inside: int, others: int = 0) -> None:
+    """Give this process a user namespace that knows only its own user, with all capabilities in it.
+
+    Args:
+        inside: number of the user and of its group in there.
+        others: further namespaces to make, which belong to it.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    unshare(NEW_USER | others)
+    open_to_own_user(True)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+
+
+def open_to_own_user(opened: bool) -> None:
+    """Open or close this process's files in /proc to its user, also to itself. A change of user closes them."""
+    _libc.prctl(_SET_DUMPABLE, int(opened), 0, 0, 0)
 
 
 def has_seccomp() -> bool:

@@ -58,7 +58,8 @@ class CellError:
     """How a cell failed. Its texts were written by the cell: they may contain anything, terminal escapes included."""
 
     name: str
-    """Class of the exception; `CellOverrun`, `OutOfMemory`, `Ended` or `BadFrame` if the sandbox ended the cell."""
+    """Class of the exception; `CellOverrun`, `OutOfMemory`, `Ended` or `BadFrame` if the sandbox ended the cell;
+    `NotStarted` if a command could not be started."""
     message: str
     traceback: str = ""
 
@@ -70,9 +71,9 @@ class Usage:
     wall_s: float
     """Seconds, measured outside of the session."""
     cpu_s: float = 0.0
-    """CPU seconds, as the session reports them: a hostile one can lie."""
+    """CPU seconds. Sessions of Python report them themselves: a hostile one can lie."""
     memory_bytes: int = 0
-    """Most memory that the session's first process has had, as it reports it."""
+    """Most memory that the session has had so far; of Python, its first process, as it reports it."""
 
 
 MEDIA_TYPES = {"image/png": b"\x89PNG\r\n\x1a\n", "image/jpeg": b"\xff\xd8\xff"}
@@ -103,3 +104,5 @@ class Result:
     usage: Usage
     cut: bool = False
     """True if stdout or stderr was longer than the limit, or the image larger than a file that goes out."""
+    status: int | None = None
+    """Exit status of a command, 128 and its number if a signal ended it; None for Python. No error by itself."""

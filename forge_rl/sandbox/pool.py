@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.host import Host, ServerSettings
@@ -28,6 +28,7 @@ PRELOADED = (
 Left out are those that run code at each fork, such as threading and what imports it: 0.4 MiB of each session's memory;
 and shutil, tempfile and uuid, whose shared libraries would be a fifth of the mappings that each fork copies.
 """
+Profile: TypeAlias = Literal["standard", "strict", "process"]
 _OPTIONAL = ("cgroup", "landlock", "seccomp")
 _BYTES_PER_SESSION = 4 << 20
 _SPARE_FILES = 128
@@ -41,6 +42,7 @@ class Pool:
 
     Args:
         profile: "standard", or "strict" for namespaces of each session's own; strict costs more time and memory.
+            "process" runs command lines, in any language, with bubblewrap. Without root, only these two work.
         limits: of sessions that are opened without limits of their own.
         warm: sessions kept started for the next that are opened.
         starting: how many start at a time.
@@ -55,7 +57,7 @@ class Pool:
     def __init__(
         self,
         *,
-        profile: Literal["standard", "strict"] = "standard",
+        profile: Profile = "standard",
         limits: Limits | None = None,
         warm: int = 4,
         starting: int = 8,
@@ -74,15 +76,15 @@ class Pool:
                 raise ConfigError(f"Pool({name}={value})", hint=f"{name} must be {least} or more")
         if self.most < 1:
             raise ConfigError(f"there is room for {self.most} sessions", hint="free memory, or raise `ulimit -n`")
-        if profile not in ("standard", "strict"):
-            raise ConfigError(f"Pool(profile={profile!r})", hint="profiles are standard and strict")
+        if profile not in ("standard", "strict", "process"):
+            raise ConfigError(f"Pool(profile={profile!r})", hint="profiles are standard, strict and process")
         if unknown := set(without) - set(_OPTIONAL):
             raise ConfigError(f"Pool(without={sorted(unknown)})", hint=f"layers are {', '.join(_OPTIONAL)}")
         memory_bytes = _available_bytes() * 3 // 4 if memory_bytes is None else memory_bytes
         self._settings = ServerSettings(
             profile=profile,
             packages=[_packages(folder) for folder in packages],
-            preload=list(preload),
+            preload=[] if profile == "process" else list(preload),
             without=list(without),
             memory_bytes=memory_bytes // self.servers,
             processes=int(Path("/proc/sys/kernel/pid_max").read_text()) // 2 // self.servers,

@@ -19,10 +19,11 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from forge_rl.sandbox import cells, cgroups, frames, kernel, overlays, seccomp
+from forge_rl.sandbox import cells, cgroups, commands, frames, kernel, overlays, seccomp
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """What a session can read and execute, besides Python."""
@@ -36,7 +37,7 @@ _ETC = (
     "ssl/certs",
     "ssl/openssl.cnf",
 )
-_PASSWD = "root:x:0:0:root:/:/bin/false\nsandbox:x:{uid}:{uid}:session:/tmp:/bin/sh\n"
+_PASSWD = "root:x:0:0:root:/:/bin/false\nsandbox:x:{uid}:{uid}:session:{home}:/bin/sh\n"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "USER": "sandbox", "LOGNAME": "sandbox"}
 _LEAST_UID, _UIDS = 0x40000000, 0x10000
@@ -52,20 +53,26 @@ _HIDDEN = kernel.NO_SETUID | kernel.NO_DEVICES
 def missing_layers(profile: str) -> dict[str, str]:
     """Return the layers of a profile that this machine lacks, each with the reason."""
     missing, machine = {}, os.uname().machine
-    if os.geteuid() != 0:
+    rootless = os.geteuid() != 0
+    if rootless and profile == "standard":
         missing["uid"] = "only root can give each session a user of its own"
+    if profile == "process" and commands.bubblewrap() is None:
+        missing["bubblewrap"] = "there is no bwrap in /usr/local/bin, /usr/bin or /bin"
     if lacking := cgroups.lacking(cgroups.here()):
         missing["cgroup"] = f"no cgroups can be made for {lacking}"
-    if kernel.landlock_version() < 1:
+    if profile != "process" and kernel.landlock_version() < 1:  # bubblewrap could not mount anything under Landlock
         missing["landlock"] = "the kernel has no Landlock (5.13 and later, if enabled)"
     if machine not in seccomp.ARCHITECTURES:
         missing["seccomp"] = f"there is no table of system calls for {machine}"
     elif not kernel.has_seccomp():
         missing["seccomp"] = "the kernel filters no system calls"
-    if profile == "strict":
-        with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces") as file:
-            if int(file.read()) == 0:
-                missing["user-namespace"] = "/proc/sys/user/max_user_namespaces is 0"
+    for setting in (
+        "user/max_user_namespaces",
+        *(["kernel/unprivileged_userns_clone"] if profile != "strict" or rootless else []),
+    ):
+        with contextlib.suppress(OSError), open(f"/proc/sys/{setting}") as file:
+            if int(file.read()) == 0 and profile != "standard":
+                missing["user-namespace"] = f"/proc/sys/{setting} is 0"
     return missing
 
 
@@ -74,7 +81,8 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel, lifeline = socket.socket(fileno=channel_fd), lifeline_fd
     config = json.loads(channel.recv(_MOST_MESSAGE))
-    cells.rehearse()
+    if config["profile"] != "process":
+        cells.rehearse()
     for name in config["preload"]:
         try:
             importlib.import_module(name)
@@ -89,8 +97,12 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
     keeper = os.getpid()
     try:
         tree.bound(memory_bytes=config["memory_bytes"], processes=config["processes"])
-        kernel.unshare(_NAMESPACES)
-        _build_root([sys.base_prefix, *config["packages"]])
+        config["rootless"] = os.geteuid() != 0
+        if config["rootless"]:
+            _enter_namespaces()
+        else:
+            kernel.unshare(_NAMESPACES)
+        _build_root([sys.base_prefix, *config["packages"]], config["profile"], config["rootless"])
         server = os.fork()
         if server == 0:
             config["number"] = keeper
@@ -113,11 +125,31 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
         tree.remove_all()
 
 
-def _build_root(folders: list[str]) -> None:
+def _enter_namespaces() -> None:
+    """Become root of new namespaces without being root.
+
+    Raises:
+        OSError: this machine does not let its users; says what to do.
+    """
+    try:
+        kernel.enter_user_namespace(0, _NAMESPACES)
+        kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)  # some systems refuse only what comes next
+    except OSError as error:
+        raise OSError(
+            f"this machine gives its users no namespaces of their own ({error}), without which only root can isolate "
+            "sessions: allow them (sysctl kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu), or run as root"
+        ) from None
+
+
+def _build_root(folders: list[str], profile: str, rootless: bool) -> None:
     """Make a root that shows only the system's programs, Python and empty folders, in this mount namespace."""
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     root = "/tmp"  # exists everywhere, and is hidden by this from here on
-    etc = {name: os.path.join("/etc", name) for name in _ETC if os.path.exists(os.path.join("/etc", name))}
+    wanted = [
+        *_ETC,
+        *(name for name in os.listdir("/etc") if name.startswith("java")),
+    ]  # which Java does not start without
+    etc = {name: os.path.join("/etc", name) for name in wanted if os.path.exists(os.path.join("/etc", name))}
     opened = {path: os.open(path, os.O_PATH) for path in folders if os.path.isdir(path)}
     kernel.mount("tmpfs", root, "tmpfs", kernel.NO_SETUID, "size=16m,mode=755")
     for path in _SYSTEM:
@@ -130,18 +162,26 @@ def _build_root(folders: list[str]) -> None:
     for name in _DEVICES:
         _show(f"/dev/{name}", f"{root}/dev/{name}", device=True)
     for path, fd in opened.items():
-        if not any(path == shown or path.startswith(shown + "/") for shown in _SYSTEM):
+        if not _is_system(path):
             _show(f"/proc/self/fd/{fd}", root + path)
         os.close(fd)
-    for name, text in (("passwd", _PASSWD.format(uid=65534)), ("group", "sandbox:x:65534:\n")):
+    process = profile == "process"
+    uid, home = (commands.INSIDE_UID, commands.HOME) if process else (65534, "/tmp")
+    for name, text in (("passwd", _PASSWD.format(uid=uid, home=home)), ("group", f"sandbox:x:{uid}:\n")):
         with open(f"{root}/etc/{name}", "w") as file:
             file.write(text)
     for name in ("/proc", "/tmp"):
         os.mkdir(root + name, 0o711)
     for name in overlays.HIDDEN:
         os.mkdir(root + name, 0o700)
+    if rootless:  # the kernel lets it mount /proc only where it sees one
+        kernel.mount("/proc", f"{root}/proc", flags=kernel.BIND | kernel.RECURSIVE)
     kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "size=1m,mode=711")
     kernel.pivot_root(root)
+
+
+def _is_system(path: str) -> bool:
+    return any(path == shown or path.startswith(shown + "/") for shown in _SYSTEM)
 
 
 def _show(source: str, target: str, *, device: bool = False) -> None:
@@ -159,7 +199,7 @@ def _show(source: str, target: str, *, device: bool = False) -> None:
 def _serve(channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -> NoReturn:
     """Be the server, until the owner closes the channel."""
     try:
-        _mount_proc()
+        _mount_proc(whole=config["profile"] == "process")
         kernel.mount("none", "/", flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | kernel.NO_SETUID)
         socket.sethostname("sandbox")
         kernel.drop_bounding_capabilities()
@@ -173,8 +213,12 @@ def _serve(channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -
     os._exit(0)
 
 
-def _mount_proc() -> None:
+def _mount_proc(*, whole: bool = False) -> None:
+    """Mount /proc without others' processes; of its other files, only on request, as bubblewrap and runtimes need."""
     try:
+        if whole:
+            kernel.mount("proc", "/proc", "proc", _HIDDEN, "hidepid=2")
+            return
         kernel.mount("proc", "/proc", "proc", _HIDDEN, "hidepid=2,subset=pid")
     except OSError:  # before Linux 5.8 a mount of proc cannot be cut down to processes
         kernel.mount("proc", "/proc", "proc", _HIDDEN, "hidepid=2")
@@ -203,17 +247,20 @@ class _Server:
         self.channel = channel
         self.tree = tree
         self.filter = b"" if "seccomp" in missing else seccomp.session_filter()
-        self.landlock = 0 if "landlock" in missing else kernel.landlock_version()
+        self.landlock = 0 if "landlock" in missing or config["profile"] == "process" else kernel.landlock_version()
         self.strict = config["profile"] == "strict"
+        self.process = config["profile"] == "process"
+        self.rootless = config["rootless"]
+        self.packages = [path for path in [sys.base_prefix, *config["packages"]] if not _is_system(path)]
         self.sessions: dict[str, _Lineage] = {}
         self.ending: set[str] = set()
-        self.births: dict[int, tuple[socket.socket, str]] = {}
-        """Channels of sessions and forks that are about to say that they are there."""
+        self.births: dict[int, tuple[socket.socket, str, bool]] = {}
+        """Channels of sessions and forks that are about to say that they are there, and whether it is a fork."""
         self.pids: dict[int, str] = {}
         self.inits: dict[int, _Lineage] = {}
         self.lives: dict[int, str] = {}
         """Descriptors of sessions' processes whose parent is an init."""
-        self.first_uid, self.uids = _uids(config["number"])
+        self.first_uid, self.uids = (0, 1) if self.rootless else _uids(config["number"])
         self.rules = [
             (os.open(path, os.O_PATH | os.O_CLOEXEC), rights)
             for path, rights in self._readable([sys.base_prefix, *config["packages"]])
@@ -233,6 +280,8 @@ class _Server:
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         os.close(null)
+        if self.process:
+            self._check_bubblewrap()
         gc.collect()
         gc.freeze()
 
@@ -304,7 +353,7 @@ class _Server:
         try:
             if self.strict:
                 ours, birth = frames.birth_channel()
-                self._expect(name, ours)
+                self._expect(name, ours, fork=False)
                 lineage.init = kernel.fork_into(None, _NAMESPACES)
                 if lineage.init == 0:
                     self._become_init(lineage, limits, control, doors, last, unified, birth, workspace)
@@ -317,7 +366,8 @@ class _Server:
                     _show_workspace(lineage, limits, *workspace)
                 pid = kernel.fork_into(unified)
                 if pid == 0:
-                    self._become_session(lineage, limits, control, doors, last)
+                    meters = self.tree.meters(name) if self.process else []
+                    self._become_session(lineage, limits, control, doors, last, meters)
                 self.pids[pid] = name
         finally:
             for fd in [*doors, *last, *([unified] if unified is not None else [])]:
@@ -349,10 +399,9 @@ class _Server:
                 self.rules.append((os.open("/proc", os.O_PATH | os.O_CLOEXEC), kernel.READ_FILE | kernel.READ_FOLDER))
                 self._become_session(lineage, limits, control, doors, last)
             os.closerange(3, _MOST_FILES)
-            os.setgroups([])
-            os.setresgid(lineage.uid, lineage.uid, lineage.uid)
-            os.setresuid(lineage.uid, lineage.uid, lineage.uid)
+            self._become_user(lineage.uid)
             kernel.forbid_privileges()
+            kernel.drop_capabilities()
             while True:
                 try:
                     os.wait()
@@ -362,7 +411,13 @@ class _Server:
             os._exit(1)
 
     def _add(self, name: str, limits: dict[str, Any]) -> None:
-        self.tree.add(name, memory_bytes=limits["memory_bytes"], processes=limits["processes"], cpus=limits["cpus"])
+        self.tree.add(
+            name,
+            memory_bytes=limits["memory_bytes"],
+            processes=limits["processes"] + self.process * commands.OWN_PROCESSES,
+            cpus=limits["cpus"],
+            as_one=not self.process,
+        )
 
     def _prepare_fork(self, name: str, of: str, limits: dict[str, Any], birth: socket.socket) -> None:
         """Make a fork's cgroups, while its session forks. It waits until it is let in by its birth channel."""
@@ -375,16 +430,16 @@ class _Server:
             raise
         lineage = self.sessions[name] = self.sessions[of]
         lineage.members.add(name)
-        self._expect(name, birth)
+        self._expect(name, birth, fork=True)
 
-    def _expect(self, name: str, birth: socket.socket) -> None:
+    def _expect(self, name: str, birth: socket.socket, *, fork: bool) -> None:
         """Wait for a new process to say on a channel that it is there."""
-        self.births[birth.fileno()] = birth, name
+        self.births[birth.fileno()] = birth, name, fork
         self.waiting.register(birth, select.EPOLLIN)
 
     def _let_in(self, fd: int) -> None:
         """Move a process into its cgroups. The kernel's word for its PID is taken, never its own."""
-        channel, name = self.births.pop(fd)
+        channel, name, fork = self.births.pop(fd)
         self.waiting.unregister(fd)
         with channel:
             _, sent, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
@@ -400,14 +455,32 @@ class _Server:
                                 self.waiting.register(life, select.EPOLLIN)
                             else:
                                 self.pids[pid] = name
+                            if self.process:
+                                self._let_in_commands(channel, pid, name)
+                                continue
                             channel.send(b"!")
-                            if uid:  # a fork; one that is still root was made where it belongs
+                            if fork:  # others were made where they belong
                                 # The kernel takes some ms. Until then it counts as part of the session that it is of.
                                 self.tree.move(pid, name)
 
+    def _let_in_commands(self, channel: socket.socket, pid: int, name: str) -> None:
+        """Move a fork whose commands are processes of their own, and give it its meters."""
+        self.tree.move(pid, name)
+        meters = self.tree.meters(name)
+        socket.send_fds(channel, [b"!"], [meter.fd for meter in meters])
+        for meter in meters:
+            os.close(meter.fd)
+
     def _become_session(
-        self, lineage: _Lineage, limits: dict[str, Any], control: int, doors: list[int], last: list[int]
+        self,
+        lineage: _Lineage,
+        limits: dict[str, Any],
+        control: int,
+        doors: list[int],
+        last: list[int],
+        meters: Sequence[cgroups.Meter] = (),
     ) -> NoReturn:
+        os.set_inheritable(control, False)
         channel, uid, folder = socket.socket(fileno=control), lineage.uid, lineage.folder
         try:
             for door in doors:
@@ -416,43 +489,100 @@ class _Server:
             _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
             score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)  # a machine out of memory takes sessions first
-            os.write(score, b"1000")
+            os.write(score, b"500" if self.process else b"1000")  # and commands before what reports of them
             os.close(score)
-            _limit_resources(limits)
+            _limit_resources(limits, memory_too=not self.tree.folders)
             os.umask(0o077)
             if lineage.to_copy >= 0:
                 overlays.copy(lineage.to_copy, folder, uid)
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
+            self._become_user(uid)
             own = os.path.join(folder, "0")
             os.mkdir(own, 0o700)
             cells.enter_folder(own)
-            if lineage.has_workspace:
+            if lineage.has_workspace and not self.process:
                 os.environ["PWD"] = os.path.join(folder, overlays.NAME)
                 os.chdir(os.environ["PWD"])
                 sys.path.insert(0, os.environ["PWD"])
-            if self.strict:
-                kernel.enter_own_user_namespace()
+            if self.strict or self.rootless:
+                self._enter_own_users(uid)
+            processes = limits["processes"] + self.process * commands.OWN_PROCESSES
+            # After that, as it is counted in its own namespace if it has one.
+            resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
             kernel.forbid_privileges()
             if self.landlock:
                 rules = [*self.rules, (os.open(folder, os.O_PATH | os.O_CLOEXEC), -1)]
                 kernel.restrict_files(rules, self.landlock)
             cells.fresh_random()
-            if self.filter:
+            if self.filter and not self.process:
                 kernel.filter_calls(self.filter)
             for door in last:
                 os.write(door, b"0")
             # Nothing of the server's is left open: not its channel, its cgroups or its pipe.
-            os.closerange(3, control)
-            os.closerange(control + 1, _MOST_FILES)
+            kept = sorted([control, *(meter.fd for meter in meters)])
+            for low, high in zip([2, *kept], [*kept, _MOST_FILES], strict=True):
+                os.closerange(low + 1, high)
             resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))  # not before: the server may have had more
+            if self.process:
+                self._serve_commands(channel, lineage, limits, meters)
             cells.Cells(channel, limits["output_bytes"], limits["transfer_bytes"]).serve()
         except BaseException as error:
             with contextlib.suppress(OSError):
                 channel.sendall(frames.encode({"failed": f"{type(error).__name__}: {error}"}))
         finally:
             os._exit(1)
+
+    def _serve_commands(
+        self, channel: socket.socket, lineage: _Lineage, limits: dict[str, Any], meters: Sequence[cgroups.Meter]
+    ) -> NoReturn:
+        served = commands.Commands(channel, limits["output_bytes"], self.filter, self.packages)
+        served.meters = {meter.what: meter for meter in meters}
+        served.workspace = os.path.join(lineage.folder, overlays.NAME) if lineage.has_workspace else ""
+        served.serve()
+
+    def _enter_own_users(self, uid: int) -> None:
+        """Enter a user namespace in which this process has no capabilities, and which knows no other user."""
+        kernel.enter_user_namespace(commands.INSIDE_UID if self.rootless else uid)
+        kernel.drop_capabilities()
+        if not self.process:  # bubblewrap's files in /proc are its own
+            kernel.open_to_own_user(False)
+
+    def _become_user(self, uid: int) -> None:
+        if not self.rootless:  # as which this server has one user only
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+
+    def _check_bubblewrap(self) -> None:
+        """Run a command, as a session would.
+
+        Raises:
+            OSError: bubblewrap does not work here; says why.
+        """
+        reader, writer = os.pipe()
+        folder, uid = "/tmp/check", self.first_uid
+        os.mkdir(folder, 0o700)
+        os.chown(folder, uid, uid)
+        if os.fork() == 0:
+            try:
+                self._become_user(uid)
+                cells.enter_folder(folder)
+                if self.rootless:
+                    self._enter_own_users(uid)
+                kernel.forbid_privileges()
+                with socket.socket() as channel:
+                    cause = commands.Commands(channel, 4096, self.filter, self.packages).check()
+            except BaseException as error:
+                cause = str(error)
+            os.write(writer, cause.encode("utf-8", "replace")[:4096])
+            os._exit(0)
+        os.close(writer)
+        cause = os.read(reader, 4096).decode("utf-8", "replace")
+        os.wait()
+        os.close(reader)
+        for name in ("home", "tmp", ""):
+            os.rmdir(os.path.join(folder, name))
+        if cause:
+            raise OSError(f"bubblewrap does not work on this machine: {cause}")
 
     def _reap(self) -> None:
         while True:
@@ -472,14 +602,34 @@ class _Server:
             self.ending.add(name)
             self._tell(session=name, exit=status, memory=self.tree.kills_for_memory(name))
 
+    def _kill(self, name: str) -> bool:
+        """Kill a session's processes; return True if none is left, and its cgroups are removed."""
+        if self.tree.folders:
+            self.tree.kill(name)
+            return self.tree.remove(name)
+        # Without cgroups: its first process now, and what this leaves with the last session of the lineage.
+        lineage = self.sessions[name]
+        lives = [life for life, of in self.lives.items() if of == name]
+        with contextlib.suppress(ProcessLookupError):
+            for pid in [pid for pid, of in self.pids.items() if of == name]:
+                os.kill(pid, signal.SIGKILL)
+            for life in lives:
+                signal.pidfd_send_signal(life, signal.SIGKILL)
+        last = lineage.members == {name}
+        if last and lineage.init:
+            os.kill(lineage.init, signal.SIGKILL)
+        elif last and not (self.strict or self.rootless):
+            _kill_all_of(lineage.uid)
+        self._reap()
+        return not lives and name not in self.pids.values() and not (last and lineage.init)
+
     def _finish(self, name: str) -> None:
         """Kill a session's remaining processes; once all have ended, remove its cgroups and folder."""
         self.ending.add(name)
-        self.tree.kill(name)
-        if not self.tree.remove(name):
+        if not self._kill(name):
             return
         self.ending.discard(name)
-        for fd in [fd for fd, (_, child) in self.births.items() if child == name]:  # it never came
+        for fd in [fd for fd, (_, child, _) in self.births.items() if child == name]:  # it never came
             self.waiting.unregister(fd)
             self.births.pop(fd)[0].close()
         lineage = self.sessions.pop(name)
@@ -493,6 +643,18 @@ class _Server:
                 with contextlib.suppress(OSError):
                     os.rmdir(lineage.folder)
         self._tell(session=name, ended=True)
+
+
+def _kill_all_of(uid: int) -> None:
+    """Kill all processes of a user in this process's namespace."""
+    killer = os.fork()
+    if killer == 0:
+        try:
+            os.setresuid(uid, uid, uid)
+            os.kill(-1, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.waitpid(killer, 0)
 
 
 def _uids(number: int) -> tuple[int, int]:
@@ -531,12 +693,15 @@ def _mount_scratch(lineage: _Lineage, limits: dict[str, Any]) -> None:
     kernel.mount("tmpfs", lineage.folder, "tmpfs", _HIDDEN, f"{options},uid={lineage.uid},gid={lineage.uid}")
 
 
-def _limit_resources(limits: dict[str, Any]) -> None:
+def _limit_resources(limits: dict[str, Any], *, memory_too: bool) -> None:
+    """Set limits of each process. Of memory only where no cgroup limits a whole session's, as they know private memory
+    alone."""
+    if memory_too:
+        resource.setrlimit(resource.RLIMIT_DATA, (limits["memory_bytes"], limits["memory_bytes"]))
     for kind, value in (
         (resource.RLIMIT_CORE, 1),  # unlike 0, it also keeps a program of the machine from being given the core
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_FSIZE, limits["scratch_bytes"]),
-        (resource.RLIMIT_NPROC, limits["processes"]),
     ):
         resource.setrlimit(kind, (value, value))

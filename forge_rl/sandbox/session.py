@@ -9,9 +9,10 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from forge_rl.errors import ConfigError
 from forge_rl.sandbox import frames, kernel
 from forge_rl.sandbox.changes import APPLY, LEFT_OUT, Change, Changes, OpenFolder, packed, read_changes
 from forge_rl.sandbox.diffs import diff_text
@@ -20,6 +21,8 @@ from forge_rl.sandbox.limits import MEDIA_TYPES, CellError, Image, Limits, Resul
 
 _GRACE_S = 2.0
 """Time beyond a cell's limit in which the session may still interrupt it and keep its state."""
+_COMMAND_GRACE_S = 15.0
+"""The same for a command, whose processes have to be killed and to end."""
 _READY_S, _FORK_S, _FILE_S, _CAUSE_S = 60.0, 30.0, 60.0, 2.0
 _MOST_HARNESS_TEXT = 1 << 18
 _BYTES_PER_ESCAPE = 6
@@ -180,46 +183,72 @@ class Session:
         """Why the sandbox itself has failed; "" if it has not. A session that its own code ended is not lost."""
         return self._body.host.lost
 
-    async def run(self, code: str, *, wall_s: float | None = None, cpu_s: float | None = None) -> Result:
+    async def run(
+        self,
+        code: str | Sequence[str],
+        *,
+        wall_s: float | None = None,
+        cpu_s: float | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        folder: str = "",
+    ) -> Result:
         """Run a cell of Python and return its result. A cell that fails is a result, not an exception.
 
         A cell that runs too long is interrupted and the session keeps its state; if it resists, or exceeds another
         limit, the session is killed: `alive` is False then, and only `restore` brings it back.
 
+        In the profile `process`, a cell is a command: files stay for the next, but no process of it does. A command
+        that exceeds a limit is killed with all that it has started, and the session goes on.
+
         Args:
-            code: statements; the value of a last expression is returned as its `repr`.
+            code: statements; the value of a last expression is returned as its `repr`. In the profile `process`, a
+                line for the shell, or a program with its arguments.
             wall_s: seconds for this cell instead of `limits.wall_s`.
             cpu_s: CPU seconds for this cell instead of `limits.cpu_s`.
+            stdin: a command's standard input.
+            env: variables of a command, besides PATH, HOME, TMPDIR, LANG, USER and LOGNAME; nothing is inherited.
+            folder: where a command starts, relative to the session's folder.
 
         Raises:
             SandboxError: the session has ended before, or the server is gone.
+            ConfigError: an argument does not fit the profile.
         """
         wall_s = self.limits.wall_s if wall_s is None else wall_s
         if not (0 < wall_s < math.inf):
             raise SandboxError(f"wall_s is {wall_s}", hint="give a cell a positive number of seconds")
         cpu_s = self.limits.cpu_s if cpu_s is None else cpu_s
+        message: dict[str, object] = {"do": "run", "wall_s": wall_s, "cpu_s": cpu_s}
+        if self._body.host.profile == "process":
+            message |= {"command": _command(code), "env": _variables(env or {}), "folder": folder}
+            data = stdin
+        elif isinstance(code, str) and not (stdin or env or folder):
+            data = code.encode("utf-8", "replace")
+        else:
+            raise ConfigError(
+                "sessions of Python run code, without stdin, env and folder", hint='use Pool(profile="process")'
+            )
         async with self._lock:
             self._check_alive()
             if not self._undo:
-                return await self._run(code, wall_s, cpu_s)
+                return await self._run(message, data, wall_s)
             before, older = await self._fork_body(self._body, self.limits), self._before
             self._before = before
             async with asyncio.TaskGroup() as group:
                 if older is not None:
                     group.create_task(self._end(older))
-                return await self._run(code, wall_s, cpu_s)
+                return await self._run(message, data, wall_s)
 
-    async def _run(self, code: str, wall_s: float, cpu_s: float | None) -> Result:
+    async def _run(self, message: dict[str, object], data: bytes, wall_s: float) -> Result:
         body, started = self._body, time.perf_counter()
         try:
-            async with self._ending_on_cancel(body), asyncio.timeout(wall_s + _GRACE_S):
-                await _send(
-                    body.channel, {"do": "run", "wall_s": wall_s, "cpu_s": cpu_s}, code.encode("utf-8", "replace")
-                )
-                message, image = await _receive(
+            grace_s = _COMMAND_GRACE_S if body.host.profile == "process" else _GRACE_S
+            async with self._ending_on_cancel(body), asyncio.timeout(wall_s + grace_s):
+                await _send(body.channel, message, data)
+                answer, image = await _receive(
                     body.channel, most_text=self._most_text, most_data=self.limits.transfer_bytes
                 )
-            return _result(message, image, self.limits.output_bytes, time.perf_counter() - started)
+            return _result(answer, image, self.limits.output_bytes, time.perf_counter() - started)
         except TimeoutError:
             error = CellError(name="CellOverrun", message=f"the cell exceeded {wall_s:g} s and did not stop: killed")
         except (EOFError, OSError):
@@ -294,6 +323,8 @@ class Session:
         Raises:
             SandboxError: they do not fit, or something else is where they belong.
         """
+        if self._body.host.profile == "process":
+            raise ConfigError("changes are applied in sessions of Python", hint='use Pool(profile="standard")')
         path = f"../0/.changes-{uuid.uuid4().hex}"
         await self.put(path, packed(changes))
         result = await self.run(APPLY.format(path=path))
@@ -488,6 +519,32 @@ async def _exactly(channel: socket.socket, size: int) -> bytes:
     return bytes(parts)
 
 
+def _command(code: str | Sequence[str]) -> str | list[str]:
+    """Check a line for the shell, or a program with its arguments.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(code, str):
+        return code
+    argv = list(code)
+    if not argv or not all(isinstance(part, str) for part in argv):
+        raise ConfigError(f"a command is {argv!r:.80}", hint="give a program and its arguments, all strings")
+    return argv
+
+
+def _variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Check a command's variables.
+
+    Raises:
+        ConfigError: a name or value cannot be one.
+    """
+    for name, value in env.items():
+        if not name or "=" in name or not isinstance(value, str):
+            raise ConfigError(f"a variable is {name!r:.80}", hint="names have no =, and values are strings")
+    return dict(env)
+
+
 def _result(message: dict[str, object], image: bytes, most: int, wall_s: float) -> Result:
     """Build a result from what a session has sent, of which nothing is trusted."""
     error = message.get("error")
@@ -510,6 +567,9 @@ def _result(message: dict[str, object], image: bytes, most: int, wall_s: float) 
     kind = message.get("image")
     if image and not (isinstance(kind, str) and kind in MEDIA_TYPES and image.startswith(MEDIA_TYPES[kind])):
         raise frames.FrameError("its image is not of its type")
+    status = message.get("status")
+    if status is not None and (isinstance(status, bool) or not isinstance(status, int) or not 0 <= status < 256):
+        raise frames.FrameError("its status is not a byte")
     return Result(
         image=Image(media_type=str(kind), data=image) if image else None,
         stdout=texts["stdout"] or "",
@@ -518,4 +578,5 @@ def _result(message: dict[str, object], image: bytes, most: int, wall_s: float) 
         error=None if error is None else CellError(name=error[0][:200], message=error[1], traceback=error[2]),
         usage=Usage(wall_s=wall_s, cpu_s=float(numbers[0]), memory_bytes=int(numbers[1])),
         cut=message.get("cut") is True,
+        status=status,
     )

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from forge_rl.sandbox.limits import Limits, Result
-from forge_rl.sandbox.pool import Pool
+from forge_rl.sandbox.pool import Pool, Profile
 
 
 async def run_code(code: str, *, limits: Limits | None = None) -> Result:
@@ -34,11 +34,12 @@ async def run_code(code: str, *, limits: Limits | None = None) -> Result:
         return await session.run(code)
 
 
-async def shared_pool(packages: Sequence[str] = ()) -> Pool:
+async def shared_pool(packages: Sequence[str] = (), profile: Profile = "standard") -> Pool:
     """Return the pool of the running event loop, opened on first use; it closes when the loop ends.
 
     Args:
         packages: folders of packages, as of `Pool`; each set of them has a pool of its own.
+        profile: of the pool; each has its own.
 
     Raises:
         SandboxError: this machine cannot isolate sessions, or the pool did not start.
@@ -46,10 +47,10 @@ async def shared_pool(packages: Sequence[str] = ()) -> Pool:
     loop, pools = asyncio.get_running_loop(), _pools()
     for each in [each for each in pools if each[0].is_closed()]:
         pools.pop(each, None)
-    held = pools.get(key := (loop, tuple(packages)))
+    held = pools.get(key := (loop, tuple(packages), profile))
     if held is None or held.holder.done():
         opened: asyncio.Future[Pool] = loop.create_future()
-        held = pools[key] = _Held(opened, loop.create_task(_hold(opened, packages)))
+        held = pools[key] = _Held(opened, loop.create_task(_hold(opened, packages, profile)))
     return await asyncio.shield(held.opened)
 
 
@@ -57,7 +58,7 @@ async def shared_pool(packages: Sequence[str] = ()) -> Pool:
 async def a_cpu_of_shared_pool() -> AsyncIterator[Pool]:
     """Yield the shared pool to as many users at a time as there are CPUs, so that their time limits are fair."""
     pool = await shared_pool()
-    async with _pools()[asyncio.get_running_loop(), ()].cpus:
+    async with _pools()[asyncio.get_running_loop(), (), "standard"].cpus:
         yield pool
 
 
@@ -69,14 +70,14 @@ class _Held:
 
 
 @functools.lru_cache(maxsize=1)
-def _pools() -> dict[tuple[asyncio.AbstractEventLoop, tuple[str, ...]], _Held]:
+def _pools() -> dict[tuple[asyncio.AbstractEventLoop, tuple[str, ...], Profile], _Held]:
     return {}
 
 
-async def _hold(opened: asyncio.Future[Pool], packages: Sequence[str]) -> None:
+async def _hold(opened: asyncio.Future[Pool], packages: Sequence[str], profile: Profile) -> None:
     """Keep a pool open until the event loop ends, which cancels this task."""
     try:
-        async with Pool(packages=packages) as pool:
+        async with Pool(packages=packages, profile=profile) as pool:
             opened.set_result(pool)
             await asyncio.get_running_loop().create_future()
     except Exception as error:

@@ -1,0 +1,415 @@
+"""Runs the command lines of one session under bubblewrap. Imports nothing of this library but its neighbours.
+
+Unlike `cells`, this process stays outside: a command sees neither it nor its channel, so that what it
+reports of a command is true.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from forge_rl.sandbox import cells, cgroups, frames, kernel
+
+HOME, WORKSPACE = "/home/sandbox", "/workspace"
+INSIDE_UID = 1000
+"""User that commands are, as they see it."""
+OWN_PROCESSES = 3
+"""Processes of a session besides the commands: this one, bubblewrap, and the first of a command's namespace."""
+_SEARCHED = "/usr/local/bin:/usr/bin:/bin"
+_ENVIRONMENT = {
+    "LANG": "C.UTF-8",
+    "USER": "sandbox",
+    "LOGNAME": "sandbox",
+    "HOME": HOME,
+    "TMPDIR": "/tmp",
+}
+_CONFINED = (
+    *("--unshare-user", "--uid", str(INSIDE_UID), "--gid", str(INSIDE_UID)),
+    *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--hostname", "sandbox", "--cap-drop", "ALL", "--new-session", "--die-with-parent", "--clearenv"),
+)
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_LINKS = (
+    ("/proc/self/fd", "/dev/fd"),
+    *((f"/proc/self/fd/{n}", f"/dev/std{s}") for n, s in enumerate(("in", "out", "err"))),
+)
+_FILE_S, _LAST_WORDS_S = 30.0, 10.0
+_TICK_S = 0.1
+_MOST_FILES = 1 << 20
+_PUT = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
+_GET = """[ -e "$1" ] || { echo "no such file" >&2; exit 1; }
+[ -f "$1" ] || { echo "not a regular file" >&2; exit 1; }
+exec head -c "$2" -- "$1" """
+
+
+def bubblewrap() -> str | None:
+    """Return the path of bubblewrap, or None if this machine lacks it."""
+    return shutil.which("bwrap", path=_SEARCHED)
+
+
+@dataclass
+class _Running:
+    """A command that runs."""
+
+    pid: int
+    """Of bubblewrap."""
+    streams: dict[int, tuple[bytearray, int]]
+    """What came from each descriptor, and how much of it is kept."""
+    status: int
+    """The descriptor by which bubblewrap reports."""
+    began: float
+    first: int | None = None
+    """Descriptor of the first process of the command's namespace: with it, all of them end."""
+    overran: str = ""
+
+    def kill(self) -> None:
+        """Kill the command with all that it has started."""
+        if self.first is None:
+            os.kill(self.pid, signal.SIGKILL)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.first, signal.SIGKILL)
+
+
+@dataclass
+class _Ended:
+    """How a command ended."""
+
+    status: int | None
+    """Exit status; 128 and the number of the signal that killed it; None if it never started."""
+    out: bytes
+    err: bytes
+    overran: str
+    out_of_memory: bool
+    cpu_s: float
+    memory_bytes: int
+
+
+@dataclass
+class Commands:
+    """A session's commands; `serve` answers its owner until that closes."""
+
+    channel: socket.socket
+    output_bytes: int
+    filter: bytes
+    """Seccomp program of the commands; b"" for none."""
+    folders: list[str]
+    """What commands can read besides the system; programs in a folder `bin` of one are found."""
+    meters: dict[str, cgroups.Meter] = field(default_factory=dict)
+    workspace: str = ""
+    """The folder in which commands start instead of their home; "" for none."""
+
+    def __post_init__(self) -> None:
+        for name in ("home", "tmp"):
+            os.mkdir(name, 0o700)
+        self._bwrap = bubblewrap()
+        self._shell = shutil.which("bash", path=_SEARCHED) or "/bin/sh"
+        self._programs = [path for folder in self.folders if os.path.isdir(path := os.path.join(folder, "bin"))]
+
+    def serve(self) -> NoReturn:
+        cells.serve(self, {"run": self._run, "put": self._put, "get": self._get, "fork": self._fork})
+
+    def check(self) -> str:
+        """Run a command; return why bubblewrap cannot, or ""."""
+        ended = self._execute(["true"], b"", wall_s=_FILE_S, kept=1 << 12)
+        return "" if ended.status == 0 else ended.err.decode("utf-8", "replace").strip() or f"status {ended.status}"
+
+    def _run(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        line = message["command"]
+        argv = [self._shell, "-c", line] if isinstance(line, str) else list(map(str, line))
+        error: list[str] | None = None
+        try:
+            ended = self._execute(
+                argv,
+                data,
+                wall_s=float(message["wall_s"]),
+                cpu_s=message["cpu_s"],
+                kept=self.output_bytes,
+                env=message["env"],
+                folder=str(message["folder"]),
+            )
+        except (OSError, ValueError) as raised:
+            ended = _Ended(None, b"", b"", "", False, 0.0, 0)
+            error = ["NotStarted", str(raised), ""]
+        if ended.overran:
+            error = ["CellOverrun", f"the command exceeded its {ended.overran} limit: killed", ""]
+        elif ended.out_of_memory:
+            error = ["OutOfMemory", "a process of the command exceeded the session's memory limit: killed", ""]
+        elif ended.status is None and error is None:
+            error = ["NotStarted", ended.err.decode("utf-8", "replace").strip().removeprefix("bwrap: "), ""]
+            ended.err = b""
+        most = self.output_bytes
+        return frames.encode(
+            {
+                "stdout": ended.out[:most].decode("utf-8", "replace"),
+                "stderr": ended.err[:most].decode("utf-8", "replace"),
+                "cut": len(ended.out) > most or len(ended.err) > most,
+                "value": None,
+                "error": error,
+                "status": ended.status,
+                "cpu_s": ended.cpu_s,
+                "memory_bytes": ended.memory_bytes,
+            }
+        )
+
+    def _put(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        """Write a file by a command, which has the rights of commands: a link leads nowhere that they could not go."""
+        ended = self._execute(["/bin/sh", "-c", _PUT, "sh", str(message["path"])], data, wall_s=_FILE_S, kept=1 << 12)
+        return frames.encode({} if ended.status == 0 else {"failed": _complaint(ended)})
+
+    def _get(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        most = int(message["most"])
+        argv = ["/bin/sh", "-c", _GET, "sh", str(message["path"]), str(most + 1)]
+        ended = self._execute(argv, b"", wall_s=_FILE_S, kept=most)
+        if ended.status != 0:
+            return frames.encode({"failed": _complaint(ended)})
+        if len(ended.out) > most:
+            return frames.encode({"failed": f"more than {most} bytes"})
+        return frames.encode({}, ended.out)
+
+    def _fork(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        def settle(given: list[int]) -> None:
+            old = list(self.meters.values())
+            self.meters = {
+                meter.what: cgroups.Meter(fd, meter.what, meter.key, meter.unit)
+                for fd, meter in zip(given, old, strict=True)
+            }
+            for meter in old:
+                os.close(meter.fd)
+
+        return cells.become_two(self, message, descriptors, settle)
+
+    def _execute(
+        self,
+        argv: list[str],
+        data: bytes,
+        *,
+        wall_s: float,
+        kept: int,
+        cpu_s: float | None = None,
+        env: dict[str, str] | None = None,
+        folder: str = "",
+    ) -> _Ended:
+        """Run a command to its end, and to the end of all that it has started.
+
+        Args:
+            data: its standard input.
+            kept: bytes kept of each of its outputs, and one more if there are more.
+
+        Raises:
+            OSError: no process can be started.
+            ValueError: an argument or variable contains a NUL.
+        """
+        before, kills = self._cpu_s(), self._count("kills")
+        arguments = [*self._confinement(env or {}, folder), "--", *argv]
+        if any("\0" in argument for argument in arguments):
+            raise ValueError("a command contains a NUL")
+        running, stdin = self._start(arguments, kept, cpu_s)
+        try:
+            self._attend(running, stdin, data, wall_s, None if cpu_s is None else before + cpu_s)
+        finally:
+            _end(running)
+        out, err, told = (bytes(kept) for kept, _ in running.streams.values())
+        memory = self._count("memory_bytes") or resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        return _Ended(
+            status=_told(told, "exit-code"),
+            out=out,
+            err=err,
+            overran=running.overran,
+            out_of_memory=self._count("kills") > kills,
+            cpu_s=max(0.0, self._cpu_s() - before),
+            memory_bytes=int(memory),
+        )
+
+    def _confinement(self, env: dict[str, str], folder: str) -> list[str]:
+        """Return bubblewrap's arguments: what a command sees, and nothing else."""
+        arguments = ["bwrap", *_CONFINED]
+        path = ":".join([_SEARCHED, *self._programs])
+        for name, value in {**_ENVIRONMENT, "PATH": path, **env}.items():
+            arguments += ["--setenv", name, value]
+        for entry in sorted(os.listdir("/")):
+            if os.path.islink(f"/{entry}"):
+                arguments += ["--symlink", os.readlink(f"/{entry}"), f"/{entry}"]
+            elif entry in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc"):
+                arguments += ["--ro-bind", f"/{entry}", f"/{entry}"]
+        for path in self.folders:
+            arguments += ["--ro-bind", path, path]
+        arguments += ["--proc", "/proc", "--dir", "/dev"]
+        for name in _DEVICES:
+            arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+        for target, place in _LINKS:
+            arguments += ["--symlink", target, place]
+        here = os.getcwd()
+        arguments += ["--bind", f"{here}/home", HOME, "--bind", f"{here}/tmp", "/tmp"]
+        arguments += ["--bind", f"{here}/tmp", "/dev/shm"]
+        if self.workspace:
+            arguments += ["--bind", self.workspace, WORKSPACE]
+        # A command that lowered its oom_score_adj there would outlive others on a machine without memory.
+        arguments += ["--remount-ro", "/proc", "--remount-ro", "/"]
+        return [*arguments, "--chdir", os.path.join(WORKSPACE if self.workspace else HOME, folder)]
+
+    def _start(self, arguments: list[str], kept: int, cpu_s: float | None) -> tuple[_Running, int]:
+        """Start bubblewrap; return it and the descriptor of the command's standard input."""
+        pipes = [os.pipe() for _ in range(4)]
+        theirs = [pipes[0][0], *(writer for _, writer in pipes[1:])]
+        ours = [pipes[0][1], *(reader for reader, _ in pipes[1:])]
+        program = None
+        try:
+            if self.filter:
+                program = os.memfd_create("filter", os.MFD_CLOEXEC)
+                os.write(program, self.filter)
+                os.lseek(program, 0, os.SEEK_SET)
+            pid = os.fork()
+            if pid == 0:
+                self._become_bubblewrap(arguments, theirs, program, cpu_s)
+        except BaseException:
+            for fd in ours:
+                os.close(fd)
+            raise
+        finally:
+            for fd in theirs:
+                os.close(fd)
+            if program is not None:
+                os.close(program)
+        for fd in ours:
+            os.set_blocking(fd, False)
+        stdin, out, err, status = ours
+        most = {out: kept, err: kept, status: 1 << 12}
+        return _Running(pid, {fd: (bytearray(), limit) for fd, limit in most.items()}, status, time.monotonic()), stdin
+
+    def _become_bubblewrap(
+        self, arguments: list[str], streams: list[int], program: int | None, cpu_s: float | None
+    ) -> NoReturn:
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores, and programs inherit that
+            for place, fd in enumerate(streams[:3]):
+                os.dup2(fd, place)
+            kernel.open_to_own_user(True)
+            with open("/proc/self/oom_score_adj", "w") as file:  # commands are killed before this session's own process
+                file.write("1000")
+            if cpu_s is not None:
+                seconds = int(cpu_s) + 2
+                resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+            extra = ["--json-status-fd", str(streams[3])]
+            os.set_inheritable(streams[3], True)
+            if program is not None:
+                os.set_inheritable(program, True)
+                extra += ["--seccomp", str(program)]
+            given = sorted({2, streams[3], *([] if program is None else [program])})
+            for low, high in zip(given, [*given[1:], _MOST_FILES], strict=True):  # nothing else of this process's
+                os.closerange(low + 1, high)
+            assert self._bwrap is not None
+            os.execve(self._bwrap, [arguments[0], *extra, *arguments[1:]], {})
+        except BaseException as error:
+            os.write(2, str(error).encode("utf-8", "replace")[:4096])
+        finally:
+            os._exit(127)
+
+    def _attend(self, running: _Running, stdin: int, data: bytes, wall_s: float, cpu_end: float | None) -> None:
+        """Feed and read a command until it and all that it started have closed their outputs, or exceed a limit."""
+        waiting = select.poll()
+        for fd in running.streams:
+            waiting.register(fd, select.POLLIN)
+        if data:
+            waiting.register(stdin, select.POLLOUT)
+        else:
+            os.close(stdin)
+        left, deadline = memoryview(data), running.began + wall_s
+        open_streams = set(running.streams)
+        try:
+            while open_streams:
+                now = time.monotonic()
+                if now >= deadline:
+                    if running.overran:
+                        return
+                    running.overran, deadline = "wall-clock", now + _LAST_WORDS_S
+                    running.kill()
+                elif cpu_end is not None and not running.overran and self._cpu_s() > cpu_end:
+                    running.overran, deadline = "CPU", now + _LAST_WORDS_S
+                    running.kill()
+                pause = deadline - now
+                for fd, _ in waiting.poll(1000 * max(0.001, pause if cpu_end is None else min(pause, _TICK_S))):
+                    if fd != stdin or not data:
+                        if not self._take(running, fd):
+                            waiting.unregister(fd)
+                            open_streams.discard(fd)
+                        continue
+                    try:
+                        left = left[os.write(fd, left[: 1 << 16]) :]
+                    except BlockingIOError:
+                        continue
+                    except OSError:  # it reads no more
+                        left = left[:0]
+                    if not left:
+                        waiting.unregister(fd)
+                        os.close(fd)
+                        data = b""
+        finally:
+            if data:
+                os.close(stdin)
+
+    def _take(self, running: _Running, fd: int) -> bool:
+        """Read what there is; return False at the end."""
+        try:
+            new = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            return True
+        kept, most = running.streams[fd]
+        kept += new[: most + 1 - len(kept)]
+        if fd == running.status and running.first is None and (pid := _told(bytes(kept), "child-pid")):
+            with contextlib.suppress(OSError):
+                running.first = os.pidfd_open(pid)
+        return bool(new)
+
+    def _cpu_s(self) -> float:
+        if "cpu_s" in self.meters:
+            return self._count("cpu_s")
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    def _count(self, what: str) -> float:
+        meter = self.meters.get(what)
+        with contextlib.suppress(OSError, ValueError):
+            return meter.read() if meter is not None else 0
+        return 0
+
+
+def _end(running: _Running) -> None:
+    """Kill the rest of a command and wait for its end."""
+    running.kill()
+    os.kill(running.pid, signal.SIGKILL)
+    os.waitpid(running.pid, 0)
+    if running.first is not None:
+        gone = select.poll()
+        gone.register(running.first, select.POLLIN)
+        gone.poll(1000 * _LAST_WORDS_S)
+        os.close(running.first)
+    for fd in running.streams:
+        os.close(fd)
+
+
+def _told(text: bytes, name: str) -> int | None:
+    """Return a number that bubblewrap has reported, one JSON object a line; None if it has not."""
+    for line in text.split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict) and isinstance(found.get(name), int):
+                return int(found[name])
+    return None
+
+
+def _complaint(ended: _Ended) -> str:
+    if ended.overran:
+        return f"it took longer than {_FILE_S:.0f} s"
+    return ended.err.decode("utf-8", "replace").strip() or f"status {ended.status}"

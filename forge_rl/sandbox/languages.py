@@ -1,0 +1,108 @@
+"""Languages of source files in sessions of the profile `process`: how each is found, compiled and run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from forge_rl.errors import ConfigError
+from forge_rl.sandbox.limits import Result
+from forge_rl.sandbox.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Language:
+    """How source files of a language are compiled and run. `run_source` uses it."""
+
+    file: str
+    """Name of a source file."""
+    version: str
+    """Line for the shell that prints the version, and fails where the language is absent."""
+    run: tuple[str, ...]
+    """Program and arguments."""
+    compile: tuple[str, ...] = ()
+    """Program and arguments of the compiler; () where a file runs as it is."""
+
+
+_GO = "GOCACHE=/tmp/go-build GOFLAGS=-p=1 GOTOOLCHAIN=local"
+LANGUAGES: Mapping[str, Language] = MappingProxyType(
+    {
+        "python": Language(file="main.py", version="python3 --version", run=("python3", "main.py")),
+        "shell": Language(file="main.sh", version="bash --version | head -n 1", run=("bash", "main.sh")),
+        "javascript": Language(file="main.js", version="node --version", run=("node", "main.js")),
+        "typescript": Language(
+            file="main.ts",
+            version="node --version > /dev/null && tsc --version",
+            compile=("tsc", "--target", "es2020", "--module", "commonjs", "main.ts"),
+            run=("node", "main.js"),
+        ),
+        "c": Language(
+            file="main.c",
+            version="gcc --version | head -n 1",
+            compile=("gcc", "-O2", "-std=gnu17", "-o", "main", "main.c", "-lm"),
+            run=("./main",),
+        ),
+        "c++": Language(
+            file="main.cpp",
+            version="g++ --version | head -n 1",
+            compile=("g++", "-O2", "-std=gnu++20", "-o", "main", "main.cpp"),
+            run=("./main",),
+        ),
+        "go": Language(
+            file="main.go",
+            version="go version",
+            compile=("sh", "-c", f"{_GO} go build -o main main.go"),
+            run=("./main",),
+        ),
+        "rust": Language(
+            file="main.rs", version="rustc --version", compile=("rustc", "-O", "-o", "main", "main.rs"), run=("./main",)
+        ),
+        "java": Language(
+            file="Main.java",
+            version="javac -version && java -version 2>&1 | head -n 1",
+            compile=("javac", "-J-XX:+UseSerialGC", "-J-XX:TieredStopAtLevel=1", "Main.java"),
+            run=("java", "-XX:+UseSerialGC", "Main"),
+        ),
+        "ruby": Language(file="main.rb", version="ruby --version", run=("ruby", "main.rb")),
+    }
+)
+"""The languages by name. Go compiles its standard library on first use: give it 512 MiB of files and a minute."""
+
+
+async def installed(session: Session) -> dict[str, str]:
+    """Return the version of each language that a session has."""
+    found = {}
+    for name, language in LANGUAGES.items():
+        result = await session.run(f"set -o pipefail; {language.version}")
+        if result.status == 0:
+            found[name] = result.stdout.strip().splitlines()[0]
+    return found
+
+
+async def run_source(
+    session: Session, language: str, source: str, *, stdin: bytes = b"", wall_s: float | None = None
+) -> Result:
+    """Compile and run a source file in a session's folder; return the result of the run, or of a failed compilation.
+
+        async with Pool(profile="process") as pool, pool.session() as session:
+            result = await run_source(session, "ruby", "puts gets.to_i * 2", stdin=b"21")
+
+    Args:
+        language: a name in LANGUAGES.
+        stdin: the program's standard input.
+        wall_s: seconds for each step instead of the session's limit.
+
+    Raises:
+        ConfigError: there is no such language.
+        SandboxError: the session has ended before, or the sandbox failed.
+    """
+    if language not in LANGUAGES:
+        raise ConfigError(f"there is no language {language!r:.80}", hint=f"there are {', '.join(LANGUAGES)}")
+    known = LANGUAGES[language]
+    await session.put(known.file, source.encode("utf-8", "replace"))
+    if known.compile:
+        result = await session.run(known.compile, wall_s=wall_s)
+        if result.error is not None or result.status != 0:
+            return result
+    return await session.run(known.run, wall_s=wall_s, stdin=stdin)

@@ -1,0 +1,56 @@
+"""Attacks from sessions of a user who is not root, who is the user of the sessions too, as far as the kernel knows."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.security.other_user import NOBODY, ROOT, needs_root
+
+_ATTACKS = (
+    "dangerous_system_calls or clone or killed or machines_files or written_elsewhere or abstract or channel_leads "
+    "or descriptors or variables or privileges or fork_bomb or inode or links_lead or a_command_sees"
+)
+
+
+def _python_of_all() -> str | None:
+    """An interpreter of this version that other users can run."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for path in (getattr(sys, "_base_executable", sys.executable), f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
+        try:
+            if subprocess.run([path, "-c", ""], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/").returncode == 0:
+                return path
+        except OSError:
+            continue
+    return None
+
+
+@needs_root
+@pytest.mark.long
+@pytest.mark.usefixtures("process_pool")
+def test_the_attacks_fail_without_root(tmp_path: Path):
+    python = _python_of_all()
+    if python is None:
+        pytest.skip("other users can run no Python of this version here")
+    home = Path("/tmp") / f"nobody-{os.getpid()}"
+    home.mkdir()
+    os.chown(home, NOBODY, NOBODY)
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    attacks = ["tests/security/test_sandbox_escapes.py", "-k", f"(strict or process) and ({_ATTACKS})"]
+    done = subprocess.run(
+        [python, "-B", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "long", *attacks],
+        cwd=ROOT,
+        env={"HOME": str(home), "TMPDIR": str(home), "PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{packages}"},
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+    )
+    subprocess.run(["rm", "-r", str(home)], check=True)
+    if "gives its users no namespaces" in done.stdout:
+        pytest.skip("this machine gives its users no namespaces")
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert " passed" in done.stdout
