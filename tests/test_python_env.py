@@ -4,6 +4,7 @@ import asyncio
 import json
 import pickle
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,8 @@ from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.protocol import Step
 from forge_rl.envs.python import PythonEnv, PythonUse
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox import SandboxError, run_code, shared_pool
+from forge_rl.sandbox import run_code, shared_pool
+from forge_rl.sandbox.durable import ReplayError
 from forge_rl.types import Task, ToolCall
 from tests.sandbox_pool import kill_servers, loop_with_pool
 
@@ -106,19 +108,33 @@ def test_with_the_tools_schema_a_block_is_the_answer(loop: asyncio.Runner):
     assert (ran.messages[0]["content"], last.output) == ("2", fenced("2"))
 
 
-def test_a_sandbox_that_dies_is_not_the_models_fault(loop: asyncio.Runner):
-    async def work() -> None:
+def test_a_sandbox_that_dies_costs_no_turn_unless_code_gives_something_else_the_next_time(loop: asyncio.Runner):
+    async def work(code: str) -> str:
         env = world()(TASK)
-        await env.step(fenced("x = 1"), truncated=False, calls=())
+        await env.step(fenced(code), truncated=False, calls=())
         await kill_servers()
         try:
-            await env.step(fenced("import time; time.sleep(0.9)"), truncated=False, calls=())
+            step = await env.step(fenced("import time; time.sleep(0.5); x"), truncated=False, calls=())
         finally:
             await env.close()
+        return str(step.messages[0]["content"])
 
-    with pytest.raises(SandboxError):
-        loop.run(work())
+    assert loop.run(work("x = 7")) == "Output:\n7"
+    with pytest.raises(ReplayError, match="cell 1 of a session gave"):
+        loop.run(work("import time; x = time.time_ns(); x"))
     assert loop.run(run_code("6 * 7")).value == "42"  # in a new server
+
+
+def test_with_pure_the_same_code_after_the_same_code_is_run_once(loop: asyncio.Runner, tmp_path: Path):
+    made = build_environment(f"python:pure=true,cache={tmp_path}")
+    drawn = [fenced("import random; x = random.random()"), fenced("x"), "done"]
+    plays = [loop.run(play(env(TASK), drawn)) for env in (made, made, pickle.loads(pickle.dumps(made)))]
+    assert len({str(steps[1].messages[0]["content"]) for steps in plays}) == 1
+    cached = [[call.cached for step in steps for call in step.calls] for steps in plays]
+    assert cached == [[False, False], [True, True], [True, True]]
+    other = loop.run(play(made(TASK), [drawn[0], fenced("x * 0"), ToolCall(id="1", name="python", arguments="{}")]))
+    assert [call.cached for step in other for call in step.calls] == [True, False, None]
+    assert other[1].messages[0]["content"] == "Output:\n0.0"
 
 
 def test_the_flag_makes_it_and_only_with_tools_shows_a_schema(loop: asyncio.Runner):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.tool import Tool
 from forge_rl.envs.tools import ToolSettings, ToolUse
 from forge_rl.errors import ConfigError, check_flags
-from forge_rl.sandbox import CellError, Result, SandboxError, Session, shared_pool
+from forge_rl.sandbox import CellError, DurableSession, DurableSessions, Result, shared_pool
 from forge_rl.sandbox.fences import fenced_code
 from forge_rl.sandbox.host import check_layers
+from forge_rl.system.result_cache import ResultCache
 from forge_rl.types import Message, Task, ToolCall
 
 _IN_BLOCKS = (
@@ -32,7 +34,7 @@ class PythonEnv:
     A completion with code in fenced blocks, or a call of the tool `python`, runs it, and the next message is its
     output, the value of its last expression, and its error. Any other completion is the answer, which the reward
     scores. A session starts with the first code of an episode and ends with the episode. If the code kills it, the
-    output says so, and the next code has a new one.
+    output says so, and the next code has a new one. If the sandbox loses it, the episode's code is run again.
     """
 
     max_turns: int = 4
@@ -48,11 +50,21 @@ class PythonEnv:
     tools, and for tasks whose answer is a block of code."""
     examples: Sequence[Message] = ()
     """Messages shown before the task's question, such as code with its output and an answer."""
+    pure: bool = False
+    """Keep what code shows, and show it again, without running, where the same code follows the same code in the same
+    order, also in later runs. Random numbers and the time are then the same ones, too."""
+    cache: str = "~/.cache/forge_rl/tools"
+    """Folder of what is kept, shared by all runs; empty keeps it in memory only."""
+    cache_mib: int = 1024
+    """Maximum MiB in that folder; the least recently used are evicted."""
     settings: ToolSettings = field(init=False, repr=False)
+    _sessions: list[DurableSessions] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Those of the pool in use, once opened."""
 
     def __post_init__(self) -> None:
         """Raises SandboxError if this machine cannot isolate what runs."""
-        check_flags(self, "--env python:", least={"max_turns": 1, "max_output_chars": 100}, above={"timeout_s": 0})
+        least = {"max_turns": 1, "max_output_chars": 100, "cache_mib": 1}
+        check_flags(self, "--env python:", least=least, above={"timeout_s": 0})
         check_layers("standard")
         if self.timeout_s > _QUEUE_S:
             raise ConfigError(f"--env python:timeout_s is {self.timeout_s:g}", hint=f"set it to {_QUEUE_S:g} or less")
@@ -66,9 +78,27 @@ class PythonEnv:
         )
         object.__setattr__(self, "settings", settings)
 
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_sessions": []}  # sessions belong to one process
+
     def __call__(self, task: Task) -> PythonUse:
         """Make the environment of one episode."""
         return PythonUse(self, task)
+
+    async def open(self) -> DurableSession:
+        """Return a new session, which starts nothing before it runs code.
+
+        Raises:
+            SandboxError: this machine cannot isolate sessions, or the sandbox did not start.
+        """
+        pool = await shared_pool()
+        if not self._sessions or self._sessions[0].pool is not pool:
+            self._sessions[:] = [DurableSessions(pool, cache=self._made_cache())]
+        return self._sessions[0].open()
+
+    def _made_cache(self) -> ResultCache | None:
+        folder = Path(self.cache).expanduser() if self.cache else None
+        return ResultCache(folder, most_bytes=self.cache_mib << 20) if self.pure else None
 
 
 class PythonUse:
@@ -76,8 +106,8 @@ class PythonUse:
 
     def __init__(self, config: PythonEnv, task: Task) -> None:
         self._config = config
-        self._use = ToolUse(config.settings, task, {"python": replace(_TOOL, owner=self)})
-        self._session: Session | None = None
+        self._use = ToolUse(config.settings, task, {"python": _PythonTool(self)})
+        self._session: DurableSession | None = None
 
     async def reset(self) -> Observation:
         observation = await self._use.reset()
@@ -92,6 +122,11 @@ class PythonUse:
         shown = tuple({"role": "user", "content": f"Output:\n{each['content']}"} for each in step.messages)
         return replace(step, messages=shown)
 
+    @property
+    def was_kept(self) -> bool | None:
+        """Whether the latest code was not run, as what it shows was kept; None if nothing is."""
+        return None if self._session is None else self._session.was_kept
+
     async def run(self, code: str) -> str:
         """Run code in the episode's session; return what the model is shown.
 
@@ -99,14 +134,9 @@ class PythonUse:
             SandboxError: the sandbox failed, and with it the episode's state.
         """
         if self._session is None:
-            self._session = await (await shared_pool()).open()
-        session = self._session
-        if not session.alive and not session.lost:  # a thread or program of the code has killed it since
-            return await self._replace(CellError(name="Ended", message="the session has ended"))
-        result = await session.run(code, wall_s=self._config.timeout_s)
-        if session.lost:
-            raise SandboxError(f"the session of the episode is gone: {session.lost}")
-        if not session.alive and result.error is not None:
+            self._session = await self._config.open()
+        result = await self._session.run(code, wall_s=self._config.timeout_s)
+        if not self._session.alive and result.error is not None:
             return await self._replace(result.error)
         return _shown(result)
 
@@ -133,6 +163,28 @@ async def _python(episode: PythonUse, code: str) -> str:
 
 _python.__name__ = "python"
 _TOOL = Tool(_python, is_method=True)
+
+
+class _PythonTool:
+    """The tool of one episode."""
+
+    def __init__(self, episode: PythonUse) -> None:
+        self._episode = episode
+        self._tool = replace(_TOOL, owner=episode)
+
+    @property
+    def schema(self) -> Mapping[str, object]:
+        return _TOOL.schema
+
+    async def call(self, arguments: str, *, timeout_s: float) -> str:
+        return await self._tool.call(arguments, timeout_s=timeout_s)
+
+    async def look_up(self, arguments: str, *, timeout_s: float) -> tuple[str, bool | None]:
+        try:
+            self._tool.read(arguments)
+        except ValueError as error:
+            return str(error), None
+        return await self.call(arguments, timeout_s=timeout_s), self._episode.was_kept
 
 
 def _shown(result: Result) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from forge_rl.envs.compaction import Compact
 from forge_rl.envs.protocol import Observation, Step, close_env
@@ -61,6 +61,14 @@ class CallableTool(Protocol):
 
     async def call(self, arguments: str, *, timeout_s: float) -> str:
         """Call the tool with JSON arguments; return its result, or the error, as text for the model."""
+
+
+@runtime_checkable
+class KeptTool(CallableTool, Protocol):
+    """A tool whose results may be kept, such as a `CachedTool`."""
+
+    async def look_up(self, arguments: str, *, timeout_s: float) -> tuple[str, bool | None]:
+        """Return the text of `call`, and whether it was a kept result; None if it could not have been one."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +217,8 @@ class ToolUse:
         """Return a call's output, and whether it came from the cache; None if it could not have."""
         if (tool := self._tools.get(call.name)) is None:
             return f"error: there is no tool {call.name!r:.80}; there are: {', '.join(self._tools)}", None
-        cached = None
-        if isinstance(tool, CachedTool):
+        cached: bool | None = None
+        if isinstance(tool, KeptTool):
             text, cached = await tool.look_up(call.arguments, timeout_s=self._config.timeout_s)
         else:
             text = await tool.call(call.arguments, timeout_s=self._config.timeout_s)
