@@ -89,6 +89,23 @@ def test_a_repaired_repository_is_rewarded_and_its_output_shown(environment: Rep
     assert (end.done, end.reward, dict(end.parts)) == (True, 1.0, {"tests_passed": 1.0})
 
 
+def test_a_session_that_dies_between_commands_is_replaced_with_its_files(environment: RepositoryEnv):
+    async def main() -> Step:
+        env = environment(environment.tasks[0])
+        try:
+            await reset_env(env)
+            await env.run("echo 1 > kept; (sleep 0.1; kill -9 $PPID) > /dev/null 2>&1 &")
+            await asyncio.wait_for(env._session._body.watched.exited.wait(), 20)
+            assert await env.run("cat kept") == "1"
+            await env.run("sed -i s/-/+/ add.py; (sleep 0.1; kill -9 $PPID) > /dev/null 2>&1 &")
+            await asyncio.wait_for(env._session._body.watched.exited.wait(), 20)
+            return await step_env(env, "Done.", parsed=("Done.", ()))
+        finally:
+            await env.close()
+
+    assert asyncio.run(main()).reward == 1.0
+
+
 def test_edited_tests_do_not_count_and_part_of_the_tests_is_a_part(environment: RepositoryEnv):
     first, end = played(
         environment,

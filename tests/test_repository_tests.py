@@ -10,6 +10,7 @@ import pytest
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import Limits, SandboxError
+from forge_rl.sandbox.changes import Change, Entry
 from forge_rl.sandbox.repository_tests import RepositoryTests, Verdict
 from tests.sandbox_pool import SharedPool, only_pytest, opened_pool
 
@@ -85,13 +86,35 @@ TRICKS = {
     "skip": {"package/add.py": "import pytest; pytest.skip('', allow_module_level=True)"},
     "patched reports": {"package/add.py": WRONG + REPORTS},
     "forged outcomes": {"package/add.py": FORGED},
-    "conftest": {"conftest.py": PASS, "tests/conftest.py": PASS, "package/add.py": WRONG},
-    "edited test": {"tests/test_add.py": "def test_add(): pass", "package/add.py": WRONG},
-    "configuration": {"pyproject.toml": "[tool.pytest.ini_options]\npython_files = 'none'", "pytest.ini": "[pytest]\n"},
-    "start of Python": {"sitecustomize.py": "import os; os._exit(0)", "usercustomize.py": "import os; os._exit(0)"},
+    "protected files": {
+        **dict.fromkeys(("conftest.py", "tests/conftest.py", "plug.py"), PASS),
+        **dict.fromkeys(("tests/test_add.py", "tests/test_old.py"), "def test_add(): pass\ndef test_old(): pass"),
+        "pyproject.toml": "[tool.pytest.ini_options]\npython_files = 'none'",
+        "pytest.ini": "[pytest]\n",
+        **dict.fromkeys(("sitecustomize.py", "usercustomize.py"), "import os; os._exit(0)"),
+        "x-1.dist-info/entry_points.txt": "[pytest11]\nx = plug",
+        "package/add.py": WRONG,
+    },
     "shadowed pytest": {"pytest.py": FORGED, "_pytest/__init__.py": FORGED, "pluggy.py": FORGED, "json.py": FORGED},
-    "plugin": {"x-1.dist-info/entry_points.txt": "[pytest11]\nx = plug", "plug.py": PASS, "package/add.py": WRONG},
 }
+
+
+def test_changes_of_tests_and_of_what_configures_them_do_not_count():
+    file, folder = Entry(mode=0o100644, data=b""), Entry(mode=0o40000)
+    tests = RepositoryTests(command="./check.sh", files={"deep/data/case.txt": ""}, protected=["check.sh"])
+    changes = [
+        *(Change(path="src/a.py", before=None, after=file), Change(path="deep", before=None, after=folder)),
+        *(
+            Change(path="deep/data", before=folder, after=file),
+            Change(path="deep/data/case.txt", before=None, after=file),
+        ),
+        *(Change(path=path, before=file, after=None) for path in ("check.sh", "a/tests/b", "a/test_b.py", "setup.cfg")),
+        *(
+            Change(path=path, before=None, after=file)
+            for path in ("Makefile", "x.egg-info/y", "sub/conftest.py", "b.pth")
+        ),
+    ]
+    assert [change.path for change in tests.counted(changes)] == ["src/a.py", "deep"]
 
 
 def test_tricks_do_not_pass(pool: SharedPool, base: Path):

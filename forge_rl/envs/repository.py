@@ -48,11 +48,12 @@ class RepositoryEnv:
         python -m recipes.grpo --tasks --env repository:tasks.jsonl,packages=venv/lib/python3.11/site-packages
 
     FILE has a JSON object on each line: `repository` (a URL, or a folder), `revision`, `problem`, `tests` (ids of
-    pytest) or `command` (which must exit with 0), and optionally `test_files` (text by path), `test_patch` (a diff) and
-    `id`. Rows of SWE-bench are read as they are. A completion with commands in fenced blocks, or a call of the tool
-    `shell`, runs them in the episode's workspace, without a network; any other completion ends the episode. Then the
-    tests run in a fresh session, on what the model changed outside of tests: the reward is 1.0 if all pass, else 0.0,
-    and its part `tests_passed` is the share that pass. `forge_rl.sandbox.repository_tests` says what is protected.
+    pytest) or `command` (which must exit with 0), and optionally `test_files` (text by path), `test_patch` (a diff),
+    `protected` (names of files whose changes don't count) and `id`. Rows of SWE-bench are read as they are. A
+    completion with commands in fenced blocks, or a call of the tool `shell`, runs them in the episode's workspace,
+    without a network; any other completion ends the episode. Then the tests run in a fresh session, on what the model
+    changed outside of tests: the reward is 1.0 if all pass, else 0.0, and its part `tests_passed` is the share that
+    pass. `forge_rl.sandbox.repository_tests` says what is protected.
 
     Args:
         file: the tasks.
@@ -153,6 +154,8 @@ class RepositoryUse:
             SandboxError: the sandbox failed.
         """
         session = self._session = self._session or await self._open()
+        if not session.alive:  # a program that an earlier command left running has killed it
+            session = await self._replace(session)
         result = await session.run(f"shell({command!r})")
         parts = [result.stdout, result.stderr]
         if result.error is not None:
@@ -182,13 +185,14 @@ class RepositoryUse:
         await session.run(_START.format(packages=self._config.packages))
         return session
 
-    async def _replace(self, session: Session) -> None:
+    async def _replace(self, session: Session) -> Session:
         """Go on in another session with the files of one that its commands killed."""
         changes = await session.changes(leave_out=())
         await session.close()
         self._session = None
         self._session = await self._open()
         await self._session.apply(changes.changes)
+        return self._session
 
     async def _scored(self, step: Step) -> Step:
         """Close the model's session, and run the tests in another."""
@@ -259,6 +263,7 @@ def _task(row: Mapping[str, Any], name: str, source: str) -> Task:
         "command": str(row.get("command") or ""),
         "test_files": dict(row.get("test_files") or {}),
         "test_patch": str(row.get("test_patch") or ""),
+        "protected": [str(each) for each in row.get("protected") or []],
     }
     _tests(truth)
     messages: tuple[Message, ...] = ({"role": "user", "content": str(row["problem"])},)
@@ -267,5 +272,9 @@ def _task(row: Mapping[str, Any], name: str, source: str) -> Task:
 
 def _tests(truth: Mapping[str, Any]) -> RepositoryTests:
     return RepositoryTests(
-        tests=truth["tests"], command=truth["command"], files=truth["test_files"], patch=truth["test_patch"]
+        tests=truth["tests"],
+        command=truth["command"],
+        files=truth["test_files"],
+        patch=truth["test_patch"],
+        protected=truth["protected"],
     )

@@ -26,6 +26,7 @@ from forge_rl.sandbox.session import Session
 
 PROTECTED = (
     *("test_*.py", "*_test.py", "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"),
+    *("pytest.toml", ".pytest.toml", "Makefile", "makefile", "GNUmakefile", "noxfile.py"),
     *("sitecustomize.py", "usercustomize.py", "*.pth", "*.dist-info", "*.egg-info", "pytest.py", "_pytest"),
     *("tests", "test", "testing"),
 )
@@ -67,8 +68,8 @@ class RepositoryTests:
     """Test files that are put in place after the changes, by path."""
     patch: str = ""
     """Unified diff that is applied after the changes."""
-    protected: Sequence[str] = PROTECTED
-    """Names of files and folders, as patterns, in which a solution's changes don't count."""
+    protected: Sequence[str] = ()
+    """Names of files and folders, as patterns, in which changes don't count, besides PROTECTED: what a command runs."""
     packages: Sequence[str] = ()
     """Folders of packages, the pool's own, among them pytest's."""
     timeout_s: float = 300.0
@@ -89,7 +90,9 @@ class RepositoryTests:
         return [change for change in changes if not (self._is_protected(change.path) or self._is_above(change, own))]
 
     def _is_protected(self, path: str) -> bool:
-        return any(fnmatch.fnmatchcase(part, pattern) for part in path.split("/") for pattern in self.protected)
+        return any(
+            fnmatch.fnmatchcase(part, pattern) for part in path.split("/") for pattern in (*PROTECTED, *self.protected)
+        )
 
     def _is_above(self, change: Change, own: Sequence[str]) -> bool:
         """Return True if a change is to a test file, or puts something else in place of a folder of one."""
