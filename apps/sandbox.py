@@ -35,7 +35,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from forge_rl.errors import CheckpointError, ForgeError, check_flags
+from forge_rl.errors import CheckpointError, ConfigError, ForgeError, check_flags
 from forge_rl.gateway import GatewayConfig, check_address
 from forge_rl.gateway.errors import ApiError, invalid
 from forge_rl.gateway.guard import Guard, InFlight
@@ -43,6 +43,7 @@ from forge_rl.gateway.http import HttpServer
 from forge_rl.gateway.keys import kept_key, read_key
 from forge_rl.run.launch import launch
 from forge_rl.sandbox import Limits, Pool, SandboxError, Session
+from forge_rl.sandbox.network import named_addresses
 from forge_rl.sandbox.wire import WireError, limits_from_json, result_to_json, unpacked
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
@@ -89,6 +90,8 @@ class Config:
     """A session that is neither used nor renewed for this long is ended."""
     warm: int = 4
     """Sessions kept started for the next that are opened."""
+    network: tuple[str, ...] = ()
+    """Addresses that clients may give their sessions, as HOST:PORT. By default sessions have no network."""
     limits: Annotated[Limits, tyro.conf.arg(name="limits")] = field(default_factory=Limits)
     """Limits of sessions; clients may ask for lower ones."""
     out: Path = Path("runs/sandbox")
@@ -101,7 +104,7 @@ class Config:
             least={"sessions_per_key": 1, "max_concurrent": 1, "max_body_bytes": 1024, "warm": 0},
             above={"requests_per_s": 0, "lease_s": 0, "client_deadline_s": 0},
         )
-        _ = self.http  # checks the rest
+        _ = self.http, named_addresses(self.network)  # checks the rest
 
     @property
     def http(self) -> GatewayConfig:
@@ -123,6 +126,7 @@ class _Body(BaseModel):
 class _Open(_Body):
     limits: dict[str, float | int | None] | None = None
     undo: bool = False
+    network: list[str] = Field([], max_length=100)
     wait_s: float | int | None = Field(None, ge=0, le=_MOST_WAIT_S)
 
 
@@ -334,10 +338,12 @@ class SandboxServer:
     async def _open(self, caller: _Caller, request: Request) -> Response:
         asked = await _read(request, _Open)
         limits = None if asked.limits is None else limits_from_json(asked.limits, self.config.limits)
+        if others := named_addresses(asked.network) - named_addresses(self.config.network):
+            raise ApiError(403, f"not an address of --network: {visible(min(others))}", code="address_not_allowed")
         with self._place(caller):
             wait_s = _MOST_WAIT_S if asked.wait_s is None else asked.wait_s
             try:
-                session = await self._pool.open(limits=limits, undo=asked.undo, wait_s=wait_s)
+                session = await self._pool.open(limits=limits, undo=asked.undo, network=asked.network, wait_s=wait_s)
             except SandboxError as error:
                 raise ApiError(503, error.message, code="full", headers={"retry-after": "1"}) from None
             return self._lease(caller, session)
@@ -454,6 +460,8 @@ def _to_api_error(error: Exception) -> ApiError:
             return error
         case WireError():
             return ApiError(400, str(error).removeprefix("its "), code="invalid_value")
+        case ConfigError():
+            return ApiError(400, error.message, code="invalid_value")
         case SandboxError():
             return ApiError(409, f"{error.message}; {error.hint}" if error.hint else error.message, code="sandbox")
     return ApiError(500, "the server failed; see its log", code="internal_error")

@@ -32,6 +32,7 @@ CONFIG = Config(
     max_body_bytes=128 << 10,
     client_deadline_s=1.0,
     max_concurrent=8,
+    network=("127.0.0.1:9",),
 )
 
 
@@ -178,6 +179,8 @@ def test_a_key_has_so_many_sessions_and_other_keys_still_get_theirs(served: Serv
         ("POST", "/v1/sessions", {"body": {"limits": {"uid": 0}}}, 400, "there is no limit 'uid'"),
         ("POST", "/v1/sessions", {"body": {"profile": "none"}}, 400, "profile"),
         ("POST", "/v1/sessions", {"body": {"wait_s": 1e9}}, 400, "wait_s"),
+        ("POST", "/v1/sessions", {"body": {"network": ["127.0.0.1:8"]}}, 403, "not an address of --network"),
+        ("POST", "/v1/sessions", {"body": {"network": ["/etc"]}}, 400, "network='/etc'"),
         ("POST", "/v1/sessions/0/run", {"body": {"code": "1", "wall_s": 99}}, 400, "above the server's limit, 20"),
         ("POST", "/v1/sessions/0/run", {"body": {"code": 1}}, 400, "code"),
         ("POST", "/v1/sessions/0/put", {"body": {"path": "x" * 5000, "data": ""}}, 400, "path"),
@@ -189,6 +192,14 @@ def test_what_is_wrong_is_refused_with_a_clear_error(
 ):
     response = ask(served, method, path, options.pop("body", None), **options)
     assert (response.status_code, message in error_of(response)) == (status, True), response.text
+
+
+def test_a_session_can_be_given_addresses_that_the_server_allows(served: Served):
+    async def work():
+        async with RemotePool(served.url) as pool, pool.session(network=["127.0.0.1:9"]) as session:
+            return await session.run("import socket; socket.create_connection(('127.0.0.1', 9))")
+
+    assert "it cannot be reached: Connection refused" in asyncio.run(work()).error.message
 
 
 def test_a_path_leads_nowhere_that_the_session_cannot_go(served: Served):

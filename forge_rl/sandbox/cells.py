@@ -23,7 +23,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, Protocol
 
-from forge_rl.sandbox import frames, kernel
+from forge_rl.sandbox import dialing, frames, kernel
 
 _MOST_TRACEBACK = 8192
 _MOST_GIVEN = 8
@@ -85,7 +85,8 @@ class Cells:
         self._open_streams()
         for number in _TOOK_TOO_LONG:
             _signal.signal(number, self._overrun)
-        serve(self, {"run": self._run, "put": self._put, "get": self._get, "fork": self._fork})
+        answers = {"run": self._run, "put": self._put, "get": self._get, "fork": self._fork, "network": self._network}
+        serve(self, answers)
 
     def _open_streams(self) -> None:
         """Give both output streams a file of their own, which the session's memory limit bounds."""
@@ -193,6 +194,11 @@ class Cells:
             return frames.encode({"failed": f"more than {most} bytes"})
         return frames.encode({}, content)
 
+    def _network(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
+        """Take the channel by which this session reaches its named addresses."""
+        dialing.give(descriptors[0], message["names"])
+        return frames.encode({})
+
     def _fork(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
         def settle(given: list[int]) -> None:
             self.pid = os.getpid()
@@ -242,6 +248,7 @@ def become_two(
     for fd in descriptors:
         os.set_inheritable(fd, False)
     channel, birth = descriptors
+    dialing.forget()
     serving.channel.close()
     serving.channel = socket.socket(fileno=channel)
     try:

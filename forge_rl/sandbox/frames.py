@@ -11,6 +11,8 @@ import struct
 
 HEAD = struct.Struct(">II")
 _MOST_DESCRIPTORS = 8
+MOST_ADDRESS = 512
+"""Bytes of a network address that a session asks for, and of the answer."""
 
 
 class FrameError(Exception):

@@ -16,7 +16,8 @@ from typing import Literal, TypeAlias
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.host import Host, ServerSettings
 from forge_rl.sandbox.limits import Limits, SandboxError
-from forge_rl.sandbox.session import Body, Session, fork_body, start_body, start_body_in
+from forge_rl.sandbox.network import named_addresses
+from forge_rl.sandbox.session import Body, Session, fork_body, start_body, start_body_in, with_network
 
 PRELOADED = (
     *("ast", "bisect", "collections", "copy", "csv", "dataclasses", "datetime", "decimal", "enum"),
@@ -127,10 +128,13 @@ class Pool:
         limits: Limits | None = None,
         undo: bool = False,
         workspace: str | Path | None = None,
+        network: Sequence[str] = (),
         wait_s: float | None = None,
     ) -> AsyncIterator[Session]:
         """Open a session for a block of code; see `open`."""
-        async with await self.open(limits=limits, undo=undo, workspace=workspace, wait_s=wait_s) as session:
+        async with await self.open(
+            limits=limits, undo=undo, workspace=workspace, network=network, wait_s=wait_s
+        ) as session:
             yield session
 
     async def open(
@@ -139,6 +143,7 @@ class Pool:
         limits: Limits | None = None,
         undo: bool = False,
         workspace: str | Path | None = None,
+        network: Sequence[str] = (),
         wait_s: float | None = None,
     ) -> Session:
         """Open a session, which its caller closes. Those who wait for a place get it in the order in which they came.
@@ -149,11 +154,18 @@ class Pool:
             workspace: a folder in which the session works as if it was its own, with its owner's files as the
                 session's. The folder never changes, and nobody should change it meanwhile; many sessions share it.
                 Where the kernel has no overlays for it, each session gets a copy, within its limits, and this warns.
+            network: addresses that Python code of the session may connect to by TCP, as HOST:PORT, and its forks with
+                it. A name that leads to a private address is refused; name that address itself.
             wait_s: how long to wait for a place; None for as long as it takes.
 
         Raises:
             SandboxError: no place became free, or the session could not be started.
         """
+        named = named_addresses(network)
+        if named and self._settings.profile == "process":
+            raise ConfigError(
+                "commands have no network", hint='use Pool(profile="standard"), whose Python code has one'
+            )
         if undo and workspace is not None:
             raise ConfigError("a session with a workspace cannot be undone", hint="leave out undo=True")
         folder = None if workspace is None else _resolved(workspace)
@@ -169,6 +181,8 @@ class Pool:
             body = self._take_warm() if limits is None and folder is None else None
             if body is None:
                 body = await self._start(limits or self.limits, folder)
+            if named:
+                body = await with_network(body, named)
         except BaseException:
             self._places.release()
             raise

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from urllib.parse import urlsplit
 
@@ -57,26 +57,37 @@ class RemotePool:
 
     @contextlib.asynccontextmanager
     async def session(
-        self, *, limits: Limits | None = None, undo: bool = False, wait_s: float | None = None
+        self,
+        *,
+        limits: Limits | None = None,
+        undo: bool = False,
+        network: Sequence[str] = (),
+        wait_s: float | None = None,
     ) -> AsyncIterator[RemoteSession]:
         """Open a session for a block of code; see `open`."""
-        async with await self.open(limits=limits, undo=undo, wait_s=wait_s) as session:
+        async with await self.open(limits=limits, undo=undo, network=network, wait_s=wait_s) as session:
             yield session
 
     async def open(
-        self, *, limits: Limits | None = None, undo: bool = False, wait_s: float | None = None
+        self,
+        *,
+        limits: Limits | None = None,
+        undo: bool = False,
+        network: Sequence[str] = (),
+        wait_s: float | None = None,
     ) -> RemoteSession:
         """Open a session, which its caller closes; the server ends it if this program is gone.
 
         Args:
             limits: no higher than the server's; None for those.
             undo: keep the state before each cell, for `restore`.
+            network: addresses that the session may reach, from the server's --network list; see `Pool.open`.
             wait_s: how long to wait for a place; None for as long as the server lets one wait.
 
         Raises:
             SandboxError: no place became free, or the session could not be started.
         """
-        body = {"limits": asdict(limits) if limits else None, "undo": undo, "wait_s": wait_s}
+        body = {"limits": asdict(limits) if limits else None, "undo": undo, "network": [*network], "wait_s": wait_s}
         return self._opened(await self.ask("POST", "/sessions", body, limit_s=_START_S + (wait_s or 0)))
 
     def _opened(self, answer: dict[str, object]) -> RemoteSession:

@@ -18,6 +18,7 @@ from forge_rl.sandbox.changes import APPLY, LEFT_OUT, Change, Changes, OpenFolde
 from forge_rl.sandbox.diffs import diff_text
 from forge_rl.sandbox.host import Host, Watched, writable
 from forge_rl.sandbox.limits import MEDIA_TYPES, CellError, Image, Limits, Result, SandboxError, Usage
+from forge_rl.sandbox.network import Network
 
 _GRACE_S = 2.0
 """Time beyond a cell's limit in which the session may still interrupt it and keep its state."""
@@ -47,6 +48,7 @@ class Body:
     channel: socket.socket
     watched: Watched
     workspace: OpenWorkspace | None = None
+    network: Network | None = None
 
     @property
     def alive(self) -> bool:
@@ -58,6 +60,8 @@ class Body:
         with contextlib.suppress(OSError):
             self.channel.shutdown(socket.SHUT_RDWR)
         try:
+            if self.network is not None:
+                await self.network.close()
             await self.host.end(self.name)
             await asyncio.sleep(0)  # the event loop tells nobody about a closed socket
         finally:
@@ -466,7 +470,30 @@ async def fork_body(name: str, of: Body, limits: Limits) -> Body:
         await body.end()
         raise SandboxError(f"the session could not fork: {str(failed)[:500]}", hint="Limits:processes may be too low")
     await _ready(body, _FORK_S)
-    return body
+    return body if of.network is None else await with_network(body, of.network.allowed)
+
+
+async def with_network(body: Body, allowed: frozenset[str]) -> Body:
+    """Give a quiet session access to named addresses.
+
+    Raises:
+        SandboxError: it does not take it, and was killed.
+    """
+    network = Network(allowed)
+    given = replace(body, network=network)
+    try:
+        with network.theirs as theirs:
+            async with asyncio.timeout(_FORK_S):
+                message: dict[str, object] = {"do": "network", "names": sorted(allowed)}
+                await _send(body.channel, message, fds=[theirs.fileno()])
+                await _receive(body.channel, most_text=_MOST_HARNESS_TEXT, most_data=0)
+    except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
+        await given.end()
+        raise SandboxError(f"a session did not take its network: {error}") from None
+    except BaseException:
+        await asyncio.shield(given.end())
+        raise
+    return given
 
 
 async def _why(body: Body) -> CellError:

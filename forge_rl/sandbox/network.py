@@ -1,0 +1,161 @@
+"""Named network addresses for a session: its owner connects and passes bytes on. The session itself has no network.
+
+A session asks for an address over a channel; if it was named, the answer is one end of a new local connection, and the
+owner copies bytes between its other end and the address. Names are resolved here, and one that leads to a private
+address is refused: only the literal address can be named for those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Iterable
+
+from forge_rl.errors import ConfigError
+from forge_rl.sandbox.frames import MOST_ADDRESS
+
+_DIAL_S = 10.0
+_CONNECTIONS = 16
+"""Open connections of a session."""
+_CHUNK = 1 << 16
+_HOST = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?|\[[0-9a-f:.]{2,45}\]")
+_TRANSLATED = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "2001::/32", "2002::/16")))
+"""Networks of IPv6 whose addresses stand for ones of IPv4."""
+
+
+class _RefusedError(Exception):
+    """A refusal, whose text the session gets."""
+
+
+def named_addresses(addresses: Iterable[str]) -> frozenset[str]:
+    """Return addresses in the form in which sessions ask for them.
+
+    Raises:
+        ConfigError: one is not HOST:PORT.
+    """
+    named = set()
+    for address in addresses:
+        host, _, port = address.lower().rpartition(":")
+        host = host.removesuffix(".")
+        if not (_HOST.fullmatch(host) and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+            raise ConfigError(
+                f"network={address!r}", hint="name hosts and ports, such as pypi.org:443, 10.0.0.5:8080 or [::1]:80"
+            )
+        named.add(f"{_plain(host)}:{int(port)}")
+    return frozenset(named)
+
+
+class Network:
+    """The connections of one session; `close` ends them, as the end of the session does.
+
+    Args:
+        allowed: from `named_addresses`.
+    """
+
+    def __init__(self, allowed: frozenset[str]) -> None:
+        self.allowed = allowed
+        self._channel, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """`theirs` is the session's end, to be sent and then closed."""
+        self._channel.setblocking(False)
+        self._relays: set[asyncio.Task[None]] = set()
+        self._serving = asyncio.create_task(self._serve())
+
+    async def close(self) -> None:
+        """End all connections."""
+        tasks = [self._serving, *self._relays]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self) -> None:
+        """Answer requests, one after another, until the session has ended or does not take its answers."""
+        loop = asyncio.get_running_loop()
+        with self._channel, contextlib.suppress(OSError):
+            while asked := await loop.sock_recv(self._channel, MOST_ADDRESS):
+                try:
+                    outside = await self._dial(asked.decode("ascii", "replace"))
+                except _RefusedError as refused:
+                    self._channel.send(b"-" + str(refused).encode()[:MOST_ADDRESS])
+                    continue
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    relay = asyncio.create_task(_relay(ours, outside))
+                    self._relays.add(relay)
+                    relay.add_done_callback(self._relays.discard)
+                    socket.send_fds(self._channel, [b"+"], [theirs.fileno()])
+
+    async def _dial(self, address: str) -> socket.socket:
+        if address not in self.allowed:
+            raise _RefusedError("this address is not one of the session's network=(...)")
+        if len(self._relays) >= _CONNECTIONS:
+            raise _RefusedError(f"the session has {_CONNECTIONS} open connections")
+        host, _, port = address.rpartition(":")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_DIAL_S):
+                found = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+                reachable = [one for one in found if _may_lead_to(host, str(one[4][0]))]
+                if not reachable:
+                    raise _RefusedError("its name leads to private addresses, which have to be named themselves")
+                family, kind, protocol, _, target = reachable[0]
+                outside = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+                outside.setblocking(False)
+                try:
+                    await loop.sock_connect(outside, target)
+                except BaseException:
+                    outside.close()
+                    raise
+                return outside
+        except TimeoutError:
+            raise _RefusedError(f"no connection within {_DIAL_S:g} s") from None
+        except (socket.gaierror, UnicodeError):
+            raise _RefusedError("it cannot be reached: unknown name") from None
+        except OSError as error:  # asyncio's own text would tell the address
+            raise _RefusedError(f"it cannot be reached: {os.strerror(error.errno or 0)}") from None
+
+
+def _plain(host: str) -> str:
+    """Normalize an address; names stay."""
+    try:
+        return str(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        return host
+
+
+def _may_lead_to(host: str, address: str) -> bool:
+    """Return whether a host may lead to an address: one that is an address itself to any, a name to public ones."""
+    if _is_address(host):
+        return True
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address) and any(found in network for network in _TRANSLATED):
+        return False
+    mapped = getattr(found, "ipv4_mapped", None) or found
+    return mapped.is_global and not mapped.is_multicast
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+async def _relay(inside: socket.socket, outside: socket.socket) -> None:
+    """Copy bytes both ways until both sides have ended, or one breaks."""
+    with inside, outside, contextlib.suppress(OSError, ExceptionGroup):
+        inside.setblocking(False)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_copy(inside, outside))
+            group.create_task(_copy(outside, inside))
+
+
+async def _copy(source: socket.socket, target: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    while part := await loop.sock_recv(source, _CHUNK):
+        await loop.sock_sendall(target, part)
+    target.shutdown(socket.SHUT_WR)
