@@ -98,6 +98,25 @@ def test_changes_of_one_session_are_made_in_another_also_where_kinds_change(sand
     assert {change.path for change in first.changes} >= {"package", "package/a.py", "link", "link/x", "run.sh", "a/b"}
 
 
+def test_changes_of_commands_are_made_in_another_session_of_commands(process_pool: SharedPool, base: Path):
+    async def work():
+        async with (
+            process_pool.pool.session(workspace=base) as first,
+            process_pool.pool.session(workspace=base) as second,
+        ):
+            await first.run("rm package/a.py link; mkdir link; echo 1 > link/x; chmod +x package/b.py; touch 'a b'")
+            changes = await first.changes()
+            await second.apply(changes.changes)
+            with pytest.raises(SandboxError, match=r"do not apply: .*FileNotFoundError"):
+                await second.apply(changes.changes)
+            return changes, await second.changes(), (await second.run("ls /tmp")).stdout
+
+    first, second, left = process_pool.run(work())
+    assert first.changes == second.changes
+    assert {change.path for change in first.changes} == {"package/a.py", "package/b.py", "link", "link/x", "a b"}
+    assert left == ""
+
+
 def test_a_deleted_and_rebuilt_folder_hides_what_the_base_had(sandbox: SharedPool, base: Path):
     found, _ = changed_by(
         sandbox, base, "import shutil, os\nshutil.rmtree('package'); os.mkdir('package'); open('package/c', 'w')"

@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -327,13 +328,18 @@ class Session:
         Raises:
             SandboxError: they do not fit, or something else is where they belong.
         """
-        if self._body.host.profile == "process":
-            raise ConfigError("changes are applied in sessions of Python", hint='use Pool(profile="standard")')
-        path = f"../0/.changes-{uuid.uuid4().hex}"
+        runs_python = self._body.host.profile != "process"
+        path = f"{'../0' if runs_python else '/tmp'}/.changes-{uuid.uuid4().hex}"
+        code = APPLY.format(path=path)
         await self.put(path, packed(changes))
-        result = await self.run(APPLY.format(path=path))
-        if result.error is not None:
-            raise SandboxError(f"the changes do not apply: {result.error.name}: {result.error.message[:500]}")
+        result = await self.run(code if runs_python else [getattr(sys, "_base_executable", ""), "-I", "-c", code])
+        if result.error is not None or result.status:
+            cause = (
+                f"{result.error.name}: {result.error.message}"
+                if result.error
+                else result.stderr.strip().rpartition("\n")[2]
+            )
+            raise SandboxError(f"the changes do not apply: {cause[-500:]}")
 
     async def fork(self) -> Session:
         """Return an independent copy of the session: its variables, and its folder under another name.
