@@ -94,10 +94,11 @@ class Dashboard:
 
     async def _data(self, request: Request) -> Response:
         async with self._reading:
+            state = await asyncio.to_thread(lambda: encoded([run.state() for run in self._runs]))
+            tag = f'"{hashlib.sha256(state.encode()).hexdigest()[:32]}"'
+            if request.headers.get("if-none-match") == tag:
+                return Response(status_code=304, headers={"etag": tag})
             body = await asyncio.to_thread(lambda: encoded(self._everything()).encode())
-        tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers={"etag": tag})
         return Response(body, media_type="application/json", headers={"etag": tag})
 
     def _everything(self) -> dict[str, object]:

@@ -1,4 +1,5 @@
-"""A step with and without whole episodes kept: how much longer it takes, and the bytes on disk of a token.
+"""A step with and without whole episodes kept: how much longer it takes, and the bytes on disk of a token; and how long
+the page of a run of 100,000 episodes takes to open in headless Chromium.
 
 Packing, sending to a rank, its answer with logprobs, log and files are the run's own. The rank only waits for as long
 as the flags say, and no engine decodes meanwhile: both leave the cores of the controller to the recorder, as GPUs do.
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from monarch.actor import concurrent_endpoint
 
 from benchmarks.large_batches import ended, longest_pause
+from benchmarks.page_run import measure_page
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, Report, run_benchmark
 from forge_rl.metrics import EpisodeSink, RunInfo, Sink, batch_metrics
 from forge_rl.metrics.episode_files import EpisodeFile
@@ -52,6 +54,8 @@ class Config(BenchmarkConfig):
     """Seconds for which the rank waits instead of training."""
     repeats: int = LEAST_REPEATS
     """Number of steps of each kind."""
+    page_episodes: int = 100_000
+    """Number of episodes of the run whose page is opened; 0 leaves that out."""
 
 
 class WaitingRank(ServiceActor):
@@ -174,6 +178,9 @@ def measure(config: Config, report: Report) -> None:
     """Fill the report."""
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(_measure(config, report, Path(folder)))
+    if config.page_episodes:
+        with tempfile.TemporaryDirectory() as folder:
+            measure_page(report, Path(folder), config.page_episodes)
 
 
 if __name__ == "__main__":

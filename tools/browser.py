@@ -141,6 +141,10 @@ class Tab:
                 raise TimeoutError(f"{expression} stays false; {self.problems}")
             time.sleep(0.05)
 
+    def close(self) -> None:
+        """Close the tab."""
+        self.call("Page.close")
+
     def press(self, key: str) -> None:
         """Press and release a key, such as "j" or "ArrowRight"."""
         text = {"text": key} if len(key) == 1 else {}

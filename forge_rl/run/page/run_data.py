@@ -48,6 +48,12 @@ class RunData:
         """Columns of each file or its problem, by its time and size."""
         self._pieces: list[bytes] = []
 
+    def state(self) -> list[object]:
+        """Return JSON that differs if `data` differs, but for its trace; takes milliseconds."""
+        names = ("config.json", "versions.json", "metrics.jsonl", "events.jsonl", "summary.json")
+        paths = [*(self.folder / name for name in names), *(path for _, _, path in recorded_files(self.folder))]
+        return [read_run(self.folder).state, *(_stamp(path) for path in paths)]
+
     def data(self) -> dict[str, Any]:
         """Return everything but whole episodes."""
         about, versions = read_run(self.folder), read_bounded(self.folder / "versions.json")
@@ -155,10 +161,7 @@ class RunData:
 
     def _listed(self, path: Path) -> dict[str, list[Any]] | None:
         """Return the columns of a file; None if it cannot be read."""
-        state = (0, 0)
-        with contextlib.suppress(OSError):
-            found = path.stat()
-            state = found.st_mtime_ns, found.st_size
+        state = _stamp(path)
         known = self._columns.get(path)
         if known is None or known[0] != state:
             columns: dict[str, list[Any]] | str
@@ -168,6 +171,15 @@ class RunData:
                 columns = error.message
             known = self._columns[path] = state, columns
         return None if isinstance(known[1], str) else known[1]
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    """Return when a file was changed last, and its size."""
+    try:
+        found = path.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
 
 
 def _spread(files: list[Any]) -> Iterator[Any]:

@@ -115,7 +115,8 @@ async function show() {
   }
   if (mine === drawing) {
     keys = found ?? {};
-    if (!/** @type {any} */ (document.documentElement.dataset).opened) document.documentElement.dataset.opened = String(Math.round(performance.now()));
+    // Charts are drawn in the first frame, once they are known to be on the screen.
+    requestAnimationFrame(() => requestAnimationFrame(() => (document.documentElement.dataset.opened ??= String(Math.round(performance.now())))));
   }
 }
 
