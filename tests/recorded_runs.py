@@ -242,6 +242,8 @@ def _write_step(
         "lr": 1e-5,
         "logprob_gap": 0.02 + 0.01 * drawn.random(),
         "groups/uniform": 0.25,
+        "episodes/truncated": 0.6 if 4 < step < 9 else 0.1,
+        "loss/clipped": 0.35 if step > 12 else 0.1,
         "lag/mean": 0.6,
         "busy/trainer": 0.4 + 0.1 * drawn.random(),
         "busy/generator/0": 0.5 + 0.2 * drawn.random(),

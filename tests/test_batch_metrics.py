@@ -49,6 +49,7 @@ def test_a_batch_is_measured_over_its_episodes_and_its_tokens():
         "tokens/completion_mean": 2.0,
         "tokens/completion_max": 3.0,
         "episodes/truncated": 0.25,
+        "episodes/repeated": 0.0,
         "lag/mean": pytest.approx(3 / 8),
         "lag/max": 2.0,
     }

@@ -47,6 +47,7 @@ def test_the_data_of_a_run_are_its_own(tmp_path: Path) -> None:
     tasks = [episodes["texts"]["task"][code] for code in episodes["columns"]["task"]]
     assert tasks == [*["products/0"] * 2, *["products/1"] * 2, *(f"products/{at // 2}" for at in range(4, 12))]
     assert [name for name, _, _ in data["trace"]["phases"]] == ["rollout", "train", "publish"] * 2
+    assert data["advisories"] == []
     assert [mark[:2] for mark in data["trace"]["marks"]] == [["generator/0", "fault"], ["generator/0", "recovery"]]
     episode = run.episode("2-trained-0")
     first, second, third = episode["turns"]
@@ -280,7 +281,14 @@ def test_the_page_is_used_by_keys_and_fits_a_phone(browser: Browser, tmp_path: P
     run = recorded_run(tmp_path / "a", "mixed", steps=3)
     other = recorded_run(tmp_path / "b", "mixed", steps=3, settings={"trainer": {"optimizer": {"lr": 0.1}}})
     page = page_of(run, other)
-    tab = opened(browser, page, "episodes/0/")
+    rows = [{"step": step, "episodes/truncated": 0.9} for step in range(1, 4)]
+    (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report.write(report.Config(run=run, compare=other, out=page))
+    tab = opened(browser, page)
+    said = tab.value("document.querySelector('.advisory.held').innerText")
+    assert said == "B since step 190% of the episodes are truncated: raise --generator.max-tokens"
+    tab.value("location.hash = 'episodes/0/'")
+    tab.wait_for("document.querySelector('.row.chosen')")
     first = tab.value("document.querySelector('.row.chosen').innerText.split('\\n')[0]")
     tab.press("j")
     second = tab.value("document.querySelector('.row.chosen').innerText.split('\\n')[0]")

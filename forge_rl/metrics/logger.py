@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 
 from forge_rl.errors import ForgeError
+from forge_rl.metrics.advisories import Advisories
 from forge_rl.metrics.display.console import Display
 from forge_rl.metrics.episode_files import Kind, RecordedEpisode
 from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, Sink, Steps
@@ -33,12 +34,16 @@ class RunLog:
         log.log(1, {"loss": 0.1}, batch)
         log.event("generator/1 failed: killed", "fault")
 
+    Args:
+        max_lag: the schedule's bound on the lag, for advisories; 0 for none.
+
     A JSONLSink among the sinks also restores the history of a resumed run's display.
     """
 
-    def __init__(self, display: Display, *sinks: Sink) -> None:
+    def __init__(self, display: Display, *sinks: Sink, max_lag: int = 0) -> None:
         self.display = display
         self._sinks = sinks
+        self._advisories = Advisories(max_lag=max_lag)
         self._lost: dict[tuple[int, str], int] = {}
         """Consecutive failures, by the sink's id and the method."""
         self._warnings: dict[str, int] = {}
@@ -55,14 +60,17 @@ class RunLog:
     def rollback(self, step: int) -> None:
         """Return to an earlier step, dropping the entries after it."""
         self._each(self._sinks, "rollback", step)
+        self._advisories.rollback()
         self.display.rollback(step, self._history)
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         """Log the values of a step, and its training batch to keep samples of.
 
-        Files are written before the display shows the values.
+        Files are written before the display shows the values. Advisories that begin to hold become warnings.
         """
         self._each((*self._sinks, self.display), "log", step, values, batch)
+        for advisory in self._advisories.look_at(step, values):
+            self.warn(str(advisory))
 
     def episode(self, episode: Episode) -> None:
         """Offer an ended episode to the sinks, which may keep it as a sample."""

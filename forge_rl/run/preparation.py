@@ -113,7 +113,7 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         clock = PhaseClock()
         faults = Faults(phase=lambda: clock.current)
         display = Display(config.display, phase_clock=clock)
-        log = RunLog(display, *_sinks(config, folder, notes))
+        log = RunLog(display, *_sinks(config, folder, notes), max_lag=config.schedule.lag)
         stack.callback(log.close)
         monitor = stack.enter_context(contextlib.closing(RunMonitor(folder, display, log, clock, faults)))
         stack.enter_context(responsive_loop())

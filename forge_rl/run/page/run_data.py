@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.metrics.advisories import advisories_of
 from forge_rl.metrics.episode_files import EpisodeFile
 from forge_rl.metrics.recorder import FOLDER, recorded_files
 from forge_rl.metrics.vocabulary import read_vocabulary
@@ -81,6 +82,10 @@ class RunData:
             "faults": _faults(summary.get("faults")),
             "trace": read_trace(self.folder),
             "episodes": episodes,
+            "advisories": [
+                [clip(each.text, 600), each.since, end]
+                for each, end in advisories_of(map(_numbers_of, self._rows()), max_lag=self._max_lag())
+            ],
             "problems": problems,
         }
 
@@ -119,11 +124,22 @@ class RunData:
         for names in rest:
             yield from names
 
-    def _metrics(self) -> tuple[dict[str, Any], int]:
+    def _rows(self) -> list[dict[str, Any]]:
+        """Return the metrics of the latest steps, in order."""
         rows: dict[int, dict[str, Any]] = {}
         for row in metrics_of(self.folder):
             rows.setdefault(row["step"], {}).update(row)
-        steps = sorted(rows)[-_MOST_STEPS:]
+        return [rows[step] for step in sorted(rows)[-_MOST_STEPS:]]
+
+    def _max_lag(self) -> int:
+        match read_bounded(self.folder / "config.json"):
+            case {"schedule": {"max_lag": int(lag)}}:
+                return lag
+        return 0
+
+    def _metrics(self) -> tuple[dict[str, Any], int]:
+        rows = {row["step"]: row for row in self._rows()}
+        steps = list(rows)
         names = dict.fromkeys(
             name for step in steps for name, value in rows[step].items() if as_float(value) is not None
         )
@@ -171,6 +187,12 @@ class RunData:
                 columns = error.message
             known = self._columns[path] = state, columns
         return None if isinstance(known[1], str) else known[1]
+
+
+def _numbers_of(row: dict[str, Any]) -> dict[str, object]:
+    """Return the finite numbers of a step, and its "step"."""
+    values = {name: as_float(value) for name, value in row.items()}
+    return {**{name: value for name, value in values.items() if value is not None}, "step": row["step"]}
 
 
 def _stamp(path: Path) -> tuple[int, int]:

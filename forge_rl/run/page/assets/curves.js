@@ -49,6 +49,21 @@ function scoreSeries(run, bySource, dashed) {
   });
 }
 
+/** What was wrong in the runs, what to change, and since when. @param {Run[]} runs */
+function advisoriesOf(runs) {
+  const [held, ended] = [el("div", { class: "advisories" }), el("details", null)];
+  runs.forEach((run, at) => {
+    for (const [text, since, end] of run.raw.advisories) {
+      const when = end === null ? `since step ${since}` : `steps ${since} to ${end - 1}`;
+      const line = el("p", { class: `advisory${end === null ? " held" : ""}` }, el("b", null, `${runs.length > 1 ? `${"AB"[at]} ` : ""}${when}`), text);
+      (end === null ? held : ended).append(line);
+    }
+  });
+  if (ended.childElementCount) held.append(ended);
+  ended.prepend(el("summary", null, `${ended.childElementCount} advisories that no longer hold`));
+  return held;
+}
+
 /** @param {HTMLElement} main @param {Place} place @param {Store} store */
 function curvesView(main, place, store) {
   const [first, second] = store.runs;
@@ -79,6 +94,7 @@ function curvesView(main, place, store) {
   const found = [...topics].filter(([, charts]) => charts.size);
   main.append(finder("curves", place, "find a metric, such as entropy"));
   if (!found.length) main.append(nothing(wanted ? "No metric has this name." : "The run has not finished a step yet."));
+  if (!wanted) main.append(advisoriesOf(store.runs));
   const grid = el("div", { class: "charts" });
   for (const [topic, charts] of found) {
     for (const [title, series] of charts) {

@@ -1,0 +1,377 @@
+"""Advisories: conditions in a run's metrics that mean something is wrong, since when, and which flag to change."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+_FIRST = 5
+"""Steps at the start of a run, whose median is what later steps are compared with."""
+_RECENT = 5
+_KEPT = 100
+"""Latest values of each metric that are kept."""
+_FAILURES = ("environment_error", "infrastructure_error", "judge_error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advisory:
+    """A condition that holds since a step.
+
+    Advisory(kind="truncated", since=12, text="61% of the episodes are truncated: raise --generator.max-tokens")
+    """
+
+    kind: str
+    since: int
+    """First of the steps in a row for which it holds."""
+    text: str
+    """The problem, and what to change."""
+
+    def __str__(self) -> str:
+        return f"since step {self.since}: {self.text}"
+
+
+class Advisories:
+    """Looks for advisories in the metrics of a run, step by step. Each is returned once while it lasts.
+
+        advisories = Advisories(max_lag=1)
+        for advisory in advisories.look_at(step, values):
+            log.warn(str(advisory))
+
+    Args:
+        max_lag: the schedule's bound on the lag; 0 for none.
+    """
+
+    def __init__(self, *, max_lag: int = 0) -> None:
+        self._history = _History(max_lag)
+        self._held: dict[str, list[int]] = {}
+        """First step and number of steps in a row for which a condition holds, by its kind."""
+        self.current: dict[str, Advisory] = {}
+        """Advisories that hold now, by kind."""
+
+    def rollback(self) -> None:
+        """Forget the metrics, from which a run that was rolled back departs."""
+        self._history, self._held, self.current = _History(self._history.max_lag), {}, {}
+
+    def look_at(self, step: int, values: Mapping[str, object]) -> list[Advisory]:
+        """Add the metrics of a step; returns the advisories that begin to hold.
+
+        Conditions about metrics that the step does not have keep their state.
+        """
+        given = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        given = {name: value for name, value in given.items() if math.isfinite(value)}
+        self._history.add(given)
+        begun = []
+        for kind, (metric, patience, check) in _CONDITIONS.items():
+            if not any(name.startswith(metric) for name in given):
+                continue
+            text = check(self._history)
+            if not text:
+                self._held.pop(kind, None)
+                self.current.pop(kind, None)
+                continue
+            held = self._held.setdefault(kind, [step, 0])
+            held[1] += 1
+            if held[1] >= patience:
+                if kind not in self.current:
+                    begun.append(Advisory(kind=kind, since=held[0], text=text))
+                self.current[kind] = Advisory(kind=kind, since=held[0], text=text)
+        return begun
+
+
+def advisories_of(rows: Iterable[Mapping[str, object]], *, max_lag: int = 0) -> list[tuple[Advisory, int | None]]:
+    """Return the advisories of a run, and the step at which each ended; None for those that hold at its end.
+
+    Args:
+        rows: metrics of each step, with its "step", in order.
+    """
+    found: list[tuple[Advisory, int | None]] = []
+    watch = Advisories(max_lag=max_lag)
+    for row in rows:
+        step = row.get("step")
+        if not isinstance(step, int):
+            continue
+        begun = watch.look_at(step, {name: value for name, value in row.items() if name != "step"})
+        found = [
+            (watch.current.get(each.kind, each), None)
+            if end is None and each.kind in watch.current
+            else (each, step if end is None else end)
+            for each, end in found
+        ]
+        found += [(each, None) for each in begun]
+    return found
+
+
+class _History:
+    """The first and the latest values of each metric."""
+
+    def __init__(self, max_lag: int) -> None:
+        self.max_lag = max_lag
+        self._first: dict[str, list[float]] = {}
+        self._latest: dict[str, deque[float]] = {}
+
+    def add(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            first = self._first.setdefault(name, [])
+            if len(first) < _FIRST:
+                first.append(value)
+            self._latest.setdefault(name, deque(maxlen=_KEPT)).append(value)
+
+    @property
+    def names(self) -> Iterable[str]:
+        """All metrics so far."""
+        return self._first
+
+    def last(self, name: str) -> float | None:
+        """Return the last value; None if there is none."""
+        return self._latest[name][-1] if name in self._latest else None
+
+    def first(self, name: str) -> float | None:
+        """Return the run's first value; None if there is none."""
+        return self._first[name][0] if name in self._first else None
+
+    def above(self, name: str, bound: float) -> bool:
+        """Return whether the last value is above a bound."""
+        value = self.last(name)
+        return value is not None and value > bound
+
+    def start(self, name: str) -> float | None:
+        """Return the median of the run's first values; None while there are too few to compare with."""
+        first = self._first.get(name, [])
+        return median(first) if len(first) == _FIRST and len(self._latest[name]) > _FIRST else None
+
+    def recent(self, name: str) -> float | None:
+        """Return the median of the last values."""
+        return median([*self._latest[name]][-_RECENT:]) if name in self._latest else None
+
+    def before(self, name: str) -> float | None:
+        """Return the median of the values before the last one; None if there are few."""
+        values = [*self._latest.get(name, ())][:-1]
+        return median(values) if len(values) >= _FIRST else None
+
+    def growth(self, name: str) -> float:
+        """Return how much a count has grown since the value before."""
+        values = self._latest.get(name, ())
+        return max(0.0, values[-1] - values[-2]) if len(values) > 1 else 0.0
+
+    def starting_with(self, prefix: str) -> dict[str, float]:
+        """Return the last values of metrics whose names start like this, without the prefix."""
+        return {name.removeprefix(prefix): each[-1] for name, each in self._latest.items() if name.startswith(prefix)}
+
+
+def _length(of: _History, factor: float) -> tuple[float, float] | None:
+    """Return the former and the present length of episodes, if it has drifted by a factor in a run with rewards."""
+    if of.last("reward/mean") is None:
+        return None
+    return _compared(of, "tokens/completion_mean", factor=factor, least=32)
+
+
+def _compared(of: _History, name: str, *, factor: float, least: float = 0.0) -> tuple[float, float] | None:
+    """Return the start and the recent median of a metric if it has grown by a factor, or shrunk if that is below 1."""
+    start, recent = of.start(name), of.recent(name)
+    if start is None or recent is None or start <= 0:
+        return None
+    changed = recent > factor * start if factor > 1 else recent < factor * start
+    return (start, recent) if changed and max(recent, start) > least else None
+
+
+def _uniform(of: _History) -> str:
+    if not of.above("groups/uniform", 0.999):
+        return ""
+    return (
+        "the rewards within each group are equal, so group-relative advantages are 0 and nothing is learned: choose "
+        "tasks of another difficulty, raise --group-size, or set --curriculum.pools"
+    )
+
+
+def _truncated(of: _History) -> str:
+    share = of.last("episodes/truncated")
+    return f"{share:.0%} of the episodes are truncated: raise --generator.max-tokens" if share and share > 0.5 else ""
+
+
+def _gap(of: _History) -> str:
+    if (grown := _compared(of, "logprob_gap", factor=3, least=1e-3)) is None:
+        return ""
+    return (
+        f"the gap between trainer and engines has grown from {grown[0]:.2g} to {grown[1]:.2g}, though both have the "
+        "same weights: see run.explain_gap(), and set --trainer.dtype to the engines' dtype"
+    )
+
+
+def _drift(of: _History) -> str:
+    drift = of.recent("logprob_drift")
+    if drift is None or drift < 0.3:
+        return ""
+    return (
+        f"logprobs change by {drift:.2g} on average before tokens are trained on: lower --schedule.max-lag or "
+        "--trainer.optimizer.lr"
+    )
+
+
+def _entropy(of: _History) -> str:
+    if (fallen := _compared(of, "entropy", factor=0.2)) is None:
+        return ""
+    return (
+        f"entropy has collapsed from {fallen[0]:.2g} to {fallen[1]:.2g}, so answers hardly differ: lower "
+        "--trainer.optimizer.lr, or add a bonus, --loss NAME:entropy_coef=0.001"
+    )
+
+
+def _ratio(of: _History) -> str:
+    tail = of.last("ratio/p99")
+    if tail is None or tail < 5:
+        return ""
+    return (
+        f"1% of the tokens have ratios beyond {tail:.2g} (or its inverse), which a loss clips or blows up: lower "
+        "--schedule.max-lag or --trainer.minibatches, or correct for it with --loss NAME:correction=PRESET"
+    )
+
+
+def _clipped(of: _History) -> str:
+    share = of.last("loss/clipped")
+    if share is None or share < 0.3:
+        return ""
+    return f"{share:.0%} of the tokens are clipped and teach nothing: lower --trainer.optimizer.lr or --trainer.epochs"
+
+
+def _lag(of: _History) -> str:
+    lag = of.last("lag/mean")
+    if lag is None or of.max_lag < 2 or lag < 0.9 * of.max_lag:
+        return ""
+    return (
+        f"the lag is {lag:.2g} on average, at its bound of {of.max_lag}, so engines wait for the trainer: give the "
+        "trainer more devices, or lower --schedule.max-lag"
+    )
+
+
+def _stall(of: _History) -> str:
+    seconds, usual = of.last("seconds/step"), of.before("seconds/step")
+    if seconds is None or usual is None or seconds < 3 * usual or seconds < 1:
+        return ""
+    phases = {name: value for name, value in of.starting_with("seconds/").items() if name != "step"}
+    slowest = f", most of it in phase {max(phases, key=lambda name: phases[name])}" if phases else ""
+    return (
+        f"a step took {seconds:.0f} s, usual are {usual:.0f} s{slowest}: see faults and stragglers in forge-rl report"
+    )
+
+
+def _queued(of: _History) -> str:
+    waiting, decoding = of.last("queue/engine/mean"), of.last("queue/decoding/mean")
+    if waiting is None or decoding is None or waiting < 4 or waiting < 2 * decoding:
+        return ""
+    return (
+        f"{waiting:.0f} episodes wait for an engine while {decoding:.0f} decode: raise --generator.max-num-seqs, "
+        "--generator.kv-cache-gib or --generator.replicas"
+    )
+
+
+def _part(of: _History) -> str:
+    parts = of.starting_with("reward_parts/")
+    total = sum(map(abs, parts.values()))
+    name = max(parts, key=lambda name: abs(parts[name]), default="")
+    if len(parts) < 2 or total <= 0 or abs(parts[name]) < 0.95 * total:
+        return ""
+    return f"{name} is {abs(parts[name]) / total:.0%} of the reward, the other parts do not matter: see --reward"
+
+
+def _longer(of: _History) -> str:
+    if (grown := _length(of, 2)) is None:
+        return ""
+    return (
+        f"episodes have grown from {grown[0]:.0f} to {grown[1]:.0f} tokens: if the reward has not, add a part for "
+        "length, such as --reward with overlong, or lower --generator.max-tokens"
+    )
+
+
+def _shorter(of: _History) -> str:
+    if (fallen := _length(of, 0.5)) is None:
+        return ""
+    return (
+        f"episodes have shrunk from {fallen[0]:.0f} to {fallen[1]:.0f} tokens: read some, and check whether --reward "
+        "pays for giving up early"
+    )
+
+
+def _variance(of: _History) -> str:
+    high, low = of.last("reward/max"), of.last("reward/min")
+    if high is None or low is None or high > low:
+        return ""
+    return f"all rewards of a batch are {high:g}: check --reward on answers in forge-rl show, or change the tasks"
+
+
+def _repeated(of: _History) -> str:
+    share = of.last("episodes/repeated")
+    if share is None or share < 0.2:
+        return ""
+    return f"{share:.0%} of the answers end in a loop: lower --trainer.optimizer.lr, or give loops a lower --reward"
+
+
+def _worse(of: _History) -> str:
+    score = next((name for name in of.names if name == "held_out" or "/avg@" in name), "")
+    now, base = of.last(score), of.first(score)
+    if now is None or base is None or now >= base - max(0.02, 0.1 * abs(base)):
+        return ""
+    return (
+        f"the score {score} is {now:.3g}, below the base model's {base:.3g}: compare with forge-rl compare, check "
+        "--reward, and lower --trainer.optimizer.lr"
+    )
+
+
+def _tools(of: _History) -> str:
+    share = of.last("tools/errors")
+    if share is None or share < 0.3:
+        return ""
+    return f"{share:.0%} of the tool calls end in an error: read them in forge-rl show, and fix --env or its prompt"
+
+
+def _failing(of: _History) -> str:
+    failed = {name: of.growth(f"outcomes/{name}") for name in _FAILURES}
+    name = max(failed, key=lambda name: failed[name])
+    if not failed[name]:
+        return ""
+    return (
+        f"episodes fail in each step, {failed[name]:g} in the last by {name.replace('_', ' ')}s: see them with "
+        f"forge-rl show RUN --outcome {name}, and faults in events.jsonl"
+    )
+
+
+def _skipped(of: _History) -> str:
+    if not of.above("updates/skipped", 0):
+        return ""
+    return (
+        "updates are skipped as gradients are not finite: lower --trainer.optimizer.lr, or set --trainer.dtype float32"
+    )
+
+
+def _gradient(of: _History) -> str:
+    norm, usual = of.last("grad_norm"), of.before("grad_norm")
+    if norm is None or usual is None or usual <= 0 or norm < 20 * usual:
+        return ""
+    return f"the gradient's norm is {norm:.2g}, usual is {usual:.2g}: lower --trainer.optimizer.max-grad-norm"
+
+
+_CONDITIONS: dict[str, tuple[str | tuple[str, ...], int, Callable[[_History], str]]] = {
+    "uniform": ("groups/uniform", 3, _uniform),
+    "truncated": ("episodes/truncated", 3, _truncated),
+    "gap": ("logprob_gap", 3, _gap),
+    "drift": ("logprob_drift", 3, _drift),
+    "entropy": ("entropy", 3, _entropy),
+    "ratio": ("ratio/p99", 3, _ratio),
+    "clipped": ("loss/clipped", 3, _clipped),
+    "lag": ("lag/mean", 5, _lag),
+    "stall": ("seconds/step", 1, _stall),
+    "queued": ("queue/engine/mean", 5, _queued),
+    "part": ("reward_parts/", 5, _part),
+    "longer": ("tokens/completion_mean", 3, _longer),
+    "shorter": ("tokens/completion_mean", 3, _shorter),
+    "variance": ("reward/max", 3, _variance),
+    "repeated": ("episodes/repeated", 3, _repeated),
+    "worse": (("held_out", "eval/"), 1, _worse),
+    "tools": ("tools/errors", 3, _tools),
+    "failing": ("outcomes/", 3, _failing),
+    "skipped": ("updates/skipped", 3, _skipped),
+    "gradient": ("grad_norm", 1, _gradient),
+}
+"""What the names of each condition's metrics start with, the steps in a row for which it must hold, and its text."""

@@ -1,0 +1,134 @@
+"""Advisories: each condition is caused, with the step since when it holds and the flag to change."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from forge_rl.metrics import Display, EventSink, PhaseClock, RunLog, batch_metrics
+from forge_rl.metrics.advisories import _CONDITIONS, Advisories, advisories_of
+from forge_rl.types import Batch, Episode, Group, Score, Task, ToolCall, Turn
+
+Row = dict[str, object]
+STEADY: Row = {
+    "groups/uniform": 0.3,
+    "episodes/truncated": 0.1,
+    "episodes/repeated": 0.0,
+    "logprob_gap": 0.01,
+    "logprob_drift": 0.05,
+    "entropy": 1.0,
+    "ratio/p99": 1.3,
+    "loss/clipped": 0.05,
+    "lag/mean": 0.5,
+    "seconds/step": 10.0,
+    "seconds/rollout": 6.0,
+    "queue/engine/mean": 1.0,
+    "queue/decoding/mean": 64.0,
+    "reward_parts/correct": 0.5,
+    "reward_parts/brief": 0.2,
+    "tokens/completion_mean": 200.0,
+    "reward/mean": 0.5,
+    "reward/max": 1.0,
+    "reward/min": 0.0,
+    "held_out": 0.5,
+    "tools/errors": 0.05,
+    "outcomes/infrastructure_error": 2.0,
+    "updates/skipped": 0.0,
+    "grad_norm": 0.5,
+}
+"""Metrics of a step with nothing to object to."""
+CAUSES: dict[str, tuple[Sequence[Row], str]] = {
+    "uniform": ([{"groups/uniform": 1.0}], "--group-size"),
+    "truncated": ([{"episodes/truncated": 0.6}], "60% of the episodes are truncated: raise --generator.max-tokens"),
+    "gap": ([{"logprob_gap": 0.1}], "--trainer.dtype"),
+    "drift": ([{"logprob_drift": 0.6}], "--schedule.max-lag"),
+    "entropy": ([{"entropy": 0.05}], "collapsed from 1 to 0.05"),
+    "ratio": ([{"ratio/p99": 9.0}], "--loss NAME:correction=PRESET"),
+    "clipped": ([{"loss/clipped": 0.4}], "40% of the tokens are clipped"),
+    "lag": ([{"lag/mean": 3.9}], "at its bound of 4"),
+    "stall": (
+        [{"seconds/step": 60.0, "seconds/rollout": 55.0}],
+        "a step took 60 s, usual are 10 s, most of it in phase",
+    ),
+    "queued": ([{"queue/engine/mean": 200.0}], "--generator.max-num-seqs"),
+    "part": ([{"reward_parts/correct": 0.0, "reward_parts/brief": 0.9}], "brief is 100% of the reward"),
+    "longer": ([{"tokens/completion_mean": 500.0}], "grown from 200 to 500 tokens"),
+    "shorter": ([{"tokens/completion_mean": 40.0}], "shrunk from 200 to 40 tokens"),
+    "variance": ([{"reward/max": 0.0}], "all rewards of a batch are 0"),
+    "repeated": ([{"episodes/repeated": 0.5}], "50% of the answers end in a loop"),
+    "worse": ([{"held_out": 0.3}], "the score held_out is 0.3, below the base model's 0.5"),
+    "tools": ([{"tools/errors": 0.8}], "80% of the tool calls end in an error"),
+    "failing": ([{"outcomes/infrastructure_error": 2.0 + 3 * at} for at in range(1, 9)], "3 in the last by infrastr"),
+    "skipped": ([{"updates/skipped": 1.0}], "--trainer.dtype float32"),
+    "gradient": ([{"grad_norm": 50.0}], "--trainer.optimizer.max-grad-norm"),
+}
+STEADY_STEPS = 8
+
+
+def run_of(kind: str) -> list[Row]:
+    """Steady steps, then eight with the cause."""
+    causes = CAUSES[kind][0]
+    bad = [causes[min(at, len(causes) - 1)] for at in range(8)]
+    return [{"step": at + 1, **STEADY, **row} for at, row in enumerate([{}] * STEADY_STEPS + bad)]
+
+
+def test_every_condition_has_a_cause_here() -> None:
+    assert CAUSES.keys() == _CONDITIONS.keys()
+    assert advisories_of([{"step": step, **STEADY} for step in range(1, 200)], max_lag=4) == []
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+def test_a_condition_is_named_with_its_first_step(kind: str) -> None:
+    begun = []
+    watch = Advisories(max_lag=4)
+    for row in run_of(kind):
+        begun += watch.look_at(int(str(row["step"])), {name: value for name, value in row.items() if name != "step"})
+    found = next(each for each in begun if each.kind == kind)
+    assert found.since == STEADY_STEPS + 1 + 2 * (kind in ("gap", "drift", "entropy", "longer", "shorter"))
+    assert CAUSES[kind][1] in found.text
+    assert "--" in found.text or "forge-rl" in found.text
+    assert [each.kind for each in begun].count(kind) == 1, "it is returned once"
+    allowed = {"variance": {"uniform"}}
+    assert {each.kind for each in begun} - {kind} <= allowed.get(kind, set())
+
+
+def test_an_advisory_ends_and_a_rollback_forgets() -> None:
+    rows = [*run_of("truncated"), {"step": 17, **STEADY}]
+    ((found, end),) = advisories_of(rows)
+    assert (found.kind, found.since, end) == ("truncated", 9, 17)
+    watch = Advisories()
+    for step in (1, 2):
+        assert watch.look_at(step, {"episodes/truncated": 0.9}) == []
+    watch.rollback()
+    assert watch.look_at(2, {"episodes/truncated": 0.9}) == []
+    assert watch.look_at(3, {"entropy": float("nan"), "lag/hist": {}}) == []
+    assert watch.look_at(3, {"episodes/truncated": 0.9}) == []
+    assert [str(each) for each in watch.look_at(4, {"episodes/truncated": 0.9})] == [
+        "since step 2: 90% of the episodes are truncated: raise --generator.max-tokens"
+    ]
+
+
+def test_the_log_warns_of_advisories(tmp_path: Path) -> None:
+    log = RunLog(Display("none", phase_clock=PhaseClock()), EventSink(tmp_path / "events.jsonl"))
+    for step in range(1, 9):
+        log.log(step, {"episodes/truncated": 0.9})
+    log.close()
+    (event,) = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert (event["level"], event["text"].partition(":")[0]) == ("warning", "since step 1")
+
+
+def test_loops_and_tool_errors_of_a_batch_are_counted() -> None:
+    def episode(ids: list[int], *errors: str) -> Episode:
+        calls = tuple(ToolCall(id="", name="add", arguments="", error=error) for error in errors)
+        turn = Turn(
+            prompt_ids=[1], token_ids=ids, logprobs=[0.0] * len(ids), versions=[0] * len(ids), text="", calls=calls
+        )
+        return Episode(task=task, turns=(turn,), score=Score(total=0.0))
+
+    task = Task(id="1", source="s", messages=())
+    loop, short, other = [9, *[1, 2, 3] * 40], [1] * 20, list(range(100))
+    episodes = (episode(loop), episode(short), episode(other, "failed", ""), episode([1] * 100, "", ""))
+    values = batch_metrics(Batch(groups=(Group(task=task, episodes=episodes),), version=0))
+    assert values["episodes/repeated"] == 0.5
+    assert values["tools/errors"] == 0.25
