@@ -153,7 +153,7 @@ class _History:
 
     def growth(self, name: str) -> float:
         """Return how much a count has grown since the value before."""
-        values = self._latest.get(name, ())
+        values = [*self._latest.get(name, ())]
         return max(0.0, values[-1] - values[-2]) if len(values) > 1 else 0.0
 
     def starting_with(self, prefix: str) -> dict[str, float]:
@@ -311,7 +311,7 @@ def _repeated(of: _History) -> str:
 def _worse(of: _History) -> str:
     score = next((name for name in of.names if name == "held_out" or "/avg@" in name), "")
     now, base = of.last(score), of.first(score)
-    if now is None or base is None or now >= base - max(0.02, 0.1 * abs(base)):
+    if now is None or base is None or now >= base - max(0.05, 0.15 * abs(base)):
         return ""
     return (
         f"the score {score} is {now:.3g}, below the base model's {base:.3g}: compare with forge-rl compare, check "
@@ -368,7 +368,7 @@ _CONDITIONS: dict[str, tuple[str | tuple[str, ...], int, Callable[[_History], st
     "shorter": ("tokens/completion_mean", 3, _shorter),
     "variance": ("reward/max", 3, _variance),
     "repeated": ("episodes/repeated", 3, _repeated),
-    "worse": (("held_out", "eval/"), 1, _worse),
+    "worse": (("held_out", "eval/"), 2, _worse),
     "tools": ("tools/errors", 3, _tools),
     "failing": ("outcomes/", 3, _failing),
     "skipped": ("updates/skipped", 3, _skipped),
