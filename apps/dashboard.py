@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from apps.report import page_data
+from apps.report import comparison_of
 from forge_rl.errors import ConfigError, ForgeError, check_flags
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.gateway_config import GatewayConfig
@@ -102,11 +102,11 @@ class Dashboard:
         return Response(body, media_type="application/json", headers={"etag": tag})
 
     def _everything(self) -> dict[str, object]:
-        found = page_data(self._runs, self._folders)
-        for run in found["runs"]:
+        runs = [run.data() for run in self._runs]
+        for run in runs:
             total = sum(size for _, _, size in run["episodes"]["files"])
             run["whole"] = {"kept": total, "total": total}
-        return found
+        return {"runs": runs, "comparison": comparison_of(self._folders)}
 
     async def _episode(self, request: Request) -> Response:
         which, name = request.path_params["run"], request.path_params["name"]

@@ -9,16 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
-from apps import report as page_report
 from benchmarks.report import LEAST_REPEATS, Report
 from forge_rl.metrics.episode_files import RecordedEpisode, write_episodes
 from forge_rl.metrics.recorder import FOLDER
 from forge_rl.metrics.vocabulary import write_vocabulary
+from forge_rl.run.page.report_file import write_page
+from forge_rl.run.page.run_data import RunData
 from forge_rl.types import Episode, Score, Task, Turn
 from tools.browser import Browser, find_chromium
 
 _STEPS = 100
 _GROUP_SIZE = 8
+_WHOLE_EPISODES, _WHOLE_BYTES = 600, 24 << 20
+"""Defaults of `forge-rl report`."""
 _TOKENS = 40
 _DRAWN_S = 0.2
 """Seconds in which a page that was opened draws; the browser's work before the next measurement."""
@@ -33,7 +36,7 @@ def measure_page(report: Report, folder: Path, episodes: int) -> None:
     run = _long_run(folder / "run", episodes)
     page = folder / "page.html"
     began = time.perf_counter()
-    page_report.write(page_report.Config(run=run, out=page))
+    write_page(page, [RunData(run)], episodes=_WHOLE_EPISODES, most_bytes=_WHOLE_BYTES)
     report.results["report_s"] = time.perf_counter() - began
     report.results["page_bytes"] = float(page.stat().st_size)
     opened: dict[str, list[float]] = {"curves": [], "episodes": []}
