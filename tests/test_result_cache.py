@@ -97,7 +97,7 @@ def test_the_least_recently_used_results_are_evicted(tmp_path: Path):
         for at in range(300):
             await get(cache, at)
             if at > 20:
-                await get(cache, 7)
+                assert await get(cache, 7)
             if at % 10 == 0:  # a batch of writes is one use
                 cache.close()
         cache.close()
@@ -178,6 +178,7 @@ async def compute():
 
 async def main():
     cache = ResultCache(Path(sys.argv[1]))
+    print("started", flush=True)
     print((await cache.get(content_key("slow"), compute))[1], flush=True)
     cache.close()
 
@@ -193,9 +194,10 @@ def test_equal_calls_of_several_processes_run_one_and_a_dead_one_is_replaced(tmp
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     first = start(600)
-    assert first.stdout.readline() == "running\n"
-    others = [start(0.2) for _ in range(2)]
+    assert [first.stdout.readline() for _ in range(2)] == ["started\n", "running\n"]
+    others = [start(0.3) for _ in range(2)]
     ready, at_once = others[0].stdout, others[1].stdout
+    assert [each.readline() for each in (ready, at_once)] == ["started\n"] * 2
     assert ran.read_text() == "ran\n"
     os.kill(first.pid, signal.SIGKILL)
     texts = sorted([ready.read(), at_once.read()])
