@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox import SandboxError, kernel
+from forge_rl.sandbox import SandboxError, kernel, session
 from forge_rl.sandbox.changes import Change, Changes, Entry, OpenFolder, read_changes
 from forge_rl.sandbox.diffs import diff_text
 from tests.sandbox_pool import LIMITS, SharedPool
@@ -240,6 +240,23 @@ def test_where_there_is_no_overlay_each_session_copies_its_workspace(
     ]
     assert snapshot(base) == before
     sandbox.pool._told.clear()  # the next test's pool is the same
+
+
+def test_too_many_open_files_are_an_error_of_the_sandbox(
+    sandbox: SharedPool, base: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(folder: str) -> int:
+        raise OSError(24, f"Too many open files: {folder}")
+
+    async def work():
+        free = sandbox.pool._places._value
+        with monkeypatch.context() as patched:
+            patched.setattr(session, "_detached", full)
+            with pytest.raises(SandboxError, match="Too many open files"):
+                await sandbox.pool.open(workspace=base)
+        assert sandbox.pool._places._value == free
+
+    sandbox.run(work())
 
 
 def test_workspaces_are_neither_forked_nor_undone(sandbox: SharedPool, base: Path):

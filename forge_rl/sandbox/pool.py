@@ -183,8 +183,11 @@ class Pool:
                 body = await self._start(limits or self.limits, folder)
             if named:
                 body = await with_network(body, named)
-        except BaseException:
+        except BaseException as error:
             self._places.release()
+            if isinstance(error, OSError):  # of this process, such as too many open files
+                hint = "raise `ulimit -n`, or open fewer sessions"
+                raise SandboxError(f"a session did not start: {error}", hint=hint) from None
             raise
         self._refill()
         return Session(body, limits or self.limits, fork_body=self._fork, release=self._places.release, undo=undo)
