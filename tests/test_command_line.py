@@ -23,7 +23,9 @@ FILES = [*(ROOT / "recipes").glob("[a-z]*.py"), *(ROOT / "apps").glob("[a-z]*.py
 PROGRAMS = [f"{path.parent.name}.{path.stem}" for path in FILES]
 LOOKING = ("apps.compare", "apps.runs", "apps.show")
 """Programs of a few flags, which nobody puts into a file."""
-NEEDS = {"apps.evaluate": ["a-model"]}
+NEEDS = {"apps.evaluate": ["a-model"], "apps.openenv_serve": ["game"]}
+SERVERS = ("apps.openenv_serve", "apps.sandbox")
+"""Programs without a seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,7 @@ def test_what_dump_config_prints_is_read_back_as_the_same_config(
     program: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kind: Any = importlib.import_module(program).Config
-    flags = [*NEEDS.get(program, []), "--seed", "7"] if program != "apps.openenv_serve" else ["game", "--port", "7"]
+    flags = [*NEEDS.get(program, []), "--port" if program in SERVERS else "--seed", "7"]
     with pytest.raises(SystemExit) as ended:
         parse(kind, program, [*flags, "--dump-config"])
     assert ended.value.code == 0

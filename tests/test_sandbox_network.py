@@ -1,5 +1,6 @@
 """Named network addresses of sessions: what they reach, and that they reach nothing else."""
 
+import asyncio
 import http.server
 import threading
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from forge_rl.errors import ConfigError
+from forge_rl.sandbox import Pool
 from forge_rl.sandbox.network import _may_lead_to, named_addresses
 from tests.sandbox_pool import SharedPool
 
@@ -123,3 +125,8 @@ def test_addresses_are_hosts_with_ports():
     for wrong in ("pypi.org", "https://pypi.org:443", "a:0", "a:65536", "*:80", "a b:80", ":80", "a:\u0661"):
         with pytest.raises(ConfigError, match="network="):
             named_addresses([wrong])
+
+
+def test_commands_are_given_no_network():
+    with pytest.raises(ConfigError, match="commands have no network"):
+        asyncio.run(Pool(profile="process", sessions=1).open(network=["pypi.org:443"]))
