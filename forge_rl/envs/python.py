@@ -13,7 +13,7 @@ from forge_rl.envs.tools import ToolSettings, ToolUse
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.sandbox import CellError, DurableSession, DurableSessions, Result, shared_pool
 from forge_rl.sandbox.fences import fenced_code
-from forge_rl.sandbox.host import check_layers
+from forge_rl.sandbox.shared import check_shared_pool
 from forge_rl.system.result_cache import ResultCache
 from forge_rl.types import Message, Task, ToolCall
 
@@ -65,7 +65,7 @@ class PythonEnv:
         """Raises SandboxError if this machine cannot isolate what runs."""
         least = {"max_turns": 1, "max_output_chars": 100, "cache_mib": 1}
         check_flags(self, "--env python:", least=least, above={"timeout_s": 0})
-        check_layers("standard")
+        check_shared_pool()
         if self.timeout_s > _QUEUE_S:
             raise ConfigError(f"--env python:timeout_s is {self.timeout_s:g}", hint=f"set it to {_QUEUE_S:g} or less")
         instruction = ("" if self.tool else _IN_BLOCKS) if self.instruction is None else self.instruction

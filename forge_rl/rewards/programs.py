@@ -13,8 +13,7 @@ from forge_rl.errors import TaskError, check_flags
 from forge_rl.rewards.unit_tests import run_tests
 from forge_rl.sandbox import Limits, Pool
 from forge_rl.sandbox.fences import last_code
-from forge_rl.sandbox.host import check_layers
-from forge_rl.sandbox.shared import a_cpu_of_shared_pool
+from forge_rl.sandbox.shared import a_cpu_of_shared_pool, check_shared_pool
 from forge_rl.types import Score, Task
 
 _SHARE = 4
@@ -61,7 +60,7 @@ class Programs:
 
     def load(self, folder: Path | None) -> None:
         """Raises SandboxError if this machine cannot isolate what runs."""
-        check_layers("standard")
+        check_shared_pool()
 
     async def __call__(self, task: Task, text: str) -> Score:
         """Return the score; `feedback` is the first failure.

@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+from forge_rl.sandbox.host import check_layers
 from forge_rl.sandbox.limits import Limits, Result
 from forge_rl.sandbox.pool import Pool, Profile
 
@@ -34,17 +35,17 @@ async def run_code(code: str, *, limits: Limits | None = None) -> Result:
         return await session.run(code)
 
 
-async def shared_pool(packages: Sequence[str] = (), profile: Profile = "standard") -> Pool:
+async def shared_pool(packages: Sequence[str] = (), profile: Profile | None = None) -> Pool:
     """Return the pool of the running event loop, opened on first use; it closes when the loop ends.
 
     Args:
         packages: folders of packages, as of `Pool`; each set of them has a pool of its own.
-        profile: of the pool; each has its own.
+        profile: of the pool; each has its own. None for `default_profile()`.
 
     Raises:
         SandboxError: this machine cannot isolate sessions, or the pool did not start.
     """
-    loop, pools = asyncio.get_running_loop(), _pools()
+    loop, pools, profile = asyncio.get_running_loop(), _pools(), profile or default_profile()
     for each in [each for each in pools if each[0].is_closed()]:
         pools.pop(each, None)
     held = pools.get(key := (loop, tuple(packages), profile))
@@ -54,11 +55,25 @@ async def shared_pool(packages: Sequence[str] = (), profile: Profile = "standard
     return await asyncio.shield(held.opened)
 
 
+def default_profile() -> Profile:
+    """Return `standard`, the cheapest profile, for root, and for others `strict`, which can do without."""
+    return "standard" if os.geteuid() == 0 else "strict"
+
+
+def check_shared_pool() -> None:
+    """Check that `shared_pool` can isolate sessions here, before anything needs it.
+
+    Raises:
+        SandboxError: this machine lacks a layer of isolation.
+    """
+    check_layers(default_profile())
+
+
 @contextlib.asynccontextmanager
 async def a_cpu_of_shared_pool() -> AsyncIterator[Pool]:
     """Yield the shared pool to as many users at a time as there are CPUs, so that their time limits are fair."""
     pool = await shared_pool()
-    async with _pools()[asyncio.get_running_loop(), (), "standard"].cpus:
+    async with _pools()[asyncio.get_running_loop(), (), default_profile()].cpus:
         yield pool
 
 
