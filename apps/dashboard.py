@@ -20,7 +20,6 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from apps.report import comparison_of
 from forge_rl.errors import ConfigError, ForgeError, check_flags
 from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.gateway_config import GatewayConfig
@@ -30,6 +29,8 @@ from forge_rl.gateway.keys import KeyRing
 from forge_rl.run.launch import launch
 from forge_rl.run.page.document import closing, encoded, opening, policy
 from forge_rl.run.page.run_data import RunData
+
+from .report import comparison_of
 
 _MOST_AT_ONCE = 32
 """Maximum requests in progress."""

@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import re
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -188,6 +190,18 @@ def test_a_report_holds_the_extremes_of_each_step_whole_within_its_bounds(tmp_pa
     with pytest.raises(ConfigError, match="cannot be written"):
         report.write(report.Config(run=run, out=tmp_path / "none" / "page.html"))
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".html"] == ["run"]
+
+
+def test_the_command_works_in_any_folder(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "run", "one_turn", steps=1, groups=1, size=2)
+    forge_rl = [Path(sys.executable).with_name("forge-rl"), "report"]
+    done = subprocess.run([*forge_rl, run], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("wrote run.html: ")
+    assert len(whole(tmp_path / "run.html")) == 4
+    done = subprocess.run([*forge_rl, tmp_path / "none"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "is not a run folder" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -56,6 +56,9 @@ function duration(value) {
     : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
 }
 
+/** @param {number | null} count @param {string} noun */
+const counted = (count, noun) => `${num(count)} ${noun}${count === 1 ? "" : "s"}`;
+
 /** @param {number} value @param {number} low @param {number} high */
 const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 

@@ -22,6 +22,7 @@ const MOST_SERIES = 10;
 /** Metrics in one chart have one prefix, and sizes that can be compared. @param {string} name */
 function chartOf(name) {
   const [first, ...rest] = name.split("/");
+  if (/^loss\/(clipped|dual_clipped)/.test(name)) return "share of clipped tokens";
   if (/^(loss|logprob_gap|logprob_drift|entropy|grad_norm|kl)/.test(name)) return rest.length > 1 ? `${first}/${rest[0]}` : name;
   if (first === "reward" && /^(mean|min|max)$/.test(rest[0])) return "reward";
   if (first === "reward" || first === "tokens_per_s" || first === "mixture") return `${first} by ${first === "tokens_per_s" ? "phase" : "source"}`;
@@ -68,21 +69,24 @@ function advisoriesOf(runs) {
 function curvesView(main, place, store) {
   const [first, second] = store.runs;
   const wanted = (place.args.get("find") ?? "").toLowerCase();
-  const { steps, columns } = first.raw.metrics;
+  const { columns } = first.raw.metrics;
   /** @type {Map<string, Map<string, Series[]>>} */
   const topics = new Map([...TOPICS.map(([title]) => title), "Others"].map((title) => [title, new Map()]));
   const names = [...new Set([...Object.keys(columns), ...Object.keys(second?.raw.metrics.columns ?? {})])];
   for (const name of names) {
-    if (wanted && !name.toLowerCase().includes(wanted)) continue;
+    if (name.endsWith("_stderr") || (wanted && !name.toLowerCase().includes(wanted))) continue; // they are drawn as intervals
     const topic = TOPICS.find(([, pattern]) => pattern.test(name))?.[0] ?? "Others";
     const charts = /** @type {Map<string, Series[]>} */ (topics.get(topic));
     const title = chartOf(name);
     const series = charts.get(title) ?? [];
     const colour = PALETTE[series.filter((each) => !each.dashed).length % PALETTE.length];
-    if (columns[name]) series.push({ label: name, steps, values: columns[name], colour });
-    if (second?.raw.metrics.columns[name]) {
-      series.push({ label: `B ${name}`, steps: second.raw.metrics.steps, values: second.raw.metrics.columns[name], dashed: true, colour });
-    }
+    store.runs.forEach((run, at) => {
+      const { steps, columns } = run.raw.metrics;
+      const [values, errors] = [columns[name], columns[`${name}_stderr`]];
+      if (!values) return;
+      const edge = (/** @type {number} */ sign) => values.map((/** @type {number | null} */ value, /** @type {number} */ of) => (value === null ? null : value + sign * 1.96 * (errors[of] ?? 0)));
+      series.push({ label: at ? `B ${name}` : name, steps, values, dashed: at > 0, colour, ...(errors ? { low: edge(-1), high: edge(1) } : {}) });
+    });
     charts.set(title, series);
   }
   const evaluation = [...(topics.get("Evaluation") ?? [])];
@@ -97,7 +101,8 @@ function curvesView(main, place, store) {
   if (!wanted) main.append(advisoriesOf(store.runs));
   const grid = el("div", { class: "charts" });
   for (const [topic, charts] of found) {
-    for (const [title, series] of charts) {
+    const main = (/** @type {string} */ title) => (title.toLowerCase() === topic.toLowerCase() || title.startsWith("score") ? 0 : 1);
+    for (const [title, series] of [...charts].sort((a, b) => main(a[0]) - main(b[0]))) {
       const named = title.toLowerCase() === topic.toLowerCase() ? topic : `${topic}: ${title}`;
       grid.append(chart(named, series.slice(0, MOST_SERIES), series.length > MOST_SERIES ? `${series.length - MOST_SERIES} more are not drawn` : ""));
     }

@@ -7,7 +7,11 @@ const phaseColour = (name) => PALETTE[PHASES.includes(name) ? PHASES.indexOf(nam
 /** @param {HTMLElement} main @param {Place} place @param {Store} store */
 function timelineView(main, place, store) {
   const run = store.runs[place.run];
-  const { steps, columns } = run.raw.metrics;
+  const { columns: all, steps: every } = run.raw.metrics;
+  /** Places of the steps that were timed; an evaluation before the first step is not. */
+  const timed = every.flatMap((/** @type {number} */ _, /** @type {number} */ at) => ((all["seconds/step"]?.[at] ?? null) === null ? [] : [at]));
+  const steps = timed.map((/** @type {number} */ at) => every[at]);
+  const columns = Object.fromEntries(Object.entries(all).map(([name, values]) => [name, timed.map((/** @type {number} */ at) => /** @type {any} */ (values)[at])]));
   const names = PHASES.filter((name) => columns[`seconds/${name}`]);
   /** @type {[string, (number | null)[]][]} */
   const parts = names.map((name) => [name, columns[`seconds/${name}`]]);
@@ -49,7 +53,7 @@ function timelineView(main, place, store) {
         el("span", { class: "name" }, run.name(at)),
         el("span", { class: "track" }, el("span", { class: `length${took > limit ? " slow" : ""}`, style: { width: `${Math.max(0.3, (100 * took) / most)}%` } })),
         el("span", { class: "right" }, duration(took)),
-        el("span", { class: "right wide" }, `${run.number("turn_count", at)} turns, ${run.number("tokens", at)} tokens`),
+        el("span", { class: "right wide" }, `${counted(run.number("turn_count", at), "turn")}, ${counted(run.number("tokens", at), "token")}`),
       ),
     );
   }
