@@ -142,7 +142,8 @@ async def _profile(config: Config, report: Report, profile: Literal["standard", 
 async def _workspaces(config: Config, report: Report, folder: Path) -> None:
     """Open sessions in a shared folder; each changes a file, and the diffs of some are taken.
 
-    Memory is what a session adds to that of one without a workspace. The peer is a copy of the folder.
+    Memory is what the kernel keeps, files in memory included, beyond what it keeps for sessions without a workspace.
+    The peer is a copy of the folder.
     """
     for number in range(config.workspace_files):
         path = folder / f"{number // 100}" / f"{number}.py"
@@ -155,14 +156,14 @@ async def _workspaces(config: Config, report: Report, folder: Path) -> None:
     count, bytes_a_session = config.workspace_sessions, {}
     for workspace in (None, folder):
         async with Pool(limits=Limits(memory_bytes=256 << 20, processes=32), warm=0, sessions=count) as pool:
-            opened, sessions, before = [], list[Session](), _available_mib()
+            opened, sessions, before = [], list[Session](), _kernel_bytes()
             for _ in range(count):
                 began = time.perf_counter()
                 sessions.append(await pool.open(workspace=workspace))
                 opened.append(1000 * (time.perf_counter() - began))
             slots = asyncio.Semaphore(64)
             await asyncio.gather(*(_change(session, at, slots) for at, session in enumerate(sessions)))
-            bytes_a_session[workspace] = (before - _available_mib()) * (1 << 20) / count
+            bytes_a_session[workspace] = (_kernel_bytes() - before) / count
             if workspace is None:
                 continue
             ordered, diffs = sorted(opened), []
@@ -210,6 +211,12 @@ async def _cells(sessions: list[Session], count: int) -> None:
 
     workers = min(64, len(sessions))
     await asyncio.gather(*(work(sessions[at::workers]) for at in range(workers)))
+
+
+def _kernel_bytes() -> int:
+    """Return the bytes of files in memory, and of the kernel's own structures, such as mounts and open files."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Shmem:", "Slab:", "Percpu:")))
 
 
 def _available_mib() -> float:
