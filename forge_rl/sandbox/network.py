@@ -13,7 +13,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.frames import MOST_ADDRESS
@@ -74,7 +74,7 @@ class Network:
     async def _serve(self) -> None:
         """Answer requests, one after another, until the session has ended or does not take its answers."""
         loop = asyncio.get_running_loop()
-        with self._channel, contextlib.suppress(OSError):
+        with self._channel, contextlib.suppress(OSError), self._relays_end():
             while asked := await loop.sock_recv(self._channel, MOST_ADDRESS):
                 try:
                     outside = await self._dial(asked.decode("ascii", "replace"))
@@ -87,6 +87,15 @@ class Network:
                     self._relays.add(relay)
                     relay.add_done_callback(self._relays.discard)
                     socket.send_fds(self._channel, [b"+"], [theirs.fileno()])
+
+    @contextlib.contextmanager
+    def _relays_end(self) -> Iterator[None]:
+        """End all connections at the end of the context, when the session is gone."""
+        try:
+            yield
+        finally:
+            for relay in self._relays:
+                relay.cancel()
 
     async def _dial(self, address: str) -> socket.socket:
         if address not in self.allowed:
