@@ -62,6 +62,7 @@ class TestAnswer(unittest.TestCase):
 """
 COUNTS = "import collections\ndef count(a): return collections.Counter(a)"
 METHOD = "class Solution:\n    def up(self, n): return n + 1\n    def two(self, a): return a, (a,)"
+NEVER_UNEQUAL = "class A(int):\n    __ne__ = lambda *a: False\nanswer = A"
 SHAPES = "assert shapes() == ((1, 2.5), {'a': [None, True]}, {3}, b'x', 1 << 70, 'é')\nassert list(shapes()) != []"
 
 
@@ -110,6 +111,22 @@ def test_a_share_of_the_tests_counts_if_asked_for(loop: asyncio.Runner):
     program = fenced(f"{half}\nprint(answer(int(input())))")
     assert loop.run(Programs(partial=True)(given, program)).total == pytest.approx(2 / 3)
     assert loop.run(PROGRAM(given, program)).total == 0
+
+
+@pytest.mark.parametrize(
+    ("tests", "code"),
+    [
+        ("assert all(map(answer, [1, 5]))", "def answer(n): raise StopIteration"),
+        ("assert not abs(answer(1) - 2) > 1e-6", "def answer(n): return float('nan')"),
+        (
+            "assert not any(each != 2 for each in [answer(1)])",
+            "class A(int):\n    __ne__ = lambda *a: False\nanswer = A",
+        ),
+        ("found = answer(1)\nassert found in (2, [found])", "answer = lambda n: type('A', (), {})()"),
+    ],
+)
+def test_a_trick_passes_no_loose_tests_either(loop: asyncio.Runner, tests: str, code: str):
+    assert score(loop, code, tests).total == 0
 
 
 def test_a_helper_of_the_tests_is_the_setups_also_if_the_solution_has_one_of_its_name(loop: asyncio.Runner):
