@@ -79,3 +79,15 @@ def can_make_networks() -> bool:
     """True if this machine lets its users make networks of their own."""
     command = [sys.executable, "-m", "forge_rl.runtime.private_network", sys.executable, "-c", "pass"]
     return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
+
+
+def python_of_all() -> str | None:
+    """An interpreter of this version that other users can run."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for path in (getattr(sys, "_base_executable", sys.executable), f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
+        try:
+            if subprocess.run([path, "-c", ""], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/").returncode == 0:
+                return path
+        except OSError:
+            continue
+    return None

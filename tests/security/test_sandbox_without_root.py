@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.other_user import NOBODY, ROOT, needs_root
+from tests.security.other_user import NOBODY, ROOT, needs_root, python_of_all
 
 _ATTACKS = (
     "dangerous_system_calls or clone or killed or machines_files or written_elsewhere or abstract or channel_leads "
@@ -15,23 +15,11 @@ _ATTACKS = (
 )
 
 
-def _python_of_all() -> str | None:
-    """An interpreter of this version that other users can run."""
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    for path in (getattr(sys, "_base_executable", sys.executable), f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
-        try:
-            if subprocess.run([path, "-c", ""], user=NOBODY, group=NOBODY, extra_groups=[], cwd="/").returncode == 0:
-                return path
-        except OSError:
-            continue
-    return None
-
-
 @needs_root
 @pytest.mark.long
 @pytest.mark.usefixtures("process_pool")
 def test_the_attacks_fail_without_root(tmp_path: Path):
-    python = _python_of_all()
+    python = python_of_all()
     if python is None:
         pytest.skip("other users can run no Python of this version here")
     home = Path("/tmp") / f"nobody-{os.getpid()}"
