@@ -1,7 +1,9 @@
 """Commands in the profile `process`: their results, limits, files and languages."""
 
 import asyncio
+import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,30 @@ def test_what_ends_a_command_leaves_its_session(
     assert (failed.error.name, after.stdout) == (error, "x\n")
     assert message in failed.error.message
     assert {len(text.split()) for text in inside} == {1}  # the session's own process
+
+
+def kill_one(group: Path, victim: str) -> None:
+    """Kill the first process of a name, once a cgroup has five: both, PID 1 inside, and two that sleep."""
+    deadline = time.monotonic() + 20
+    while len(pids := group.read_text().split()) < 5 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(next(pid for pid in map(int, pids) if victim in Path(f"/proc/{pid}/comm").read_text()), 9)
+
+
+@pytest.mark.parametrize(("victim", "alive"), [("bwrap", True), ("python", False)])
+def test_a_killed_part_ends_the_command_with_all_that_it_started(process_pool: SharedPool, victim: str, alive: bool):
+    """Bubblewrap itself, or the session's own process."""
+
+    async def work():
+        async with process_pool.pool.session() as session:
+            running = asyncio.create_task(session.run("setsid sleep 99 & echo; sleep 98"))
+            [host] = process_pool.pool.hosts
+            group = next(iter(left_in_cgroups(host.tree))) / session._body.name / "cgroup.procs"
+            await asyncio.to_thread(kill_one, group, victim)
+            result = await running
+            return result.error.name, session.alive, len(group.read_text().split()) if alive else 1
+
+    assert process_pool.run(work()) == ("Ended", alive, 1)
 
 
 def test_a_result_says_what_a_command_used(process_pool: SharedPool):

@@ -46,6 +46,7 @@ _LINKS = (
 _FILE_S, _LAST_WORDS_S = 30.0, 10.0
 _TICK_S = 0.1
 _MOST_FILES = 1 << 20
+_SAYS = "bwrap: "
 _PUT = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
 _GET = """[ -e "$1" ] || { echo "no such file" >&2; exit 1; }
 [ -f "$1" ] || { echo "not a regular file" >&2; exit 1; }
@@ -146,8 +147,10 @@ class Commands:
         elif ended.out_of_memory:
             error = ["OutOfMemory", "a process of the command exceeded the session's memory limit: killed", ""]
         elif ended.status is None and error is None:
-            error = ["NotStarted", ended.err.decode("utf-8", "replace").strip().removeprefix("bwrap: "), ""]
-            ended.err = b""
+            said = ended.err.decode("utf-8", "replace").strip()
+            error = ["Ended", "bubblewrap was killed", ""]
+            if said.startswith(_SAYS):
+                error, ended.err = ["NotStarted", said.removeprefix(_SAYS), ""], b""
         most = self.output_bytes
         return frames.encode(
             {
@@ -312,7 +315,7 @@ class Commands:
             assert self._bwrap is not None
             os.execve(self._bwrap, [arguments[0], *extra, *arguments[1:]], {})
         except BaseException as error:
-            os.write(2, str(error).encode("utf-8", "replace")[:4096])
+            os.write(2, f"{_SAYS}{error}".encode("utf-8", "replace")[:4096])
         finally:
             os._exit(127)
 
