@@ -34,6 +34,8 @@ _CURVES = (
 """Metrics whose curves are shown, if a run has them."""
 _SAME = ("reward/mean", "loss", "tokens/completion_mean")
 """Metrics that are equal in equal runs, unlike times."""
+_PROMPTS = 4
+"""Tasks whose prompts are compared."""
 _CLEAR_STEPS = 3
 """Consecutive steps whose rewards must differ by more than chance for runs to have parted."""
 
@@ -63,7 +65,7 @@ def show(config: Config, console: Console) -> None:
     found = compared(config.first, config.second)
     console.print(Text(found["lines"][0], "bold"), soft_wrap=True)
     for line in found["lines"][1:]:
-        console.print(line)
+        console.print(Text(line), soft_wrap=True)
     if found["differences"]:
         console.print(_table(("difference", "A", "B"), found["differences"]))
     console.print(_table(("metric", "A", "last", "B", "last"), _curves(*map(_by_step, (config.first, config.second)))))
@@ -76,10 +78,13 @@ def compared(first: Path, second: Path) -> dict[str, Any]:
     """Compare two runs: `lines` of text, of which the first names the cause; `differences`, rows of a name and two
     values; and `scores` of an evaluation `step`, rows of a set, two scores and their difference."""
     differ = differences(first, second)
+    lines, prompts = [_first_line(differ)], _other_prompts(first, second)
+    if prompts:
+        lines.insert(int(any(each.defines for each in differ)), prompts)
     parting = _parting(_by_step(first), _by_step(second), _rewards(first), _rewards(second))
     step, scores = _scores(first, second)
     return {
-        "lines": [_first_line(differ), *parting],
+        "lines": [*lines, *parting],
         "differences": [
             tuple(clipped(cell, lines=1, width=400) for cell in (e.name, e.first, e.second)) for e in differ
         ],
@@ -125,6 +130,29 @@ def _first_line(differ: Sequence[Difference]) -> str:
         return f"settings and code that define a run are the same; {others}"
     more = f", and {len(named) - 3} more" * (len(named) > 3)
     return f"A and B differ in {', '.join(named[:3])}{more}" + f"; {others}" * (rest > 0)
+
+
+def _other_prompts(first: Path, second: Path) -> str:
+    """Describe a task that both runs have, whose messages are equal but not the tokens of its prompt; "" for none."""
+    for kind in ("evaluated", "trained"):
+        files = [{step: path for step, of, path in recorded_files(folder) if of == kind} for folder in (first, second)]
+        for step in sorted(files[0].keys() & files[1].keys())[:1]:
+            read = [EpisodeFile(each[step]) for each in files]
+            rows = [{(row["source"], row["task"]): row["row"] for row in file.listing()} for file in read]
+            for key in sorted(rows[0].keys() & rows[1].keys())[:_PROMPTS]:
+                a, b = (file[of[key]].episode for file, of in zip(read, rows, strict=True))
+                if not (a.turns and b.turns) or (a.task.messages, a.task.tools) != (b.task.messages, b.task.tools):
+                    continue
+                shown = [episode.turns[0] for episode in (a, b)]
+                is_same = shown[0].messages == shown[1].messages
+                if is_same and shown[0].prompt_ids.tolist() != shown[1].prompt_ids.tolist():
+                    counts = " and ".join(str(len(turn.prompt_ids)) for turn in shown)
+                    task = clipped(" ".join(key), lines=1, width=60)
+                    return (
+                        f"A and B have different prompts for the same messages ({task}: {counts} tokens): another chat "
+                        "template or tokenizer"
+                    )
+    return ""
 
 
 def _by_step(folder: Path) -> dict[int, dict[str, Any]]:

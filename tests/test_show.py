@@ -5,6 +5,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from apps import compare, runs, show
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.metrics.episode_files import RecordedEpisode, write_episodes
+from forge_rl.metrics.episode_files import EpisodeFile, RecordedEpisode, write_episodes
 from forge_rl.types import Episode, Outcome, Score, Task
 from tests.test_recording import HOSTILE, played, task_of, turn
 
@@ -203,3 +204,26 @@ def test_the_programs_load_neither_torch_nor_monarch() -> None:
         "import sys, apps.show, apps.runs, apps.compare; print(sorted({'torch', 'monarch', 'vllm'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_another_chat_template_is_named_first(tmp_path: Path) -> None:
+    first = compared_run(tmp_path / "a", [0.5], {"model": "tiny"}, {})
+    second = compared_run(tmp_path / "b", [0.1], {"model": "tiny"}, {})
+    assert "different prompts" not in shown(compare.Config(first=first, second=second))
+    path = second / "episodes" / "000001-evaluated.parquet"
+    records = [*EpisodeFile(path)]
+    for at, record in enumerate(records):
+        turns = list(record.episode.turns)
+        turns[0] = replace(turns[0], prompt_ids=[7, *turns[0].prompt_ids])
+        records[at] = replace(record, episode=Episode(task=record.episode.task, turns=tuple(turns[:1]), score=None))
+    write_episodes(path, records)
+    lines = shown(compare.Config(first=first, second=second), width=200).splitlines()
+    prompts = (
+        "A and B have different prompts for the same messages (sums sums/0: 3 and 4 tokens): another chat template"
+    )
+    assert lines[0].startswith(prompts)
+    assert lines[1] == "settings, code and versions are the same"
+    (second / "config.json").write_text(json.dumps({"model": "other"}))
+    lines = shown(compare.Config(first=first, second=second), width=200).splitlines()
+    assert lines[0] == "A and B differ in --model tiny -> other"
+    assert lines[1].startswith(prompts)
