@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import tyro
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -44,6 +44,7 @@ from forge_rl.gateway.keys import kept_key, read_key
 from forge_rl.run.launch import launch
 from forge_rl.sandbox import Limits, Pool, SandboxError, Session
 from forge_rl.sandbox.network import named_addresses
+from forge_rl.sandbox.pool import Profile
 from forge_rl.sandbox.wire import WireError, limits_from_json, result_to_json, unpacked
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
@@ -68,8 +69,9 @@ class Config:
     """Files with one API key each, which no other user may have access to (chmod 600)."""
     allowed_hosts: tuple[str, ...] = ()
     """Host names accepted in requests' Host header, besides loopback and the listening address; * accepts all."""
-    profile: Literal["standard", "strict"] = "standard"
-    """How sessions are confined: strict gives each session namespaces of its own."""
+    profile: Profile = "standard"
+    """How sessions are confined: strict gives each session namespaces of its own; process runs command lines instead of
+    Python."""
     without: tuple[str, ...] = ()
     """Layers of isolation that may be missing on this machine: cgroup, landlock, seccomp."""
     packages: tuple[Path, ...] = ()

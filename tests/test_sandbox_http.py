@@ -1,6 +1,7 @@
 """The sandbox over HTTP: what its client can do, whose sessions they are, limits, leases, and its end."""
 
 import asyncio
+import json
 import signal
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from starlette.datastructures import Headers
 from apps.sandbox import Config, SandboxServer
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.errors import ApiError
-from forge_rl.sandbox import Limits, RemotePool, SandboxError, SandboxPool
+from forge_rl.sandbox import CellError, Image, Limits, RemotePool, Result, SandboxError, SandboxPool, Usage
+from forge_rl.sandbox.wire import WireError, result_from_json, result_to_json
 from tests.sandbox_pool import left_in_cgroups
 
 LIMITS = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 << 20, transfer_bytes=64 << 10)
@@ -117,6 +120,19 @@ def test_a_remote_pool_does_what_a_pool_does(served: Served):
     assert (mine.value, forked.value, file) == ("[18]", "[18, 2]", b"3")
     assert (image.image.media_type, image.image.data) == ("image/jpeg", b"\xff\xd8\xff" * 7)
     assert ended.error.name == "Ended"
+
+
+def test_every_field_of_a_result_survives_json_and_a_wrong_one_is_refused():
+    usage = Usage(wall_s=1.5, cpu_s=0.5, memory_bytes=7)
+    error = CellError(name="E", message="m\ud800", traceback="t")
+    image = Image(media_type="image/jpeg", data=b"\xff\xd8\xff.")
+    whole = Result(stdout="o", stderr="e", value="v", image=image, error=error, usage=usage, cut=True, status=-9)
+    assert all(getattr(whole, one.name) != one.default for one in fields(Result))
+    sent = json.dumps(result_to_json(whole))
+    assert result_from_json(json.loads(sent), LIMITS) == whole
+    for name, wrong in (("stdout", 1), ("status", True), ("usage", []), ("error", "x"), ("image", {"media_type": "x"})):
+        with pytest.raises(WireError):
+            result_from_json({**json.loads(sent), name: wrong}, LIMITS)
 
 
 def test_a_key_reaches_its_own_sessions_only(served: Served):

@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.limits import MEDIA_TYPES, CellError, Image, Limits, Result, Usage
 
+_MOST_STATUS = 1 << 16
 _FRACTIONS = ("wall_s", "cpu_s", "cpus")
 
 
@@ -42,6 +43,9 @@ def result_from_json(found: object, limits: Limits) -> Result:
             message=_text(told, "message")[: limits.output_bytes],
             traceback=_text(told, "traceback")[: limits.output_bytes],
         )
+    status = top.get("status")
+    if status is not None and (isinstance(status, bool) or not isinstance(status, int) or abs(status) > _MOST_STATUS):
+        raise WireError("its status is not one")
     value = None if top.get("value") is None else _text(top, "value")[: limits.output_bytes]
     return Result(
         stdout=_text(top, "stdout")[: limits.output_bytes],
@@ -55,6 +59,7 @@ def result_from_json(found: object, limits: Limits) -> Result:
             memory_bytes=int(_number(usage, "memory_bytes")),
         ),
         cut=top.get("cut") is True,
+        status=status,
     )
 
 
