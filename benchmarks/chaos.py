@@ -37,7 +37,7 @@ class Config(BenchmarkConfig):
     cells: int = 6
     """Cells of an episode."""
     seed: int = 0
-    """Decides what is killed."""
+    """Seed of the kills."""
 
 
 def measure(config: Config, report: Report) -> None:
@@ -51,7 +51,7 @@ def measure(config: Config, report: Report) -> None:
 
 
 async def play_under_chaos(config: Config) -> dict[str, float]:
-    """Play episodes under kills; return how many ended right, came twice, and what is left of their sessions."""
+    """Play episodes under kills; return how many ended right and came twice, and the leftovers of their sessions."""
     before, rng = _mounts(), random.Random(config.seed)
     limits = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 << 20)
     ended: Counter[int] = Counter()
@@ -147,7 +147,7 @@ def _left(trees: set[str], seen: set[int]) -> int:
 
 
 def _runs(pid: int) -> bool:
-    """Return whether a process exists. One that has ended counts as long as it is ours, not init's, to be reaped."""
+    """Return whether a process exists. An ended one counts until reaped, unless init is to reap it."""
     with contextlib.suppress(OSError):
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
         return (state, parent) != ("Z", "1")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import forge_rl as rl
 
 SUMS = "chain_sum:min_terms=3,max_terms=5,min_digits=3,max_digits=4"
-"""Sums such as "4123 - 588 + 911", hardly any of which the untrained model gets right by itself."""
+"""Sums such as "4123 - 588 + 911", hardly any of which the untrained model gets right without code."""
 BITS = "count_bits:max_n=1000000"
 """How many bits of a number are 1: the model has to know how Python counts them."""
 

@@ -82,10 +82,10 @@ def test_a_checkout_has_the_files_of_its_revision_and_shares_those_that_are_equa
 @pytest.mark.parametrize(
     ("repository_", "revision", "error"),
     [
-        ("ext::sh -c touch% hurt", "main", "is no repository"),
-        ("ssh://host/x", "main", "is no repository"),
-        ("/nowhere", "main", "is no repository"),
-        ("", "--upload-pack=touch hurt", "is no revision"),
+        ("ext::sh -c touch% hurt", "main", "is not a repository"),
+        ("ssh://host/x", "main", "is not a repository"),
+        ("/nowhere", "main", "is not a repository"),
+        ("", "--upload-pack=touch hurt", "is not a revision"),
         ("", "none", "no branch or tag none"),
         ("", "0" * 40, "git fetch failed"),
     ],

@@ -154,7 +154,7 @@ def test_a_patch_of_tests_is_applied_and_a_command_decides_by_its_status(pool: S
     assert [each.all_passed for each in pool.run(main())] == [True, False, False]
     with pytest.raises(SandboxError, match="the tests' patch does not apply"):
         pool.run(verdict(pool, base, {}, RepositoryTests(command="true", patch=patch.replace("True", "False"))))
-    with pytest.raises(ConfigError, match="there are no tests"):
+    with pytest.raises(ConfigError, match="no tests were given"):
         RepositoryTests()
     with pytest.raises(ConfigError, match="not in the repository"):
         RepositoryTests(command="true", files={"../x": ""})

@@ -193,7 +193,7 @@ def test_a_key_has_so_many_sessions_and_other_keys_still_get_theirs(served: Serv
         ("POST", "/v1/sessions", {"body": {"limits": {"wall_s": 21}}}, 400, "above the server's, 20"),
         ("POST", "/v1/sessions", {"body": {"limits": {"memory_bytes": "1"}}}, 400, "limits"),
         ("POST", "/v1/sessions", {"body": {"limits": {"processes": 0}}}, 400, "set Limits:processes to 1"),
-        ("POST", "/v1/sessions", {"body": {"limits": {"uid": 0}}}, 400, "there is no limit 'uid'"),
+        ("POST", "/v1/sessions", {"body": {"limits": {"uid": 0}}}, 400, "unknown limit 'uid'"),
         ("POST", "/v1/sessions", {"body": {"profile": "none"}}, 400, "profile"),
         ("POST", "/v1/sessions", {"body": {"wait_s": 1e9}}, 400, "wait_s"),
         ("POST", "/v1/sessions", {"body": {"network": ["127.0.0.1:8"]}}, 403, "not an address of --network"),

@@ -79,7 +79,7 @@ class Env(Protocol):
     last time with "" and truncated=True, so that it can return a reward; the episode then ends regardless.
 
     If the process of an environment dies, a new one in another process is given the episode's completions again, and
-    the episode goes on; if it then shows something else, the episode starts again. Set `replayable = False` if steps
+    the episode resumes; if it then shows something else, the episode restarts. Set `replayable = False` if steps
     must not be repeated, as of a world that others share: the episode then starts again at once. An optional method
     `resume(completion, step, calls)`, plain or async, brings an environment past a completion whose `Step` is known,
     without doing the work again; it returns False to have `step` called instead.
@@ -182,11 +182,11 @@ async def step_env(env: Env, completion: str, truncated: bool = False, parsed: P
 
 
 Given: TypeAlias = tuple[str, bool, Parsed | None]
-"""What `step_env` was given beside the environment."""
+"""The arguments of `step_env` after the environment."""
 
 
 async def replay_env(env: Env, observation: Observation, log: Sequence[tuple[Given, Step]]) -> str:
-    """Bring a new environment to where another one was; return what it showed differently, or ""."""
+    """Bring a new environment to the state of another one; return the first difference in its output, or ""."""
     if _shown(seen := await reset_env(env)) != _shown(observation):
         return f"it began with {seen.messages!r:.200}, not {observation.messages!r:.200}"
     resume = getattr(env, "resume", None)

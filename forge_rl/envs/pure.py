@@ -52,7 +52,7 @@ def purity(function: Callable[..., object]) -> str | None:
 
 @functools.lru_cache(maxsize=1024)  # the file may change later, the loaded function does not
 def version_of(function: Callable[..., object]) -> str:
-    """Return a version of a function that changes with its code, its file, what it has bound, and its declared version.
+    """Return a version of a function that changes with its code, its file, its bound values, and its declared version.
 
     Raises:
         ConfigError: it has bound objects that cannot be compared, and no declared version.
@@ -74,7 +74,7 @@ def version_of(function: Callable[..., object]) -> str:
         if not declared:
             raise ConfigError(
                 f"the pure tool {inner.__name__} has bound objects whose changes cannot be seen: {bound!r:.200}",
-                hint='pass them as arguments, or declare what they are: tool(pure=True, version="...")',
+                hint='pass them as arguments, or declare a version that covers them: tool(pure=True, version="...")',
             ) from None
         known = ""
     seen = hashlib.blake2b(digest_size=16)
@@ -108,7 +108,7 @@ class CachedTool:
     tool: Tool
     cache: ResultCache
     about: str = ""
-    """What the results depend on beside the arguments."""
+    """Anything but the arguments that results depend on."""
 
     @property
     def schema(self) -> Mapping[str, object]:

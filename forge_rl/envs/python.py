@@ -34,7 +34,7 @@ class PythonEnv:
     A completion with code in fenced blocks, or a call of the tool `python`, runs it, and the next message is its
     output, the value of its last expression, and its error. Any other completion is the answer, which the reward
     scores. A session starts with the first code of an episode and ends with the episode. If the code kills it, the
-    output says so, and the next code has a new one. If the sandbox loses it, the episode's code is run again.
+    output says so, and the next code gets a new one. If the sandbox loses it, the episode's code is run again.
     """
 
     max_turns: int = 4
@@ -54,7 +54,7 @@ class PythonEnv:
     """Keep what code shows, and show it again, without running, where the same code follows the same code in the same
     order, also in later runs. Random numbers and the time are then the same ones, too."""
     cache: str = "~/.cache/forge_rl/tools"
-    """Folder of what is kept, shared by all runs; empty keeps it in memory only."""
+    """Folder of kept results, shared by all runs; empty keeps them in memory only."""
     cache_mib: int = 1024
     """Maximum MiB in that folder; the least recently used are evicted."""
     settings: ToolSettings = field(init=False, repr=False)
@@ -124,7 +124,7 @@ class PythonUse:
 
     @property
     def was_kept(self) -> bool | None:
-        """Whether the latest code was not run, as what it shows was kept; None if nothing is."""
+        """True if the latest code was not run because its output was kept; None without a cache."""
         return None if self._session is None else self._session.was_kept
 
     async def run(self, code: str) -> str:

@@ -53,12 +53,12 @@ class RepositoryEnv:
     completion with commands in fenced blocks, or a call of the tool `shell`, runs them in the episode's workspace,
     without a network; any other completion ends the episode. Then the tests run in a fresh session, on what the model
     changed outside of tests: the reward is 1.0 if all pass, else 0.0, and its part `tests_passed` is the share that
-    pass. `forge_rl.sandbox.repository_tests` says what is protected.
+    pass. `forge_rl.sandbox.repository_tests` lists the protections.
 
     Args:
         file: the tasks.
         packages: folder of packages, a site-packages folder with pytest and what the repositories need.
-        max_turns: maximum completions per episode; after the last, the tests run on what is there.
+        max_turns: maximum completions per episode; after the last, the tests run on the files as they are.
         timeout_s: seconds that the commands of one completion may run.
         tests_timeout_s: seconds that the tests may run.
         memory_mib: memory of a session, of which an eighth may be changed files.
@@ -91,7 +91,9 @@ class RepositoryEnv:
         check_flags(self, "--env repository:", **flags, below={"held_out_share": 1})
         self.packages = [str(Path(packages).expanduser().resolve())] if packages else []
         if packages and not Path(self.packages[0]).is_dir():
-            raise ConfigError(f"--env repository:packages={packages} is no folder", hint="name a site-packages folder")
+            raise ConfigError(
+                f"--env repository:packages={packages} is not a folder", hint="name a site-packages folder"
+            )
         instruction = "" if tool else _INSTRUCTION
         self.settings = ToolSettings(
             max_turns=max_turns, timeout_s=_QUEUE_S, max_output_chars=4000, instruction=instruction
@@ -99,7 +101,7 @@ class RepositoryEnv:
         self.tasks = _read(self.file)
 
     def limits(self, *, of_tests: bool = False) -> Limits:
-        """Return the limits of an episode's sessions; that of the tests has room for their files beside the changes."""
+        """Return the limits of an episode's sessions; the tests' session has room for their files, too."""
         memory = self.memory_mib << 20
         return Limits(
             wall_s=self.timeout_s,
@@ -209,7 +211,7 @@ class RepositoryUse:
 
 
 async def _shell(episode: RepositoryUse, command: str) -> str:
-    """Run a shell command in the repository's folder, and return what it prints. Changed files stay.
+    """Run a shell command in the repository's folder, and return its output. Changed files stay.
 
     Args:
         command: the command.

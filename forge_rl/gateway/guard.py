@@ -29,7 +29,7 @@ class InFlight:
 
     Args:
         most: limit for one caller.
-        what: what is counted, for errors.
+        what: name of the counted thing, for errors.
     """
 
     def __init__(self, most: int, what: str = "completions") -> None:

@@ -28,7 +28,7 @@ def write_vocabulary(folder: Path, pieces: Sequence[bytes]) -> None:
 
 
 def read_vocabulary(folder: Path) -> list[bytes]:
-    """Return the pieces by token id; [] if there is no such file, or if it is damaged or oversized."""
+    """Return the pieces by token id; [] if the file is missing, damaged or oversized."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

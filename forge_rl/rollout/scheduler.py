@@ -182,7 +182,7 @@ class Scheduler:
         self._look_at_infrastructure(result)
 
     def _look_at_infrastructure(self, result: Episode) -> None:
-        """Raise an InfrastructureError, and count anew, if too many of the latest attempts have failed."""
+        """Raise an InfrastructureError, and start counting again, if too many of the latest attempts have failed."""
         config = self.config
         batches = math.ceil((config.lag + 1) * config.over_sampling)
         window = max(_LEAST_ATTEMPTS, 2 * batches * self._groups * self._episodes)

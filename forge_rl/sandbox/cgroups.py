@@ -129,7 +129,7 @@ class Meter:
         for line in text.splitlines():
             if line.startswith(self.key):
                 return int(line[len(self.key) :]) * self.unit
-        raise ValueError(f"there is no {self.key}")
+        raise ValueError(f"{self.key} is missing")
 
 
 _METERS = (

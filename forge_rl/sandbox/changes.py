@@ -1,6 +1,6 @@
 """What a session changed of its workspace: read outside of the session, from folders whose content is hostile.
 
-Nothing is executed, no link is followed, only regular files are opened, and what is read is bounded.
+Nothing is executed, no link is followed, only regular files are opened, and reads are bounded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 LEFT_OUT = (".git", "__pycache__", ".pytest_cache")
-"""Names of files and folders that by default are no part of what was changed."""
+"""Names of files and folders whose changes are left out by default."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_DEPTH = 100
 _OPAQUE = "trusted.overlay.opaque"

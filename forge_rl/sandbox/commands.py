@@ -1,7 +1,7 @@
 """Runs the command lines of one session under bubblewrap. Imports nothing of this library but its neighbours.
 
-Unlike `cells`, this process stays outside: a command sees neither it nor its channel, so that what it
-reports of a command is true.
+Unlike `cells`, this process stays outside: a command sees neither it nor its channel, so that its reports
+can be trusted.
 """
 
 from __future__ import annotations

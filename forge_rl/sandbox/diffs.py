@@ -1,4 +1,4 @@
-"""Changes of a workspace as text, in the form of `git diff`. Bounded in time and size whatever the files contain."""
+"""Changes of a workspace as text, in the form of `git diff`. Bounded in time and size for any content."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _walked_back(trace: list[dict[int, int]], x: int, y: int) -> list[tuple[int,
 
 
 def _quoted(path: str) -> str:
-    """Return a path as git quotes it: bytes that are no printable ASCII as escapes, in quotes if there are any."""
+    """Return a path as git quotes it: bytes outside printable ASCII as escapes, in quotes if there are any."""
     raw = path.encode("utf-8", "surrogateescape")
     text = "".join(_ESCAPES.get(byte) or (chr(byte) if 32 <= byte < 127 else f"\\{byte:03o}") for byte in raw)
     return f'"{text}"' if text != path else path

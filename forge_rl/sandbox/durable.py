@@ -48,7 +48,7 @@ class _Live:
 
 @dataclass(frozen=True)
 class _Action:
-    """What was done with a session, and what came of it."""
+    """A cell or file given to a session, and its result."""
 
     code: str = ""
     wall_s: float | None = None
@@ -65,7 +65,7 @@ class DurableSessions:
         async with sessions.open() as session:
             print((await session.run("6 * 7")).value)
 
-    A cell is looked up by the whole history of its session: what was run and put before, and what came of it. Use a
+    A cell is looked up by the whole history of its session: its cells and files so far, with their results. Use a
     cache only if equal histories may have equal results: cells that draw random numbers, or look at the clock, then
     show every session the same ones.
 
@@ -156,14 +156,14 @@ class DurableSessions:
 
 
 class DurableSession:
-    """Runs cells one at a time, whatever happens to the processes that run them; made by `DurableSessions.open`."""
+    """Runs cells one at a time, and survives the death of their processes; made by `DurableSessions.open`."""
 
     def __init__(
         self, sessions: DurableSessions, limits: Limits, keys: tuple[bytes, ...], log: tuple[_Action, ...]
     ) -> None:
         self.limits = limits
         self.was_kept: bool | None = None
-        """Whether the latest cell's result came from the cache; None if there is no cache."""
+        """Whether the latest cell's result came from the cache; None without a cache."""
         self._sessions = sessions
         self._keys = list(keys)
         self._log = list(log)

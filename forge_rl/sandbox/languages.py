@@ -22,7 +22,7 @@ class Language:
     run: tuple[str, ...]
     """Program and arguments."""
     compile: tuple[str, ...] = ()
-    """Program and arguments of the compiler; () where a file runs as it is."""
+    """Program and arguments of the compiler; () for languages that are not compiled."""
 
 
 _GO = "GOCACHE=/tmp/go-build GOFLAGS=-p=1 GOTOOLCHAIN=local"
@@ -94,11 +94,11 @@ async def run_source(
         wall_s: seconds for each step instead of the session's limit.
 
     Raises:
-        ConfigError: there is no such language.
+        ConfigError: the language is unknown.
         SandboxError: the session has ended before, or the sandbox failed.
     """
     if language not in LANGUAGES:
-        raise ConfigError(f"there is no language {language!r:.80}", hint=f"there are {', '.join(LANGUAGES)}")
+        raise ConfigError(f"unknown language {language!r:.80}", hint=f"choose from {', '.join(LANGUAGES)}")
     known = LANGUAGES[language]
     await session.put(known.file, source.encode("utf-8", "replace"))
     if known.compile:

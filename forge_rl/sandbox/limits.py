@@ -105,4 +105,4 @@ class Result:
     cut: bool = False
     """True if stdout or stderr was longer than the limit, or the image larger than a file that goes out."""
     status: int | None = None
-    """Exit status of a command, 128 and its number if a signal ended it; None for Python. No error by itself."""
+    """Exit status of a command, 128 and its number if a signal ended it; None for Python. Not an error in itself."""

@@ -1,4 +1,4 @@
-"""Shows a folder of the owner's to one session as its own, writable, while the folder stays as it is.
+"""Shows a folder of the owner's to one session as its own, writable, while the folder itself never changes.
 
 Runs in the fork server, or in a session's init, and imports nothing of this library but its neighbour.
 """

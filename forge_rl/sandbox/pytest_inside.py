@@ -1,6 +1,6 @@
 """Runs pytest inside of a session and writes each test's outcome to a descriptor.
 
-It shares its process with what is tested, which can forge all of this; see `repository_tests`. Run as a script, alone.
+The tested code runs in the same process and can forge all of this; see `repository_tests`. Run as a script, alone.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class RepositoryStore:
             revision: a commit's full hash; or the name of a branch or tag, which is looked up each time.
 
         Raises:
-            ConfigError: the URL has another form, or there is no such revision.
+            ConfigError: the URL has another form, or the revision does not exist.
             SandboxError: it could not be fetched.
         """
         url = _url(repository)
@@ -176,7 +176,9 @@ class RepositoryStore:
     def _resolve(self, url: str, revision: str) -> str:
         """Return the commit that a branch or tag is at."""
         if not _NAME.fullmatch(revision):
-            raise ConfigError(f"{revision!r:.100} is no revision", hint="give a commit's full hash, a branch or a tag")
+            raise ConfigError(
+                f"{revision!r:.100} is not a revision", hint="give a commit's full hash, a branch or a tag"
+            )
         names = ["HEAD"] if revision == "HEAD" else [f"refs/{kind}/{revision}" for kind in ("heads", "tags")]
         peeled = f"refs/tags/{revision}^{{}}"
         with _locked(self.folder / "lock") as lock:
@@ -279,7 +281,7 @@ class RepositoryStore:
         return out
 
     def _write(self, commit: str, lock: int) -> list[str]:
-        """Write a commit's files, each as a link to the one file with its content; return what is left out.
+        """Write a commit's files, each as a link to the one file with its content; return the paths left out.
 
         Git writes no file: contents are as they were committed, without filters, line ends or attributes.
         """
@@ -423,7 +425,7 @@ def _url(repository: str) -> str:
     path = Path(repository).expanduser()
     if "://" in repository or "::" in repository or not path.is_dir():
         raise ConfigError(
-            f"{without_credentials(repository)!r:.200} is no repository",
+            f"{without_credentials(repository)!r:.200} is not a repository",
             hint="give an https or file URL, or a folder",
         )
     return path.absolute().as_uri()

@@ -1,10 +1,10 @@
 """Tests of what a model changed in a repository, run in a fresh session, where edited tests don't count.
 
 What is protected: the tests and their configuration are the base's or the task's own, put in place after the changes;
-nothing that ran in the model's session is left; the verdict needs an outcome for each required test, and hidden tests
-beside them, of which some must fail, so that exiting early, patching pytest's reports or making all comparisons true
-does not pass. What is not: the tests run in the same process as what they test, so code that was written to forge
-exactly these outcomes, for tests whose names it knows, can. With a command, its exit status is all there is.
+nothing that ran in the model's session is left; the verdict needs an outcome for each required test, and runs
+hidden tests as well, of which some must fail, so that exiting early, patching pytest's reports or making everything
+equal does not pass. Not protected: the tests run in the process of the tested code, so code that was written to forge
+exactly these outcomes, for tests whose names it knows, can. With a command, only its exit status counts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RepositoryTests:
     tests: Sequence[str] = ()
     """Ids of pytest that must pass; a file or folder stands for all tests in it."""
     command: str = ""
-    """Shell command that must exit with 0, for what is not tested by pytest. Easier to cheat than `tests`."""
+    """Shell command that must exit with 0, for tests that pytest cannot run. Easier to cheat than `tests`."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Test files that are put in place after the changes, by path."""
     patch: str = ""
@@ -77,13 +77,13 @@ class RepositoryTests:
 
     def __post_init__(self) -> None:
         if not self.tests and not self.command:
-            raise ConfigError("there are no tests", hint="give ids of pytest tests, or a command")
+            raise ConfigError("no tests were given", hint="give ids of pytest tests, or a command")
         for path in self.files:
             if posixpath.isabs(path) or ".." in path.split("/"):
                 raise ConfigError(f"the test file {path!r:.200} is not in the repository", hint="give a relative path")
 
     def counted(self, changes: Sequence[Change]) -> list[Change]:
-        """Return the changes that are no tests, no configuration of tests, and in the way of neither."""
+        """Return the changes that touch neither tests nor their configuration."""
         own = [*self.files, *(each.partition("::")[0] for each in self.tests)]
         named = [line for line in self.patch.splitlines() if line.startswith(("+++ b/", "--- a/"))]
         own += [line[6:].partition("\t")[0] for line in named]
@@ -149,9 +149,9 @@ class Verdict:
     """Which tests passed."""
 
     passed: Mapping[str, bool]
-    """By test as it was asked for, or by the command."""
+    """Whether each test passed, by its id as given, or by the command."""
     told: str = ""
-    """The end of what was printed, which the tested code can have written."""
+    """The end of the output, which the tested code can have written."""
 
     @property
     def all_passed(self) -> bool:

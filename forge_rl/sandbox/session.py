@@ -94,7 +94,7 @@ async def start_body_in(name: str, host: Host, limits: Limits, folder: str) -> B
     """Start a session on a server with a folder as its workspace.
 
     Raises:
-        SandboxError: there is no such folder, the machine is full, or the server is gone.
+        SandboxError: the folder does not exist, the machine is full, or the server is gone.
     """
     base = _detached(folder)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -118,7 +118,7 @@ async def start_body_in(name: str, host: Host, limits: Limits, folder: str) -> B
 
 def _detached(folder: str) -> int:
     if not os.path.isdir(folder):
-        raise SandboxError(f"there is no folder {folder}", hint="a workspace is a folder")
+        raise SandboxError(f"{folder} is not a folder", hint="a workspace is a folder")
     try:
         return kernel.detached(folder)
     except OSError:  # no root, or an old kernel: each session gets a copy
@@ -204,7 +204,7 @@ class Session:
         limit, the session is killed: `alive` is False then, and only `restore` brings it back.
 
         In the profile `process`, a cell is a command: files stay for the next, but no process of it does. A command
-        that exceeds a limit is killed with all that it has started, and the session goes on.
+        that exceeds a limit is killed with all that it has started; the session lives on.
 
         Args:
             code: statements; the value of a last expression is returned as its `repr`. In the profile `process`, a

@@ -16,7 +16,7 @@ _FRACTIONS = ("wall_s", "cpu_s", "cpus")
 
 
 class WireError(Exception):
-    """Invalid JSON content; the message says what is wrong."""
+    """Invalid JSON content, with the reason as its message."""
 
 
 def result_to_json(result: Result) -> dict[str, object]:
@@ -97,7 +97,7 @@ def limits_from_json(found: object, most: Limits) -> Limits:
     known = [one.name for one in fields(Limits)]
     for name, value in _object(found, "limits").items():
         if name not in known:
-            raise WireError(f"there is no limit {name[:100]!r}; limits are {', '.join(known)}")
+            raise WireError(f"unknown limit {name[:100]!r}; limits are {', '.join(known)}")
         if value is None and name == "cpu_s" and most.cpu_s is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

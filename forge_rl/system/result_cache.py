@@ -29,7 +29,7 @@ create trigger if not exists gone after delete on results begin update total set
 """
 _NEXT = "(select coalesce(max(used), 0) + 1 from results)"
 _ROW_BYTES = 128
-"""What a row takes beside its value."""
+"""Bytes of a row without its value."""
 _KEPT_SHARE = 0.9
 """Share of the bound that eviction leaves."""
 _MOST_TOUCHED = 4096
@@ -39,7 +39,7 @@ _FILE_LOCK = 0
 
 
 def content_key(*parts: object) -> bytes:
-    """Return the key of JSON values: 32 bytes that are equal for equal values, whatever the order of object keys.
+    """Return the key of JSON values: 32 bytes that are equal for equal values, in any order of object keys.
 
     Raises:
         TypeError, ValueError: they have no JSON form.
@@ -141,7 +141,7 @@ class ResultCache:
         self._file.forget_later(key)
 
     def close(self) -> None:
-        """Write what is not yet written, and close the file."""
+        """Write pending results, and close the file."""
         self._file.close()
 
     def _recall(self, key: bytes) -> str | None:
@@ -207,7 +207,7 @@ class _ResultFile:
         self._locks = -1
         self._inode = 0
         self._lock = threading.Lock()
-        """Held to change what is to be written, and who writes."""
+        """Guards the pending results and the writing thread."""
         self._replacing = threading.Lock()
         self._writing: threading.Thread | None = None
         self._waiting: list[tuple[bytes, bytes | None, _KeyLock | None]] = []

@@ -27,7 +27,7 @@ def call(target: str, given: str) -> Reply:
     space: dict[str, Any] = sys.modules["__main__"].__dict__
     owner, _, method = target.partition("().")
     if owner not in space:
-        raise NameError(f"there is no {owner}")
+        raise NameError(f"{owner} is not defined")
     function = getattr(space[owner](), method) if method else space[owner]
     arguments, named = decode(given)
     return Reply(encode(function(*arguments, **named)))

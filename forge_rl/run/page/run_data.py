@@ -93,7 +93,7 @@ class RunData:
         """Return a whole episode by its name, such as 12-trained-7.
 
         Raises:
-            ConfigError: there is no such episode.
+            ConfigError: the run has no such episode.
             ForgeError: its file cannot be read.
         """
         file_name, _, row = name.rpartition("-")
