@@ -21,7 +21,7 @@ from forge_rl.flags.fields import flags_of
 ROOT = Path(__file__).parent.parent
 FILES = [*(ROOT / "recipes").glob("[a-z]*.py"), *(ROOT / "apps").glob("[a-z]*.py")]
 PROGRAMS = [f"{path.parent.name}.{path.stem}" for path in FILES]
-LOOKING = ("apps.compare", "apps.runs", "apps.show")
+LOOKING = ("apps.compare", "apps.dashboard", "apps.report", "apps.runs", "apps.show")
 """Programs of a few flags, which nobody puts into a file."""
 NEEDS = {"apps.evaluate": ["a-model"], "apps.openenv_serve": ["game"]}
 SERVERS = ("apps.openenv_serve", "apps.sandbox")
