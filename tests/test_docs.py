@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from forge_rl.sandbox.server import missing_layers
 from forge_rl.sandbox.shared import default_profile
 from recipes.grpo import Config
 from tests.commands import Command, metrics
+from tests.recorded_runs import recorded_run
 from tools.figures import FOLDER, filled, pages, rows, table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+METRICS = (ROOT / "docs" / "running" / "metrics.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DOORS = "\n".join(
     (ROOT / "docs" / "doors" / f"{name}.md").read_text()
@@ -45,6 +48,24 @@ SMALL = (
 def test_the_tutorials_have_a_command_for_each_way_in() -> None:
     assert set(FILES) == {"mine.py", "safe.py", "shop.py", "world.py", "agent.py"}
     assert len(COMMANDS) == 8
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Names of metrics that the page of metrics lacks."""
+    cells = [line.split(" | ")[0] for line in METRICS.splitlines() if line.startswith("| `")]
+    known = re.findall(r"`([^` ]+)`", "\n".join(cells))
+    known += [f"tokens/completion{ending}" for ending in known if ending.startswith("_")]
+    known += [f"{name}/SOURCE" for name in ("entropy", "ratio/NAME", "kl_NAME/NAME", "teacher/kl")]
+    pattern = re.compile(rf"(critic/)?({'|'.join(re.sub('[A-Z]+', '.+', name) for name in known)})")
+    return [name for name in names if not pattern.fullmatch(name)]
+
+
+def test_the_page_of_metrics_has_those_of_a_run(tmp_path: Path) -> None:
+    recorded_run(tmp_path / "run", "mixed")
+    names = {name for row in metrics(tmp_path / "run") for name in row} - {"step"}
+    assert len(names) > 20
+    assert undocumented(names) == []
+    assert undocumented(["reward/mean", "nonsense/mean", "lag"]) == ["nonsense/mean", "lag"]
 
 
 @pytest.mark.long
@@ -70,6 +91,7 @@ def test_each_command_runs(
         assert summary["steps"] == 1
         (row,) = metrics(tmp_path / "run")
         assert row["outcomes/completed"] + row["outcomes/truncated"] >= 4
+        assert undocumented(row.keys() - {"step"}) == []
 
 
 def test_the_benchmark_of_the_demo_runs_the_demo() -> None:

@@ -75,7 +75,8 @@ def test_batches_have_the_mixture_and_unusable_tasks_are_replaced_by_others_of_t
     assert [next_ids(examples) for _ in range(2)] == [["a5", "a4", "b2"], ["a8", "a7", "b4"]]
     assert examples.metrics() == {"data/a/skipped": 2.0, "data/b/skipped": 1.0}
     assert [first.version, examples.last and examples.last.version] == [0, 2]
-    assert batch_metrics(first) == {"tokens/completion_mean": 4 / 3, "tokens/completion_max": 2.0}
+    lengths = {"mean": 4 / 3, "p50": 1.0, "p95": 2.0, "max": 2.0}
+    assert batch_metrics(first) == {f"tokens/completion_{name}": length for name, length in lengths.items()}
 
 
 def test_a_resumed_run_goes_on_with_the_next_batch_also_after_a_stop_within_one() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 
 from forge_rl.metrics.sinks import Metric
@@ -13,34 +15,49 @@ _LOOP_TOKENS = 64
 
 
 def batch_metrics(batch: Batch) -> dict[str, Metric]:
-    """Computes the metrics of a batch: `reward/mean`, `tokens/completion_max`, `lag/hist`, ...
+    """Compute the metrics of a batch: `reward/mean`, `tokens/completion_max`, `lag/hist`, ...
 
-    Rewards are left out if no episode has a score; lags, and `episodes/repeated`, the share of episodes that end in a
-    loop, if no token was sampled, as of given examples; `tools/errors`, the share of tool calls with an error, if there
-    were none; and `tools/cache_hits`, the share of calls of pure tools that were answered by kept results, likewise.
+    docs/running/metrics.md describes them. Rewards are left out if no episode has a score; `lag/...` and `episodes/...`
+    if no token was sampled, as in given examples; `tools/...` if there were no calls.
     """
     episodes, lags = batch.episodes, lag_histogram(batch)
-    lengths = [episode.response_tokens for episode in episodes]
+    lengths = sorted(episode.response_tokens for episode in episodes)
     found: dict[str, Metric] = {
         "tokens/completion_mean": sum(lengths) / len(lengths),
-        "tokens/completion_max": float(max(lengths)),
+        "tokens/completion_p50": float(_percentile(lengths, 50)),
+        "tokens/completion_p95": float(_percentile(lengths, 95)),
+        "tokens/completion_max": float(lengths[-1]),
     }
     if any(episode.score is not None for episode in episodes):
         rewards = [episode.reward for episode in episodes]
         found |= {"reward/mean": sum(rewards) / len(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
+        found["reward/std"] = _spread(batch)
         found |= reward_parts(episodes) | rewards_by_source("reward", episodes)
     if lags.counts:
         found["episodes/truncated"] = sum(episode.outcome == "truncated" for episode in episodes) / len(episodes)
         found["episodes/repeated"] = sum(map(_repeats, episodes)) / len(episodes)
+        found["episodes/turns"] = sum(len(episode.turns) for episode in episodes) / len(episodes)
         found["lag/mean"] = sum(lag * tokens for lag, tokens in lags.counts.items()) / lags.total
         found |= {"lag/max": float(max(lags.counts)), "lag/hist": lags}
     calls = [call for each in episodes for turn in each.turns for call in turn.calls]
     if calls:
+        found["tools/calls"] = len(calls) / len(episodes)
         found["tools/errors"] = sum(bool(call.error) for call in calls) / len(calls)
     cached = [call.cached for each in episodes for turn in each.turns for call in turn.calls if call.cached is not None]
     if cached:
         found["tools/cache_hits"] = sum(cached) / len(cached)
     return found
+
+
+def _percentile(ordered: Sequence[int], percent: int) -> int:
+    """Return the smallest value that at least this share of the values does not exceed."""
+    return ordered[math.ceil(len(ordered) * percent / 100) - 1]
+
+
+def _spread(batch: Batch) -> float:
+    """Return the standard deviation of the rewards in a group, without episodes that have no score, as a mean."""
+    groups = [[each.reward for each in group.episodes if each.score is not None] for group in batch.groups]
+    return statistics.fmean(statistics.pstdev(rewards) for rewards in groups if rewards)
 
 
 def _repeats(episode: Episode) -> bool:
