@@ -143,9 +143,12 @@ def loop_with_pool(profile: Profile = "standard") -> Iterator[asyncio.Runner]:
 
 
 async def kill_servers(profile: Profile = "standard") -> None:
-    """Kill the servers of the shared pool."""
-    for host in (await shared_pool(profile=profile)).hosts:
+    """Kill the servers of the shared pool, and wait until it knows: until then, it may give away their sessions."""
+    hosts = list((await shared_pool(profile=profile)).hosts)
+    for host in hosts:
         os.kill(host.process.pid, signal.SIGKILL)
+    while not all(host.lost for host in hosts):  # noqa: ASYNC110 -- a host has no event for it
+        await asyncio.sleep(0.01)
 
 
 def only_pytest(folder: Path) -> Path:

@@ -11,6 +11,7 @@ from forge_rl.errors import DeadlineError, ForgeError, ServiceError
 PLAIN = [
     errors.ForgeError,
     errors.ConfigError,
+    errors.InfrastructureError,
     errors.ModelError,
     errors.TaskError,
     errors.UnscoredError,
@@ -22,7 +23,7 @@ PLAIN = [
     errors.JudgeError,
     errors.SpendingError,
 ]
-SERVICES = [ServiceError, DeadlineError, errors.HangError, errors.ReplicaError, errors.PoisonError]
+SERVICES = [ServiceError, DeadlineError, errors.HangError, errors.ReplicaError, errors.ReplayError, errors.PoisonError]
 
 
 @pytest.mark.parametrize("kind", PLAIN)
