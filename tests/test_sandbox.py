@@ -320,6 +320,28 @@ def test_a_session_and_its_fork_are_each_in_limited_cgroups(sandbox: SharedPool)
 
 
 @pytest.mark.usefixtures("sandbox")
+def test_a_warm_session_that_cannot_start_costs_nothing(monkeypatch: pytest.MonkeyPatch):
+    starting, failed = Pool._start, list[str]()
+
+    async def start(pool: Pool, limits: Limits, workspace: str | None = None) -> object:
+        if asyncio.current_task() is not opening:
+            failed.append("warm")
+            raise OSError(24, "Too many open files")
+        return await starting(pool, limits, workspace)
+
+    async def work() -> str:
+        nonlocal opening
+        opening = asyncio.current_task()
+        async with Pool(limits=LIMITS, sessions=4, warm=1, servers=1) as pool, pool.session() as session:
+            await asyncio.sleep(0.05)
+            return (await session.run("2 + 2")).value
+
+    opening: asyncio.Task[object] | None = None
+    monkeypatch.setattr(Pool, "_start", start)
+    assert asyncio.run(work()) == "4"
+    assert failed
+
+
 def test_all_sessions_together_are_limited():
     async def work():
         async with Pool(warm=0, servers=1, sessions=8, memory_bytes=64 << 20) as pool:

@@ -253,7 +253,7 @@ class Pool:
     async def _warm_up(self) -> None:
         try:
             body = await self._start(self.limits)
-        except SandboxError:  # whoever opens a session next is told
+        except (SandboxError, OSError):  # whoever opens a session next is told
             return
         finally:
             self._warming -= 1
