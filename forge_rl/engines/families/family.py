@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from forge_rl.errors import ModelError
 from forge_rl.weights.names import Names
 
@@ -222,6 +224,7 @@ class ConfigFile:
             )
         self.need("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
         self.need("max_position_embeddings", "intermediate_size")
+        self._check_dtype()
         for name in ("rope_theta", *_SCALING[rope["rope_type"]]):
             self._number(name, rope)
         heads, dim = self.whole("num_attention_heads"), self.whole("hidden_size")
@@ -241,6 +244,13 @@ class ConfigFile:
             tied=bool(values.get("tie_word_embeddings")),
             **own,
         )
+
+    def _check_dtype(self) -> None:
+        """Refuse a dtype that transformers and vLLM would look up in torch and find to be something else."""
+        name = self.values.get("dtype") or self.values.get("torch_dtype") or "bfloat16"
+        dtype = getattr(torch, str(name), None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ModelError(f"{self.path} is of dtype {name!r}", hint='set its "dtype" to "bfloat16" or "float32"')
 
     def _number(self, name: str, values: Mapping[str, object]) -> float:
         value = values.get(name)
