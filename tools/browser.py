@@ -48,7 +48,7 @@ class Browser:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, "HOME": self._folder},
+            env={**os.environ, "HOME": self._folder, "TMPDIR": self._folder},
         )
 
     def open(self, url: str, *, width: int = 1440, height: int = 900, dark: bool = False) -> Tab:
