@@ -268,7 +268,7 @@ def test_workspaces_are_neither_forked_nor_undone(sandbox: SharedPool, base: Pat
         sandbox.run(work())
     with pytest.raises(ConfigError, match="undone"):
         sandbox.run(sandbox.pool.open(workspace=base, undo=True))
-    with pytest.raises(SandboxError, match="no folder"):
+    with pytest.raises(SandboxError, match="not a folder"):
         sandbox.run(sandbox.pool.open(workspace=base / "none"))
 
 
