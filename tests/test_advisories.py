@@ -33,7 +33,7 @@ STEADY: Row = {
     "reward/min": 0.0,
     "held_out": 0.5,
     "tools/errors": 0.05,
-    "outcomes/infrastructure_error": 2.0,
+    "outcomes/infrastructure_error": 0.0,
     "updates/skipped": 0.0,
     "grad_norm": 0.5,
 }
@@ -59,7 +59,7 @@ CAUSES: dict[str, tuple[Sequence[Row], str]] = {
     "repeated": ([{"episodes/repeated": 0.5}], "50% of the answers end in a loop"),
     "worse": ([{"held_out": 0.3}], "the score held_out is 0.3, below the base model's 0.5"),
     "tools": ([{"tools/errors": 0.8}], "80% of the tool calls end in an error"),
-    "failing": ([{"outcomes/infrastructure_error": 2.0 + 3 * at} for at in range(1, 9)], "3 in the last by infrastr"),
+    "failing": ([{"outcomes/infrastructure_error": 3.0}], "3 in the last by infrastr"),
     "skipped": ([{"updates/skipped": 1.0}], "--trainer.dtype float32"),
     "gradient": ([{"grad_norm": 50.0}], "--trainer.optimizer.max-grad-norm"),
 }

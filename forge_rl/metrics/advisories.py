@@ -151,11 +151,6 @@ class _History:
         values = [*self._latest.get(name, ())][:-1]
         return median(values) if len(values) >= _FIRST else None
 
-    def growth(self, name: str) -> float:
-        """Return how much a count has grown since the value before."""
-        values = [*self._latest.get(name, ())]
-        return max(0.0, values[-1] - values[-2]) if len(values) > 1 else 0.0
-
     def starting_with(self, prefix: str) -> dict[str, float]:
         """Return the last values of metrics whose names start like this, without the prefix."""
         return {name.removeprefix(prefix): each[-1] for name, each in self._latest.items() if name.startswith(prefix)}
@@ -327,7 +322,7 @@ def _tools(of: _History) -> str:
 
 
 def _failing(of: _History) -> str:
-    failed = {name: of.growth(f"outcomes/{name}") for name in _FAILURES}
+    failed = {name: of.last(f"outcomes/{name}") or 0.0 for name in _FAILURES}
     name = max(failed, key=lambda name: failed[name])
     if not failed[name]:
         return ""
