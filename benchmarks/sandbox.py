@@ -142,7 +142,7 @@ async def _profile(config: Config, report: Report, profile: Literal["standard", 
 async def _workspaces(config: Config, report: Report, folder: Path) -> None:
     """Open sessions in a shared folder; each changes a file, and the diffs of some are taken.
 
-    Memory is the kernel's, files in memory included, minus that of sessions without a workspace.
+    Memory is the kernel's, files in memory included; the sessions' without a workspace is subtracted.
     The peer is a copy of the folder.
     """
     for number in range(config.workspace_files):

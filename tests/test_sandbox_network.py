@@ -121,12 +121,12 @@ def test_names_lead_to_public_addresses_only():
 
 
 def test_addresses_are_hosts_with_ports():
-    assert named_addresses(["PyPI.org.:443", "[::1]:080"]) == {"pypi.org:443", "::1:80"}
-    for wrong in ("pypi.org", "https://pypi.org:443", "a:0", "a:65536", "*:80", "a b:80", ":80", "a:\u0661"):
+    assert named_addresses(["Example.org.:443", "[::1]:080"]) == {"example.org:443", "::1:80"}
+    for wrong in ("example.org", "https://example.org:443", "a:0", "a:65536", "*:80", "a b:80", ":80", "a:\u0661"):
         with pytest.raises(ConfigError, match="network="):
             named_addresses([wrong])
 
 
 def test_commands_are_given_no_network():
     with pytest.raises(ConfigError, match="commands have no network"):
-        asyncio.run(Pool(profile="process", sessions=1).open(network=["pypi.org:443"]))
+        asyncio.run(Pool(profile="process", sessions=1).open(network=["example.org:443"]))

@@ -34,7 +34,7 @@ class PythonEnv:
     A completion with code in fenced blocks, or a call of the tool `python`, runs it, and the next message is its
     output, the value of its last expression, and its error. Any other completion is the answer, which the reward
     scores. A session starts with the first code of an episode and ends with the episode. If the code kills it, the
-    output says so, and the next code gets a new one. If the sandbox loses it, the episode's code is run again.
+    output says so, and the next code gets a new one. If the sandbox loses it, the episode's code is rerun.
     """
 
     max_turns: int = 4

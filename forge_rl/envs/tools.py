@@ -103,7 +103,7 @@ class ToolEnv(ToolSettings):
     raised by a tool is an environment error. Results of tools that `forge_rl.tool` declares pure are kept.
 
     Raises:
-        ConfigError: there are no tools, two have the same name, one lacks a schema (see `Tool`), or one declared pure
+        ConfigError: no tool was given, two have the same name, one lacks a schema (see `Tool`), or one declared pure
             needs a version.
     """
 

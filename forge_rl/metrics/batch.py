@@ -18,7 +18,7 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
     """Compute the metrics of a batch: `reward/mean`, `tokens/completion_max`, `lag/hist`, ...
 
     docs/running/metrics.md describes them. Rewards are left out if no episode has a score; `lag/...` and `episodes/...`
-    if no token was sampled, as in given examples; `tools/...` if there were no calls.
+    if no token was sampled, as in given examples; `tools/...` without calls.
     """
     episodes, lags = batch.episodes, lag_histogram(batch)
     lengths = sorted(episode.response_tokens for episode in episodes)

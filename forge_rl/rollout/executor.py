@@ -294,7 +294,7 @@ class RolloutExecutor:
         self._scheduler.reset(batches)
 
     def only_evaluate(self) -> None:
-        """Start no episodes but those of evaluations, and draw no tasks: nobody will ask for a batch."""
+        """Start evaluations' episodes only, and draw no tasks: nobody will ask for a batch."""
         self._scheduler.capacity.set_paused(True)
 
     async def cancel_evaluation(self) -> None:

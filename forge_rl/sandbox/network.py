@@ -43,7 +43,7 @@ def named_addresses(addresses: Iterable[str]) -> frozenset[str]:
         host = host.removesuffix(".")
         if not (_HOST.fullmatch(host) and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
             raise ConfigError(
-                f"network={address!r}", hint="name hosts and ports, such as pypi.org:443, 10.0.0.5:8080 or [::1]:80"
+                f"network={address!r}", hint="name hosts and ports, such as example.org:443, 10.0.0.5:8080 or [::1]:80"
             )
         named.add(f"{_plain(host)}:{int(port)}")
     return frozenset(named)

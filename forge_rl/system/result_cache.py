@@ -260,7 +260,7 @@ class _ResultFile:
         self._later(key, None, None)
 
     def close(self) -> None:
-        while (thread := self._writing) is not None:
+        if (thread := self._writing) is not None:
             thread.join()
         for connection in (self._reader, self._writer):
             if connection is not None:
