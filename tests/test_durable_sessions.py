@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.chaos import Config, children, play_under_chaos, session_processes
 from forge_rl.sandbox import DurableSession, DurableSessions, Pool, SandboxError
-from forge_rl.sandbox.durable import ReplayError
+from forge_rl.sandbox.durable import DivergedError
 from forge_rl.system.result_cache import ResultCache
 from tests.sandbox_pool import SharedPool
 
@@ -90,7 +90,7 @@ def test_cells_that_give_something_else_when_they_are_repeated_end_the_session_a
             first = await session.run("import os")
             drawn = await session.run("os.urandom(4).hex()")
             kill_sessions(sandbox.pool)
-            with pytest.raises(ReplayError, match="cell 2 of a session gave"):
+            with pytest.raises(DivergedError, match="cell 2 of a session gave"):
                 await session.run("1")
             with pytest.raises(SandboxError, match="the session has ended"):
                 await session.run("1")

@@ -13,7 +13,7 @@ from forge_rl.envs.protocol import Step
 from forge_rl.envs.python import PythonEnv, PythonUse
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import run_code, shared_pool
-from forge_rl.sandbox.durable import ReplayError
+from forge_rl.sandbox.durable import DivergedError
 from forge_rl.types import Task, ToolCall
 from tests.sandbox_pool import kill_servers, loop_with_pool
 
@@ -120,7 +120,7 @@ def test_a_sandbox_that_dies_costs_no_turn_unless_code_gives_something_else_the_
         return str(step.messages[0]["content"])
 
     assert loop.run(work("x = 7")) == "Output:\n7"
-    with pytest.raises(ReplayError, match="cell 1 of a session gave"):
+    with pytest.raises(DivergedError, match="cell 1 of a session gave"):
         loop.run(work("import time; x = time.time_ns(); x"))
     assert loop.run(run_code("6 * 7")).value == "42"  # in a new server
 

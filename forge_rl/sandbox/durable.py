@@ -11,14 +11,15 @@ import re
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
 from forge_rl.sandbox import cells
-from forge_rl.sandbox.limits import CellError, Image, Limits, Result, SandboxError, Usage
+from forge_rl.sandbox.limits import Limits, Result, SandboxError, Usage
 from forge_rl.sandbox.pool import Pool
 from forge_rl.sandbox.session import Session
+from forge_rl.sandbox.wire import WireError, result_from_json, result_to_json
 from forge_rl.system.result_cache import ResultCache, content_key
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ _MOST_DEATHS = 3
 _PLACE_S = 0.2
 
 
-class ReplayError(SandboxError):
+class DivergedError(SandboxError):
     """Cells of a lost session that gave something else when they were run again."""
 
 
@@ -186,7 +187,7 @@ class DurableSession:
         If the processes are lost, they are replaced, and the session's earlier cells are run again first.
 
         Raises:
-            ReplayError: those gave something else than before.
+            DivergedError: those gave something else than before.
             SandboxError: the sandbox fails again and again, or the session has ended before.
         """
         async with self._lock:
@@ -199,7 +200,8 @@ class DurableSession:
             async def compute() -> tuple[str, bool]:
                 ran.append(await self._run(code, wall_s))
                 error = ran[0].error
-                return _as_json(ran[0]), not self._ended and (error is None or error.name not in _BY_SANDBOX)
+                text = json.dumps(result_to_json(replace(ran[0], usage=Usage(wall_s=0.0))))
+                return text, not self._ended and (error is None or error.name not in _BY_SANDBOX)
 
             if cache is None:
                 await compute()
@@ -207,8 +209,8 @@ class DurableSession:
                 text, self.was_kept = await cache.get(key, compute)
                 if not ran:
                     try:
-                        ran.append(_of_json(text))
-                    except (ValueError, TypeError, KeyError):  # not by this version
+                        ran.append(result_from_json(json.loads(text), self.limits))
+                    except (ValueError, RecursionError, WireError):  # not by this version
                         cache.forget(key)
                         await compute()
             self._append(_Action(code=code, wall_s=wall_s, shown=_shown(ran[0])), "run", code, wall_s)
@@ -298,7 +300,7 @@ class DurableSession:
                 live = await self._caught_up()
                 async with live.lock:
                     return live, await use(live)
-            except ReplayError as error:
+            except DivergedError as error:
                 self._ended = error.message
                 await self._lose()
                 raise
@@ -343,7 +345,7 @@ class DurableSession:
         if (cache := self._sessions.cache) is not None:
             place = self._done
             cache.forget(content_key(self._keys[place].hex(), "run", action.code, action.wall_s))
-        raise ReplayError(
+        raise DivergedError(
             f"cell {self._done + 1} of a session gave {shown:.200}, not {action.shown:.200}, when it was run again",
             hint="cells that depend on time or chance cannot be run again: start the episode again",
         )
@@ -359,31 +361,3 @@ def _shown(result: Result) -> str:
     error = result.error and (result.error.name, result.error.message, result.error.traceback)
     image = result.image and base64.b64encode(result.image.data).decode()
     return re.sub(r"\b0x[0-9a-f]{6,16}\b", "0x", json.dumps([result.stdout, result.stderr, result.value, image, error]))
-
-
-def _as_json(result: Result) -> str:
-    error, image = result.error, result.image
-    return json.dumps(
-        {
-            "stdout": result.stdout,
-            "stderr": result.stderr,
-            "value": result.value,
-            "image": image and [image.media_type, base64.b64encode(image.data).decode()],
-            "error": error and [error.name, error.message, error.traceback],
-            "cut": result.cut,
-        }
-    )
-
-
-def _of_json(text: str) -> Result:
-    found = json.loads(text)
-    error, image = found["error"], found["image"]
-    return Result(
-        stdout=found["stdout"],
-        stderr=found["stderr"],
-        value=found["value"],
-        image=image and Image(media_type=image[0], data=base64.b64decode(image[1])),
-        error=error and CellError(name=error[0], message=error[1], traceback=error[2]),
-        usage=Usage(wall_s=0.0),
-        cut=found["cut"],
-    )

@@ -1,4 +1,4 @@
-"""Results and limits as JSON, for sandboxes behind HTTP. What arrives is checked: the other side may be anybody."""
+"""Results and limits as JSON, for sandboxes behind HTTP and for kept results. What is read is checked."""
 
 from __future__ import annotations
 
