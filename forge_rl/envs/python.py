@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from forge_rl.envs.code_blocks import BlockUse, block_settings
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.tool import Tool
-from forge_rl.envs.tools import ToolSettings, ToolUse
-from forge_rl.errors import ConfigError, check_flags
+from forge_rl.envs.tools import ToolSettings
+from forge_rl.errors import check_flags
 from forge_rl.sandbox import CellError, DurableSession, DurableSessions, Result, shared_pool
-from forge_rl.sandbox.fences import fenced_code
+from forge_rl.sandbox.fences import PYTHON
 from forge_rl.sandbox.shared import check_shared_pool
 from forge_rl.system.result_cache import ResultCache
 from forge_rl.types import Message, Task, ToolCall
@@ -21,8 +21,6 @@ _IN_BLOCKS = (
     "You can run Python. Write code in a block that begins with ```python, and you are shown its output. Variables "
     "stay. Write the answer without code."
 )
-_QUEUE_S = 3600.0
-"""Longest that a tool call lasts with the wait for a session; the call's own time is limited inside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,20 +61,10 @@ class PythonEnv:
 
     def __post_init__(self) -> None:
         """Raises SandboxError if this machine cannot isolate what runs."""
-        least = {"max_turns": 1, "max_output_chars": 100, "cache_mib": 1}
-        check_flags(self, "--env python:", least=least, above={"timeout_s": 0})
+        check_flags(self, "--env python:", least={"cache_mib": 1})
         check_shared_pool()
-        if self.timeout_s > _QUEUE_S:
-            raise ConfigError(f"--env python:timeout_s is {self.timeout_s:g}", hint=f"set it to {_QUEUE_S:g} or less")
         instruction = ("" if self.tool else _IN_BLOCKS) if self.instruction is None else self.instruction
-        settings = ToolSettings(
-            max_turns=self.max_turns,
-            timeout_s=_QUEUE_S,
-            max_output_chars=self.max_output_chars,
-            instruction=instruction,
-            examples=self.examples,
-        )
-        object.__setattr__(self, "settings", settings)
+        object.__setattr__(self, "settings", block_settings("python", self, instruction))
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_sessions": []}  # sessions belong to one process
@@ -106,21 +94,15 @@ class PythonUse:
 
     def __init__(self, config: PythonEnv, task: Task) -> None:
         self._config = config
-        self._use = ToolUse(config.settings, task, {"python": _PythonTool(self)})
+        languages = () if config.tool else PYTHON
+        self._use = BlockUse(config.settings, task, _PythonTool(self), languages=languages, shows_schema=config.tool)
         self._session: DurableSession | None = None
 
     async def reset(self) -> Observation:
-        observation = await self._use.reset()
-        return observation if self._config.tool else replace(observation, tools=())
+        return await self._use.reset()
 
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
-        code = [] if calls or truncated or self._config.tool else fenced_code(completion)
-        if not code:
-            return await self._use.step(completion, truncated=truncated, calls=calls)
-        call = ToolCall(id="block", name="python", arguments=json.dumps({"code": "\n".join(code)}))
-        step = await self._use.step(completion, truncated=False, calls=(call,))
-        shown = tuple({"role": "user", "content": f"Output:\n{each['content']}"} for each in step.messages)
-        return replace(step, messages=shown)
+        return await self._use.step(completion, truncated=truncated, calls=calls)
 
     @property
     def was_kept(self) -> bool | None:

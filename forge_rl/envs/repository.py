@@ -10,14 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from forge_rl.envs.code_blocks import QUEUE_S, BlockUse
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.task_list import TaskList, split
 from forge_rl.envs.tool import Tool
-from forge_rl.envs.tools import ToolSettings, ToolUse
+from forge_rl.envs.tools import ToolSettings
 from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.sandbox import Checkout, Limits, RepositoryStore, Session, shared_pool
 from forge_rl.sandbox.changes import Change
-from forge_rl.sandbox.fences import SHELL, fenced_code
+from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.repository_tests import RepositoryTests
 from forge_rl.types import Message, Task, ToolCall
 
@@ -30,8 +31,6 @@ _SWE = {"problem": "problem_statement", "revision": "base_commit", "repository":
 """Other names of columns, as in SWE-bench, where tests are in FAIL_TO_PASS, PASS_TO_PASS and test_patch."""
 _GITHUB = "https://github.com/"
 _PROCESSES, _FILES, _SHARE = 128, 20_000, 8
-_QUEUE_S = 3600.0
-"""Longest that a tool call lasts with the wait for a session; the call's own time is limited inside."""
 _START = """import os, subprocess, sys
 os.environ["PATH"] = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
 os.environ["PYTHONPATH"] = ":".join({packages!r})
@@ -96,7 +95,7 @@ class RepositoryEnv:
             )
         instruction = "" if tool else _INSTRUCTION
         self.settings = ToolSettings(
-            max_turns=max_turns, timeout_s=_QUEUE_S, max_output_chars=4000, instruction=instruction
+            max_turns=max_turns, timeout_s=QUEUE_S, max_output_chars=4000, instruction=instruction
         )
         self.tasks = _read(self.file)
 
@@ -129,25 +128,18 @@ class RepositoryUse:
     def __init__(self, config: RepositoryEnv, task: Task) -> None:
         self._config = config
         self._truth: Mapping[str, Any] = task.truth
-        self._use = ToolUse(config.settings, task, {"shell": replace(_TOOL, owner=self)})
+        tool = replace(_TOOL, owner=self)
+        self._use = BlockUse(config.settings, task, tool, languages=SHELL, shows_schema=config.tool)
         self._opened = contextlib.AsyncExitStack()
         self._checkout: Checkout | None = None
         self._session: Session | None = None
 
     async def reset(self) -> Observation:
-        observation = await self._use.reset()
-        return observation if self._config.tool else replace(observation, tools=())
+        return await self._use.reset()
 
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
-        code = [] if calls or truncated else fenced_code(completion, SHELL)
-        if code:
-            calls = (ToolCall(id="block", name="shell", arguments=json.dumps({"command": "\n".join(code)})),)
         step = await self._use.step(completion, truncated=truncated, calls=calls)
-        if step.done:
-            return await self._scored(step)
-        if code:
-            step = replace(step, messages=tuple(_as_output(each) for each in step.messages))
-        return step
+        return await self._scored(step) if step.done else step
 
     async def run(self, command: str) -> str:
         """Run a shell command in the workspace; return what the model is shown.
@@ -221,10 +213,6 @@ async def _shell(episode: RepositoryUse, command: str) -> str:
 
 _shell.__name__ = "shell"
 _TOOL = Tool(_shell, is_method=True)
-
-
-def _as_output(message: Message) -> Message:
-    return {"role": "user", "content": f"Output:\n{message['content']}"}
 
 
 @functools.lru_cache(maxsize=8)

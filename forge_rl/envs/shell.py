@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from forge_rl.envs.code_blocks import BlockUse, block_settings
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.tool import Tool
-from forge_rl.envs.tools import ToolSettings, ToolUse
-from forge_rl.errors import ConfigError, check_flags
+from forge_rl.envs.tools import ToolSettings
 from forge_rl.sandbox import Result, SandboxError, Session, shared_pool
-from forge_rl.sandbox.fences import SHELL, fenced_code
+from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.host import check_layers
 from forge_rl.types import Message, Task, ToolCall
 
@@ -19,8 +18,6 @@ _IN_BLOCKS = (
     "You can use a shell. Write commands in a block that begins with ```bash, and you are shown their output. Files "
     "stay. Write the answer without a block."
 )
-_QUEUE_S = 3600.0
-"""Longest that a tool call lasts with the wait for a session; the call's own time is limited inside."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +47,9 @@ class ShellEnv:
 
     def __post_init__(self) -> None:
         """Raises SandboxError if this machine cannot isolate what runs."""
-        check_flags(self, "--env shell:", least={"max_turns": 1, "max_output_chars": 100}, above={"timeout_s": 0})
         check_layers("process")
-        if self.timeout_s > _QUEUE_S:
-            raise ConfigError(f"--env shell:timeout_s is {self.timeout_s:g}", hint=f"set it to {_QUEUE_S:g} or less")
         instruction = ("" if self.tool else _IN_BLOCKS) if self.instruction is None else self.instruction
-        settings = ToolSettings(
-            max_turns=self.max_turns,
-            timeout_s=_QUEUE_S,
-            max_output_chars=self.max_output_chars,
-            instruction=instruction,
-            examples=self.examples,
-        )
-        object.__setattr__(self, "settings", settings)
+        object.__setattr__(self, "settings", block_settings("shell", self, instruction))
 
     def __call__(self, task: Task) -> ShellUse:
         """Make the environment of one episode."""
@@ -74,21 +61,15 @@ class ShellUse:
 
     def __init__(self, config: ShellEnv, task: Task) -> None:
         self._config = config
-        self._use = ToolUse(config.settings, task, {"shell": replace(_TOOL, owner=self)})
+        tool = replace(_TOOL, owner=self)
+        self._use = BlockUse(config.settings, task, tool, languages=SHELL, shows_schema=config.tool)
         self._session: Session | None = None
 
     async def reset(self) -> Observation:
-        observation = await self._use.reset()
-        return observation if self._config.tool else replace(observation, tools=())
+        return await self._use.reset()
 
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
-        commands = [] if calls or truncated else fenced_code(completion, SHELL)
-        if not commands:
-            return await self._use.step(completion, truncated=truncated, calls=calls)
-        call = ToolCall(id="block", name="shell", arguments=json.dumps({"commands": "\n".join(commands)}))
-        step = await self._use.step(completion, truncated=False, calls=(call,))
-        shown = tuple({"role": "user", "content": f"Output:\n{each['content']}"} for each in step.messages)
-        return replace(step, messages=shown)
+        return await self._use.step(completion, truncated=truncated, calls=calls)
 
     async def run(self, commands: str) -> str:
         """Run command lines in the episode's session; return what the model is shown.
