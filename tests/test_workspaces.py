@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox import SandboxError, kernel, session
+from forge_rl.sandbox import SandboxError, bodies, kernel
 from forge_rl.sandbox.changes import Change, Changes, Entry, OpenFolder, read_changes
 from forge_rl.sandbox.diffs import diff_text
 from tests.sandbox_pool import LIMITS, SharedPool
@@ -251,7 +251,7 @@ def test_too_many_open_files_are_an_error_of_the_sandbox(
     async def work():
         free = sandbox.pool._places._value
         with monkeypatch.context() as patched:
-            patched.setattr(session, "_detached", full)
+            patched.setattr(bodies, "_detached", full)
             with pytest.raises(SandboxError, match="Too many open files"):
                 await sandbox.pool.open(workspace=base)
         assert sandbox.pool._places._value == free

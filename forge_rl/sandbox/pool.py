@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from forge_rl.errors import ConfigError
+from forge_rl.sandbox.bodies import Body, fork_body, start_body, start_body_in, with_network
 from forge_rl.sandbox.host import Host, ServerSettings
 from forge_rl.sandbox.limits import Limits, SandboxError
 from forge_rl.sandbox.network import named_addresses
-from forge_rl.sandbox.session import Body, Session, fork_body, start_body, start_body_in, with_network
+from forge_rl.sandbox.session import Session
 
 PRELOADED = (
     *("ast", "bisect", "collections", "copy", "csv", "dataclasses", "datetime", "decimal", "enum"),

@@ -23,22 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from forge_rl.sandbox import cells, cgroups, commands, frames, kernel, overlays, seccomp
+from forge_rl.sandbox import cells, cgroups, commands, frames, kernel, overlays, seccomp, surroundings
 
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-"""What a session can read and execute, besides Python."""
-_ETC = (
-    "ld.so.cache",
-    "ld.so.conf",
-    "ld.so.conf.d",
-    "localtime",
-    "alternatives",
-    "mime.types",
-    "ssl/certs",
-    "ssl/openssl.cnf",
-)
-_PASSWD = "root:x:0:0:root:/:/bin/false\nsandbox:x:{uid}:{uid}:session:{home}:/bin/sh\n"
-_DEVICES = ("null", "zero", "full", "random", "urandom")
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "USER": "sandbox", "LOGNAME": "sandbox"}
 _LEAST_UID, _UIDS = 0x40000000, 0x10000
 _FILES = 256
@@ -46,8 +32,6 @@ _FILES = 256
 _MOST_FILES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")  # struct ucred
 _MOST_MESSAGE = 1 << 16
-_NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_HOST_NAME | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_NETWORK
-_HIDDEN = kernel.NO_SETUID | kernel.NO_DEVICES
 
 
 def missing_layers(profile: str) -> dict[str, str]:
@@ -99,10 +83,10 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
         tree.bound(memory_bytes=config["memory_bytes"], processes=config["processes"])
         config["rootless"] = os.geteuid() != 0
         if config["rootless"]:
-            _enter_namespaces()
+            surroundings.enter_namespaces()
         else:
-            kernel.unshare(_NAMESPACES)
-        _build_root([sys.base_prefix, *config["packages"]], config["profile"], config["rootless"])
+            kernel.unshare(surroundings.NAMESPACES)
+        surroundings.build_root([sys.base_prefix, *config["packages"]], config["profile"], config["rootless"])
         server = os.fork()
         if server == 0:
             config["number"] = keeper
@@ -125,81 +109,10 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
         tree.remove_all()
 
 
-def _enter_namespaces() -> None:
-    """Become root of new namespaces without being root.
-
-    Raises:
-        OSError: this machine does not let its users; says what to do.
-    """
-    try:
-        kernel.enter_user_namespace(0, _NAMESPACES)
-        kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)  # some systems refuse only what comes next
-    except OSError as error:
-        raise OSError(
-            f"this machine gives its users no namespaces of their own ({error}), without which only root can isolate "
-            "sessions: allow them (sysctl kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu), or run as root"
-        ) from None
-
-
-def _build_root(folders: list[str], profile: str, rootless: bool) -> None:
-    """Make a root that shows only the system's programs, Python and empty folders, in this mount namespace."""
-    kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
-    root = "/tmp"  # exists everywhere, and is hidden by this from here on
-    wanted = [
-        *_ETC,
-        *(name for name in os.listdir("/etc") if name.startswith("java")),
-    ]  # which Java does not start without
-    etc = {name: os.path.join("/etc", name) for name in wanted if os.path.exists(os.path.join("/etc", name))}
-    opened = {path: os.open(path, os.O_PATH) for path in folders if os.path.isdir(path)}
-    kernel.mount("tmpfs", root, "tmpfs", kernel.NO_SETUID, "size=16m,mode=755")
-    for path in _SYSTEM:
-        if os.path.islink(path):
-            os.symlink(os.readlink(path), root + path)
-        elif os.path.isdir(path):
-            _show(path, root + path)
-    for name, path in etc.items():
-        _show(os.path.realpath(path), f"{root}/etc/{name}")
-    for name in _DEVICES:
-        _show(f"/dev/{name}", f"{root}/dev/{name}", device=True)
-    for path, fd in opened.items():
-        if not _is_system(path):
-            _show(f"/proc/self/fd/{fd}", root + path)
-        os.close(fd)
-    process = profile == "process"
-    uid, home = (commands.INSIDE_UID, commands.HOME) if process else (65534, "/tmp")
-    for name, text in (("passwd", _PASSWD.format(uid=uid, home=home)), ("group", f"sandbox:x:{uid}:\n")):
-        with open(f"{root}/etc/{name}", "w") as file:
-            file.write(text)
-    for name in ("/proc", "/tmp"):
-        os.mkdir(root + name, 0o711)
-    for name in overlays.HIDDEN:
-        os.mkdir(root + name, 0o700)
-    if rootless:  # the kernel lets it mount /proc only where it sees one
-        kernel.mount("/proc", f"{root}/proc", flags=kernel.BIND | kernel.RECURSIVE)
-    kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "size=1m,mode=711")
-    kernel.pivot_root(root)
-
-
-def _is_system(path: str) -> bool:
-    return any(path == shown or path.startswith(shown + "/") for shown in _SYSTEM)
-
-
-def _show(source: str, target: str, *, device: bool = False) -> None:
-    os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
-    if os.path.isdir(source):
-        os.makedirs(target, 0o755, exist_ok=True)
-    else:
-        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
-    if device:
-        kernel.mount(source, target, flags=kernel.BIND)
-    else:
-        kernel.bind_read_only(source, target)
-
-
 def _serve(channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -> NoReturn:
     """Be the server, until the owner closes the channel."""
     try:
-        _mount_proc(whole=config["profile"] == "process")
+        surroundings.mount_proc(whole=config["profile"] == "process")
         kernel.mount("none", "/", flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | kernel.NO_SETUID)
         socket.sethostname("sandbox")
         kernel.drop_bounding_capabilities()
@@ -211,17 +124,6 @@ def _serve(channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -
             channel.send(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
         os._exit(1)
     os._exit(0)
-
-
-def _mount_proc(*, whole: bool = False) -> None:
-    """Mount /proc without others' processes; of its other files, only on request, as bubblewrap and runtimes need."""
-    try:
-        if whole:
-            kernel.mount("proc", "/proc", "proc", _HIDDEN, "hidepid=2")
-            return
-        kernel.mount("proc", "/proc", "proc", _HIDDEN, "hidepid=2,subset=pid")
-    except OSError:  # before Linux 5.8 a mount of proc cannot be cut down to processes
-        kernel.mount("proc", "/proc", "proc", _HIDDEN, "hidepid=2")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -251,7 +153,7 @@ class _Server:
         self.strict = config["profile"] == "strict"
         self.process = config["profile"] == "process"
         self.rootless = config["rootless"]
-        self.packages = [path for path in [sys.base_prefix, *config["packages"]] if not _is_system(path)]
+        self.packages = [path for path in [sys.base_prefix, *config["packages"]] if not surroundings.is_system(path)]
         self.sessions: dict[str, _Lineage] = {}
         self.ending: set[str] = set()
         self.births: dict[int, tuple[socket.socket, str, bool]] = {}
@@ -288,9 +190,9 @@ class _Server:
     @staticmethod
     def _readable(folders: list[str]) -> list[tuple[str, int]]:
         read = kernel.READ_FILE | kernel.READ_FOLDER
-        found = [(path, read | kernel.EXECUTE) for path in (*_SYSTEM, *folders) if os.path.isdir(path)]
+        found = [(path, read | kernel.EXECUTE) for path in (*surroundings.SYSTEM, *folders) if os.path.isdir(path)]
         found += [("/etc", read), ("/proc", read)]
-        return found + [(f"/dev/{name}", kernel.READ_FILE | kernel.WRITE_FILE) for name in _DEVICES]
+        return found + [(f"/dev/{name}", kernel.READ_FILE | kernel.WRITE_FILE) for name in surroundings.DEVICES]
 
     def run(self) -> None:
         self.waiting.register(self.channel, select.EPOLLIN)
@@ -354,7 +256,7 @@ class _Server:
             if self.strict:
                 ours, birth = frames.birth_channel()
                 self._expect(name, ours, fork=False)
-                lineage.init = kernel.fork_into(None, _NAMESPACES)
+                lineage.init = kernel.fork_into(None, surroundings.NAMESPACES)
                 if lineage.init == 0:
                     self._become_init(lineage, limits, control, doors, last, unified, birth, workspace)
                 birth.close()
@@ -388,7 +290,7 @@ class _Server:
         try:
             kernel.unmount("/proc")
             kernel.unmount("/tmp")
-            _mount_proc()
+            surroundings.mount_proc()
             _mount_scratch(lineage, limits)
             if workspace:
                 _show_workspace(lineage, limits, *workspace)
@@ -690,7 +592,9 @@ def _show_workspace(lineage: _Lineage, limits: dict[str, Any], base: int, owner:
 
 def _mount_scratch(lineage: _Lineage, limits: dict[str, Any]) -> None:
     options = f"size={limits['scratch_bytes']},nr_inodes={limits['scratch_files']},mode=700"
-    kernel.mount("tmpfs", lineage.folder, "tmpfs", _HIDDEN, f"{options},uid={lineage.uid},gid={lineage.uid}")
+    kernel.mount(
+        "tmpfs", lineage.folder, "tmpfs", surroundings.HIDDEN, f"{options},uid={lineage.uid},gid={lineage.uid}"
+    )
 
 
 def _limit_resources(limits: dict[str, Any], *, memory_too: bool) -> None:
