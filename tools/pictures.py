@@ -260,7 +260,8 @@ def main(config: Config, folder: Path = FOLDER) -> None:
     random.seed(0)
     for name in config.pictures:
         if name == "methods":
-            methods(config.report, folder)
+            with mpl.rc_context({"svg.fonttype": "none"}):  # text as text: half the size, in 40 files
+                methods(config.report, folder)
             continue
         if name == "timeline":
             figure, axes = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")

@@ -1,0 +1,245 @@
+"""The processes of a session as their owner has them: how they start, fork and end, and frames to and from them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from dataclasses import dataclass, replace
+
+from forge_rl.sandbox import frames, kernel
+from forge_rl.sandbox.changes import OpenFolder
+from forge_rl.sandbox.host import Host, Watched, writable
+from forge_rl.sandbox.limits import CellError, Limits, SandboxError
+from forge_rl.sandbox.network import Network
+
+_READY_S, _FORK_S, _CAUSE_S = 60.0, 30.0, 2.0
+MOST_HARNESS_TEXT = 1 << 18
+"""Longest text of a frame, besides what a cell prints."""
+
+
+@dataclass(frozen=True, eq=False)
+class OpenWorkspace:
+    """A folder that a session sees as its own."""
+
+    base: str
+    changed: OpenFolder
+    copied: str
+    """Why the session works in a copy; "" if it has an overlay, which costs nothing until something changes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """The processes that a session is at present, reached by a channel."""
+
+    name: str
+    host: Host
+    channel: socket.socket
+    watched: Watched
+    workspace: OpenWorkspace | None = None
+    network: Network | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still answers, as far as is known."""
+        return not self.watched.exited.is_set() and self.channel.fileno() >= 0
+
+    async def end(self) -> None:
+        """Kill it; return when nothing of it is left. Whoever waits for its answer learns that it has ended."""
+        with contextlib.suppress(OSError):
+            self.channel.shutdown(socket.SHUT_RDWR)
+        try:
+            if self.network is not None:
+                await self.network.close()
+            await self.host.end(self.name)
+            await asyncio.sleep(0)  # the event loop tells nobody about a closed socket
+        finally:
+            self.channel.close()
+
+
+async def start_body(name: str, host: Host, limits: Limits, *workspace: int) -> Body:
+    """Start a session on a server.
+
+    Args:
+        workspace: see `Host.begin`.
+
+    Raises:
+        SandboxError: the machine is full, or the server is gone.
+    """
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    try:
+        with theirs:
+            body = Body(name, host, ours, await host.begin(name, limits, theirs, *workspace))
+    except BaseException:
+        ours.close()
+        raise
+    await _ready(body, _READY_S)
+    return body
+
+
+async def start_body_in(name: str, host: Host, limits: Limits, folder: str) -> Body:
+    """Start a session on a server with a folder as its workspace.
+
+    Raises:
+        SandboxError: the folder does not exist, the machine is full, or the server is gone.
+    """
+    base = _detached(folder)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        try:
+            with theirs:
+                body = await start_body(name, host, limits, base, theirs.fileno())
+        finally:
+            os.close(base)
+        ours.setblocking(False)
+        try:
+            told, fds, _, _ = socket.recv_fds(ours, 4096, 1)  # sent before the session was ready
+            if not fds:
+                raise SandboxError("too many files are open", hint="raise `ulimit -n`, or open fewer sessions")
+        except BaseException:
+            await asyncio.shield(body.end())
+            raise
+    reason = told.decode("utf-8", "replace").removeprefix("workspace ")
+    return replace(body, workspace=OpenWorkspace(folder, OpenFolder(fds[0], is_overlay=not reason), reason))
+
+
+def _detached(folder: str) -> int:
+    if not os.path.isdir(folder):
+        raise SandboxError(f"{folder} is not a folder", hint="a workspace is a folder")
+    try:
+        return kernel.detached(folder)
+    except OSError:  # no root, or an old kernel: each session gets a copy
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+async def _ready(body: Body, limit_s: float) -> None:
+    """Wait for a body's first frame; end the body if it does not come."""
+    try:
+        async with asyncio.timeout(limit_s):
+            hello, _ = await receive(body.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
+        if "ready" in hello:
+            return
+        cause = body.watched.cause or str(hello.get("failed", "it spoke out of turn"))
+    except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CAUSE_S):
+                await body.watched.exited.wait()
+        cause = body.watched.cause or str(error) or f"no answer within {limit_s:.0f} s"
+    except BaseException:
+        await asyncio.shield(body.end())
+        raise
+    await body.end()
+    raise SandboxError(f"a session did not start: {cause}", hint="the machine is full, or Limits are too tight")
+
+
+async def fork_body(name: str, of: Body, limits: Limits) -> Body:
+    """Fork the process of a session, whose channel must be quiet.
+
+    Raises:
+        SandboxError: the machine is full or the session refuses; it continues unless it has broken the protocol.
+    """
+    told, birth = frames.birth_channel()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    try:
+        body = Body(name, of.host, ours, await of.host.prepare_fork(name, of.name, limits, told))
+    except BaseException:
+        for one in (ours, theirs, birth):
+            one.close()
+        raise
+    try:
+        async with asyncio.timeout(_FORK_S):
+            await send(of.channel, {"do": "fork", "folder": name}, fds=[theirs.fileno(), birth.fileno()])
+            answer, _ = await receive(of.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
+        failed = answer.get("failed")
+    except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
+        failed = f"it broke the protocol ({error}) and was killed"
+        of.watched.cause = failed
+        of.watched.exited.set()
+        await of.end()
+    except BaseException:
+        await asyncio.shield(asyncio.gather(of.end(), body.end()))
+        raise
+    finally:
+        theirs.close()
+        birth.close()
+    if failed is not None:
+        await body.end()
+        raise SandboxError(f"the session could not fork: {str(failed)[:500]}", hint="Limits:processes may be too low")
+    await _ready(body, _FORK_S)
+    return body if of.network is None else await with_network(body, of.network.allowed)
+
+
+async def with_network(body: Body, allowed: frozenset[str]) -> Body:
+    """Give a quiet session access to named addresses.
+
+    Raises:
+        SandboxError: it does not take it, and was killed.
+    """
+    network = Network(allowed)
+    given = replace(body, network=network)
+    try:
+        with network.theirs as theirs:
+            async with asyncio.timeout(_FORK_S):
+                message: dict[str, object] = {"do": "network", "names": sorted(allowed)}
+                await send(body.channel, message, fds=[theirs.fileno()])
+                await receive(body.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
+    except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
+        await given.end()
+        raise SandboxError(f"a session did not take its network: {error}") from None
+    except BaseException:
+        await asyncio.shield(given.end())
+        raise
+    return given
+
+
+async def why_ended(body: Body) -> CellError:
+    """Say why a session ended in the middle of a cell."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CAUSE_S):
+            await body.watched.exited.wait()
+    if body.watched.out_of_memory:
+        return CellError(name="OutOfMemory", message="the session exceeded its memory limit: killed")
+    return CellError(
+        name="Ended", message=f"the cell ended its session: {body.watched.cause or 'it closed its channel'}"
+    )
+
+
+async def send(
+    channel: socket.socket, message: dict[str, object], data: bytes = b"", fds: list[int] | None = None
+) -> None:
+    loop = asyncio.get_running_loop()
+    frame = memoryview(frames.encode(message, data))
+    if fds:
+        while True:
+            try:
+                frame = frame[socket.send_fds(channel, [frame], fds) :]
+                break
+            except BlockingIOError:
+                await writable(loop, channel)
+    await loop.sock_sendall(channel, frame)
+
+
+async def receive(channel: socket.socket, *, most_text: int, most_data: int) -> tuple[dict[str, object], bytes]:
+    """Wait for a frame from a session, which may be hostile.
+
+    Raises:
+        EOFError: the session has closed its channel.
+        frames.FrameError: the frame exceeds a limit or is not a JSON object.
+    """
+    head = await _exactly(channel, frames.HEAD.size)
+    text, data = frames.sizes(head, most_text=most_text, most_data=most_data)
+    return frames.decode(await _exactly(channel, text)), await _exactly(channel, data)
+
+
+async def _exactly(channel: socket.socket, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    parts = bytearray()
+    while len(parts) < size:
+        part = await loop.sock_recv(channel, min(size - len(parts), 1 << 20))
+        if not part:
+            raise EOFError("it closed its channel")
+        parts += part
+    return bytes(parts)

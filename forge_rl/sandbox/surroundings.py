@@ -1,0 +1,109 @@
+"""What the sessions of a fork server can see: its namespaces, and a root folder with the system's programs and Python.
+
+Runs in the keeper and the server, and imports nothing of this library but its neighbours.
+"""
+
+from __future__ import annotations
+
+import os
+
+from forge_rl.sandbox import commands, kernel, overlays
+
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+"""What a session can read and execute, besides Python."""
+_ETC = (
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "localtime",
+    "alternatives",
+    "mime.types",
+    "ssl/certs",
+    "ssl/openssl.cnf",
+)
+_PASSWD = "root:x:0:0:root:/:/bin/false\nsandbox:x:{uid}:{uid}:session:{home}:/bin/sh\n"
+DEVICES = ("null", "zero", "full", "random", "urandom")
+NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_HOST_NAME | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_NETWORK
+HIDDEN = kernel.NO_SETUID | kernel.NO_DEVICES
+
+
+def enter_namespaces() -> None:
+    """Become root of new namespaces without being root.
+
+    Raises:
+        OSError: this machine does not let its users; says what to do.
+    """
+    try:
+        kernel.enter_user_namespace(0, NAMESPACES)
+        kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)  # some systems refuse only what comes next
+    except OSError as error:
+        raise OSError(
+            f"this machine gives its users no namespaces of their own ({error}), without which only root can isolate "
+            "sessions: allow them (sysctl kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu), or run as root"
+        ) from None
+
+
+def build_root(folders: list[str], profile: str, rootless: bool) -> None:
+    """Make a root that shows only the system's programs, Python and empty folders, in this mount namespace."""
+    kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
+    root = "/tmp"  # exists everywhere, and is hidden by this from here on
+    wanted = [
+        *_ETC,
+        *(name for name in os.listdir("/etc") if name.startswith("java")),
+    ]  # which Java does not start without
+    etc = {name: os.path.join("/etc", name) for name in wanted if os.path.exists(os.path.join("/etc", name))}
+    opened = {path: os.open(path, os.O_PATH) for path in folders if os.path.isdir(path)}
+    kernel.mount("tmpfs", root, "tmpfs", kernel.NO_SETUID, "size=16m,mode=755")
+    for path in SYSTEM:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+        elif os.path.isdir(path):
+            _show(path, root + path)
+    for name, path in etc.items():
+        _show(os.path.realpath(path), f"{root}/etc/{name}")
+    for name in DEVICES:
+        _show(f"/dev/{name}", f"{root}/dev/{name}", device=True)
+    for path, fd in opened.items():
+        if not is_system(path):
+            _show(f"/proc/self/fd/{fd}", root + path)
+        os.close(fd)
+    process = profile == "process"
+    uid, home = (commands.INSIDE_UID, commands.HOME) if process else (65534, "/tmp")
+    for name, text in (("passwd", _PASSWD.format(uid=uid, home=home)), ("group", f"sandbox:x:{uid}:\n")):
+        with open(f"{root}/etc/{name}", "w") as file:
+            file.write(text)
+    for name in ("/proc", "/tmp"):
+        os.mkdir(root + name, 0o711)
+    for name in overlays.HIDDEN:
+        os.mkdir(root + name, 0o700)
+    if rootless:  # the kernel lets it mount /proc only where it sees one
+        kernel.mount("/proc", f"{root}/proc", flags=kernel.BIND | kernel.RECURSIVE)
+    kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "size=1m,mode=711")
+    kernel.pivot_root(root)
+
+
+def is_system(path: str) -> bool:
+    return any(path == shown or path.startswith(shown + "/") for shown in SYSTEM)
+
+
+def _show(source: str, target: str, *, device: bool = False) -> None:
+    os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
+    if os.path.isdir(source):
+        os.makedirs(target, 0o755, exist_ok=True)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    if device:
+        kernel.mount(source, target, flags=kernel.BIND)
+    else:
+        kernel.bind_read_only(source, target)
+
+
+def mount_proc(*, whole: bool = False) -> None:
+    """Mount /proc without others' processes; of its other files, only on request, as bubblewrap and runtimes need."""
+    try:
+        if whole:
+            kernel.mount("proc", "/proc", "proc", HIDDEN, "hidepid=2")
+            return
+        kernel.mount("proc", "/proc", "proc", HIDDEN, "hidepid=2,subset=pid")
+    except OSError:  # before Linux 5.8 a mount of proc cannot be cut down to processes
+        kernel.mount("proc", "/proc", "proc", HIDDEN, "hidepid=2")
