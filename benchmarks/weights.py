@@ -33,7 +33,7 @@ from forge_rl.run.run_config import RunConfig
 from forge_rl.run.start import start
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.job import local_hosts
+from forge_rl.runtime.jobs.process import local_hosts
 from forge_rl.runtime.service import Replica, Service
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import BUCKET_BYTES, TensorSpec

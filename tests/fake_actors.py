@@ -18,7 +18,7 @@ from monarch.actor import concurrent_endpoint, current_rank
 
 from forge_rl.runtime.cluster import Cluster, _scratch
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.job import local_hosts
+from forge_rl.runtime.jobs.process import local_hosts
 from forge_rl.runtime.service import Service, ServiceActor
 
 if TYPE_CHECKING:
@@ -196,6 +196,15 @@ async def cluster_of(logs: Path, *names: str) -> AsyncIterator[tuple[Cluster, Fa
             await made.close()
     _, alive = await asyncio.to_thread(psutil.wait_procs, processes, timeout=30)
     assert not alive, f"processes are left: {alive}"
+
+
+def hosts_of(pid: int) -> dict[str, int]:
+    """PIDs of the hosts that a process has started by `local_hosts`, by name."""
+    found = {}
+    for child in psutil.Process(pid).children():
+        if name := child.environ().get("HYPERACTOR_PROCESS_NAME"):
+            found[name.rpartition("_")[0]] = child.pid
+    return found
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,1 @@
+"""Jobs: where a run gets its hosts from, by the flag --job."""

@@ -1,0 +1,42 @@
+"""Builds the job that the flag --job names."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+
+from forge_rl.flags.options import read_options
+from forge_rl.flags.texts import parse, suggest
+from forge_rl.runtime.jobs.protocol import Job, SubmittedJob
+
+JOBS: Mapping[str, str] = {
+    "local": "forge_rl.runtime.jobs.local:LocalJob",
+    "process": "forge_rl.runtime.jobs.process:ProcessHosts",
+}
+"""Kinds of jobs by name, as MODULE:CLASS, imported on first use: frozen dataclasses whose fields are the options.
+KIND:VALUE sets the first field."""
+
+
+def build_job(text: str) -> Job | SubmittedJob:
+    """Return the job that a text names, as KIND[:KEY=VALUE,...] in the grammar of `flags.texts.parse`.
+
+        build_job("local")
+        build_job("process:4")
+        build_job('process:hosts=4')
+
+    Raises:
+        ConfigError: there is no such kind, or an option is unknown or has an invalid value.
+    """
+    parsed = parse(text, "--job", bundled=JOBS, takes_argument=True, takes_weight=False)
+    if parsed.name not in JOBS:
+        raise parsed.wrong(f"there is no kind of job {parsed.name!r}", suggest(parsed.name, JOBS, "kinds"))
+    module, _, name = JOBS[parsed.name].partition(":")
+    kind = getattr(importlib.import_module(module), name)
+    if parsed.argument:
+        fields = [field.name for field in dataclasses.fields(kind)]
+        if not fields:
+            raise parsed.wrong(f"{parsed.name} has no options", f"write --job {parsed.name}")
+        parsed = dataclasses.replace(parsed, written={fields[0]: parsed.argument, **parsed.written})
+    job: Job | SubmittedJob = kind(**read_options(parsed, kind))
+    return job

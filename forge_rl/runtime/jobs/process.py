@@ -1,0 +1,116 @@
+"""`--job process:N`: Monarch hosts simulated by processes of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from forge_rl.errors import check_flags
+from forge_rl.runtime.cluster import quiet_stderr, set_defaults
+from forge_rl.runtime.jobs.protocol import JobListener
+from forge_rl.runtime.processes import clean_up_after
+from forge_rl.system.variables import kept_back
+
+if TYPE_CHECKING:
+    from monarch.actor import HostMesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessHosts:
+    """Several hosts on this machine, each a process, to try what needs many hosts on one."""
+
+    hosts: int = 2
+    """Number of hosts, named host0, host1 and so on."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--job process:", least={"hosts": 1}, most={"hosts": 64})
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the hosts."""
+        return tuple(f"host{number}" for number in range(self.hosts))
+
+    def describe(self, command: Sequence[str]) -> str:
+        """Return a table of the hosts."""
+        rows = [f"  {name:<8} a process of this machine" for name in ("local", *self.names)]
+        return "\n".join(["hosts:", *rows])
+
+    @contextlib.asynccontextmanager
+    async def open(self, listener: JobListener) -> AsyncIterator[Mapping[str, HostMesh]]:
+        """Start the hosts; see `local_hosts`."""
+        async with local_hosts(self.names, lost=listener.lost) as hosts:
+            yield hosts
+
+
+@contextlib.asynccontextmanager
+async def local_hosts(
+    names: Sequence[str], *, lost: Callable[[str, str], None] | None = None
+) -> AsyncIterator[dict[str, HostMesh]]:
+    """Start hosts as processes of this machine, to try multi-host runs on one host.
+
+        async with local_hosts(["a", "b"]) as hosts:
+            cluster = Cluster(logs, hosts=hosts)
+
+    They end with the body, or with this process, however it ends.
+
+    Args:
+        names: host names; may be empty.
+        lost: called with a host's name and the cause when its process ends while the body runs.
+
+    Yields:
+        Each host's Monarch mesh, by name.
+    """
+    if not names:
+        yield {}
+        return
+    set_defaults()
+    from monarch.job import ProcessJob
+
+    scratch = tempfile.mkdtemp(prefix="hosts-")  # hosts leave folders behind; short, for socket names
+    # ProcessJob adds to this process's variables and cannot remove any, so secrets are set to "".
+    job = ProcessJob(dict.fromkeys(names, 1), env={**dict.fromkeys(kept_back(), ""), "TMPDIR": scratch})
+    guard = None
+    try:
+        with quiet_stderr():
+            job.apply()
+            pids = {name: job._host_to_pid[f"{name}_0"].pid for name in names}
+            # Monarch's hosts have their own sessions and would outlive this process. Their children end with them.
+            guard = clean_up_after([str(job._tmpdir), scratch], list(pids.values()))
+            state = job.state(cached_path=None)
+        with _watching(pids, lost) if lost is not None else contextlib.nullcontext():
+            yield {name: getattr(state, name) for name in names}
+    finally:
+        await asyncio.to_thread(job.kill)
+        if guard is not None:
+            guard.kill()
+            guard.communicate()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _watching(pids: Mapping[str, int], lost: Callable[[str, str], None]) -> Iterator[None]:
+    """Call `lost` in this event loop with the name of each process that ends while the body runs."""
+    loop = asyncio.get_running_loop()
+    fds: dict[str, int] = {}
+
+    def end(name: str) -> None:
+        loop.remove_reader(fds[name])
+        os.close(fds.pop(name))
+        lost(name, f"the host's process {pids[name]} ended")
+
+    try:
+        for name, pid in pids.items():
+            fds[name] = os.pidfd_open(pid)
+            loop.add_reader(fds[name], functools.partial(end, name))
+        yield
+    finally:
+        for fd in fds.values():
+            loop.remove_reader(fd)
+            os.close(fd)

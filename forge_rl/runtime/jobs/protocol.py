@@ -1,0 +1,85 @@
+"""Interface of jobs, which give a run its hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from monarch.actor import HostMesh
+
+
+def _ignore(*_: str) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobListener:
+    """What a job tells the run; each function is called in the event loop, and soon returns.
+
+    JobListener(say=print, lost=lambda host, cause: print(f"{host} is gone: {cause}"))
+    """
+
+    say: Callable[[str], None] = _ignore
+    """Takes what the job waits for, in a line, such as its place in a queue."""
+    lost: Callable[[str, str], None] = _ignore
+    """Takes a host's name and the cause, once the scheduler says that the host is gone for good."""
+
+
+@runtime_checkable
+class Job(Protocol):
+    """Gives a run hosts beside the controller's. A kind of job is a frozen dataclass, whose fields are its options.
+
+    job = build_job("process:2")
+    async with job.open(JobListener(say=print)) as hosts:
+        cluster = Cluster(logs, hosts=hosts)
+    """
+
+    def describe(self, command: Sequence[str]) -> str:
+        """Return what --dry-run prints: a batch script, a manifest, or a table of processes; nothing is started.
+
+        Args:
+            command: the run's command, without --dry-run.
+        """
+        ...
+
+    def open(self, listener: JobListener) -> AbstractAsyncContextManager[Mapping[str, HostMesh]]:
+        """Acquire the hosts, and give them back after the body, or with this process, however it ends.
+
+        While the body runs, each host that the scheduler counts as dead is reported to `listener.lost`, once.
+
+        Returns:
+            Each host's Monarch mesh, of one host, by the name by which --placement knows it. Names are letters, digits,
+                hyphens and dots.
+
+        Raises:
+            ForgeError: the scheduler refused; says why, and which option to change.
+        """
+        ...
+
+
+@runtime_checkable
+class SubmittedJob(Protocol):
+    """Runs the run's whole command elsewhere, controller included, such as in a batch job of a cluster."""
+
+    def describe(self, command: Sequence[str]) -> str:
+        """Return what --dry-run prints, as `Job.describe` does."""
+        ...
+
+    def submit(self, command: Sequence[str], say: Callable[[str], None]) -> int:
+        """Submit the command, or attach to it if it already runs; show its output until it ends.
+
+        Args:
+            command: the run's command. Flags given later replace earlier ones, so that another --job may be appended.
+            say: takes what the job waits for, in a line.
+
+        Returns:
+            The command's exit status.
+
+        Raises:
+            ForgeError: the scheduler refused; says why, and which option to change.
+            KeyboardInterrupt: Ctrl-C; the job is cancelled first.
+        """
+        ...

@@ -1,0 +1,46 @@
+"""Jobs: the flag --job, and hosts that are processes of this machine."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from forge_rl.errors import ConfigError
+from forge_rl.runtime.jobs.flag import build_job
+from forge_rl.runtime.jobs.local import LocalJob
+from forge_rl.runtime.jobs.process import ProcessHosts
+from forge_rl.runtime.jobs.protocol import Job, JobListener
+from tests.fake_actors import hosts_of
+
+
+def test_a_job_is_named_by_its_kind_and_options():
+    assert build_job("local") == LocalJob()
+    assert build_job("process:4") == build_job("process:hosts=4") == ProcessHosts(hosts=4)
+    for text, problem in (
+        ("slurmy", "there is no kind of job 'slurmy'"),
+        ("process:0", "--job process:hosts is 0"),
+        ("process:four", "hosts is 'four'"),
+        ("process:nodes=2", "process has no option 'nodes'"),
+        ("local:2", "local has no options"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            build_job(text)
+
+
+def test_a_host_whose_process_ends_is_reported_by_name():
+    async def main() -> tuple[str, str]:
+        job = build_job("process:2")
+        assert isinstance(job, Job)
+        lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        async with job.open(JobListener(lost=lambda *told: lost.put_nowait(told))) as hosts:
+            assert list(hosts) == ["host0", "host1"]
+            os.kill(hosts_of(os.getpid())["host1"], signal.SIGKILL)
+            found = await asyncio.wait_for(lost.get(), 10)
+            assert lost.empty()
+        assert lost.empty(), "hosts that are given back are not lost"
+        return found
+
+    name, cause = asyncio.run(main())
+    assert name == "host1"
+    assert "ended" in cause
