@@ -3,10 +3,14 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from forge_rl.errors import ConfigError
+from forge_rl.flags.texts import parse, written
 from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.runtime.jobs.local import LocalJob
 from forge_rl.runtime.jobs.process import ProcessHosts
@@ -26,6 +30,18 @@ def test_a_job_is_named_by_its_kind_and_options():
     ):
         with pytest.raises(ConfigError, match=problem):
             build_job(text)
+
+
+def test_a_table_of_a_config_file_is_a_text_of_the_flag(tmp_path: Path):
+    (tmp_path / "run.toml").write_text('[job]\nkind = "process"\nhosts = 3\n')
+    command = [sys.executable, "-m", "recipes.grpo", "--config", str(tmp_path / "run.toml"), "--dry-run"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert [line.split()[0] for line in shown.stdout.splitlines()] == ["hosts:", "local", "host0", "host1", "host2"]
+
+    odd = {"nodes": 2, "setup": "source env.sh, x=y", "exclusive": True, "time": "1:00:00"}
+    parsed = parse(written("slurm", odd), "--job", bundled=["slurm"], takes_weight=False)
+    assert parsed.written == {"nodes": "2", "setup": "source env.sh, x=y", "exclusive": "true", "time": "1:00:00"}
 
 
 def test_a_host_whose_process_ends_is_reported_by_name():

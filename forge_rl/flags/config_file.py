@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from forge_rl.errors import ConfigError
 from forge_rl.flags.fields import Flag, default_of, flags_of
-from forge_rl.flags.texts import suggest
+from forge_rl.flags.texts import suggest, written
 
 C = TypeVar("C")
 
@@ -71,7 +71,7 @@ class _ConfigFile:
             here = (*place, name)
             value = default_of(field) if default is None else getattr(default, name)
             if name in table and here in hints:
-                value = self.value(here, hints[here], table[name])
+                value = self.value(here, hints[here], _as_text(hints[here], table[name]))
             elif name in table:
                 if not isinstance(table[name], dict):
                     raise self.wrong(here, f"is {table[name]!r:.80}", f"write it as a table, [{'.'.join(here)}]")
@@ -109,6 +109,13 @@ class _ConfigFile:
             if tuple(key) == place:
                 return number
         return 0
+
+
+def _as_text(hint: Any, given: object) -> object:
+    """Return a table with a `kind`, given for a flag that is one text, as KIND:KEY=VALUE,...; other values as given."""
+    if hint is str and isinstance(given, dict) and isinstance(given.get("kind"), str):
+        return written(given["kind"], {key: value for key, value in given.items() if key != "kind"})
+    return given
 
 
 def _toml(value: object) -> str:

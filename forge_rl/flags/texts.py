@@ -143,6 +143,27 @@ def _unquoted(value: str) -> str:
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
+def written(name: str, options: Mapping[str, object]) -> str:
+    """Write a text that `parse` reads: `written("slurm", {"nodes": 2})` is "slurm:nodes=2".
+
+    Raises:
+        ConfigError: a value has quotes of both kinds, and so no form.
+    """
+    return name + ":" * bool(options) + ",".join(f"{key}={_quoted(key, value)}" for key, value in options.items())
+
+
+def _quoted(key: str, value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return json.dumps(list(value))
+    text = str(value)
+    quote = "'" if '"' in text else '"'
+    if quote in text:
+        raise ConfigError(f"{key} is {text!r:.80}, with both kinds of quotes", hint="leave one kind out")
+    return f"{quote}{text}{quote}" if isinstance(value, str) else text
+
+
 def names_code(text: str) -> bool:
     """Return True if a text has the form MODULE:NAME or FILE.py:NAME, as opposed to the name of something bundled."""
     found = _CODE.match(text)

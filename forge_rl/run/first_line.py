@@ -11,7 +11,7 @@ from forge_rl.runtime.private_network import has_way_out
 @functools.cache
 def announce() -> None:
     """Print once, immediately, how long it takes until the program's services run."""
-    shows_only = any(word.startswith(("-h", "--help", "--dump-config")) for word in sys.argv[1:])
+    shows_only = any(word.startswith(("-h", "--help", "--dump-config", "--dry-run")) for word in sys.argv[1:])
     if shows_only or has_way_out():  # the process outside has printed it
         return
     print(

@@ -17,6 +17,8 @@ from rich.text import Text
 from forge_rl.errors import ForgeError
 from forge_rl.flags.command_line import parse
 from forge_rl.runtime.isolation import Isolation
+from forge_rl.runtime.jobs.flag import build_job
+from forge_rl.runtime.jobs.protocol import SubmittedJob
 from forge_rl.runtime.private_network import enter, has_way_out, is_private
 from forge_rl.system.variables import hide
 
@@ -42,7 +44,8 @@ def launch(
         config_class: frozen dataclass whose fields become flags and whose docstrings their help, see
             `forge_rl.flags.command_line.parse`. A field `isolation`
             decides whether the run gets its own network namespace; a field `plan`, whether to show the memory plan
-            instead of running.
+            instead of running; a field `job`, where the run's hosts come from; a field `dry_run`, whether to show what
+            that job would start.
         main: the recipe.
         prog: command shown by `--help`; by default `python -m` and the module.
         args: flags to parse; by default the command line's.
@@ -54,6 +57,11 @@ def launch(
 
             show_plan(config)
             status = 0
+        elif vars(config).get("dry_run"):
+            print(build_job(vars(config)["job"]).describe(_command()))
+            status = 0
+        elif isinstance(job := build_job(vars(config).get("job", "local")), SubmittedJob):
+            status = job.submit(_command(), _say)
         else:
             isolation = vars(config).get("isolation", Isolation())
             if isolation.private_network and not (is_private() or has_way_out()):
@@ -101,6 +109,11 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
         _say(f"stopped by {received[0].name}")
         return 128 + received[0]
     return 0
+
+
+def _command() -> list[str]:
+    """Return the command that started this process, without --dry-run."""
+    return [sys.executable, *(word for word in sys.orig_argv[1:] if word != "--dry-run")]
 
 
 def _say(text: str) -> None:

@@ -17,6 +17,7 @@ from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.placement import Placement
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.isolation import Isolation
+from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.reward import Reward
@@ -35,7 +36,7 @@ class RunConfig:
 
     USED: ClassVar[tuple[str, ...]] = (
         *("model", "steps", "groups_per_batch", "group_size", "seed", "checkpoint_every", "out", "plan", "display"),
-        *("schedule.kind", "schedule.max_lag", "evaluation.every", "evaluation.tasks", "data.system"),
+        *("job", "schedule.kind", "schedule.max_lag", "evaluation.every", "evaluation.tasks"),
         *("trainer.ranks", "trainer.minibatches", "trainer.seq_len", "trainer.optimizer.lr"),
         *("generator.replicas", "generator.max_tokens", "generator.max_model_len", "generator.temperature"),
     )
@@ -55,6 +56,12 @@ class RunConfig:
     """colocated: trainer and engines share devices; engines sleep while the trainer trains, and its state is offloaded
     while they decode. separate: each has its own devices. auto: colocated if there are too few GPUs, or if trainer and
     engines take turns and both fit; separate on CPU, where memory is shared anyway."""
+    job: str = "local"
+    """Where the run's processes get their hosts from, as KIND[:KEY=VALUE,...]: local is this machine alone; process:N
+    are N hosts simulated by processes of this machine. A config file may have a table [job] instead, with its kind and
+    options."""
+    dry_run: bool = False
+    """Print what --job would start, such as a batch script, and exit."""
     seed: int = 0
     """Seed of task order and sampling."""
     evaluation: EvalConfig = field(default_factory=EvalConfig)
@@ -99,6 +106,7 @@ class RunConfig:
         object.__setattr__(self, "cache", Path(self.cache))  # a string is welcome in an interactive session
         if self.out is not None:
             object.__setattr__(self, "out", Path(self.out))
+        build_job(self.job)  # checks it
         if self.trainer.router_replay:
             object.__setattr__(self, "generator", replace(self.generator, routed_experts=True))
         counts = {"steps": 1, "groups_per_batch": 1, "group_size": 1}
