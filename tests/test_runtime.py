@@ -329,7 +329,7 @@ def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
                 replica = service.spawn(FakeActor, f"on {host}", ranks=2, env=env, host=host)
                 await service.watch(replica, deadline_s=LONG_S)
                 assert replica.host == host
-                assert dict(replica.mesh.procs.extent) == {"ranks": 2}
+                assert dict(replica.meshes[0].procs.extent) == {"ranks": 2}
                 assert await replica.call("environment", "FORGE_RL_FAKE", deadline_s=LONG_S, rank=1) == host
                 assert await replica.call_ranks("rank_of", lambda rank: (rank,), deadline_s=LONG_S) == [0, 1]
                 await replica.call("say", f"hello from {host}", deadline_s=LONG_S, rank=1)
@@ -338,6 +338,16 @@ def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
             assert len(set(parents[0:2])) == len(set(parents[2:4])) == 1
             assert len({os.getpid(), *parents}) == 3
             assert set(parents[4:6]) == {os.getpid()}
+
+            # One replica may be on several hosts.
+            wide = Service(new_service_name(), made, faults)
+            wide.recoverable = True
+            replica = wide.spawn(FakeActor, "wide", ranks={"b": 1, "a": 2})
+            await wide.watch(replica, deadline_s=LONG_S)
+            assert (replica.hosts, replica.host) == (("b", "a", "a"), "b")
+            wide_pids = await replica.call_ranks("process_id", lambda _: (), deadline_s=LONG_S)
+            assert [psutil.Process(pid).ppid() for pid in wide_pids] == [parents[2], parents[0], parents[0]]
+            assert await replica.ask("answer", 3, deadline_s=LONG_S) == ("wide", 3)
 
             # A death there is noticed as it is here.
             os.kill(await pid_of(service, 0, rank=1), signal.SIGKILL)
@@ -348,6 +358,21 @@ def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
             # So is that of a whole host.
             os.kill(parents[2], signal.SIGKILL)
             await asyncio.wait_for(asyncio.shield(service.replicas[1].death), LONG_S)
+            await asyncio.wait_for(asyncio.shield(replica.death), LONG_S)
+            await wide.stop()
+            assert not any(map(psutil.pid_exists, wide_pids))
+
+            # Nor does anything live on a host that the job says is gone.
+            other = Service(new_service_name(), made, faults)
+            other.recoverable = True
+            replica = other.spawn(FakeActor, host="a")
+            await other.watch(replica, deadline_s=LONG_S)
+            made.lose("a", "the scheduler took it back")
+            assert made.hosts == (THIS_HOST, "b")
+            assert replica.death.result() == "host a is gone: the scheduler took it back"
+            with pytest.raises(ConfigError, match="the scheduler took it back"):
+                other.spawn(FakeActor, host="a", index=0)
+            await other.stop()
             faults.closing = True
             await service.stop()
 

@@ -62,7 +62,7 @@ async def open_store(logs: Path) -> AsyncIterator[Store]:
         try:
             home = service.spawn(FakeActor, imports=TorchStoreTransport.imports)
             await service.watch(home, deadline_s=60)
-            yield Store(await TorchStoreTransport.open(home.mesh.procs), service, made, faults)
+            yield Store(await TorchStoreTransport.open(home.meshes[0].procs), service, made, faults)
         finally:
             faults.closing = True
             await service.stop()

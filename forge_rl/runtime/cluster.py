@@ -12,7 +12,7 @@ import io
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,9 +95,13 @@ class Cluster:
         set_defaults()
         hide()
         self._logs = logs
-        self._may_be_public = may_be_public
+        self._may_be_public, self._checked = may_be_public, False
         self._hosts = dict(hosts or {})
         self._meshes: dict[str, SpawnedMesh] = {}
+        self.lost: dict[str, str] = {}
+        """Hosts that are gone for good, with the cause."""
+        self.on_lost: list[Callable[[str, str], None]] = []
+        """Called with the name of a host that is gone, and the cause."""
         if THIS_HOST in self._hosts:
             raise ConfigError(f"{THIS_HOST!r} is the name of the controller's host", hint="rename the other host")
         for name, mesh in self._hosts.items():
@@ -116,8 +120,20 @@ class Cluster:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names of all hosts, this one first."""
-        return (THIS_HOST, *self._hosts)
+        """Names of all hosts, this one first, without those that are gone."""
+        return (THIS_HOST, *(host for host in self._hosts if host not in self.lost))
+
+    @property
+    def may_be_public(self) -> bool:
+        """Whether ports may be open to addresses that are not private."""
+        return self._may_be_public
+
+    def lose(self, host: str, cause: str) -> None:
+        """Count a host as gone for good: its processes are dead, and nothing is spawned there any more."""
+        if host in self._hosts and host not in self.lost:
+            self.lost[host] = cause
+            for listener in list(self.on_lost):
+                listener(host, cause)
 
     def spawn(
         self,
@@ -142,7 +158,8 @@ class Cluster:
             ConfigError: the host does not exist, or Monarch listens to other machines although it may not.
         """
         if host not in self.hosts:
-            raise ConfigError(f"there is no host {host!r}", hint=f"choose one of {', '.join(self.hosts)}")
+            gone = f"host {host!r} is gone: {self.lost[host]}" if host in self.lost else f"there is no host {host!r}"
+            raise ConfigError(gone, hint=f"choose one of {', '.join(self.hosts)}")
         log = self._logs / f"{name}.log"
         # Monarch announces its log file on stderr, in the middle of the display.
         with quiet_stderr(), _scratch_as_temporary() as scratch:
@@ -152,13 +169,13 @@ class Cluster:
             command = default_bootstrap_cmd().with_env({**_changes(host), **temporary, **(env or {})})
             place = this_host() if host == THIS_HOST else self._hosts[host].slice(hosts=0)
             # Checked only before the first spawn: later this process may itself listen publicly, as a gateway.
-            if not self._may_be_public and (ports := public_ports(psutil.Process())):
+            if not (self._may_be_public or self._checked) and (ports := public_ports(psutil.Process())):
                 raise ConfigError(
                     f"Monarch listens on {', '.join(ports)}, where other machines can reach it, and executes any "
                     "code it receives",
                     hint="keep it on this machine, or set --public-ports if nobody else is on the network",
                 )
-            self._may_be_public = True
+            self._checked = True
             procs = place.spawn_procs(
                 per_host={"ranks": ranks},
                 bootstrap=functools.partial(
@@ -177,7 +194,7 @@ class Cluster:
     async def stop(self, name: str, *, deadline_s: float = 10.0) -> None:
         """Stop a mesh's processes. One that does not stop in time ends with the controller."""
         mesh = self._meshes.pop(name, None)
-        if mesh is None:
+        if mesh is None or mesh.host in self.lost:
             return
         stopping = asyncio.ensure_future(mesh.procs.stop())
         await asyncio.wait([stopping], timeout=deadline_s)  # raises nothing of a failed mesh, not even a cancellation

@@ -55,9 +55,9 @@ class Replica:
         service: name of the service, for errors.
         index: its place in the service.
         incarnation: number of previous replicas with this index.
-        mesh: its processes.
-        actor_name: name under which Monarch reports its failure.
-        actor: Monarch's actor mesh, which has no useful type; typed handles wrap it.
+        meshes: its processes, one mesh per host, in the order of their ranks.
+        actor_names: names under which Monarch reports the failure of each.
+        actors: Monarch's actor mesh on each of `meshes`, which has no useful type; typed handles wrap it.
         tree: its processes, if they are on this machine.
         faults: records its calls.
         on_lost: called with the replica and Monarch's message when a call finds it dead.
@@ -69,9 +69,9 @@ class Replica:
         service: str,
         index: int,
         incarnation: int,
-        mesh: SpawnedMesh,
-        actor_name: str,
-        actor: Any,
+        meshes: Sequence[SpawnedMesh],
+        actor_names: Sequence[str],
+        actors: Sequence[Any],
         tree: ProcessTree,
         faults: Faults,
         on_lost: Callable[[Replica, str], None],
@@ -79,10 +79,20 @@ class Replica:
         self.service = service
         self.index = index
         self.incarnation = incarnation
-        self.mesh = mesh
-        self.host, self.ranks, self.log = mesh.host, mesh.ranks, mesh.log
-        self.actor_name = actor_name
-        self.actor = actor
+        self.meshes = tuple(meshes)
+        mesh = meshes[0]
+        self.host, self.log = mesh.host, mesh.log
+        """Host and log file of rank 0."""
+        self.hosts = tuple(each.host for each in meshes for _ in range(each.ranks))
+        """Host of each rank."""
+        self.ranks = len(self.hosts)
+        self.actor_names = tuple(actor_names)
+        self.actor = actors[0]
+        """Monarch's actor mesh on the host of rank 0."""
+        self._of_rank = [
+            (actor, rank) for each, actor in zip(meshes, actors, strict=True) for rank in range(each.ranks)
+        ]
+        """Actor mesh of each rank, and the rank's place there."""
         self.tree = tree
         self.clock = faults.clock
         """Monotonic seconds."""
@@ -107,7 +117,7 @@ class Replica:
         self._faults = faults
         self._on_lost = on_lost
         self.link = Link(
-            actor.slice(ranks=0) if mesh.ranks > 1 else actor,
+            self.actor.slice(ranks=0) if mesh.ranks > 1 else self.actor,
             error=self._error,
             lost=lambda error: on_lost(self, str(error)),
             begin=self._begin,
@@ -155,7 +165,8 @@ class Replica:
         name = name or method
         if not self.alive:
             raise self._error(ReplicaError, name, self.death.result())
-        actor = self.actor if rank is None else self.actor.slice(ranks=rank)
+        actor, place = (self.actor, None) if rank is None else self._of_rank[rank]
+        actor = actor if place is None else actor.slice(ranks=place)
         key, began = self._begin(name), self.clock()
         answer = asyncio.ensure_future(_call_one(actor, method, args))
         try:

@@ -103,12 +103,13 @@ class Service:
         self._changed = asyncio.Event()
         """Set briefly after every state change, to wake waiters for a serving replica."""
         self._stopping = False
+        cluster.on_lost.append(self._on_host_lost)
 
     def spawn(
         self,
         actor: type,
         *args: object,
-        ranks: int = 1,
+        ranks: int | Mapping[str, int] = 1,
         env: Mapping[str, str] | None = None,
         imports: Sequence[str] = (),
         host: str = THIS_HOST,
@@ -120,6 +121,7 @@ class Service:
         Args:
             actor: a ServiceActor class, importable in the children.
             args: constructor arguments; the constructor should only store them, as Monarch calls it lazily.
+            ranks: number of processes on `host`, or on each of several hosts by name; ranks count through the hosts.
             imports: modules that the processes import first; see Cluster.spawn.
             secrets: pass on API keys and other secrets; see Cluster.spawn.
             index: index of a dead replica to replace; the next free one by default.
@@ -134,23 +136,34 @@ class Service:
         name = f"{self.name}-{number}" + f".{incarnation}" * bool(incarnation)
         mark = f"{self._id}/{name}"
         marked = {**(env or {}), _MARK: mark}
-        mesh = self._cluster.spawn(name, ranks=ranks, env=marked, imports=imports, host=host, secrets=secrets)
-        # Monarch may report a failure late, under this name, so it must be unique.
-        actor_name = f"{self.name}_{number}_{incarnation}_{self._id}"
+        meshes = [
+            self._cluster.spawn(
+                name if part == 0 else f"{name}-{place}",
+                ranks=count,
+                env=marked,
+                imports=imports,
+                host=place,
+                secrets=secrets,
+            )
+            for part, (place, count) in enumerate(({host: ranks} if isinstance(ranks, int) else ranks).items())
+        ]
+        # Monarch may report a failure late, under such a name, so it must be unique.
+        names = [f"{self.name}_{number}_{incarnation}_{part}_{self._id}" for part in range(len(meshes))]
         replica = Replica(
             service=self.name,
             index=number,
             incarnation=incarnation,
-            mesh=mesh,
-            actor_name=actor_name,
-            actor=mesh.procs.spawn(actor_name, actor, *args),
+            meshes=meshes,
+            actor_names=names,
+            actors=[mesh.procs.spawn(each, actor, *args) for each, mesh in zip(names, meshes, strict=True)],
             tree=ProcessTree(_MARK, mark),
             faults=self._faults,
             on_lost=self._on_lost,
         )
         if dead is not None:
             replica.busy_s = dead.drain_busy_s()
-        self._faults.on_failure(actor_name, lambda text: self._on_lost(replica, text))
+        for each in names:
+            self._faults.on_failure(each, lambda text: self._on_lost(replica, text))
         self.replicas[number : number + 1] = [replica]
         return replica
 
@@ -161,19 +174,20 @@ class Service:
         """
         # PIDs of other machines mean nothing here. Monarch's supervision reports deaths there to calls in flight, after
         # seconds.
-        near = replica.host == THIS_HOST or process_space() == await replica.call(
-            "process_space", deadline_s=deadline_s, rank=0
-        )
-        for rank in range(replica.ranks):
+        near = {THIS_HOST: True}
+        for rank, host in enumerate(replica.hosts):
+            if host not in near:
+                space = await replica.call("process_space", deadline_s=deadline_s, rank=rank)
+                near[host] = space == process_space()
             pid = await replica.call("process_id", deadline_s=deadline_s, rank=rank)
-            if not near:
+            if not near[host]:
                 continue
             try:
                 replica.tree.watch(pid, functools.partial(self._on_process_end, replica, rank))
             except (psutil.NoSuchProcess, ProcessLookupError):
                 self._on_process_end(replica, rank, None)
                 return
-        if near and self._blames:
+        if near[replica.host] and self._blames:
             in_hand.create(replica.notes)
             await replica.call("note_in_hand", replica.notes.absolute(), deadline_s=deadline_s, rank=0)
         if self._watching is None:
@@ -302,15 +316,21 @@ class Service:
         replica.tree.unwatch()
         await replica.link.close()
         if replica.alive:  # Monarch stops it gracefully; a dead one may hang, and is killed first
-            await self._cluster.stop(replica.mesh.name)
+            await self._stop_meshes(replica)
         await asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S)  # including processes unknown to Monarch
-        await self._cluster.stop(replica.mesh.name)
-        self._faults.off_failure(replica.actor_name)
+        await self._stop_meshes(replica)
+        for name in replica.actor_names:
+            self._faults.off_failure(name)
         replica.notes.unlink(missing_ok=True)
+
+    async def _stop_meshes(self, replica: Replica) -> None:
+        await asyncio.gather(*(self._cluster.stop(mesh.name) for mesh in replica.meshes))
 
     async def stop(self) -> None:
         """Stop all replicas' processes. Calls in flight fail."""
         self._stopping = True
+        if self._on_host_lost in self._cluster.on_lost:
+            self._cluster.on_lost.remove(self._on_host_lost)
         self._notify()
         background = [*self._recovering.values(), *([self._watching] if self._watching else [])]
         for task in background:
@@ -319,6 +339,11 @@ class Service:
             await asyncio.wait(background)
         await asyncio.gather(*map(self.clean_up, self.replicas))
         self.replicas.clear()
+
+    def _on_host_lost(self, host: str, cause: str) -> None:
+        for replica in list(self.replicas):
+            if host in replica.hosts:
+                self._on_death(replica, f"host {host} is gone: {cause}")
 
     def _on_process_end(self, replica: Replica, rank: int, status: int | None) -> None:
         cause = describe_exit(status, self._exit_meanings)

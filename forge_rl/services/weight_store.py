@@ -91,7 +91,7 @@ class WeightStore:
                 replica = service.spawn(WeightStoreActor, host, config.shm, *kept, host=host, imports=imports)
                 group.create_task(service.watch(replica, deadline_s=deadline_s))
         if name == "torchstore":
-            shared = await TorchStoreTransport.open(service.replicas[0].mesh.procs)
+            shared = await TorchStoreTransport.open(service.replicas[0].meshes[0].procs)
             return cls(service, dict.fromkeys(hosts, shared), bucket_bytes=bucket_bytes, choice=choice)
         volumes = {host: replica.actor for host, replica in zip(hosts, service.replicas, strict=True)}
         folders = []
