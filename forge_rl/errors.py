@@ -77,6 +77,10 @@ def check_installed(user: str, package: str, extra: str) -> None:
         raise ConfigError(f"{user} needs {package}, which is not installed", hint=f"pip install 'forge_rl[{extra}]'")
 
 
+class RunStopped(ForgeError):
+    """The end of a run that `stop` was asked for: not a failure, and not shown as one."""
+
+
 class InfrastructureError(ForgeError):
     """A failure of what ran the work, such as a sandbox, and not of the work: it is not the policy's fault."""
 

@@ -179,6 +179,7 @@ def rollouts(**changes: Any) -> RolloutExecutor:
         "reward": StagedReward(lambda task, text: float(len(text) % 2 + int(text) % 7)),
         "seed": 0,
         "reward_wait_s": 0.0,
+        "hold": None,
         "warn": lambda text: None,
         "on_episode": lambda episode: None,
     }
@@ -199,6 +200,7 @@ def rollouts(**changes: Any) -> RolloutExecutor:
         reward=reward,
         listener=SimpleNamespace(warn=parts["warn"], episode=parts["on_episode"]),
         reward_wait_s=parts["reward_wait_s"],
+        hold=parts["hold"],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from openai import OpenAI
 import forge_rl
 from forge_rl.errors import ForgeError
 from tests.commands import ROOT, Command, metrics, tiny_run
+from tests.fake_engine import FOLDER
 
 REWARD = """
 def score(task, text):
@@ -113,8 +115,57 @@ def test_a_run_is_changed_from_another_process_and_killed_and_the_changes_hold_w
     assert (run.schedule.max_lag, run.schedule.max_episodes) == (2, 512)
     run.mixture.adapt("success", most=0.9)
     assert "set by hand" not in repr(run.mixture)
-    run.stop()
+    run.stop(now=True)
     assert second.end() == 143, second.output
     assert "Traceback" not in second.output
     assert not (out / "control.sock").exists()
     assert second.strays() == []
+
+
+@pytest.mark.long
+def test_a_run_is_paused_and_resumed_its_learning_rate_changes_and_it_stops_after_its_step_with_a_summary(
+    commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    out = tmp_path / "run"
+    flags = ("--steps", "100000", "--evaluation.every", "0", "--checkpoint-every", "100000")
+    first = tiny_run(commands, tiny_model, out, *flags, recipe="tests.tiny_fake")
+    first.wait_for("step +2/")
+    run = forge_rl.attach(out)
+    with pytest.raises(ForgeError, match=r"(?s)set to -1.*at most 0\.1"):
+        run.lr = -1
+    with pytest.raises(ForgeError, match="temperature is nan"):
+        run.chat("?", temperature=float("nan"))
+    run.pause()
+    run.pause()
+    first.wait_for(r"paused: engines hold their requests.*\(attached\)")
+    assert run.paused
+    assert "paused: resume()" in repr(run)
+    time.sleep(2)
+    step = run.step
+    run.lr = 7e-5
+    assert run.checkpoint().name == f"step-{step:06d}", "what is asked for is done meanwhile"
+    with pytest.raises(ForgeError, match="resume it first"):
+        run.evaluate()
+    time.sleep(2)
+    assert run.step == step, "nothing is trained"
+    run.resume()
+    wait_for_step(out, step + 3)
+    assert not run.paused
+    row = next(row for row in metrics(out) if row["step"] == step + 1)
+    assert row["lr"] == pytest.approx(7e-5)
+    run.stop()
+    assert first.end() == 0, first.output
+    stopped = int(metrics(out)[-1]["step"])
+    assert "wall time" in first.output, "the end table"
+    assert [path.name for path in (out / "checkpoints").glob("step-*")][-1:] or stopped == step
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["outcome"], summary["steps"]) == ("stopped", stopped)
+    assert first.strays() == []
+
+    second = tiny_run(commands, tiny_model, out, *flags, recipe="tests.tiny_fake")
+    second.wait_for(f"step +{stopped + 1}/")
+    assert run.lr == 7e-5
+    run.stop()
+    assert second.end() == 0, second.output
+    assert metrics(out)[-1]["lr"] == pytest.approx(7e-5)

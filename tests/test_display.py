@@ -15,6 +15,7 @@ from rich.console import Console
 from forge_rl.errors import ConfigError, Fault
 from forge_rl.metrics import Display, Histogram, Mode, PhaseClock, RolloutStatus, RunInfo
 from forge_rl.metrics.display.format import duration, number, sparkline
+from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
 
 STEP = {
     "reward/mean": 0.4531,
@@ -612,3 +613,52 @@ def test_a_display_whose_reader_has_gone_turns_itself_off_and_says_why(
             file.close()
     assert len(told) == 1
     assert told[0].startswith("nothing more is shown, as stdout cannot be written: [Errno ")
+
+
+class Pausing:
+    """A pause that the test begins and ends."""
+
+    paused, lasts_s = True, 65.0
+
+
+def test_the_panel_shows_a_pause_while_it_lasts_and_no_call_as_stalled() -> None:
+    bench = Bench(mode="none")
+    pause = Pausing()
+    bench.display.pause(pause)
+    for _ in range(3):
+        bench.seconds += 60
+        bench.display.poll(waiting=lambda: "generator replica 0, call load")
+    assert "paused for 1:05; attach to the folder and resume() to continue" in bench.text()
+    assert "call load" not in bench.text()
+    pause.paused = False
+    assert "resume()" not in bench.text()
+
+
+def test_the_panel_shows_the_progress_of_an_update_until_it_ends() -> None:
+    bench = Bench(mode="none")
+    bench.display.poll(training=lambda: (3, 12))
+    assert "25%" in bench.text()
+    assert "3/12 microbatches" in bench.text()
+    bench.display.poll()
+    assert "microbatches" not in bench.text()
+
+
+def test_the_panel_shows_an_answer_as_plain_text_and_reward_parts_and_sources() -> None:
+    bench = Bench(mode="none", width=100, height=60)
+    task = Task(id="7", source="sums", messages=({"role": "user", "content": "?"},), truth={})
+    turn = Turn(
+        prompt_ids=(1,),
+        token_ids=(2,),
+        logprobs=(-1.0,),
+        versions=(0,),
+        text="first \x1b[2J[red]line[/red]\nsecond " + "z" * 1000,
+    )
+    episode = Episode(task=task, turns=(turn,), outcome=Outcome.COMPLETED, score=Score(total=0.5))
+    values = {"reward/mean": 0.5, "reward/std": 0.1, "reward/sums": 0.7, "reward_parts/format": 0.25}
+    bench.display.log(1, values, Batch(groups=(Group(task=task, episodes=(episode,)),), version=1))
+    text = bench.text()
+    for shown in ("sums, 7, reward 0.5:", "[red]line[/red] second zzz", "format 0.25", "sources sums 0.7"):
+        assert shown in text, text
+    assert "\x1b[2J" not in text
+    assert text.count("z") < 300
+    assert "std 0.1" not in text

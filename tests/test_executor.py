@@ -23,10 +23,12 @@ from forge_rl.rewards.protocol import Form
 from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
+from forge_rl.runtime.hold import Hold
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.token_arrays import Chunk
 from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task
 from tests.staged_rollouts import (
+    MortalGenerator,
     StagedEnvironment,
     StagedGenerator,
     StagedReward,
@@ -605,3 +607,33 @@ def test_an_environment_that_raises_and_a_model_that_breaks_its_protocol_are_tol
     assert broken
     assert all(int(episode.text) % 2 == 0 for episode in broken)
     assert executor.metrics()["outcomes/environment_error"] >= 3
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_pause_holds_all_requests_at_a_token_until_it_ends_and_nothing_is_lost(evaluates: bool) -> None:
+    async def main() -> None:
+        generator, hold = MortalGenerator(), Hold()
+        executor = rollouts(generator=generator, hold=hold)
+        if evaluates:
+            waiting = asyncio.ensure_future(play(executor, max_tokens=12))
+        else:
+            waiting = asyncio.ensure_future(executor.next_batch())
+        await run_until_idle()
+        assert executor.status().episodes_running > 0
+        hold.pause()
+        await run_until_idle()
+        assert generator.told == ["pause"]
+        for gate in generator.gates.values():  # engines that finish meanwhile get no other request
+            gate.set_result(None)
+        begun = len(generator.seen)
+        await run_until_idle()
+        assert len(generator.seen) == begun
+        assert not waiting.done()
+        hold.resume()
+        found = await waiting
+        assert generator.told[:2] == ["pause", "resume"]
+        episodes = [found] if evaluates else list(found.episodes)
+        assert len(episodes) == (1 if evaluates else 12)
+        assert all(len(episode.turns[0].token_ids) == 12 for episode in episodes)
+
+    asyncio.run(main())

@@ -170,3 +170,20 @@ def test_what_ends_while_closing_is_no_fault():
     faults.recovered("generator", 0)
     assert faults.seen == []
     assert faults.fatal is None
+
+
+def test_time_in_which_the_run_is_paused_does_not_count_towards_a_deadline():
+    async def main() -> None:
+        faults = Faults()
+        began = faults.clock()
+        with faults.deadline("rollout", 0.1):
+            faults.hold.pause()
+            await asyncio.sleep(0.3)
+            faults.hold.resume()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                assert 0.38 < faults.clock() - began < 30
+
+    with pytest.raises(DeadlineError):
+        asyncio.run(main())

@@ -13,6 +13,7 @@ from forge_rl.algorithms.loss_flag import build_loss
 from forge_rl.gateway import Session
 from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.rollout.evaluation import EvalConfig
+from forge_rl.run.run_dir import is_finished
 from forge_rl.services.generator import Generator
 from recipes.agent_openai import Config, solve, step
 from tests.commands import metrics
@@ -86,4 +87,4 @@ def test_a_run_is_opened_stepped_asked_given_a_new_reward_and_closed(
     for name in ("reward/mean", "grad_norm"):  # of the same tasks, answers and weights, up to rounding
         assert rows[0][name] == pytest.approx(before[0][name], rel=1e-3)
         assert rows[0][name] != pytest.approx(before[1][name], rel=1e-3)
-    assert not (tmp_path / "run" / "summary.json").exists(), "the same settings continue it"
+    assert not is_finished(tmp_path / "run"), "the same settings continue it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,6 +75,7 @@ class Live:
         adapting: Adapting = OFF,
         step: int = 0,
         weights: dict[str, float] | None = None,
+        lr: float = 3e-5,
         **schedule: Any,
     ) -> None:
         self.folder = folder
@@ -81,10 +83,12 @@ class Live:
         self.rollouts = rollouts(mixture=self.mixture, schedule=ScheduleConfig(**schedule))
         self.reward = FakeReward(reward)
         self.events: list[str] = []
-        self.settings = LiveSettings(self.rollouts, self.mixture, adapting, cast(Any, self.reward), self.events.append)
+        trainer: Any = SimpleNamespace(updates=0, lr=lr)
+        self.trainer = trainer
+        reward_service = cast(Any, self.reward)
+        self.settings = LiveSettings(self.rollouts, self.mixture, adapting, reward_service, trainer, self.events.append)
         self.schedule = self.settings.schedule
         evaluations = RolloutEvaluations(EvalConfig(), self.rollouts, max_tokens=1, warn=self.events.append)
-        trainer: Any = SimpleNamespace(updates=0)
         services = Services(trainer=trainer)
         checkpoints = Checkpoints(folder / "checkpoints", keep=1)
         evaluator = Evaluator({}, evaluations)
@@ -115,15 +119,17 @@ def change_all(live: Live) -> None:
     live.schedule.max_lag = 2
     live.schedule.over_sampling = 1.5
     live.schedule.max_episodes = 64
+    live.settings.optimizer.set(1e-5)
     live.replace_reward("7")
 
 
 def seen(live: Live) -> tuple[object, ...]:
     config = live.rollouts.config
-    return (live.mixture["a"], config.max_lag, config.over_sampling, config.max_episodes, live.reward.function)
+    bounds = config.max_lag, config.over_sampling, config.max_episodes
+    return (live.mixture["a"], *bounds, live.trainer.lr, live.reward.function)
 
 
-CHANGED = (3, 2, 1.5, 64, Flagged(7.0))
+CHANGED = (3, 2, 1.5, 64, 1e-5, Flagged(7.0))
 
 
 def test_each_change_is_told_with_what_was_before_and_who_made_it(tmp_path: Path):
@@ -156,7 +162,7 @@ def test_what_was_changed_live_holds_in_a_continued_run_whether_a_checkpoint_cam
     assert seen(again) == CHANGED
     assert again.settings.knobs["reward"].read() == "7"
     assert all("as it was changed live" in event for event in again.events)
-    assert [event.split(" ")[0] for event in again.events] == ["schedule", "mixture", "reward"]
+    assert [event.split(" ")[0] for event in again.events] == ["schedule", "mixture", "learning", "reward"]
     assert seen(again.continued(again)) == CHANGED, "and once more"
     assert seen(live.continued(None)) == CHANGED, "also from the start, where there is no checkpoint"
 
@@ -173,12 +179,13 @@ def test_a_change_that_a_later_checkpoint_took_back_does_not_come_again(tmp_path
     [
         (
             {"max_lag": 4},
-            (3, 4, 1.5, 64, Flagged(7.0)),
+            (3, 4, 1.5, 64, 1e-5, Flagged(7.0)),
             "the current flags set schedule max_lag 4, which overrides the live change to 2",
         ),
-        ({"reward": Flagged(2.0)}, (3, 2, 1.5, 64, Flagged(2.0)), "the current flags set the reward Flagged"),
-        ({"weights": {"a": 0, "b": 9}}, (0, 2, 1.5, 64, Flagged(7.0)), "mixture a 3 -> 0 (by the current flags)"),
+        ({"reward": Flagged(2.0)}, (3, 2, 1.5, 64, 1e-5, Flagged(2.0)), "the current flags set the reward Flagged"),
+        ({"weights": {"a": 0, "b": 9}}, (0, 2, 1.5, 64, 1e-5, Flagged(7.0)), "mixture a 3 -> 0 (by the current flags)"),
         ({"over_sampling": 1.5}, CHANGED, ""),
+        ({"lr": 2e-5}, (3, 2, 1.5, 64, 2e-5, Flagged(7.0)), "the current flags set the learning rate 2e-05"),
     ],
 )
 def test_a_flag_that_the_continuing_command_changes_wins_over_what_was_changed_live(
@@ -227,6 +234,9 @@ def test_a_reward_that_is_refused_leaves_the_one_before(tmp_path: Path):
         ({}, "max_lag", True, "set to True"),
         ({}, "max_lag", "2", "set to '2'"),
         ({}, "max_episodes", 0, "max-episodes is 0"),
+        ({}, "max_episodes", 10**9, "set it to at most 1000000"),
+        ({}, "max_lag", 10**6, "set it to at most 1000"),
+        ({}, "over_sampling", math.nan, "over-sampling is nan"),
         ({}, "over_sampling", 9, "over-sampling is 9"),
         ({"max_lag": 0}, "over_sampling", 2, "no later batch can use the surplus"),
         ({"over_sampling": 2}, "max_lag", 0, "no later batch can use the surplus"),
@@ -279,3 +289,34 @@ def test_the_state_of_live_settings_is_known_as_such(tmp_path: Path):
     live = Live(tmp_path)
     change_all(live)
     assert is_live_state(json.loads(json.dumps(live.settings.state())))
+
+
+@pytest.mark.parametrize(
+    ("knob", "values", "said"),
+    [
+        ("optimizer", {"lr": -1e-5}, "at most 0.1"),
+        ("optimizer", {"lr": 0}, "pause the run instead"),
+        ("optimizer", {"lr": 10.0}, "at most 0.1"),
+        ("optimizer", {"lr": math.nan}, "nan"),
+        ("optimizer", {"lr": True}, "True"),
+        ("optimizer", {"lr": "1e-5"}, "'1e-5'"),
+        ("optimizer", {"lr": 1e-5, "beta1": 0.5}, "beta1"),
+        ("group_size", {"group_size": 10**6}, "set one of schedule, mixture, optimizer, reward"),
+        ("mixture", {"weights": {"a": math.nan}}, "from 0 to 1e+09"),
+        ("mixture", {"weights": {"a": 1e300}}, "from 0 to 1e+09"),
+        ("mixture", {"weights": {"a": -1}}, "from 0 to 1e+09"),
+        ("mixture", {"adapting": {"adapt": "failure"}}, "set off or success"),
+        ("mixture", {"adapting": {"adapt": "success", "target": math.nan}}, "target is nan"),
+        ("mixture", {"adapting": {"adapt": "success", "target": "high"}}, "'high'"),
+    ],
+)
+def test_a_change_out_of_bounds_is_refused_with_the_bound_and_changes_nothing(
+    knob: str, values: dict[str, Any], said: str, tmp_path: Path
+):
+    live = Live(tmp_path)
+    before = live.settings.state()
+    with pytest.raises(ForgeError) as caught:
+        asyncio.run(live.settings.write(knob, values))
+    assert said in str(caught.value)
+    assert live.settings.state() == before
+    assert live.events == []

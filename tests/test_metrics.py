@@ -254,3 +254,14 @@ def test_a_gap_is_told_by_the_formats_of_both_sides():
     assert told == "trainer's and engines' logprobs differ by 0.01 on average, more than 0.001"
     assert "--trainer.dtype" not in describe_gap(0.2, engines="bfloat16", trainer="bfloat16")
     assert "set --trainer.dtype bfloat16" in describe_gap(0.2, engines="bfloat16", trainer="float32")
+
+
+def test_a_pause_on_request_counts_in_no_phase_and_no_step() -> None:
+    seconds = paused = 0.0
+    clock = PhaseClock(lambda: seconds, paused_s=lambda: paused)
+    with clock.phase("rollout"):
+        seconds, paused = 12.0, 10.0
+    seconds, paused = 17.0, 13.0
+    assert clock.finish_step() == {"seconds/rollout": 2.0, "seconds/step": 4.0}
+    seconds = 18.0
+    assert clock.finish_step() == {"seconds/step": 1.0}

@@ -37,7 +37,7 @@ def test_ctrl_c_saves_and_the_same_command_continues_and_leaves_a_whole_run_fold
     saved = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
     assert saved[-1] == f"step-{done:06d}"
     assert "saved step" in stopped.output or done % 3 == 0
-    assert not (out / "summary.json").exists()
+    assert json.loads((out / "summary.json").read_text())["outcome"] == "stopped"
 
     # From an earlier checkpoint it trains the same steps again.
     for name in saved:
@@ -87,7 +87,7 @@ def check_folder(out: Path, *, steps: int, redone: int) -> None:
     assert summary["faults"] == []
     assert summary["score_before"] == rows[0]["held_out"]
     assert summary["score_after"] == rows[-1]["held_out"]
-    assert set(summary) == {"score_before", "score_after", "best", "steps", "seconds", "faults"}
+    assert set(summary) == {"outcome", "score_before", "score_after", "best", "steps", "seconds", "faults"}
     scores = {row["step"]: row["held_out"] for row in rows if "held_out" in row}
     best = summary["best"]
     assert scores[best["step"]] == best["score"]
@@ -120,7 +120,9 @@ def test_a_death_that_may_not_be_mended_ends_the_run(
     for said in ("generator", "SIGKILL", "phase"):
         assert said in error
     assert "Traceback" not in command.output
-    assert not (tmp_path / "run" / "summary.json").exists()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["outcome"] == "failed"
+    assert "SIGKILL" in summary["cause"]
     assert command.strays() == []
 
 

@@ -35,6 +35,7 @@ class Handle:
     alive = True
     busy_s = 0.0
     version = updates = parameters = 0
+    lr = 1e-5
     dtype = "float32"
     sampling = Sampling(max_tokens=4)
     function = None
@@ -111,7 +112,7 @@ def test_an_open_run_is_complete_and_its_close_stops_everything_once(
         line.run(run.close())
         line.run(run.close())
     assert sorted(stopped) == sorted(NAMES)
-    assert not (tmp_path / "summary.json").exists()
+    assert json.loads((tmp_path / "summary.json").read_text())["outcome"] == "stopped"
 
 
 def test_files_of_tasks_are_read_before_anything_starts_and_evaluated_on_by_their_own_file(
@@ -164,7 +165,8 @@ def test_a_run_that_reached_its_steps_leaves_a_summary(
     asyncio.run(check())
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary.pop("seconds") >= 0
-    assert summary == {"score_before": 0.25, "score_after": 0.5, "best": None, "steps": 10, "faults": []}
+    scores = {"score_before": 0.25, "score_after": 0.5}
+    assert summary == {"outcome": "finished", **scores, "best": None, "steps": 10, "faults": []}
 
 
 def test_when_one_service_does_not_start_the_others_are_stopped_and_the_folder_is_free_again(

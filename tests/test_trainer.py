@@ -298,6 +298,8 @@ def test_updates_that_a_run_does_not_have_are_refused_before_it_starts(settings:
 
 def test_a_step_without_room_says_which_flags_help() -> None:
     class Full:
+        def set_lr(self, lr: float) -> None: ...
+
         def train_batch(self, *_: object, **__: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 

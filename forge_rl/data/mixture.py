@@ -13,6 +13,8 @@ from forge_rl.data.sources.iterable import Items
 from forge_rl.errors import TaskError
 from forge_rl.types import Group, Task
 
+_MOST_WEIGHT = 1e9
+
 
 class Mixture:
     """Weighted sources; a source's share of every batch is its weight over the sum of weights.
@@ -234,8 +236,8 @@ class Mixture:
 
     def _checked(self, weights: dict[str, float]) -> dict[str, float]:
         for name, weight in weights.items():
-            if not 0 <= weight < math.inf:
-                raise TaskError(f"the weight of {name!r} is {weight}", hint="set a finite number of at least 0")
+            if not 0 <= weight <= _MOST_WEIGHT:
+                raise TaskError(f"the weight of {name!r} is {weight}", hint=f"set a number from 0 to {_MOST_WEIGHT:g}")
         if not any(weights.values()):
             raise TaskError(f"all weights are 0: {weights}", hint="give at least one source a weight above 0")
         return weights

@@ -6,7 +6,7 @@ pass `tests/engine_conformance.py`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,6 +226,7 @@ class TrainEngine(Protocol):
         total_updates: int,
         version: int | None,
         scored: list[torch.Tensor] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> list[dict[str, Value] | None]:
         """Take an update on each minibatch, once per epoch: forward, backward, clip, optimizer step.
 
@@ -238,6 +239,7 @@ class TrainEngine(Protocol):
             version: published version of these weights; None if they were updated since.
             scored: gets, for each row of the first epoch, the logprobs `[L]` of its targets just before its update, in
                 host memory and as `logprobs` returns them.
+            progress: called after each microbatch with the number of those done and of all in this batch.
 
         Returns:
             Mergeable metrics of this share for each minibatch, in order, the same on its peers; {} for one without
@@ -319,6 +321,9 @@ class TrainEngine(Protocol):
         Returns:
             A future, done when all ranks have written; raises CheckpointError if one failed.
         """
+
+    def set_lr(self, lr: float) -> None:
+        """Set the peak learning rate of the updates from now on."""
 
     def reset(self, optimizer: OptimizerConfig) -> None:
         """Return to the state before the first update, from the files of the model that the engine started with.

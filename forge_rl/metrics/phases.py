@@ -19,10 +19,17 @@ class PhaseClock:
         with clock.phase("rollout"):
             ...
         clock.finish_step()  # {"seconds/rollout": 2.1, "seconds/step": 2.2}
+
+    Args:
+        clock: monotonic seconds.
+        paused_s: seconds so far in which the run was paused on request, which no phase and no step counts.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, paused_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self._clock = clock
+        self._paused_s = paused_s
         # One attribute for both, so that the live display's thread never pairs a name with another phase's time.
         self._current: tuple[str, float] = ("", clock())
         self.used = False
@@ -30,6 +37,7 @@ class PhaseClock:
         self.on_phase: Callable[[str, float, float], None] | None = None
         """Called after each phase, even a failed one, with its name and its start and end in clock seconds."""
         self._begun = clock()
+        self._paused_before = paused_s()
         self._seconds: dict[str, float] = defaultdict(float)
         self._tokens: dict[str, int] = defaultdict(int)
         self._busy: dict[tuple[str, str], float] = defaultdict(float)  # by device, and the phase or ""
@@ -64,7 +72,7 @@ class PhaseClock:
                 hint=f"end the block of `phase({self.current!r})` first: a controller is in one phase at a time",
             )
         assert name not in ("", "step"), f"no name for a phase: {name!r}"
-        begun = self._clock()
+        begun, paused_before = self._clock(), self._paused_s()
         self.used = True
         self._current = (name, begun)
         try:
@@ -74,7 +82,7 @@ class PhaseClock:
             raise
         finally:
             ended = self._clock()
-            self._seconds[name] += ended - begun
+            self._seconds[name] += ended - begun - (self._paused_s() - paused_before)
             self._current = ("", ended)
             if self.on_phase is not None:
                 self.on_phase(name, begun, ended)
@@ -107,7 +115,8 @@ class PhaseClock:
                 hint=f"end the step after the block of `phase({self.current!r})`",
             )
         ended = self._clock()
-        wall = ended - self._begun
+        paused = self._paused_s()
+        wall = ended - self._begun - (paused - self._paused_before)
         values = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
         for name, count in self._tokens.items():
             values[f"tokens/{name}"] = float(count)
@@ -118,7 +127,7 @@ class PhaseClock:
             if lasted > 0.0:
                 values[f"busy_{phase}/{device}" if phase else f"busy/{device}"] = seconds / lasted
         values["seconds/step"] = wall
-        self._begun = ended
+        self._begun, self._paused_before = ended, paused
         self._seconds.clear()
         self._tokens.clear()
         self._busy.clear()

@@ -6,10 +6,11 @@ Each episode is an asyncio task: environments and rewards overlap with decoding,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -21,6 +22,7 @@ from forge_rl.rollout.dispatcher import Dispatcher, PolicyClient
 from forge_rl.rollout.evaluation import Evaluation, describe_failure
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.state import EVALUATION, InflightEpisode
+from forge_rl.runtime.hold import Hold
 from forge_rl.types import Batch, Episode, Group, Outcome, Task
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class RolloutExecutor:
         version: returns the latest published version.
         listener: receives warnings and finished episodes.
         reward_wait_s: seconds to wait for a replacement reward when all scores fail, before raising an error.
+        hold: the run's pause, during which the engines hold their requests; never paused by default.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class RolloutExecutor:
         reward: Scorer | None = None,
         listener: RolloutListener | None = None,
         reward_wait_s: float = 0.0,
+        hold: Hold | None = None,
     ) -> None:
         self.config = dispatcher.scheduler.config
         """Settings of the schedule. Assign new ones of the same kind to apply them from the next batch on."""
@@ -109,6 +113,8 @@ class RolloutExecutor:
         """Callback that starts the remaining episodes in the next event loop iteration."""
         self._changed = asyncio.Event()
         self._most_engines = 0
+        self._hold = hold or Hold()
+        self._hold.listeners.append(self._changed.set)
 
     async def next_batch(self) -> Batch:
         """Return the next complete batch: P groups in the mixture's proportions.
@@ -127,6 +133,7 @@ class RolloutExecutor:
         self._scheduler.planner.await_batch()
         self._scheduler.reconfigure(self.config)
         while True:
+            await self._while_paused()
             self._changed.clear()
             self._advance()
             self._raise_failure()
@@ -169,6 +176,7 @@ class RolloutExecutor:
         self._scheduler.await_evaluation(True)
         try:
             while True:
+                await self._while_paused()
                 self._changed.clear()
                 self._advance()
                 self._raise_failure()
@@ -177,6 +185,26 @@ class RolloutExecutor:
                 await self._changed.wait()
         finally:
             self._scheduler.await_evaluation(False)
+
+    @contextlib.asynccontextmanager
+    async def holding(self) -> AsyncIterator[None]:
+        """Hold all requests at a token boundary while the body runs; what decoded before decodes again after it."""
+        capacity = self._scheduler.capacity
+        paused, evaluating = capacity.paused, capacity.evaluating
+        capacity.set_paused(True)
+        capacity.set_evaluating(False)
+        await self._hand_to_trainer()
+        yield
+        if evaluating or not paused:
+            await self._devices.hand_to_engines()
+        capacity.set_evaluating(evaluating)
+        capacity.set_paused(paused)
+
+    async def _while_paused(self) -> None:
+        """Wait while the run is paused."""
+        if self._hold.paused:
+            async with self.holding():
+                await self._hold.released()
 
     async def greedy_rewards(self, batch: Batch) -> torch.Tensor:
         """Answer each task of a batch once at temperature 0, with the engines' current weights.
@@ -222,6 +250,7 @@ class RolloutExecutor:
     async def close(self) -> None:
         """Cancel all episodes in flight."""
         self._generator.listeners.remove(self._on_engines_changed)
+        self._hold.listeners.remove(self._changed.set)
         await self._cancel_all()
 
     def metrics(self) -> dict[str, float]:

@@ -94,7 +94,7 @@ async def assemble(
                 evaluations = losses
         evaluator = Evaluator(checked.sets, evaluations)
         live = stack.enter_context(
-            contextlib.closing(LiveSettings(rollouts, mixture, config.mixture, reward, log.event))
+            contextlib.closing(LiveSettings(rollouts, mixture, config.mixture, reward, services.trainer, log.event))
         )
         checkpointer = Checkpointer(
             prepared.checkpoints,
@@ -115,6 +115,7 @@ async def assemble(
         version = await checkpointer.publish()
         if rollouts is not None:
             monitor.display.startup("first weights", "ready", f"version {version}, attested")
+        monitor.training = lambda: services.trainer.progress
         run = Run(config, services, batches, evaluator, checkpointer, live, monitor, loss, close=close)
         await stack.enter_async_context(serving_control(prepared.folder, Control(run, live, policy), log.warn))
         gc.freeze()  # also modules imported meanwhile: see responsive_loop
@@ -176,6 +177,7 @@ def _rollouts(
         reward=services.reward,
         listener=monitor.log,
         reward_wait_s=config.reward.wait_for_another_s,
+        hold=monitor.faults.hold,
     )
     services.reward.replaced.append(rollouts.reward_replaced)
     services.reward.samples = rollouts.samples

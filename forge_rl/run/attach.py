@@ -74,6 +74,20 @@ class AttachedRun:
         return LiveSchedule(lambda: self._knob("schedule"), lambda bounds: self.set("schedule", bounds))
 
     @property
+    def lr(self) -> float:
+        """The peak learning rate. Set it, and it applies from the next step on."""
+        return float(self._knob("optimizer")["lr"])
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self.set("optimizer", {"lr": lr})
+
+    @property
+    def paused(self) -> bool:
+        """Whether the run is paused, or will be at its next boundary."""
+        return bool(self.ask("status")["paused"])
+
+    @property
     def reward(self) -> str:
         """The current reward. Set it to a string as in `--reward`, or to several."""
         return str(self._knob("reward"))
@@ -129,12 +143,24 @@ class AttachedRun:
         """Explain the gap between engines and trainer after the current step; waits for it. See `Run.explain_gap`."""
         return Text(self.ask("explain_gap", prompts=prompts))
 
-    def stop(self) -> None:
-        """Let the run save and exit; the same command resumes it."""
-        self.ask("stop")
+    def pause(self) -> None:
+        """Pause: engines hold their requests at a token boundary, and training stops after the current step."""
+        self.ask("pause")
+
+    def resume(self) -> None:
+        """Continue a paused run."""
+        self.ask("resume")
+
+    def stop(self, *, now: bool = False) -> None:
+        """End the run after the current step, with a checkpoint and its summary; the same command resumes it.
+
+        Args:
+            now: interrupt the step, as SIGTERM does; the steps before it are saved.
+        """
+        self.ask("stop", now=now)
 
     def set(self, knob: str, values: Mapping[str, object]) -> None:
-        """Change a knob: "mixture", "schedule" or "reward"."""
+        """Change a knob: "mixture", "schedule", "reward" or "optimizer"."""
         self.ask("set", knob=knob, values=values)
 
     def _knob(self, name: str) -> Any:
@@ -183,7 +209,9 @@ class AttachedRun:
             found = self.ask("status")
         except ForgeError as error:
             return f"Attached  {error.message}"
-        rows = {"phase": found["phase"] or "between phases"}
+        paused = ", paused: resume() continues" if found["paused"] else ""
+        rows = {"phase": (found["phase"] or "between phases") + paused}
+        rows["lr"] = f"{found['optimizer']['lr']:g}"
         if (schedule := found.get("schedule")) is not None:
             mean = found["reward_mean"]
             bounds = ", ".join(f"{name} {schedule[name]:g}" for name in ("max_lag", "over_sampling", "max_episodes"))
@@ -307,6 +335,8 @@ def _ended(folder: Path) -> str:
     """Return the message that a folder has no live run, and how the last one ended."""
     try:
         summary = json.loads((folder / "summary.json").read_text())
+        if summary.get("outcome", "finished") != "finished":
+            raise ValueError("it did not reach its end")
         scores = summary["score_before"], summary["score_after"]
         score = "" if None in scores else f", with a held-out score of {scores[1]:.3f} after {scores[0]:.3f}"
         return f"the run in {folder} is not running: it finished after {summary['steps']} steps{score}"

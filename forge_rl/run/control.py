@@ -37,6 +37,8 @@ _MOST_CLIENTS = 16
 """Maximum number of concurrent connections."""
 _READ_S = _WRITE_S = 10.0
 """Timeout for a client to send its request, and to read its reply."""
+_MOST_TEMPERATURE = 10.0
+_MOST_PROMPTS = 1024
 
 
 class Control:
@@ -58,6 +60,7 @@ class Control:
             "step": run.step,
             "steps": run.config.steps,
             "phase": run.current_phase,
+            "paused": run.paused,
             "version": run.trainer.version,
             "engines": f"{rollouts.engines_serving}/{rollouts.engines}",
             "rollouts": str(rollouts),
@@ -66,11 +69,15 @@ class Control:
         }
 
     async def set(self, knob: str, values: dict[str, Any]) -> None:
-        """Change the mixture, the schedule or the reward; see `LiveSettings.knobs`."""
+        """Change the mixture, the schedule, the reward or the optimizer; see `LiveSettings.knobs`."""
         await self._live.write(knob, values)
 
     async def chat(self, message: str | list[Any], max_tokens: int | None = None, temperature: float = 0.0) -> str:
         """Chat with the current policy."""
+        longest = self._run.generator.max_model_len
+        if max_tokens is not None:
+            _check("max_tokens", max_tokens, 1, longest)
+        _check("temperature", temperature, 0, _MOST_TEMPERATURE)
         return await self._run.generator.chat(message, max_tokens=max_tokens, temperature=temperature)
 
     async def open_gateway(self) -> dict[str, object]:
@@ -100,17 +107,41 @@ class Control:
 
     async def evaluate(self) -> object:
         """Evaluate after the current step."""
+        if self._run.paused:
+            raise ConfigError("the run is paused, and an evaluation needs its engines", hint="resume it first")
         return await self._run.after_step(functools.partial(self._run.evaluate, wait=True))
 
     async def explain_gap(self, prompts: int = 16) -> str:
         """Explain the gap between engines and trainer after the current step, as text."""
+        _check("prompts", prompts, 1, _MOST_PROMPTS)
         return repr(await self._run.after_step(functools.partial(self._run.explain_gap, prompts)))
 
-    async def stop(self) -> None:
-        """Save and exit, as on SIGTERM."""
+    async def pause(self) -> None:
+        """Pause at the next boundary."""
+        self._run.pause()
+
+    async def resume(self) -> None:
+        """Continue a paused run."""
+        self._run.resume()
+
+    async def stop(self, now: bool = False) -> None:
+        """End the run after the current step, or now: save and exit as on SIGTERM."""
+        if not now:
+            self._run.stop()
+            return
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             raise ConfigError("the run is in an interactive session", hint="end it there: await run.close()")
         asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
+
+
+def _check(name: str, value: object, least: float, most: float) -> None:
+    """Check a number of a request.
+
+    Raises:
+        ConfigError: it is not a number within bounds.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ConfigError(f"{name} is {value!r}", hint=f"choose a number from {least:g} to {most:g}")
 
 
 @contextlib.asynccontextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +24,12 @@ from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.attach import LiveSchedule
 from forge_rl.services.reward import Reward, RewardFunction
+from forge_rl.services.trainer import Trainer
 
 _BOUNDS = ("max_lag", "over_sampling", "max_episodes")
+_MOST = {"max_lag": 1000, "max_episodes": 1_000_000}
+"""Largest values of bounds in a live run; the settings themselves limit the others."""
+_MOST_LR = 0.1
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _whose: ContextVar[str] = ContextVar("whose", default="")
 """Author of a change, for the events; "" for code in this process."""
@@ -77,6 +82,8 @@ class ScheduleKnob:
                     f"the schedule {config.kind} has a fixed lag, which no bound changes",
                     hint="start the run with --schedule.kind pipelined or asynchronous",
                 )
+            if name in _MOST and value > _MOST[name]:
+                raise ConfigError(f"the schedule's {name} is set to {value}", hint=f"set it to at most {_MOST[name]}")
         self._rollouts.config = replace(config, **values)
         lines = (f"schedule {name} {getattr(config, name):g} -> {value:g}" for name, value in values.items())
         self._changed(f"{', '.join(lines)}, from the next batch on")
@@ -123,6 +130,8 @@ class MixtureKnob:
                         raise ConfigError(f"the weight of {source!r} is {weight!r}", hint="choose a number from 0 up")
                     self._mixture[source] = weight
             case {"adapting": dict(settings)}:
+                if settings.get("adapt", "off") not in ("off", "success"):
+                    raise ConfigError(f"the mixture cannot adapt by {settings['adapt']!r}", hint="set off or success")
                 try:
                     config = Adapting(**settings)
                 except TypeError as error:
@@ -159,6 +168,54 @@ class MixtureKnob:
     def _mixture_changed(self, line: str) -> None:
         self._touched = True
         self._changed(line)
+
+
+class OptimizerKnob:
+    """The policy's peak learning rate, from the next step on; the schedule of --trainer.optimizer.decay scales it."""
+
+    def __init__(self, trainer: Trainer, changed: Callable[[str], None], tell: Callable[[str], None]) -> None:
+        self._trainer = trainer
+        self._changed = changed
+        self._tell = tell
+        self.given: dict[str, Any] = {"lr": trainer.lr}
+
+    def read(self) -> dict[str, Any]:
+        return {"lr": self._trainer.lr}
+
+    async def write(self, values: dict[str, Any]) -> None:
+        match values:
+            case {"lr": lr} if len(values) == 1:
+                self.set(lr)
+            case _:
+                raise ConfigError(f"the optimizer's {sorted(values)} cannot change in a live run", hint="set lr")
+
+    def set(self, lr: object) -> None:
+        """Set the peak learning rate.
+
+        Raises:
+            ConfigError: it is not a number within bounds.
+        """
+        if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr <= _MOST_LR:
+            raise ConfigError(
+                f"the learning rate is set to {lr!r}",
+                hint=f"choose a number above 0, at most {_MOST_LR:g}; to stop for a while, pause the run instead",
+            )
+        before = self._trainer.lr
+        self._trainer.lr = float(lr)
+        self._changed(f"learning rate {before:g} -> {lr:g}, from the next step on")
+
+    def changes(self) -> dict[str, Any]:
+        lr = self._trainer.lr
+        return {} if lr == self.given["lr"] else {"lr": lr}
+
+    async def resume(self, given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+        flag, live = self.given["lr"], changes.get("lr", self.given["lr"])
+        if live == flag:
+            return
+        if flag != given["lr"]:
+            self._tell(f"the current flags set the learning rate {flag:g}, which overrides the live change to {live:g}")
+        else:
+            self.set(live)
 
 
 class RewardKnob:
@@ -234,6 +291,7 @@ class LiveSettings:
         rollouts: None if there are none; the schedule is then no knob.
         adapting: the mixture's adaptation as set by flags.
         reward: None if there is none; it is then no knob.
+        trainer: the policy's trainer.
         tell: called with a line for the events.
     """
 
@@ -243,6 +301,7 @@ class LiveSettings:
         mixture: Mixture,
         adapting: Adapting,
         reward: Reward | None,
+        trainer: Trainer,
         tell: Callable[[str], None],
     ) -> None:
         self.mixture = mixture
@@ -251,12 +310,14 @@ class LiveSettings:
         self._tell = tell
         self._resuming = False
         self._mixture = MixtureKnob(mixture, adapting, self._changed)
-        self.knobs: dict[str, ScheduleKnob | MixtureKnob | RewardKnob] = {}
+        self.optimizer = OptimizerKnob(trainer, self._changed, tell)
+        self.knobs: dict[str, ScheduleKnob | MixtureKnob | RewardKnob | OptimizerKnob] = {}
         self._schedule: LiveSchedule | None = None
         if rollouts is not None:
             schedule = self.knobs["schedule"] = ScheduleKnob(rollouts, self._changed, tell)
             self._schedule = LiveSchedule(schedule.read, schedule.set)
         self.knobs["mixture"] = self._mixture
+        self.knobs["optimizer"] = self.optimizer
         if reward is not None:
             self.knobs["reward"] = RewardKnob(reward, self._changed, tell)
         self._writing = asyncio.Lock()
@@ -312,9 +373,13 @@ class LiveSettings:
         """Stop reporting changes."""
         self._mixture.close()
 
-    def _changed(self, line: str) -> None:
+    def report(self, line: str) -> None:
+        """Log a change that a resumed run does not keep, with its author."""
         whose = _whose.get()
         self._tell(f"{line} ({whose})" if whose else line)
+
+    def _changed(self, line: str) -> None:
+        self.report(line)
         if not self._resuming:
             for listener in self.changed:
                 listener()
@@ -343,7 +408,14 @@ def _is_knob_state(name: object, state: object) -> bool:
             return all(isinstance(text, str) for text in texts)
         case "reward", {"given": {"reward": str()}, "changes": dict(changes)}:
             return not changes
+        case "optimizer", {"given": {"lr": given}, "changes": dict(changed)}:
+            rates = {"lr": given, **changed}
+            return rates.keys() == {"lr"} and all(_is_rate(rate) for rate in (given, *changed.values()))
     return False
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _are_numbers(values: Mapping[str, object]) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
 from forge_rl.errors import CheckpointError, Fault
 from forge_rl.metrics import (
@@ -28,6 +29,10 @@ from forge_rl.metrics.status import event_of
 from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.run_dir import write_json
 from forge_rl.runtime.faults import Faults
+from forge_rl.system.redaction import without_credentials
+
+Outcome = Literal["finished", "stopped", "failed"]
+"""How a run ended: at its last step, by a request or a signal, or by an error."""
 
 
 class RunMonitor:
@@ -58,6 +63,9 @@ class RunMonitor:
         self._depths: dict[str, Value] = {}
         self._status: Callable[[], RolloutStatus] | None = None
         self._missing: Callable[[], str] | None = None
+        self.training: Callable[[], tuple[int, int] | None] = lambda: None
+        """Returns the microbatches done and in all of the current training step; None if nothing trains."""
+        (folder / "summary.json").unlink(missing_ok=True)  # of an earlier end
         clock.on_phase = lambda name, begin, end: self.span("controller", name, begin, end)
         faults.on_span = self.span
         faults.listeners.append(self._on_fault)
@@ -65,7 +73,9 @@ class RunMonitor:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Keep the display up to date while the body runs; processes that exit afterwards are not faults."""
-        watch = self.display.watch(waiting=self.waiting_for, status=self.poll, tell=self.log.warn)
+        watch = self.display.watch(
+            waiting=self.waiting_for, status=self.poll, training=lambda: self.training(), tell=self.log.warn
+        )
         watching = asyncio.get_running_loop().create_task(watch)
         try:
             yield
@@ -129,10 +139,16 @@ class RunMonitor:
         scores: dict[int, float],
         checkpoint: Checkpoint | None,
         best: Checkpoint | None = None,
+        *,
+        outcome: Outcome = "finished",
+        cause: str = "",
+        shown: bool = True,
     ) -> None:
-        """Write the summary, which marks the run as finished, and show where its files are."""
+        """Write the summary, which says how the run ended, and if `shown` show it with the places of its files."""
         folder, recoveries = self.folder, self.recoveries()
         summary = {
+            "outcome": outcome,
+            **({"cause": without_credentials(cause)} if cause else {}),
             "score_before": scores[min(scores)] if scores else None,
             "score_after": scores[max(scores)] if scores else None,
             "best": best and {"step": best.step, "score": scores.get(best.step), "checkpoint": str(best.folder)},
@@ -140,8 +156,15 @@ class RunMonitor:
             "seconds": round(seconds, 1),
             "faults": [asdict(recovery) for recovery in recoveries],
         }
-        with writing(folder / "summary.json"):
-            write_json(folder / "summary.json", summary)
+        try:
+            with writing(folder / "summary.json"):
+                write_json(folder / "summary.json", summary)
+        except CheckpointError as error:
+            if outcome == "finished":
+                raise
+            self.log.warn(f"no summary: {error}")  # the end has another cause
+        if not shown:
+            return
         places: dict[str, object] = {
             "run folder": folder,
             "metrics": folder / "metrics.jsonl",

@@ -70,7 +70,8 @@ def read_run(folder: Path, locked: set[int] | None = None) -> PastRun:
     with contextlib.suppress(OSError):
         lock = (folder / ".lock").stat().st_ino
     best, steps = summary.get("best"), config.get("steps")
-    state: State = "running" if lock in locked else "finished" if summary else "stopped"
+    ended: State = "finished" if summary.get("outcome", "finished") == "finished" else "stopped"
+    state: State = "running" if lock in locked else ended if summary else "stopped"
     scores = [value for row in rows if (value := as_float(row.get("held_out"))) is not None]
     return PastRun(
         folder=folder,

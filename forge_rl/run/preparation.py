@@ -36,6 +36,7 @@ from forge_rl.run.plan import check_state_fits
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, prepare_folder
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.isolation import check_isolation
 from forge_rl.runtime.pauses import clock_without_pauses
 from forge_rl.runtime.processes import responsive_loop
@@ -110,8 +111,9 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         )
         damaged: list[str] = []
         checkpoint = await asyncio.to_thread(checkpoints.set_damaged_aside, damaged.append)
-        clock = PhaseClock()
-        faults = Faults(phase=lambda: clock.current)
+        hold = Hold()
+        clock = PhaseClock(paused_s=lambda: hold.seconds)
+        faults = Faults(phase=lambda: clock.current, hold=hold)
         display = Display(config.display, phase_clock=clock)
         log = RunLog(display, *_sinks(config, folder, notes), max_lag=config.schedule.lag)
         stack.callback(log.close)

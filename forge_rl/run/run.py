@@ -11,8 +11,9 @@ from typing import Any, Generic, TypeVar
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import resolve_dtype
-from forge_rl.errors import ConfigError, ForgeError, ReplicaError, ServiceError
+from forge_rl.errors import ConfigError, ForgeError, ReplicaError, RunStopped, ServiceError
 from forge_rl.metrics import Metric, batch_metrics
+from forge_rl.metrics.display.format import duration
 from forge_rl.packing.rows import Packed, pack
 from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
@@ -23,10 +24,11 @@ from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.gap import GapReport, describe_gap, explain_gap
 from forge_rl.run.kept import Stateful
 from forge_rl.run.live import LiveSettings
-from forge_rl.run.monitor import RunMonitor
+from forge_rl.run.monitor import Outcome, RunMonitor
 from forge_rl.run.recording import evaluated_episodes, trained_episodes
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import RolloutServices, Services, nothing_generated
+from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
@@ -83,6 +85,8 @@ class Run(Generic[C]):
         self._seed = config.seed
         self._asked: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
         """Work requested for the end of the current step."""
+        self._any_asked = asyncio.Event()
+        self._stopping = False
         self._end_step()  # the start does not count towards the first step
 
     @property
@@ -153,6 +157,24 @@ class Run(Generic[C]):
     def schedule(self) -> LiveSchedule:
         """The schedule; its bounds can be set."""
         return self._live.schedule
+
+    @property
+    def lr(self) -> float:
+        """The peak learning rate. Set it, and it applies from the next step on."""
+        return self.trainer.lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self._live.optimizer.set(lr)
+
+    @property
+    def paused(self) -> bool:
+        """Whether the run is paused, or will be at its next boundary."""
+        return self._hold.paused
+
+    @property
+    def _hold(self) -> Hold:
+        return self._monitor.faults.hold
 
     @property
     def _generates(self) -> bool:
@@ -286,10 +308,12 @@ class Run(Generic[C]):
     async def recovering(self) -> AsyncIterator[None]:
         """If the trainer or the critic dies, skip the rest of the body and roll the run back to its last checkpoint.
 
-        The recipe's loop then continues from there; at most max_restarts times for each of them.
+        The recipe's loop then continues from there; at most max_restarts times for each of them. After the body, waits
+        while the run is paused.
 
         Raises:
             ServiceError: no restart is left.
+            RunStopped: `stop` was called; it ends the body of `start` and not the program.
         """
         trainers = self._services.trainers
         for trainer in trainers:
@@ -310,10 +334,14 @@ class Run(Generic[C]):
                     await self.finish_evaluation()
                 yield
                 await self._do_asked()
+                await self._while_paused()
         except ReplicaError as error:
             if error.service not in {trainer.name for trainer in trainers}:
                 raise
             await self._recover(str(error.service))
+        stopping, self._stopping = self._stopping, False
+        if stopping and self.step < self.config.steps:
+            raise RunStopped(f"the run was stopped after step {self.step}", hint="the same command resumes it")
 
     async def train(self, step: Callable[[Run[C]], Awaitable[None]]) -> None:
         """Run all remaining steps; evaluate and checkpoint when due: the loop of `recipes/grpo.py`.
@@ -330,6 +358,34 @@ class Run(Generic[C]):
                     await self.evaluate()
                 if self.due(self.config.checkpoint_every):
                     await self.checkpoint()
+
+    def pause(self) -> None:
+        """Pause: engines hold their requests at a token boundary, and training stops after the current step.
+
+        A rollout stands still at once, an update runs to its end. Metrics and deadlines exclude the time. Checkpoints,
+        live changes, chats and `stop` work meanwhile; `resume` ends the pause.
+        """
+        if not self.paused:
+            self._hold.pause()
+            self._monitor.display.pause(self._hold)
+            self._live.report("paused: engines hold their requests, and training stops after the current step")
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        if self.paused:
+            lasted = duration(self._hold.lasts_s)
+            self._hold.resume()
+            self._live.report(f"resumed after {lasted}")
+
+    def stop(self) -> None:
+        """End the run after the current step, with a checkpoint and its summary; the same command resumes it.
+
+        A paused run resumes for the rest of its step.
+        """
+        if not self._stopping:
+            self._stopping = True
+            self._live.report("stopping after the current step")
+        self.resume()
 
     def due(self, every: int) -> bool:
         """Return whether something done every `every` steps, and after the last step, is due now."""
@@ -391,6 +447,7 @@ class Run(Generic[C]):
         """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._asked.append((work, done))
+        self._any_asked.set()
         return await done
 
     async def checkpoint(self, *, wait: bool | None = None) -> Checkpoint | None:
@@ -451,12 +508,38 @@ class Run(Generic[C]):
         self._end_step()  # neither does a reset count towards the first step
 
     async def finish(self) -> None:
-        """Complete a run that has reached its last step: its pending evaluation and checkpoint, and its summary."""
-        if self.step >= self.config.steps:
-            await self.finish_evaluation()
-            await self._checkpointer.finish_save()
-            latest, best = self._checkpointer.checkpoints.latest(), self._checkpointer.checkpoints.best()
-            self._monitor.summarise(self.step, self._checkpointer.seconds, self.scores, latest, best)
+        """Complete a run at the end of its body: its summary and, after its last step, its pending evaluation and
+        checkpoint."""
+        if self.step < self.config.steps:
+            self.summarise("stopped")
+            return
+        await self.finish_evaluation()
+        await self._checkpointer.finish_save()
+        self.summarise("finished", shown=True)
+
+    async def finish_early(self) -> None:
+        """Complete a run that was stopped after a step: its checkpoint, if it writes any, and its summary."""
+        await self.save_interrupted()
+        self.summarise("stopped", shown=True)
+
+    def summarise(self, outcome: Outcome, cause: str = "", *, shown: bool = False) -> None:
+        """Write the summary.
+
+        Args:
+            cause: what ended a run that failed.
+            shown: also show it.
+        """
+        checkpoints = self._checkpointer.checkpoints
+        self._monitor.summarise(
+            self.step,
+            self._checkpointer.seconds,
+            self.scores,
+            checkpoints.latest(),
+            checkpoints.best(),
+            outcome=outcome,
+            cause=cause,
+            shown=shown,
+        )
 
     async def save_after(self, error: Exception) -> None:
         """Save as `save_interrupted` does after an error that ends the run, and add the outcome to the error as a
@@ -541,6 +624,22 @@ class Run(Generic[C]):
     def _drain_busy_s(self) -> list[float]:
         """Return each engine's busy seconds since the last call."""
         return [] if self._services.rollout is None else self._services.rollout.generator.drain_busy_s()
+
+    async def _while_paused(self) -> None:
+        """Wait while the run is paused, and serve requests of attached clients meanwhile."""
+        if not self.paused:
+            return
+        released = asyncio.ensure_future(self._hold.released())
+        try:
+            async with self.rollouts.holding() if self._generates else contextlib.nullcontext():
+                while self.paused:
+                    self._any_asked.clear()
+                    asked = asyncio.ensure_future(self._any_asked.wait())
+                    await asyncio.wait([released, asked], return_when=asyncio.FIRST_COMPLETED)
+                    asked.cancel()
+                    await self._do_asked()
+        finally:
+            released.cancel()
 
     async def _do_asked(self) -> None:
         while self._asked:

@@ -84,10 +84,20 @@ def choose_folder(
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     number = 1
     while (folder := Path("runs") / (f"{recipe}-{digest}" + (f"-{number}" if number > 1 else ""))).exists():
-        if not (folder / "summary.json").exists():
+        if not is_finished(folder):
             return folder, _check_same(folder, config, code or {})
         number += 1
     return folder, _others(recipe, config)
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether the run in a folder has reached its last step, by its summary.
+
+    Raises:
+        ConfigError: the summary cannot be read.
+    """
+    path = folder / "summary.json"
+    return path.exists() and read_object(path).get("outcome", "finished") == "finished"
 
 
 def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None = None) -> int:
@@ -248,9 +258,8 @@ def _check_same(folder: Path, config: object, code: Mapping[str, str]) -> list[s
             hint=f"choose another --out for a new run, restore that run's settings to resume it, or force it: "
             f"--out {folder} --force-continue",
         )
-    finished = folder / "summary.json"
-    if finished.exists():
-        steps = read_object(finished).get("steps")
+    if is_finished(folder):
+        steps = read_object(folder / "summary.json").get("steps")
         asked = now.get("steps")
         if not isinstance(steps, int) or not isinstance(asked, int) or asked <= steps:
             raise ConfigError(
@@ -274,7 +283,7 @@ def _others(recipe: str, config: object) -> list[str]:
     if likest is None or likest[0] or not any((likest[2] / "checkpoints").glob("step-*")):
         return []
     _, _, folder, differs = likest
-    done = "is finished" if (folder / "summary.json").exists() else "was stopped"
+    done = "is finished" if is_finished(folder) else "was stopped"
     said = f", {', '.join(differs)}" if differs else ", with the same settings"
     return [f"a new run; {folder} {done}{said}; to extend that one instead: --out {folder} --steps N"]
 

@@ -15,7 +15,7 @@ from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.data.mixture import AnySources, as_mixture
 from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, RunStopped
 from forge_rl.gateway import GatewayConfig
 from forge_rl.rollout.agents import Agent
 from forge_rl.rollout.examples import ExampleFn
@@ -164,16 +164,21 @@ class Starting(Generic[C]):
                     with interrupted_by(monitor.faults.raise_fatal):
                         yield run
                         await run.finish()
+                except RunStopped:  # the body was asked to end: the program goes on
+                    assert run is not None, "a run was stopped"
+                    await run.finish_early()
                 except asyncio.CancelledError:
                     monitor.log.event("stopping: a second signal stops immediately, without saving")
                     if run is not None:
                         await run.save_interrupted()
+                        run.summarise("stopped")
                     raise
                 except Exception as error:
                     trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
                     monitor.log.keep(f"ended by {error}\n{trace}", "fault")
                     if run is not None:
                         await run.save_after(error)
+                        run.summarise("failed", str(error))
                     raise
 
     def _code(self) -> dict[str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from forge_rl.errors import DeadlineError, Fault, ServiceError
+from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.tasks import interrupted_by
 
 
@@ -34,10 +35,17 @@ class Faults:
     Args:
         clock: monotonic seconds.
         phase: returns the name of the controller's current phase.
+        hold: the run's pause, which extends deadlines; never paused by default.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, phase: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        phase: Callable[[], str] = lambda: "",
+        hold: Hold | None = None,
+    ) -> None:
         self.clock = clock
+        self.hold = hold or Hold(clock)
         self._phase = phase
         self._calls: dict[int, tuple[str, int | None, str, float]] = {}
         """Fields of each call in flight."""
@@ -97,14 +105,18 @@ class Faults:
 
     @contextlib.contextmanager
     def deadline(self, phase: str, seconds: float) -> Iterator[None]:
-        """Set a deadline for a phase of the current task.
+        """Set a deadline for a phase of the current task; time in which the run is paused does not count.
 
         Raises:
             DeadlineError: the phase took longer; names the service, replica and call that it was waiting for.
         """
 
         async def expire() -> None:
-            await asyncio.sleep(seconds)
+            left, before = seconds, self.hold.seconds
+            while left > 0:
+                await asyncio.sleep(left)
+                await self.hold.released()
+                left, before = self.hold.seconds - before, self.hold.seconds
             raise self._late(phase, seconds)  # built now, as the interruption ends the calls that it names
 
         with interrupted_by(expire):

@@ -30,6 +30,7 @@ from forge_rl.packing.rows import Layout, Minibatch, Packed, pack
 from forge_rl.packing.unpacking import values_of_episodes
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.progress import create_progress, read_progress
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.watchdog import NOTICE_S, Watchdog
@@ -210,6 +211,21 @@ class Trainer:
         return await asyncio.shield(self._service.replicas[0].death)
 
     @property
+    def lr(self) -> float:
+        """Peak learning rate; can be set, and then applies from the next step on."""
+        return self.config.optimizer.lr
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        self.config = replace(self.config, optimizer=replace(self.config.optimizer, lr=lr))
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """Microbatches done by the first rank in the current step, and all of them; None between steps, and if it runs
+        on another machine."""
+        return read_progress(_progress_of(self._service.replicas[0])) if self._service.replicas else None
+
+    @property
     def restarts_left(self) -> int:
         """Number of restarts left; at 0 a rank's death ends the run."""
         return self.config.max_restarts - self.restarts
@@ -257,6 +273,7 @@ class Trainer:
             self._total_updates,
             version,
             scored,
+            config.optimizer.lr,
             parcel=lambda rank: [
                 replace(each, rows=each.rows[rank // config.peers :: config.shares]) for each in minibatches
             ],
@@ -460,6 +477,8 @@ class Trainer:
         """Stop the ranks."""
         self._unavailable = "it has been stopped"
         self._service.recoverable = False
+        for replica in self._service.replicas:
+            _progress_of(replica).unlink(missing_ok=True)
         await self._service.stop()
 
     def __repr__(self) -> str:
@@ -475,7 +494,11 @@ class Trainer:
             replica.death.add_done_callback(self._on_last_death)
         await self._service.watch(replica, deadline_s=deadline_s)
         address, port = await replica.call("meeting_point", self.config.port, deadline_s=deadline_s, rank=0)
-        started = await self._watchdog.call(replica, "setup", lambda rank: (rank, address, port, resume), deadline_s)
+        progress = _progress_of(replica).absolute()
+        create_progress(progress)
+        started = await self._watchdog.call(
+            replica, "setup", lambda rank: (rank, address, port, resume, progress), deadline_s
+        )
         self.version, self.updates, self.parameters = started[0]
         self._published, self._skipped_in_a_row = None, 0
         self._unavailable = ""
@@ -512,3 +535,8 @@ class Trainer:
             except ServiceError:
                 self._service.mark_failed(replica, f"call {method} failed: {error.message}")
             raise
+
+
+def _progress_of(replica: Replica) -> Path:
+    """Return the file in which the first rank records the progress of a step."""
+    return replica.log.with_suffix(".progress")

@@ -23,6 +23,7 @@ from forge_rl.engines.platform import device_threads, init_distributed
 from forge_rl.engines.protocol import TrainEngine, TrainSettings
 from forge_rl.errors import ForgeError, LossError
 from forge_rl.metrics import Value
+from forge_rl.runtime.progress import ProgressWriter
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.runtime.signals import outlive_stop_signals
 from forge_rl.weights.fingerprints import warm_up
@@ -40,6 +41,7 @@ class TrainerActor(ServiceActor):
         self._engine: TrainEngine | None = None
         self._lock = asyncio.Lock()
         self._saved: Future[None] | None = None
+        self._progress = ProgressWriter(None)
 
     @concurrent_endpoint
     async def meeting_point(self, port: int) -> tuple[str, int]:
@@ -52,10 +54,16 @@ class TrainerActor(ServiceActor):
             return address, probe.getsockname()[1]
 
     @concurrent_endpoint
-    async def setup(self, rank: int, address: str, port: int, resume: Path | None) -> tuple[int, int, int]:
-        """Load the policy; return its version, number of updates, and number of parameters."""
+    async def setup(
+        self, rank: int, address: str, port: int, resume: Path | None, progress: Path
+    ) -> tuple[int, int, int]:
+        """Load the policy; return its version, number of updates, and number of parameters.
+
+        The first rank writes the progress of its steps to the file `progress`, if it is there.
+        """
         outlive_stop_signals(with_programs=True)  # a step to finish before the run saves may still be compiling
         async with self._lock:
+            self._progress = ProgressWriter(None if rank else progress)
             init_distributed(rank, self._ranks, address, port)
             asyncio.get_running_loop().set_default_executor(device_threads(rank, "trainer"))  # for asyncio.to_thread
             self._engine = self._make_engine()
@@ -72,17 +80,20 @@ class TrainerActor(ServiceActor):
         total_updates: int,
         version: int | None,
         scored: int,
+        lr: float,
     ) -> tuple[list[dict[str, Value] | None], int, float, list[npt.NDArray[np.float32]]]:
         """Train on the minibatches of a batch that were sent.
 
-        Returns this rank's metrics per update, the weights' number of updates, the seconds taken, and the logprobs of
-        the rows of the first `scored` minibatches, if this is the first rank of its share.
+        `lr` is the peak learning rate. Returns this rank's metrics per update, the weights' number of updates, the
+        seconds taken, and the logprobs of the rows of the first `scored` minibatches, if this is the first rank of its
+        share.
         """
         async with self._lock:
             began = time.monotonic()
             minibatches, logprobs = self.take_parcel(), list[torch.Tensor]()
             asked = scored > 0 and self.engine.rank % self._peers == 0
             wanted = sum(len(each.rows) for each in minibatches[:scored]) if asked else 0
+            self.engine.set_lr(lr)
             try:
                 metrics = self.engine.train_batch(
                     minibatches,
@@ -92,6 +103,7 @@ class TrainerActor(ServiceActor):
                     total_updates=total_updates,
                     version=version,
                     scored=logprobs if wanted else None,
+                    progress=self._progress.write,
                 )
             except torch.OutOfMemoryError as error:
                 raise ForgeError(
@@ -102,6 +114,8 @@ class TrainerActor(ServiceActor):
             except LossError as error:
                 print(error.trace or error, file=sys.stderr, flush=True)
                 raise
+            finally:
+                self._progress.write(0, 0)
             found = [each.float().numpy() for each in logprobs[:wanted]]  # tensors pickle slowly, see `Row`
             return metrics, self.engine.updates, time.monotonic() - began, found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +80,7 @@ class TitanEngine:
         total_updates: int,
         version: int | None,
         scored: list[torch.Tensor] | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> list[dict[str, Value] | None]:
         self._check_head("values" in loss.needs, "the loss is computed from")
         self.onload()
@@ -88,6 +89,13 @@ class TitanEngine:
             found: list[dict[str, Value] | None] = []
             before = self.updates
             kept = list[torch.Tensor]()
+            rows = epochs * sum(len(minibatch.rows) for minibatch in minibatches)
+            counts = itertools.count(1)
+
+            def advance() -> None:
+                if progress is not None:
+                    progress(next(counts), rows)
+
             for epoch in range(epochs):
                 for minibatch, own in zip(minibatches, compared, strict=True):
                     done = (self.updates - before) / (epochs * len(minibatches))
@@ -101,6 +109,7 @@ class TitanEngine:
                             total_updates,
                             now,
                             None if scored is None or epoch else kept,
+                            advance,
                         )
                     )
             if scored is not None and kept:
@@ -173,11 +182,12 @@ class TitanEngine:
         total_updates: int,
         version: float | None,
         kept: list[torch.Tensor] | None,
+        advance: Callable[[], None],
     ) -> dict[str, Value] | None:
         """Take one update; returns {} if there is nothing to train on, None if the gradient is not finite.
 
         `scored` has each row's logprobs under the reference and proximal policy, if the loss needs them; `kept` gets
-        this policy's; for `version` see `LossInputs`.
+        this policy's; `advance` is called after each row; for `version` see `LossInputs`.
         """
         lr = self._settings.optimizer.lr_at(self.planned, total_updates)
         self.planned += 1
@@ -195,6 +205,7 @@ class TitanEngine:
             measure_tokens(inputs, tokens, measures, version)
             row_loss.backward()
             measures.add("loss", Mean, row_loss.detach(), share)
+            advance()
         routing = self._routing(routed) if routed else {}
         norm = clip_grad_norm_(
             self.model.parameters(),
@@ -323,6 +334,9 @@ class TitanEngine:
         counts = {"updates": self.updates, "planned": self.planned, "version": version}
         dtype = torch.bfloat16 if resolve_dtype(self._settings.dtype) == torch.bfloat16 else torch.float32
         return self._saver.save(self.model, self.optimizer, counts, folder, source=model, dtype=dtype)
+
+    def set_lr(self, lr: float) -> None:
+        self._settings = replace(self._settings, optimizer=replace(self._settings.optimizer, lr=lr))
 
     def reset(self, optimizer: OptimizerConfig) -> None:
         self.onload()

@@ -18,7 +18,7 @@ from forge_rl.errors import ConfigError, Fault
 from forge_rl.metrics.display.format import duration, number
 from forge_rl.metrics.display.output import Output
 from forge_rl.metrics.display.panel import RunPanel
-from forge_rl.metrics.display.state import REWARD, UPDATE, RunState, held_out_scores, phases
+from forge_rl.metrics.display.state import REWARD, UPDATE, Pause, RunState, held_out_scores, phases
 from forge_rl.metrics.display.summary import print_summary
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, Steps
@@ -129,11 +129,16 @@ class Display(Sink):
         self._quarters[name] = quarter
         self.panel.show(name, fraction, service=True)
 
+    def pause(self, pause: Pause) -> None:
+        """Show a pause on request while it lasts."""
+        self._state.pause = pause
+
     async def watch(
         self,
         *,
         waiting: Callable[[], str],
         status: Callable[[], RolloutStatus | None],
+        training: Callable[[], tuple[int, int] | None] = lambda: None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Call `poll` once a second until cancelled; runs as a task on the run's event loop.
@@ -142,7 +147,7 @@ class Display(Sink):
         """
         try:
             while True:
-                self.poll(waiting=waiting, status=status)
+                self.poll(waiting=waiting, status=status, training=training)
                 if self._output.failure and self.mode != "none":
                     self.close()
                     self.mode = "none"
@@ -152,7 +157,11 @@ class Display(Sink):
             self._forget_status()
 
     def poll(
-        self, *, waiting: Callable[[], str] = str, status: Callable[[], RolloutStatus | None] = lambda: None
+        self,
+        *,
+        waiting: Callable[[], str] = str,
+        status: Callable[[], RolloutStatus | None] = lambda: None,
+        training: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> None:
         """Update the progress of the phase; after 10 s without any, show the pending call.
 
@@ -160,12 +169,14 @@ class Display(Sink):
 
         Args:
             waiting: names the pending call, such as "generator replica 1, call load"; "" if unknown.
+            training: returns the microbatches done and in all of the current training step; None if nothing trains.
         """
-        now, rollout = self._clock(), status()
+        now, rollout, trained = self._clock(), status(), training()
         phase, in_phase, _ = self._phase_clock.now()
         done = (rollout.batch, rollout.groups_done, rollout.evaluated) if rollout is not None else None
-        state = (phase, self._phase_clock.since, self._changes, done)
-        if state != self._moved[0]:
+        state = (phase, self._phase_clock.since, self._changes, done, trained)
+        paused = self._state.pause is not None and self._state.pause.paused
+        if state != self._moved[0] or paused:
             self._moved = state, now
         since = self._moved[1]
         text = waiting() if now - since >= PATIENCE_S else ""
@@ -175,10 +186,14 @@ class Display(Sink):
             self.panel.remove("batch")
         if rollout is not None:
             self.panel.show("batch", rollout.share, f"{rollout.groups_done}/{rollout.groups}")
+        if trained is not None:
+            self.panel.show("update", trained[0] / trained[1], f"{trained[0]}/{trained[1]} microbatches")
+        else:
+            self.panel.remove("update")
         line = ""
         if text and now - since >= max(PLAIN_PATIENCE_S, 2 * self._longest.get(phase, 0.0)):
             line = f"{phase or 'run'}: waiting for {text}; {duration(now - since)} without progress"
-        elif rollout is not None and phase == "rollout" and in_phase >= REPORT_EVERY_S:
+        elif rollout is not None and phase == "rollout" and in_phase >= REPORT_EVERY_S and not paused:
             line = f"rollout: {rollout}"
         if line and now - self._reported_at >= REPORT_EVERY_S:
             self._reported_at = now
@@ -189,6 +204,8 @@ class Display(Sink):
         self._changes += 1
         numbers = {name: value for name, value in values.items() if not isinstance(value, Histogram)}
         self._state.log(step, numbers)
+        if batch is not None and batch.episodes:
+            self._state.show_answer_of(step, batch)
         for name, value in numbers.items():
             kind, _, phase = name.partition("/")
             if kind == "seconds":
@@ -225,7 +242,8 @@ class Display(Sink):
     def _forget_status(self) -> None:
         """Drop the state set by `poll`."""
         self._state.rollout = self._state.waiting = self._state.polled_at = None
-        self.panel.remove("batch")
+        for name in ("batch", "update"):
+            self.panel.remove(name)
 
     def _show_step(self) -> None:
         if self._state.info is not None:

@@ -22,6 +22,8 @@ from forge_rl.system.terminal import visible
 
 WIDEST = 100
 """Most columns used; wider bars would show no more."""
+_MOST_PARTS = 8
+_OF_ALL_SOURCES = ("reward/mean", "reward/max", "reward/min", "reward/std")
 BLOCKED_S = 10.0
 """Seconds without a poll of the controller after which the panel reports its event loop as blocked."""
 
@@ -86,6 +88,9 @@ class RunPanel:
             yield "phase", _flow(times, self._spinner if name else Text("none"))
         # Read once each: the controller may set them to None while this thread draws.
         rollout, polled, waiting = state.rollout, state.polled_at, state.waiting
+        if state.pause is not None and state.pause.paused:
+            text = f"for {duration(state.pause.lasts_s)}; attach to the folder and resume() to continue"
+            yield "paused", Text(text, style="bold yellow")
         if rollout is not None:
             yield "rollout", _flow(rollout.parts(), Text(f"batch {rollout.batch}", style="bold"))
         if polled is not None and now - polled >= BLOCKED_S:
@@ -111,10 +116,27 @@ def _results(state: RunState) -> Iterator[tuple[str, RenderableType]]:
         yield "reward", Text.assemble((f"{rewards[-1]:.3f} ", "bold"), curve, (ends, "dim"))
     if state.held_out:
         yield "held-out", _flow({name: _score(scores) for name, scores in state.held_out.items()})
+    for label, prefix in (("parts", "reward_parts/"), ("sources", "reward/")):
+        if found := _parts(last, prefix):
+            yield label, _flow(found)
+    if state.sample is not None:
+        title, text = map(visible, state.sample)
+        yield "answer", Text.assemble((f"{title}: ", "dim"), text, overflow="fold")
     update = {label: number(last[name]) for label, name in UPDATE.items() if name in last}
     for label, pairs in (("update", update), ("took", phases(last)), ("busy", _busy(last))):
         if pairs:
             yield label, _flow(pairs)
+
+
+def _parts(values: Mapping[str, float], prefix: str) -> dict[str, str]:
+    """Format the mean rewards of parts or of sources, the first few of many."""
+    found = {
+        name.removeprefix(prefix): number(value)
+        for name, value in values.items()
+        if name.startswith(prefix) and name not in _OF_ALL_SOURCES
+    }
+    few = dict(list(found.items())[:_MOST_PARTS])
+    return few | ({"": f"and {len(found) - _MOST_PARTS} more"} if len(found) > _MOST_PARTS else {})
 
 
 def _score(scores: tuple[float, ...]) -> str:

@@ -6,10 +6,12 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from forge_rl.metrics.display.format import duration
+from forge_rl.metrics.display.format import duration, number
 from forge_rl.metrics.sinks import RunInfo, Steps
 from forge_rl.metrics.status import RolloutStatus
+from forge_rl.types import Batch
 
 REWARD = "reward/mean"
 UPDATE = {"loss": "loss", "gap": "logprob_gap", "grad": "grad_norm"}
@@ -19,7 +21,18 @@ HELD_OUT = "held_out"
 `eval/<set>/avg@<k>`."""
 
 _LEAST_RATED_S = 0.1
+_ANSWER_LETTERS = 240
 _ERRORS = ("outcomes/environment_error", "outcomes/infrastructure_error", "outcomes/judge_error")
+
+
+class Pause(Protocol):
+    """What the display asks about a pause on request."""
+
+    @property
+    def paused(self) -> bool: ...
+
+    @property
+    def lasts_s(self) -> float: ...
 
 
 @dataclass(kw_only=True)
@@ -44,6 +57,10 @@ class RunState:
     """Name of a stalled run's pending call, and the time of its last progress."""
     polled_at: float | None = None
     """Time of the controller's last poll; None while it does not poll."""
+    pause: Pause | None = None
+    """The run's pause; None before the first."""
+    sample: tuple[str, str] | None = None
+    """An answer of the last batch: its source, task and reward, and its text, cut."""
     warnings: int = 0
     faults: int = 0
     errors: Mapping[str, int] = field(default_factory=dict)
@@ -64,9 +81,18 @@ class RunState:
         counts = {name.partition("/")[2].replace("_", " "): round(values[name]) for name in _ERRORS if values.get(name)}
         self.errors = {name: self.errors.get(name, 0) + counts.get(name, 0) for name in {**self.errors, **counts}}
 
+    def show_answer_of(self, step: int, batch: Batch) -> None:
+        """Keep one answer of a batch, from another place in the batch at each step."""
+        episode = batch.episodes[step * 7 % len(batch.episodes)]
+        reward = "" if episode.score is None else f"reward {number(episode.reward)}"
+        title = ", ".join(filter(None, (episode.task.source, str(episode.task.id)[:40], reward)))
+        text = " ".join(episode.text[:_ANSWER_LETTERS].split()) + ("…" if len(episode.text) > _ANSWER_LETTERS else "")
+        self.sample = title, text
+
     def rollback(self, step: int, history: Steps) -> None:
         """Return to an earlier step; `history` holds the entries up to it."""
         self.rewards, self.held_out, self.last, self.step_seconds, self.errors = (), {}, {}, (), {}
+        self.sample = None
         for past, values in history:
             self.log(past, values)
         self.step = step
