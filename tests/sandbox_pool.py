@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Awaitable, Coroutine, Iterator
+from collections.abc import Awaitable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -142,9 +142,9 @@ def loop_with_pool(profile: Profile = "standard") -> Iterator[asyncio.Runner]:
         yield runner
 
 
-async def kill_servers(profile: Profile = "standard") -> None:
+async def kill_servers(profile: Profile = "standard", packages: Sequence[str] = ()) -> None:
     """Kill the servers of the shared pool, and wait until it knows: until then, it may give away their sessions."""
-    hosts = list((await shared_pool(profile=profile)).hosts)
+    hosts = list((await shared_pool(packages, profile=profile)).hosts)
     for host in hosts:
         os.kill(host.process.pid, signal.SIGKILL)
     while not all(host.lost for host in hosts):  # noqa: ASYNC110 -- a host has no event for it

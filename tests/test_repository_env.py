@@ -4,7 +4,7 @@ import asyncio
 import json
 import pickle
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +13,9 @@ from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.protocol import Step, reset_env, step_env
 from forge_rl.envs.repository import RepositoryEnv
 from forge_rl.errors import ConfigError, TaskError
+from forge_rl.sandbox.durable import DivergedError
 from forge_rl.types import ToolCall
-from tests.sandbox_pool import only_pytest
+from tests.sandbox_pool import kill_servers, only_pytest
 from tests.test_repositories import commit, git
 
 TEST = "from add import add\n\ndef test_add():\n    assert add(1, 2) == 3\n"
@@ -104,6 +105,49 @@ def test_a_session_that_dies_between_commands_is_replaced_with_its_files(environ
             await env.close()
 
     assert asyncio.run(main()).reward == 1.0
+
+
+def test_a_server_that_dies_costs_no_turn(environment: RepositoryEnv):
+    async def killed_in(work: Awaitable[str]) -> str:
+        running = asyncio.ensure_future(work)
+        await asyncio.sleep(0.5)
+        await kill_servers(packages=environment.packages)
+        return await running
+
+    async def main() -> tuple[list[str], Step]:
+        env = environment(environment.tasks[0])
+        await reset_env(env)
+        try:
+            stamp = await env.run(
+                "sed -i s/-/+/ add.py; date +%N > stamp; echo 1 in 0.$RANDOM s; cat stamp > /dev/null"
+            )
+            await kill_servers(packages=environment.packages)
+            kept = await env.run("test $(cat stamp) -gt 0 && git diff --no-index --stat /dev/null add.py | tail -n 1")
+            half = await killed_in(env.run("echo 1 >> log; sleep 1.5; cat log"))
+            return [stamp[:4], kept, half], await step_env(env, "Done.", parsed=("Done.", ()))
+        finally:
+            await env.close()
+
+    shown, end = asyncio.run(main())
+    assert (shown[0], shown[2]) == ("1 in", "1")
+    assert "1 file changed" in shown[1]
+    assert end.reward == 1.0
+
+
+def test_commands_that_cannot_be_rerun_are_an_error_of_the_episode(environment: RepositoryEnv):
+    async def main() -> None:
+        env = environment(environment.tasks[0])
+        try:
+            await env.run("date +%N")
+            running = asyncio.ensure_future(env.run("sleep 2"))
+            await asyncio.sleep(0.5)
+            await kill_servers(packages=environment.packages)
+            await running
+        finally:
+            await env.close()
+
+    with pytest.raises(DivergedError, match="command 1 of an episode showed"):
+        asyncio.run(main())
 
 
 def test_edited_tests_do_not_count_and_part_of_the_tests_is_a_part(environment: RepositoryEnv):

@@ -149,7 +149,10 @@ def test_commands_work_in_a_workspace(process_pool: SharedPool, tmp_path: Path):
         async with process_pool.pool.session(workspace=tmp_path) as session:
             result = await session.run("pwd; cat file; echo new > file")
             await session.put("other", b"1")
-            return result, await session.diff()
+            async with await session.fork() as fork:
+                await session.run("echo more > more; rm other")
+                assert (await fork.run("pwd; ls; cat file")).stdout == "/workspace\nfile\nother\nnew\n"
+                return result, await fork.diff()
 
     result, diff = process_pool.run(work())
     assert result.stdout == "/workspace\nold\n"

@@ -10,7 +10,8 @@ import pytest
 from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.protocol import Step
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox import SandboxError, shared_pool
+from forge_rl.sandbox import shared_pool
+from forge_rl.sandbox.durable import DivergedError
 from forge_rl.types import Task, ToolCall
 from tests.sandbox_pool import kill_servers, loop_with_pool
 
@@ -74,19 +75,21 @@ def test_the_model_is_shown_what_its_commands_did(loop: asyncio.Runner, commands
     assert second.messages[0]["content"] == "Output:\nstill here"
 
 
-def test_a_failed_sandbox_is_no_output_of_the_model(loop: asyncio.Runner):
-    async def work() -> None:
+def test_a_sandbox_that_dies_costs_no_turn_unless_commands_show_something_else_the_next_time(loop: asyncio.Runner):
+    async def work(first: str) -> str:
         env = build_environment("shell")(TASK)
         await env.reset()
-        await env.step(fenced("echo 1"), truncated=False, calls=())
+        await env.step(fenced(first), truncated=False, calls=())
         await kill_servers("process")
-        with pytest.raises(SandboxError, match="was killed"):
-            await env.step(fenced("echo 2"), truncated=False, calls=())
-        await env.close()
+        try:
+            step = await env.step(fenced("cat notes"), truncated=False, calls=())
+        finally:
+            await env.close()
+        return str(step.messages[0]["content"])
 
-    loop.run(work())
-    [step] = play(loop, fenced("echo 3"))
-    assert step.messages[0]["content"] == "Output:\n3"
+    assert loop.run(work("echo 6 >> notes; echo took 0.$RANDOM s")) == "Output:\n6"
+    with pytest.raises(DivergedError, match="cell 1 of a session gave"):
+        loop.run(work("date +%N"))
 
 
 @pytest.mark.usefixtures("loop")

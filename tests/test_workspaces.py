@@ -1,5 +1,6 @@
 """Workspaces: sessions share a folder as their own, and what each changed is read without trusting it."""
 
+import asyncio
 import os
 import stat
 import subprocess
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.errors import ConfigError
 from forge_rl.sandbox import SandboxError, bodies, kernel
 from forge_rl.sandbox.changes import Change, Changes, Entry, OpenFolder, read_changes
 from forge_rl.sandbox.diffs import diff_text
@@ -259,15 +259,93 @@ def test_too_many_open_files_are_an_error_of_the_sandbox(
     sandbox.run(work())
 
 
-def test_workspaces_are_neither_forked_nor_undone(sandbox: SharedPool, base: Path):
+EDITED = "import os\nopen('package/a.py', 'a').write('w = 4\\n'); os.unlink('link'); os.rename('run.sh', 'ran.sh')"
+ADDED = "os.unlink('package/b.py'); os.makedirs('new'); open('new/{0}', 'w').write('{0}')"
+"""Cells: a change, a mark of a deletion and a rename, and later changes of one session."""
+
+
+def test_a_forked_workspace_goes_on_apart(sandbox: SharedPool, base: Path):
+    before = snapshot(base)
+
     async def work():
         async with sandbox.pool.session(workspace=base) as session:
-            await session.fork()
+            await session.run("import package.a")
+            assert (await session.run(EDITED)).error is None
+            async with await session.fork() as fork, await fork.fork() as second:
+                alike = await asyncio.gather(*(each.diff() for each in (session, fork, second)))
+                await session.run(ADDED.format("first"))
+                result = await fork.run(ADDED.format("fork") + "\nimport package.b")
+                assert result.error is not None
+                assert result.error.name == "ModuleNotFoundError"
+                await second.run("import shutil; shutil.rmtree('package'); os.mkdir('package')")
+                apart = [await each.changes() for each in (session, fork, second)]
+            assert (await session.run("sorted(os.listdir('new'))")).value == "['first']"
+            assert (await session.run("sorted(os.listdir('..'))")).value == "['0', 'workspace']"
+            return alike, [{change.path: change.after for change in each.changes} for each in apart]
 
-    with pytest.raises(SandboxError, match="cannot be forked"):
-        sandbox.run(work())
-    with pytest.raises(ConfigError, match="undone"):
-        sandbox.run(sandbox.pool.open(workspace=base, undo=True))
+    alike, (first, fork, second) = sandbox.run(work())
+    assert alike[0] == alike[1] == alike[2]
+    assert "+w = 4" in alike[0]
+    assert "deleted file mode 120000" in alike[0]
+    common = {"link": None, "run.sh": None, "package/a.py": Entry(mode=FILE, data=b"x = 1\ny = 2\nw = 4\n")}
+    assert first.items() >= {**common, "package/b.py": None, "new/first": Entry(mode=FILE, data=b"first")}.items()
+    assert fork.items() >= {**common, "package/b.py": None, "new/fork": Entry(mode=FILE, data=b"fork")}.items()
+    assert ("new/first" in fork, "new/fork" in first) == (False, False)
+    assert (second["package/a.py"], second["package/b.py"], "new" in second) == (None, None, False)
+    assert snapshot(base) == before
+
+
+def test_links_planted_where_a_fork_gets_its_workspace_lead_nowhere(sandbox: SharedPool, base: Path):
+    async def work():
+        async with sandbox.pool.session(workspace=base) as session:
+            names = range(int(session._body.name), int(session._body.name) + 20)
+            await session.run(f"import os\nfor n in {[*names]}: os.symlink('/usr', f'../workspace-{{n}}')")
+            with pytest.raises(SandboxError, match="File exists"):
+                await session.fork()
+            assert (await session.run("len(os.listdir('/usr')) > 2, os.listdir('package')")).error is None
+        async with sandbox.pool.session(workspace=base) as other, await other.fork() as fork:
+            return await fork.run("import os; len(os.listdir('/usr')) > 2")
+
+    assert sandbox.run(work()).value == "True"
+
+
+def test_a_workspace_goes_back_to_the_cell_before(sandbox: SharedPool, base: Path):
+    async def work():
+        async with sandbox.pool.session(workspace=base, undo=True) as session:
+            await session.run("import os; open('new', 'w').write('1'); x = 1")
+            await session.run("open('new', 'w').write('2'); os.unlink('link'); os.kill(os.getpid(), 9)")
+            assert not session.alive
+            await session.restore()
+            assert (await session.run("open('new').read(), x, os.path.lexists('link')")).value == "('1', 1, True)"
+            return await session.changes()
+
+    [change] = sandbox.run(work()).changes
+    assert (change.path, change.after) == ("new", Entry(mode=FILE, data=b"1"))
+
+
+def test_a_copied_workspace_is_forked_and_files_of_ended_forks_are_deleted(
+    sandbox: SharedPool, base: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bodies, "_detached", lambda folder: os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+
+    async def work():
+        with pytest.warns(UserWarning, match="each session copies"):
+            session = await sandbox.pool.open(workspace=base)
+        async with session:
+            await session.run("import os; os.unlink('package/a.py')")
+            for _ in range(4):  # which would not fit together
+                async with await session.fork() as fork:
+                    await fork.run("open('large', 'wb').write(bytes(3 << 20)); open('../large', 'w')")
+                    found = await fork.changes()
+            return found, await session.changes()
+
+    fork, first = sandbox.run(work())
+    assert [change.path for change in fork.changes] == ["large", "package/a.py"]
+    assert [change.path for change in first.changes] == ["package/a.py"]
+    sandbox.pool._told.clear()
+
+
+def test_a_workspace_is_a_folder(sandbox: SharedPool, base: Path):
     with pytest.raises(SandboxError, match="not a folder"):
         sandbox.run(sandbox.pool.open(workspace=base / "none"))
 

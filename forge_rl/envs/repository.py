@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forge_rl.envs.code_blocks import QUEUE_S, BlockUse
 from forge_rl.envs.protocol import Observation, Step
@@ -16,10 +16,11 @@ from forge_rl.envs.task_list import TaskList, split
 from forge_rl.envs.tool import Tool
 from forge_rl.envs.tools import ToolSettings
 from forge_rl.errors import ConfigError, TaskError, check_flags
-from forge_rl.sandbox import Checkout, Limits, RepositoryStore, Session, shared_pool
+from forge_rl.sandbox import Checkout, Limits, RepositoryStore, SandboxError, Session, shared_pool
 from forge_rl.sandbox.changes import Change
+from forge_rl.sandbox.durable import DivergedError, repeatable
 from forge_rl.sandbox.fences import SHELL
-from forge_rl.sandbox.repository_tests import RepositoryTests
+from forge_rl.sandbox.repository_tests import RepositoryTests, Verdict
 from forge_rl.types import Message, Task, ToolCall
 
 _INSTRUCTION = (
@@ -29,8 +30,11 @@ _INSTRUCTION = (
 )
 _SWE = {"problem": "problem_statement", "revision": "base_commit", "repository": "repo", "id": "instance_id"}
 """Other names of columns, as in SWE-bench, where tests are in FAIL_TO_PASS, PASS_TO_PASS and test_patch."""
+T = TypeVar("T")
 _GITHUB = "https://github.com/"
 _PROCESSES, _FILES, _SHARE = 128, 20_000, 8
+_MOST_LOST = 8
+"""How often one command may lose its server."""
 _START = """import os, subprocess, sys
 os.environ["PATH"] = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
 os.environ["PYTHONPATH"] = ":".join({packages!r})
@@ -133,6 +137,8 @@ class RepositoryUse:
         self._opened = contextlib.AsyncExitStack()
         self._checkout: Checkout | None = None
         self._session: Session | None = None
+        self._log: list[tuple[str, str]] = []
+        """Commands so far, and what the model was shown of each."""
 
     async def reset(self) -> Observation:
         return await self._use.reset()
@@ -144,11 +150,45 @@ class RepositoryUse:
     async def run(self, command: str) -> str:
         """Run a shell command in the workspace; return what the model is shown.
 
+        If the sandbox's server dies, the files go on in another session. If it dies during the command, whose work is
+        then half done, all commands so far are rerun on the repository first.
+
         Raises:
-            SandboxError: the sandbox failed.
+            DivergedError: they showed something else than before.
+            SandboxError: the sandbox failed again and again.
         """
-        session = self._session = self._session or await self._open()
-        if not session.alive:  # a program that an earlier command left running has killed it
+        shown = await self._surviving(functools.partial(self._run, command))
+        self._log.append((command, shown))
+        return shown
+
+    async def _surviving(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do something again if the server of its session is lost meanwhile."""
+        for left in range(_MOST_LOST, -1, -1):
+            try:
+                return await work()
+            except DivergedError:
+                raise
+            except SandboxError:
+                if not left or (self._session is not None and not self._session.lost):
+                    raise
+                await self._end()
+        raise AssertionError("unreachable")
+
+    async def _rerun(self) -> Session:
+        """Open a session and repeat the commands so far in it."""
+        self._session = await self._open()
+        for place, (command, before) in enumerate(self._log, 1):
+            shown = await self._run(command)
+            if repeatable(shown) != repeatable(before):
+                raise DivergedError(
+                    f"command {place} of an episode showed {shown!r:.200}, not {before!r:.200}, when it was rerun",
+                    hint="commands that depend on time or chance cannot be rerun: start the episode again",
+                )
+        return self._session
+
+    async def _run(self, command: str) -> str:
+        session = self._session or await self._rerun()
+        if not session.alive:  # killed by a program that an earlier command left running, or lost with its server
             session = await self._replace(session)
         result = await session.run(f"shell({command!r})")
         parts = [result.stdout, result.stderr]
@@ -165,9 +205,13 @@ class RepositoryUse:
         return "\n".join(part.rstrip("\n") for part in parts if part.strip()) or "(no output)"
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._end()
         await self._opened.aclose()
+
+    async def _end(self) -> None:
+        if self._session is not None:
+            session, self._session = self._session, None
+            await session.close()
 
     async def _open(self, *, of_tests: bool = False) -> Session:
         """Open a session in a fresh workspace."""
@@ -193,13 +237,18 @@ class RepositoryUse:
         changes: Sequence[Change] = ()
         if self._session is not None:
             changes = (await self._session.changes()).changes
-            await self._session.close()
-            self._session = None
-        async with await self._open(of_tests=True) as session:
-            tests = replace(_tests(self._truth), packages=self._config.packages, timeout_s=self._config.tests_timeout_s)
-            verdict = await tests.run(session, changes)
+            await self._end()
+        verdict = await self._surviving(functools.partial(self._verdict, changes))
         share = sum(verdict.passed.values()) / len(verdict.passed)
         return replace(step, reward=float(verdict.all_passed), parts={**step.parts, "tests_passed": share})
+
+    async def _verdict(self, changes: Sequence[Change]) -> Verdict:
+        """Run the tests in a session of their own."""
+        tests = replace(_tests(self._truth), packages=self._config.packages, timeout_s=self._config.tests_timeout_s)
+        self._session = await self._open(of_tests=True)
+        verdict = await tests.run(self._session, changes)
+        await self._end()
+        return verdict
 
 
 async def _shell(episode: RepositoryUse, command: str) -> str:

@@ -9,7 +9,7 @@ from forge_rl.envs.code_blocks import BlockUse, block_settings
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.tool import Tool
 from forge_rl.envs.tools import ToolSettings
-from forge_rl.sandbox import Result, SandboxError, Session, shared_pool
+from forge_rl.sandbox import DurableSession, DurableSessions, Result, SandboxError, shared_pool
 from forge_rl.sandbox.fences import SHELL
 from forge_rl.sandbox.host import check_layers
 from forge_rl.types import Message, Task, ToolCall
@@ -28,7 +28,8 @@ class ShellEnv:
 
     A completion with commands in fenced blocks, or a call of the tool `shell`, runs them, and the next message is their
     output, and their status if it is not 0. Any other completion is the answer, which the reward scores. A session
-    starts with the first commands of an episode and ends with it: files stay, programs left running do not.
+    starts with the first commands of an episode and ends with it: files stay, programs left running do not. If the
+    sandbox loses it, the episode's commands are rerun.
     """
 
     max_turns: int = 8
@@ -63,7 +64,7 @@ class ShellUse:
         self._config = config
         tool = replace(_TOOL, owner=self)
         self._use = BlockUse(config.settings, task, tool, languages=SHELL, shows_schema=config.tool)
-        self._session: Session | None = None
+        self._session: DurableSession | None = None
 
     async def reset(self) -> Observation:
         return await self._use.reset()
@@ -75,12 +76,13 @@ class ShellUse:
         """Run command lines in the episode's session; return what the model is shown.
 
         Raises:
-            SandboxError: the sandbox failed, and with it the episode's files.
+            SandboxError: the sandbox failed, and with it the episode's files; a `DivergedError` if they were lost, and
+                the commands showed something else when they were rerun.
         """
         if self._session is None:
-            self._session = await (await shared_pool(profile="process")).open()
+            self._session = DurableSessions(await shared_pool(profile="process")).open()
         result = await self._session.run(commands, wall_s=self._config.timeout_s)
-        if not self._session.alive:  # commands cannot end it
+        if not self._session.alive:  # it was lost with the same commands again and again, which cannot end it
             raise SandboxError(f"the session of the episode is gone: {result.error and result.error.message}")
         return _shown(result)
 

@@ -10,11 +10,14 @@ from dataclasses import dataclass, replace
 
 from forge_rl.sandbox import frames, kernel
 from forge_rl.sandbox.changes import OpenFolder
-from forge_rl.sandbox.host import Host, Watched, writable
+from forge_rl.sandbox.host import Host, Watched, readable, writable
 from forge_rl.sandbox.limits import CellError, Limits, SandboxError
 from forge_rl.sandbox.network import Network
+from forge_rl.sandbox.overlays import fork_name
 
 _READY_S, _FORK_S, _CAUSE_S = 60.0, 30.0, 2.0
+_WORKSPACE = "workspace"
+"""How the server's word of a workspace begins, which goes on with why it is a copy, if it is one."""
 MOST_HARNESS_TEXT = 1 << 18
 """Longest text of a frame, besides what a cell prints."""
 
@@ -39,6 +42,8 @@ class Body:
     watched: Watched
     workspace: OpenWorkspace | None = None
     network: Network | None = None
+    folder: str = "0"
+    """Name of its own folder, beside its workspace if it has one."""
 
     @property
     def alive(self) -> bool:
@@ -93,16 +98,30 @@ async def start_body_in(name: str, host: Host, limits: Limits, folder: str) -> B
                 body = await start_body(name, host, limits, base, theirs.fileno())
         finally:
             os.close(base)
-        ours.setblocking(False)
         try:
-            told, fds, _, _ = socket.recv_fds(ours, 4096, 1)  # sent before the session was ready
-            if not fds:
-                raise SandboxError("too many files are open", hint="raise `ulimit -n`, or open fewer sessions")
+            reason, changes = _given_workspace(ours)  # sent before the session was ready
         except BaseException:
             await asyncio.shield(body.end())
             raise
-    reason = told.decode("utf-8", "replace").removeprefix("workspace ")
-    return replace(body, workspace=OpenWorkspace(folder, OpenFolder(fds[0], is_overlay=not reason), reason))
+    return replace(body, workspace=OpenWorkspace(folder, OpenFolder(changes, is_overlay=not reason), reason))
+
+
+def _given_workspace(channel: socket.socket) -> tuple[str, int]:
+    """Return what the server has sent of a workspace: why it is a copy, if it is one, and where changes are kept.
+
+    Raises:
+        SandboxError: it could not make it.
+    """
+    channel.setblocking(False)
+    told, fds, _, _ = socket.recv_fds(channel, 4096, 1)
+    text = told.decode("utf-8", "replace")
+    if not fds and text.startswith(_WORKSPACE):
+        raise SandboxError("too many files are open", hint="raise `ulimit -n`, or open fewer sessions")
+    if not fds:
+        raise SandboxError(
+            f"the workspace could not be copied: {text or 'the machine is full'}", hint="raise its Limits"
+        )
+    return text.removeprefix(_WORKSPACE).strip(), fds[0]
 
 
 def _detached(folder: str) -> int:
@@ -144,14 +163,16 @@ async def fork_body(name: str, of: Body, limits: Limits) -> Body:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     try:
-        body = Body(name, of.host, ours, await of.host.prepare_fork(name, of.name, limits, told))
+        body = await _prepared(Body(name, of.host, ours, Watched(), folder=name), of, limits, told)
     except BaseException:
         for one in (ours, theirs, birth):
             one.close()
         raise
     try:
         async with asyncio.timeout(_FORK_S):
-            await send(of.channel, {"do": "fork", "folder": name}, fds=[theirs.fileno(), birth.fileno()])
+            copies = of.workspace is not None and bool(of.workspace.copied)
+            message: dict[str, object] = {"do": "fork", "folder": name, "workspace": fork_name(name), "copies": copies}
+            await send(of.channel, message, fds=[theirs.fileno(), birth.fileno()])
             answer, _ = await receive(of.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
         failed = answer.get("failed")
     except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
@@ -170,6 +191,37 @@ async def fork_body(name: str, of: Body, limits: Limits) -> Body:
         raise SandboxError(f"the session could not fork: {str(failed)[:500]}", hint="Limits:processes may be too low")
     await _ready(body, _FORK_S)
     return body if of.network is None else await with_network(body, of.network.allowed)
+
+
+async def _prepared(fork: Body, of: Body, limits: Limits, birth: socket.socket) -> Body:
+    """Return a fork with what the server has made for it, before its process is there.
+
+    Raises:
+        SandboxError: the machine is full, or the server is gone.
+    """
+    if (shown := of.workspace) is None:
+        return replace(fork, watched=await of.host.prepare_fork(fork.name, of.name, limits, birth))
+    base = _detached(shown.base)
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with mine:
+        try:
+            with theirs:
+                given = (base, theirs.fileno(), shown.changed.fd)
+                is_overlay = shown.changed.is_overlay
+                prepared = of.host.prepare_fork(fork.name, of.name, limits, birth, *given, is_overlay=is_overlay)
+                fork = replace(fork, watched=await prepared)
+        finally:
+            os.close(base)
+        try:
+            async with asyncio.timeout(_FORK_S):
+                await readable(asyncio.get_running_loop(), mine)
+            _, changes = _given_workspace(mine)
+        except BaseException as error:
+            await asyncio.shield(fork.end())
+            if isinstance(error, TimeoutError):
+                raise SandboxError(f"a workspace was not copied within {_FORK_S:.0f} s") from None
+            raise
+    return replace(fork, workspace=replace(shown, changed=OpenFolder(changes, is_overlay=is_overlay)))
 
 
 async def with_network(body: Body, allowed: frozenset[str]) -> Body:

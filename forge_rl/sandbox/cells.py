@@ -70,8 +70,10 @@ class _Output(io.RawIOBase):
 class Cells:
     """State and streams of a session; `serve` answers its owner until that closes."""
 
-    def __init__(self, channel: socket.socket, output_bytes: int, image_bytes: int) -> None:
+    def __init__(self, channel: socket.socket, output_bytes: int, image_bytes: int, workspace: str = "") -> None:
         self.channel = channel
+        self.home = os.environ.get("HOME", "")
+        self.workspace = workspace
         self.output_bytes = output_bytes
         self.image_bytes = image_bytes
         self.module = types.ModuleType("__main__")
@@ -212,6 +214,10 @@ class Serving(Protocol):
     """What answers a session's owner on a channel."""
 
     channel: socket.socket
+    home: str
+    """The session's own folder."""
+    workspace: str
+    """Its workspace; "" for none."""
 
 
 Answer = Callable[[dict[str, Any], bytes, list[int]], bytes]
@@ -259,15 +265,48 @@ def become_two(
                 os.set_inheritable(fd, False)
             if not let_in:
                 raise OSError("the server did not let the fork in")
-        before = os.getcwd()
-        after = os.path.join(os.path.dirname(before), str(message["folder"]))
-        _copy_folder(before, after)
-        enter_folder(after)
+        _move(serving, str(message["folder"]), str(message["workspace"]), is_copied=bool(message["copies"]))
         settle(given)
     except OSError as error:
         serving.channel.sendall(frames.encode({"failed": str(error)}))
         os._exit(1)
     return frames.encode({"ready": True})
+
+
+def _move(serving: Serving, folder: str, workspace: str, *, is_copied: bool) -> None:
+    """Go on in a copy of a session's folder, and in its copied workspace, with the same current folder in them."""
+    scratch, here = os.path.dirname(serving.home), _current_folder(serving.workspace or serving.home)
+    moved = {serving.home: os.path.join(scratch, folder)}
+    _copy_folder(serving.home, moved[serving.home])
+    enter_folder(moved[serving.home])
+    if serving.workspace:
+        moved[serving.workspace] = os.path.join(scratch, workspace)
+        if is_copied:
+            _copy_folder(serving.workspace, moved[serving.workspace])
+        os.environ["PWD"] = moved[serving.workspace]
+        _import_from(serving.workspace, moved[serving.workspace])
+    for before, after in moved.items():
+        if here == before or here.startswith(f"{before}/"):
+            with contextlib.suppress(OSError):  # it was deleted
+                os.chdir(after)
+                os.chdir(after + here[len(before) :])
+    serving.home, serving.workspace = moved[serving.home], moved.get(serving.workspace, "")
+
+
+def _current_folder(otherwise: str) -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was deleted
+        return otherwise
+
+
+def _import_from(before: str, after: str) -> None:
+    """Have modules that are imported from here on come from another folder, those of known packages included."""
+    sys.path[:] = [after if path == before else path for path in sys.path]
+    for module in list(sys.modules.values()):
+        paths = getattr(module, "__path__", None)
+        if type(paths) is list:
+            paths[:] = [after + path[len(before) :] if path.startswith(f"{before}/") else path for path in paths]
 
 
 def _cpu_s() -> float:
@@ -320,7 +359,7 @@ def enter_folder(folder: str) -> None:
 
 def _copy_folder(source: str, target: str) -> None:
     """Copy files, folders and links with modes and times. What is neither, such as a pipe, stays behind."""
-    os.mkdir(target, 0o700)
+    os.makedirs(target, 0o700, exist_ok=True)
     with os.scandir(source) as entries:
         for entry in entries:
             copy = os.path.join(target, entry.name)

@@ -109,6 +109,8 @@ class Commands:
     meters: dict[str, cgroups.Meter] = field(default_factory=dict)
     workspace: str = ""
     """The folder in which commands start instead of their home; "" for none."""
+    home: str = field(default_factory=os.getcwd)
+    """The folder with what commands see as their home and as /tmp."""
 
     def __post_init__(self) -> None:
         for name in ("home", "tmp"):
@@ -252,7 +254,7 @@ class Commands:
             arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
         for target, place in _LINKS:
             arguments += ["--symlink", target, place]
-        here = os.getcwd()
+        here = self.home
         arguments += ["--bind", f"{here}/home", HOME, "--bind", f"{here}/tmp", "/tmp"]
         arguments += ["--bind", f"{here}/tmp", "/dev/shm"]
         if self.workspace:

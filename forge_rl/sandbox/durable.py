@@ -357,7 +357,13 @@ class DurableSession:
 
 
 def _shown(result: Result) -> str:
-    """Return what a cell showed, without addresses of objects."""
+    """Return what a cell showed, without what differs each time."""
     error = result.error and (result.error.name, result.error.message, result.error.traceback)
     image = result.image and base64.b64encode(result.image.data).decode()
-    return re.sub(r"\b0x[0-9a-f]{6,16}\b", "0x", json.dumps([result.stdout, result.stderr, result.value, image, error]))
+    return repeatable(json.dumps([result.stdout, result.stderr, result.value, image, error, result.status]))
+
+
+def repeatable(text: str) -> str:
+    """Return an output without addresses of objects and durations in seconds, such as pytest prints."""
+    text = re.sub(r"\b0x[0-9a-f]{6,16}\b", "0x", text)
+    return re.sub(r"\b\d{1,9}(\.\d{1,9})? ?(ms|s|seconds?)\b", "s", text)

@@ -131,12 +131,19 @@ class Host:
         await self._send(message, [control.fileno(), *workspace])
         return watched
 
-    async def prepare_fork(self, name: str, of: str, limits: Limits, birth: socket.socket) -> Watched:
-        """Ask for the cgroups of a fork, which it enters by the other end of a birth channel; closes this one."""
+    async def prepare_fork(
+        self, name: str, of: str, limits: Limits, birth: socket.socket, *workspace: int, is_overlay: bool = False
+    ) -> Watched:
+        """Ask for the cgroups of a fork, which it enters by the other end of a birth channel; closes this one.
+
+        Args:
+            workspace: descriptors as of `begin`, and of what the other has changed; none without a workspace.
+            is_overlay: whether the server copies the changes, and not the fork its whole workspace.
+        """
         watched = self.sessions[name] = Watched()
         with birth:
-            message = {"do": "fork", "session": name, "of": of, "limits": _as_json(limits)}
-            await self._send(message, [birth.fileno()])
+            message = {"do": "fork", "session": name, "of": of, "limits": _as_json(limits), "is_overlay": is_overlay}
+            await self._send(message, [birth.fileno(), *workspace])
         return watched
 
     async def end(self, name: str) -> None:
@@ -247,6 +254,16 @@ def check_layers(profile: str, without: Collection[str] = ()) -> dict[str, str]:
             hint = f"allow it by name: Pool(without={sorted(missing)})"
         raise SandboxError(f"this machine cannot isolate sandboxes fully: {reasons}", hint=hint)
     return missing
+
+
+async def readable(loop: asyncio.AbstractEventLoop, channel: socket.socket) -> None:
+    """Wait until a non-blocking socket has something to read, or has ended."""
+    ready = loop.create_future()
+    loop.add_reader(channel, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(channel)
 
 
 async def writable(loop: asyncio.AbstractEventLoop, channel: socket.socket) -> None:

@@ -85,10 +85,21 @@ def attach(tree: int, target: str, users: int) -> None:
     _checked(_libc.syscall(_MOVE_MOUNT, tree, b"", -100, target.encode(), from_itself), "move_mount")
 
 
+def attach_at(tree: int, place: int) -> None:
+    """Mount a detached folder at an open one, whatever that one is called by now."""
+    from_itself, at_itself = 4, 0x40
+    _checked(_libc.syscall(_MOVE_MOUNT, tree, b"", place, b"", from_itself | at_itself), "move_mount")
+
+
+def enter_mounts(space: int) -> None:
+    """Make an open mount namespace this process's own, and its root the root folder."""
+    _checked(_libc.setns(space, NEW_MOUNTS), "setns")
+
+
 def unmount(target: str) -> None:
-    """Detach a mount; files in use stay until they are closed."""
-    detach = 2
-    _checked(_libc.umount2(target.encode(), detach), "umount")
+    """Detach a mount; files in use stay until they are closed. A link at the end of the path is not followed."""
+    detach, no_follow = 2, 8
+    _checked(_libc.umount2(target.encode(), detach | no_follow), "umount")
 
 
 def pivot_root(folder: str) -> None:

@@ -10,15 +10,20 @@ import os
 import shutil
 import signal
 import stat
+from collections.abc import Iterator, Sequence
 
 from forge_rl.sandbox import kernel
 
-HIDDEN = ("/base", "/changes")
+HIDDEN = ("/base", "/changes", "/merged")
 """Empty folders of the server's root, only root's, where parts of an overlay are mounted while it is made."""
 NAME = "workspace"
 """The folder inside of a session's scratch folder."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # A renamed folder is copied by programs, as between disks: all changes are then plain files in one place.
 _OPTIONS = "lowerdir=/base,upperdir=/changes/upper,workdir=/changes/work,redirect_dir=off,metacopy=off,index=off"
+
+
+_OPAQUE = "trusted.overlay.opaque"
 
 
 def mount(base: int, scratch: str, uid: int, *, most_bytes: int, most_files: int) -> int:
@@ -31,10 +36,71 @@ def mount(base: int, scratch: str, uid: int, *, most_bytes: int, most_files: int
     Raises:
         OSError: this kernel, or the base's file system, cannot do it.
     """
+    place, users = os.path.join(scratch, NAME), _user_namespace(base, uid)
+    return _mounted(base, users, place, uid, None, most_bytes=most_bytes, most_files=most_files)
+
+
+def mount_fork(
+    base: int, changes: int, scratch: str, name: str, uid: int, space: int, *, most_bytes: int, most_files: int
+) -> int:
+    """Mount an overlay with a copy of another's changes; return a descriptor of its own folder of changes.
+
+    Sessions run in the scratch folder meanwhile, and may do anything there. Leaves this process in their namespace.
+
+    Args:
+        base: a descriptor of its own from `kernel.detached`.
+        changes: the descriptor that `mount` returned for the other.
+        name: of the overlay's folder, which does not exist.
+        space: descriptor of the mount namespace in which the scratch folder is seen.
+
+    Raises:
+        OSError: there is no room for the changes, or the folder exists.
+    """
+    users = _user_namespace(base, uid)  # while /proc is this process's
+    kernel.enter_mounts(space)
+    place = make_folder(scratch, name, uid)
+    kernel.unshare(kernel.NEW_MOUNTS)  # others make overlays by the same hidden folders
+    mine = _mounted(base, users, "/merged", uid, changes, most_bytes=most_bytes, most_files=most_files)
+    overlay = kernel.detached("/merged")
+    kernel.enter_mounts(space)
+    kernel.attach_at(overlay, place)
+    return mine
+
+
+def fork_name(session: str) -> str:
+    """Return the name of a fork's workspace in the scratch folder, where the first session's is NAME."""
+    return f"{NAME}-{session}"
+
+
+def make_folder(scratch: str, name: str, uid: int) -> int:
+    """Make a session's folder in its scratch folder, and return a descriptor of it.
+
+    Raises:
+        OSError: there is something of that name.
+    """
+    parent = os.open(scratch, _FOLDER)
+    try:
+        os.mkdir(name, 0o700, dir_fd=parent)
+        made = os.open(name, _FOLDER, dir_fd=parent)
+        os.fchown(made, uid, uid)
+        return made
+    finally:
+        os.close(parent)
+
+
+def remove(scratch: str, names: Sequence[str]) -> None:
+    """Unmount and delete folders that an ended session has left in a scratch folder which others use."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            kernel.unmount(os.path.join(scratch, name))
+        shutil.rmtree(os.path.join(scratch, name), ignore_errors=True)  # follows no link
+
+
+def _mounted(
+    base: int, users: int, place: str, uid: int, changes: int | None, *, most_bytes: int, most_files: int
+) -> int:
     hidden = kernel.NO_SETUID | kernel.NO_DEVICES
-    place = os.path.join(scratch, NAME)
     about = os.stat(base)
-    users = _user_namespace(about.st_uid, about.st_gid, uid)
     mounted = []
     try:
         kernel.attach(base, "/base", users)
@@ -45,22 +111,67 @@ def mount(base: int, scratch: str, uid: int, *, most_bytes: int, most_files: int
             os.mkdir(f"/changes/{name}", 0o700)
         os.chown("/changes/upper", uid, uid)
         os.chmod("/changes/upper", stat.S_IMODE(about.st_mode) | 0o700)
+        upper = os.open("/changes/upper", _FOLDER)
+        if changes is not None:
+            _copy_changes(changes, upper, uid)
         kernel.mount("overlay", place, "overlay", hidden, _OPTIONS)
-        return os.open("/changes/upper", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return upper
     finally:  # the overlay keeps its own hold of both
         os.close(users)
         for path in mounted:
             kernel.unmount(path)
 
 
-def _user_namespace(uid: int, gid: int, session: int) -> int:
-    """Return a descriptor of a user namespace in which files of one user and group are a session's."""
+def _copy_changes(source: int, target: int, uid: int) -> None:
+    """Copy what an overlay keeps in a folder, with its marks of what was deleted, to another; both stay open."""
+    for name in os.listdir(source):
+        about = os.stat(name, dir_fd=source, follow_symlinks=False)
+        kind = stat.S_IFMT(about.st_mode)
+        if kind == stat.S_IFDIR:
+            os.mkdir(name, 0o700, dir_fd=target)
+            with _opened(name, source) as inner, _opened(name, target) as copied:
+                _copy_changes(inner, copied, uid)
+                os.fchmod(copied, about.st_mode & 0o777)
+                with contextlib.suppress(OSError):  # no such mark
+                    os.setxattr(copied, _OPAQUE, os.getxattr(inner, _OPAQUE))
+        elif kind == stat.S_IFLNK:
+            os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
+        elif kind == stat.S_IFREG:
+            _copy_file(name, source, target, about.st_mode & 0o777)
+        elif kind in (stat.S_IFIFO, stat.S_IFCHR):  # the only device that a session can make is the mark of a deletion
+            os.mknod(name, kind | 0o600, 0, dir_fd=target)
+        else:
+            continue  # a socket, at which nobody listens
+        os.chown(name, uid, uid, dir_fd=target, follow_symlinks=False)
+        os.utime(name, ns=(about.st_atime_ns, about.st_mtime_ns), dir_fd=target, follow_symlinks=False)
+
+
+def _copy_file(name: str, source: int, target: int, mode: int) -> None:
+    reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=source)  # it may be a pipe by now
+    writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=target)
+    with open(reading, "rb") as read, open(writing, "wb") as written:
+        shutil.copyfileobj(read, written)
+        os.fchmod(writing, mode)
+
+
+@contextlib.contextmanager
+def _opened(name: str, parent: int) -> Iterator[int]:
+    folder = os.open(name, _FOLDER, dir_fd=parent)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _user_namespace(base: int, session: int) -> int:
+    """Return a descriptor of a user namespace in which files of a folder's user and group are a session's."""
+    about = os.stat(base)
     child = kernel.fork_into(None, kernel.NEW_USER)
     if child == 0:
         while True:
             signal.pause()
     try:
-        for name, own in (("uid_map", uid), ("gid_map", gid)):
+        for name, own in (("uid_map", about.st_uid), ("gid_map", about.st_gid)):
             with open(f"/proc/{child}/{name}", "w") as file:
                 file.write(f"{own} {session} 1")
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)

@@ -167,8 +167,6 @@ class Pool:
             raise ConfigError(
                 "commands have no network", hint='use Pool(profile="standard"), whose Python code has one'
             )
-        if undo and workspace is not None:
-            raise ConfigError("a session with a workspace cannot be undone", hint="leave out undo=True")
         folder = None if workspace is None else _resolved(workspace)
         try:
             async with asyncio.timeout(wait_s):

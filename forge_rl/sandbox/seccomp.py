@@ -61,6 +61,8 @@ _NEWEST = 462
 """Calls above this number are unknown here and don't exist for a session: programs fall back."""
 _CLONE, _CLONE3, _PRLIMIT, _PRCTL, _IOCTL = (56, 220), (435, 435), (302, 261), (157, 167), (16, 29)
 _SOCKETPAIR, _SENDTO = (53, 199), (44, 206)
+_CHANGE_ATTRIBUTES = ((188, 5), (189, 6), (190, 7), (197, 14), (198, 15), (199, 16))
+"""setxattr and removexattr, which sed, cp and mv expect to be missing on many file systems, but not to be refused."""
 _NAMESPACES = 0x7E020000
 """All CLONE_NEW flags of clone; its CLONE_NEWTIME is part of the exit signal there."""
 # PDEATHSIG, GET_DUMPABLE, SET_NAME, GET_NAME, CAPBSET_READ, SET and GET_NO_NEW_PRIVS, SET_THP_DISABLE, SET_VMA.
@@ -123,7 +125,7 @@ def _search(ranges: list[tuple[int, int]], after: int = 0) -> list[_Line]:
 def session_filter(machine: str = platform.machine()) -> bytes:
     """Return the filter as an array of `struct sock_filter`.
 
-    Refused calls fail with EPERM, `clone3` and unknown ones with ENOSYS, so that C libraries fall back to `clone`,
+    Refused calls fail with EPERM, those that change extended attributes with ENOTSUP, `clone3` and unknown ones with ENOSYS, so that C libraries fall back to `clone`,
     whose flags can be checked. Sockets exist only as connected pairs. Another architecture's calls kill the process.
 
     Raises:
@@ -138,6 +140,8 @@ def session_filter(machine: str = platform.machine()) -> bytes:
     lines += [(_ABOVE, 0, 1, _NEWEST), _refuse(errno.ENOSYS)]
     lines += _search(list(_ranges(sorted(numbers[column] for numbers in _ALLOWED.values() if numbers[column] >= 0))))
     lines += _only(_CLONE3[column], [_refuse(errno.ENOSYS)])
+    for call in _CHANGE_ATTRIBUTES:
+        lines += _only(call[column], [_refuse(errno.ENOTSUP)])
     lines += _only(_CLONE[column], [_argument(0), (_ANY_BIT, 0, 1, _NAMESPACES), deny, allow])
     lines += _only(_PRLIMIT[column], [_argument(0), (_EQUAL, 0, 1, 0), allow, deny])  # of the caller only
     lines += _only(_PRCTL[column], _one_of(_PRCTLS, 0, errno.EPERM))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # enums of signal's own functions cost each session 0.2 MiB
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -19,7 +20,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -31,7 +32,7 @@ _FILES = 256
 """Open files of a process of a session."""
 _MOST_FILES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")  # struct ucred
-_MOST_MESSAGE = 1 << 16
+_MOST_MESSAGE, _MOST_GIVEN = 1 << 16, 4
 
 
 def missing_layers(profile: str) -> dict[str, str]:
@@ -135,7 +136,8 @@ class _Lineage:
     uid: int
     init: int = 0
     """PID 1 of their own namespaces in the profile `strict`; 0 if there is none."""
-    members: set[str] = field(default_factory=set)
+    members: dict[str, list[str]] = field(default_factory=dict)
+    """Sessions, each with the names of its folders in the scratch folder: its own, and its workspace if it has one."""
     has_workspace: bool = False
     to_copy: int = -1
     """Descriptor of the workspace's base if its first process has to copy it."""
@@ -160,6 +162,8 @@ class _Server:
         """Channels of sessions and forks that are about to say that they are there, and whether it is a fork."""
         self.pids: dict[int, str] = {}
         self.inits: dict[int, _Lineage] = {}
+        self.removers: dict[int, str] = {}
+        """Processes that delete what an ended session has left."""
         self.lives: dict[int, str] = {}
         """Descriptors of sessions' processes whose parent is an init."""
         self.first_uid, self.uids = (0, 1) if self.rootless else _uids(config["number"])
@@ -215,7 +219,7 @@ class _Server:
             for name in list(self.ending):
                 self._finish(name)
             if self.channel.fileno() in ready:
-                message, fds, _, _ = socket.recv_fds(self.channel, _MOST_MESSAGE, 3)
+                message, fds, _, _ = socket.recv_fds(self.channel, _MOST_MESSAGE, _MOST_GIVEN)
                 if not message:
                     return
                 self._answer(json.loads(message), fds)
@@ -229,7 +233,8 @@ class _Server:
             if do == "start":
                 self._start(name, message["limits"], *fds)
             elif do == "fork":
-                self._prepare_fork(name, message["of"], message["limits"], socket.socket(fileno=os.dup(fds[0])))
+                birth = socket.socket(fileno=os.dup(fds[0]))
+                self._prepare_fork(name, message, birth, fds[1:])
             elif do == "end" and name in self.sessions:
                 self._finish(name)
         except OSError as error:
@@ -247,8 +252,9 @@ class _Server:
         uid = self.first_uid + int(name) % self.uids
         self._add(name, limits)
         lineage = self.sessions[name] = _Lineage(
-            folder="/tmp" if self.strict else f"/tmp/{name}", uid=uid, members={name}
+            folder="/tmp" if self.strict else f"/tmp/{name}", uid=uid, has_workspace=bool(workspace)
         )
+        lineage.members[name] = ["0", overlays.NAME] if workspace else ["0"]
         # Beside many busy processes, a new group may wait long for its first turns: it is entered when all is ready.
         doors, last = self.tree.doors(name, "memory", "pids"), self.tree.doors(name, "cpu")
         unified = self.tree.unified(name)
@@ -258,7 +264,10 @@ class _Server:
                 self._expect(name, ours, fork=False)
                 lineage.init = kernel.fork_into(None, surroundings.NAMESPACES)
                 if lineage.init == 0:
-                    self._become_init(lineage, limits, control, doors, last, unified, birth, workspace)
+                    shows = functools.partial(_show_workspace, lineage, limits, *workspace)
+                    self._become_init(
+                        lineage, limits, control, doors, last, unified, birth, shows if workspace else None
+                    )
                 birth.close()
                 self.inits[lineage.init] = lineage
             else:
@@ -284,7 +293,7 @@ class _Server:
         last: list[int],
         unified: int | None,
         birth: socket.socket,
-        workspace: tuple[int, ...],
+        show_workspace: Callable[[], None] | None,
     ) -> NoReturn:
         """Be PID 1 of namespaces for one session and its forks, outside of their cgroups."""
         try:
@@ -292,8 +301,8 @@ class _Server:
             kernel.unmount("/tmp")
             surroundings.mount_proc()
             _mount_scratch(lineage, limits)
-            if workspace:
-                _show_workspace(lineage, limits, *workspace)
+            if show_workspace is not None:
+                show_workspace()
             signal.set_wakeup_fd(-1)
             if kernel.fork_into(unified) == 0:
                 birth.send(b"?")  # the server learns which process this is, before anything untrusted runs
@@ -321,18 +330,57 @@ class _Server:
             as_one=not self.process,
         )
 
-    def _prepare_fork(self, name: str, of: str, limits: dict[str, Any], birth: socket.socket) -> None:
-        """Make a fork's cgroups, while its session forks. It waits until it is let in by its birth channel."""
+    def _prepare_fork(self, name: str, message: dict[str, Any], birth: socket.socket, workspace: Sequence[int]) -> None:
+        """Make a fork's cgroups and workspace, before its session forks. It waits until its birth channel lets it in.
+
+        Args:
+            workspace: descriptors of the base, of the owner's channel, and of the changes to copy, if there is one.
+        """
         try:
-            if of not in self.sessions:
+            if message["of"] not in self.sessions:
                 raise OSError("the session has ended")
-            self._add(name, limits)
+            self._add(name, message["limits"])
         except OSError:
             birth.close()
             raise
-        lineage = self.sessions[name] = self.sessions[of]
-        lineage.members.add(name)
+        lineage = self.sessions[name] = self.sessions[message["of"]]
+        lineage.members[name] = [name]
         self._expect(name, birth, fork=True)
+        if workspace:
+            lineage.members[name].append(overlays.fork_name(name))
+            self._fork_workspace(lineage, name, message, *workspace)
+
+    def _fork_workspace(
+        self, lineage: _Lineage, name: str, message: dict[str, Any], base: int, owner: int, changes: int
+    ) -> None:
+        """Copy a workspace for a fork, in a process in the fork's cgroups, which tells the owner."""
+        doors, unified = self.tree.doors(name, *cgroups.CONTROLLERS), self.tree.unified(name)
+        limits = message["limits"]
+        most = {"most_bytes": limits["scratch_bytes"], "most_files": limits["scratch_files"]}
+        try:
+            if kernel.fork_into(unified) == 0:
+                try:
+                    signal.set_wakeup_fd(-1)
+                    for door in doors:
+                        os.write(door, b"0")
+                    place, space = (lineage.folder, overlays.fork_name(name), lineage.uid), self._space_of(lineage)
+                    if message["is_overlay"]:
+                        mine = overlays.mount_fork(base, changes, *place, space, **most)
+                    else:  # the fork itself copies it
+                        kernel.enter_mounts(space)
+                        mine = overlays.make_folder(*place)
+                    _tell_of_workspace(owner, b"workspace", mine)
+                except BaseException as error:
+                    _tell_of_workspace(owner, str(error).encode("utf-8", "replace")[:1024])
+                finally:
+                    os._exit(0)
+        finally:
+            for fd in [*doors, *([unified] if unified is not None else [])]:
+                os.close(fd)
+
+    def _space_of(self, lineage: _Lineage) -> int:
+        """Open the mount namespace in which a lineage's folders are seen."""
+        return os.open(f"/proc/{lineage.init or 'self'}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
 
     def _expect(self, name: str, birth: socket.socket, *, fork: bool) -> None:
         """Wait for a new process to say on a channel that it is there."""
@@ -401,10 +449,11 @@ class _Server:
             own = os.path.join(folder, "0")
             os.mkdir(own, 0o700)
             cells.enter_folder(own)
-            if lineage.has_workspace and not self.process:
-                os.environ["PWD"] = os.path.join(folder, overlays.NAME)
-                os.chdir(os.environ["PWD"])
-                sys.path.insert(0, os.environ["PWD"])
+            workspace = os.path.join(folder, overlays.NAME) if lineage.has_workspace else ""
+            if workspace and not self.process:
+                os.environ["PWD"] = workspace
+                os.chdir(workspace)
+                sys.path.insert(0, workspace)
             if self.strict or self.rootless:
                 self._enter_own_users(uid)
             processes = limits["processes"] + self.process * commands.OWN_PROCESSES
@@ -425,8 +474,8 @@ class _Server:
                 os.closerange(low + 1, high)
             resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))  # not before: the server may have had more
             if self.process:
-                self._serve_commands(channel, lineage, limits, meters)
-            cells.Cells(channel, limits["output_bytes"], limits["transfer_bytes"]).serve()
+                self._serve_commands(channel, workspace, limits, meters)
+            cells.Cells(channel, limits["output_bytes"], limits["transfer_bytes"], workspace).serve()
         except BaseException as error:
             with contextlib.suppress(OSError):
                 channel.sendall(frames.encode({"failed": f"{type(error).__name__}: {error}"}))
@@ -434,11 +483,11 @@ class _Server:
             os._exit(1)
 
     def _serve_commands(
-        self, channel: socket.socket, lineage: _Lineage, limits: dict[str, Any], meters: Sequence[cgroups.Meter]
+        self, channel: socket.socket, workspace: str, limits: dict[str, Any], meters: Sequence[cgroups.Meter]
     ) -> NoReturn:
         served = commands.Commands(channel, limits["output_bytes"], self.filter, self.packages)
         served.meters = {meter.what: meter for meter in meters}
-        served.workspace = os.path.join(lineage.folder, overlays.NAME) if lineage.has_workspace else ""
+        served.workspace = workspace
         served.serve()
 
     def _enter_own_users(self, uid: int) -> None:
@@ -496,6 +545,8 @@ class _Server:
                 return
             if (lineage := self.inits.pop(pid, None)) is not None:
                 lineage.init = 0
+            if pid in self.removers:
+                self._tell(session=self.removers.pop(pid), ended=True)
             self._ended(self.pids.pop(pid, ""), os.waitstatus_to_exitcode(status))
 
     def _ended(self, name: str, status: int | None) -> None:
@@ -517,7 +568,7 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
             for life in lives:
                 signal.pidfd_send_signal(life, signal.SIGKILL)
-        last = lineage.members == {name}
+        last = lineage.members.keys() == {name}
         if last and lineage.init:
             os.kill(lineage.init, signal.SIGKILL)
         elif last and not (self.strict or self.rootless):
@@ -535,16 +586,35 @@ class _Server:
             self.waiting.unregister(fd)
             self.births.pop(fd)[0].close()
         lineage = self.sessions.pop(name)
-        lineage.members.discard(name)
-        if not lineage.members:
-            if lineage.init:
-                os.kill(lineage.init, signal.SIGKILL)
-            elif not self.strict:
-                with contextlib.suppress(OSError):  # it may have failed to be mounted
-                    kernel.unmount(lineage.folder)
-                with contextlib.suppress(OSError):
-                    os.rmdir(lineage.folder)
+        folders = lineage.members.pop(name)
+        if lineage.members:
+            self._remove(name, lineage, folders)
+            return
+        if lineage.init:
+            os.kill(lineage.init, signal.SIGKILL)
+        elif not self.strict:
+            with contextlib.suppress(OSError):  # it may have failed to be mounted
+                kernel.unmount(lineage.folder)
+            with contextlib.suppress(OSError):
+                os.rmdir(lineage.folder)
         self._tell(session=name, ended=True)
+
+    def _remove(self, name: str, lineage: _Lineage, folders: list[str]) -> None:
+        """Delete the folders of a session of which forks live on, in a process, as they may hold much."""
+        with contextlib.suppress(OSError):
+            if not self.strict and len(folders) == 1:
+                os.rmdir(os.path.join(lineage.folder, folders[0]))
+                self._tell(session=name, ended=True)
+                return
+        remover = os.fork()
+        self.removers[remover] = name
+        if remover == 0:
+            try:
+                signal.set_wakeup_fd(-1)
+                kernel.enter_mounts(self._space_of(lineage))
+                overlays.remove(lineage.folder, folders)
+            finally:
+                os._exit(0)
 
 
 def _kill_all_of(uid: int) -> None:
@@ -576,7 +646,7 @@ def _uids(number: int) -> tuple[int, int]:
 
 def _show_workspace(lineage: _Lineage, limits: dict[str, Any], base: int, owner: int) -> None:
     """Make a session's workspace, and send its owner where changes are kept, and why it is a copy if it is one."""
-    lineage.has_workspace, reason = True, ""
+    reason = ""
     place = os.path.join(lineage.folder, overlays.NAME)
     os.mkdir(place, 0o700)
     most = {"most_bytes": limits["scratch_bytes"], "most_files": limits["scratch_files"]}
@@ -585,9 +655,13 @@ def _show_workspace(lineage: _Lineage, limits: dict[str, Any], base: int, owner:
     except OSError as error:
         lineage.to_copy, reason = base, str(error)
         changes = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-    with socket.socket(fileno=os.dup(owner)) as channel:
-        socket.send_fds(channel, [f"workspace {reason}".encode()], [changes])
+    _tell_of_workspace(owner, f"workspace {reason}".encode(), changes)
     os.close(changes)
+
+
+def _tell_of_workspace(owner: int, text: bytes, *changes: int) -> None:
+    with socket.socket(fileno=os.dup(owner)) as channel:
+        socket.send_fds(channel, [text], list(changes))
 
 
 def _mount_scratch(lineage: _Lineage, limits: dict[str, Any]) -> None:

@@ -210,7 +210,7 @@ class Session:
             SandboxError: they do not fit, or something else is where they belong.
         """
         runs_python = self._body.host.profile != "process"
-        path = f"{'../0' if runs_python else '/tmp'}/.changes-{uuid.uuid4().hex}"
+        path = f"{'../' + self._body.folder if runs_python else '/tmp'}/.changes-{uuid.uuid4().hex}"
         code = APPLY.format(path=path)
         await self.put(path, packed(changes))
         result = await self.run(code if runs_python else [getattr(sys, "_base_executable", ""), "-I", "-c", code])
@@ -223,7 +223,7 @@ class Session:
             raise SandboxError(f"the changes do not apply: {cause[-500:]}")
 
     async def fork(self) -> Session:
-        """Return an independent copy of the session: its variables, and its folder under another name.
+        """Return an independent copy of the session: its variables, and its folder and workspace under other names.
 
         Threads and the programs that the session has started are not copied. Both have the same limits, each its own;
         files count against the same space. The caller closes the copy.
@@ -233,8 +233,6 @@ class Session:
         """
         async with self._lock:
             self._check_alive()
-            if self._body.workspace is not None:
-                raise SandboxError("a session with a workspace cannot be forked", hint="open one, and apply changes")
             body = await self._fork_body(self._body, self.limits)
         return Session(body, self.limits, fork_body=self._fork_body, release=self._release, undo=self._undo)
 
