@@ -17,7 +17,7 @@ from forge_rl.sandbox.overlays import fork_name
 
 _READY_S, _FORK_S, _CAUSE_S = 60.0, 30.0, 2.0
 _WORKSPACE = "workspace"
-"""How the server's word of a workspace begins, which goes on with why it is a copy, if it is one."""
+"""Start of the server's message about a workspace; the rest is the reason for copying it, if it is a copy."""
 MOST_HARNESS_TEXT = 1 << 18
 """Longest text of a frame, besides what a cell prints."""
 
@@ -43,7 +43,7 @@ class Body:
     workspace: OpenWorkspace | None = None
     network: Network | None = None
     folder: str = "0"
-    """Name of its own folder, beside its workspace if it has one."""
+    """Name of its own folder, a neighbour of its workspace."""
 
     @property
     def alive(self) -> bool:

@@ -301,7 +301,7 @@ def _current_folder(otherwise: str) -> str:
 
 
 def _import_from(before: str, after: str) -> None:
-    """Have modules that are imported from here on come from another folder, those of known packages included."""
+    """Import further modules from another folder, also modules of packages that are already imported."""
     sys.path[:] = [after if path == before else path for path in sys.path]
     for module in list(sys.modules.values()):
         paths = getattr(module, "__path__", None)

@@ -86,7 +86,7 @@ def attach(tree: int, target: str, users: int) -> None:
 
 
 def attach_at(tree: int, place: int) -> None:
-    """Mount a detached folder at an open one, whatever that one is called by now."""
+    """Mount a detached folder at an open folder, which may have been renamed since it was opened."""
     from_itself, at_itself = 4, 0x40
     _checked(_libc.syscall(_MOVE_MOUNT, tree, b"", place, b"", from_itself | at_itself), "move_mount")
 

@@ -54,7 +54,7 @@ def mount_fork(
         space: descriptor of the mount namespace in which the scratch folder is seen.
 
     Raises:
-        OSError: there is no room for the changes, or the folder exists.
+        OSError: the changes do not fit, or the folder exists.
     """
     users = _user_namespace(base, uid)  # while /proc is this process's
     kernel.enter_mounts(space)
@@ -123,7 +123,7 @@ def _mounted(
 
 
 def _copy_changes(source: int, target: int, uid: int) -> None:
-    """Copy what an overlay keeps in a folder, with its marks of what was deleted, to another; both stay open."""
+    """Copy an overlay's changes in one open folder, with its marks of deleted files, to another."""
     for name in os.listdir(source):
         about = os.stat(name, dir_fd=source, follow_symlinks=False)
         kind = stat.S_IFMT(about.st_mode)
