@@ -125,8 +125,9 @@ def _search(ranges: list[tuple[int, int]], after: int = 0) -> list[_Line]:
 def session_filter(machine: str = platform.machine()) -> bytes:
     """Return the filter as an array of `struct sock_filter`.
 
-    Refused calls fail with EPERM, those that change extended attributes with ENOTSUP, `clone3` and unknown ones with ENOSYS, so that C libraries fall back to `clone`,
-    whose flags can be checked. Sockets exist only as connected pairs. Another architecture's calls kill the process.
+    Refused calls fail with EPERM, those that change extended attributes with ENOTSUP; `clone3` and unknown ones with
+    ENOSYS, so that C libraries fall back to `clone`, whose flags can be checked. Sockets exist only as connected pairs.
+    Another architecture's calls kill the process.
 
     Raises:
         KeyError: this machine's architecture has no table.
