@@ -1,0 +1,237 @@
+"""`--job allocation`: machines that the user already has, from Slurm or another scheduler, or by name."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_rl.errors import ConfigError
+from forge_rl.runtime.jobs.addresses import own_address
+from forge_rl.runtime.jobs.launched import launched_hosts
+from forge_rl.runtime.jobs.protocol import JobListener
+
+if TYPE_CHECKING:
+    from monarch.actor import HostMesh
+
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}|[0-9a-fA-F:.]{2,45}")
+_SCHEDULER = ("SLURM", "PBS_", "LSB_", "OMPI_", "PMIX_", "PMI_", "PRTE_")
+"""Prefixes of schedulers' variables, which their launchers read."""
+_HOST_FILES = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE")
+"""Variables of PBS, LSF and Grid Engine that name a file with a host's name first in each line."""
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Variables with the index of a process that a launcher started several of, the first that is set counts."""
+_SSH = "ssh -o BatchMode=yes {host}"
+_SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} --no-kill --cpu-bind=none --input=all --unbuffered"
+_ANSWER_S = 60.0
+_FILE_BYTES = 1 << 20
+_CHECK_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationJob:
+    """Hosts of an allocation that this process is in, each on one node."""
+
+    hosts: str = ""
+    """Names or addresses of the machines, as a+b; by default those of the scheduler's allocation (Slurm, or the host
+    file of PBS, LSF or Grid Engine)."""
+    launcher: str = ""
+    """Command that runs a command on a host, with {host} for its name; by default srun inside Slurm, else ssh with
+    keys."""
+    interface: str = ""
+    """Network interface on which Monarch listens, such as ib0, by that name on all hosts; by default the one that leads
+    to the other hosts."""
+    public: bool = False
+    """Accept public addresses. Monarch executes any code it receives, so only behind a firewall."""
+    image: str = ""
+    """Container image for the hosts' processes, for clusters whose srun has --container-image (Pyxis). The working
+    directory is mounted; this process itself stays outside."""
+    python: str = ""
+    """Python interpreter on the hosts; by default the path of this one."""
+
+    def __post_init__(self) -> None:
+        if self.image and self.launcher:
+            raise ConfigError(
+                "--job allocation has image and launcher", hint="put the image's options into the launcher"
+            )
+        if self.launcher and "{host}" not in self.launcher:
+            raise ConfigError(
+                f"--job allocation:launcher is {self.launcher!r}, which names no host",
+                hint="write {host} where the host's name belongs, as in ssh {host}",
+            )
+        for name in filter(None, self.hosts.split("+")):
+            check_host(name)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the controller: srun and mpirun start the command once for each rank, and all but
+        rank 0 have nothing to do."""
+        return next((os.environ[name] for name in _RANKS if name in os.environ), "0") == "0"
+
+    def describe(self, command: Sequence[str]) -> str:
+        """Return the command that starts each host."""
+        try:
+            names = self._names()
+        except ConfigError as error:
+            return f"hosts: those of the allocation in which the command runs ({error.message} here)"
+        rows = [shlex.join(self._command(name, "CONTROLLER")) for name in names]
+        return "\n".join([f"{len(names)} hosts, each started by", *(f"  {row}" for row in rows)])
+
+    @contextlib.asynccontextmanager
+    async def open(self, listener: JobListener) -> AsyncIterator[Mapping[str, HostMesh]]:
+        """Start a host on each node, the controller's own included, and end them after the body.
+
+        A scheduler's notice to any of them that time is up becomes SIGTERM in this process, at which a run saves.
+        """
+        names = await asyncio.to_thread(self._names)
+        places = await asyncio.to_thread(_addresses, names) if self._is_slurm else names
+        controller = own_address(places, self.interface, may_be_public=self.public)
+        commands = {name: self._command(name, controller) for name in names}
+        async with launched_hosts(
+            commands,
+            listener,
+            ending=_once(functools.partial(_save, listener)),
+            controller=controller,
+            keep=_SCHEDULER,
+            may_be_public=self.public,
+        ) as hosts:
+            with _watching_nodes(names, listener) if self._is_slurm else contextlib.nullcontext():
+                yield hosts
+
+    @property
+    def _is_slurm(self) -> bool:
+        return not self.hosts and not self.launcher and "SLURM_JOB_ID" in os.environ
+
+    def _names(self) -> list[str]:
+        """Return the hosts' names, each once, in the allocation's order."""
+        if self.hosts:
+            found = self.hosts.split("+")
+        elif nodes := os.environ.get("SLURM_JOB_NODELIST"):
+            found = ask_slurm("scontrol", "show", "hostnames", nodes).split()
+        elif file := next((os.environ[name] for name in _HOST_FILES if name in os.environ), None):
+            with Path(file).open(errors="replace") as opened:
+                found = [line.split()[0] for line in opened.read(_FILE_BYTES).splitlines() if line.strip()]
+        else:
+            raise ConfigError(
+                "no scheduler has allocated hosts",
+                hint="run the command inside sbatch or salloc, or name hosts: --job allocation:hosts=a+b",
+            )
+        return [check_host(name) for name in dict.fromkeys(found)]
+
+    def _command(self, name: str, controller: str) -> list[str]:
+        """Return the command that starts a host."""
+        launcher = [word.replace("{host}", name) for word in shlex.split(self.launcher or self._default_launcher)]
+        if self.image:
+            here = os.getcwd()
+            launcher += [f"--container-image={self.image}", f"--container-mounts={here}:{here}"]
+            launcher += [f"--container-workdir={here}"]
+        started = [self.python or sys.executable, "-m", "forge_rl.runtime.jobs.host", controller]
+        started += ["--interface", self.interface] * bool(self.interface) + ["--public"] * self.public
+        if os.path.basename(launcher[0]) == "ssh":  # the remote shell starts at home, and reads its arguments as code
+            return [*launcher, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(started)}"]
+        return [*launcher, *started]
+
+    @property
+    def _default_launcher(self) -> str:
+        return _SRUN if self._is_slurm else _SSH
+
+
+def check_host(name: str) -> str:
+    """Return a host's name or address if it can be one; it becomes a word of a command.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if _HOST.fullmatch(name) is None:
+        raise ConfigError(f"{name!r} is not the name of a host", hint="write names or addresses, as hosts=a+b")
+    return name
+
+
+def ask_slurm(*command: str) -> str:
+    """Return the output of one of Slurm's programs, at most 1 MiB.
+
+    Raises:
+        ConfigError: it is not installed, fails, or does not answer.
+    """
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S, env={**os.environ, "TZ": "UTC"}
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{command[0]} is not installed", hint="run the command on a login node of the Slurm cluster"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{command[0]} does not answer within {_ANSWER_S:.0f} s", hint="ask sinfo whether slurmctld is up"
+        ) from None
+    if done.returncode:
+        said = done.stderr[:_FILE_BYTES].decode(errors="replace").strip() or f"status {done.returncode}"
+        raise ConfigError(f"{' '.join(command[:2])} failed: {said}", hint="see Slurm's message")
+    return done.stdout[:_FILE_BYTES].decode(errors="replace")
+
+
+def _addresses(names: Sequence[str]) -> list[str]:
+    """Return the nodes' addresses, which Slurm knows even if no name service does."""
+    found = re.findall(r"\bNodeAddr=(\S+)", ask_slurm("scontrol", "show", "--oneliner", "nodes", ",".join(names)))
+    return [check_host(address) for address in found]
+
+
+def _once(tell: Callable[[str, str], None]) -> Callable[[str, str], None]:
+    """Return a function that passes on its first call."""
+    told = False
+
+    def first(name: str, number: str) -> None:
+        nonlocal told
+        if not told:
+            told = True
+            tell(name, number)
+
+    return first
+
+
+def _save(listener: JobListener, name: str, number: str) -> None:
+    """Stop this process as the scheduler's own signal would; nothing if it would die of that without saving."""
+    listener.say(f"the scheduler is about to end {name} ({number})")
+    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN):
+        signal.raise_signal(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _watching_nodes(names: Sequence[str], listener: JobListener):
+    """Report nodes that Slurm says are down, which the connection to them may not show for long."""
+    gone: set[str] = set()
+
+    async def watch() -> None:
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            with contextlib.suppress(ConfigError):  # slurmctld restarts; it is asked again
+                for name, state in (await asyncio.to_thread(_states, names)).items():
+                    if name not in gone and state.rstrip("*$~#!%@^-").lower() in _DEAD_NODE:
+                        gone.add(name)
+                        listener.lost(name, f"Slurm says that the node is {state}")
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+_DEAD_NODE = ("down", "fail", "failing", "error", "powered_down", "powering_down", "future", "unknown")
+
+
+def _states(names: Sequence[str]) -> dict[str, str]:
+    """Return the nodes' states by name."""
+    answer = ask_slurm("sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N|%T")
+    return dict(line.strip().split("|", 1) for line in answer.splitlines() if "|" in line)

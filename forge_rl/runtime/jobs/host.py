@@ -1,0 +1,93 @@
+"""One Monarch host of an allocation, started there by a launcher such as srun.
+
+python -m forge_rl.runtime.jobs.host CONTROLLER [--interface NAME] [--public]
+
+It listens on this machine's address towards CONTROLLER, an IP address, and writes one JSON object a line to stdout,
+after a mark: {"address": ...} once it listens, then {"notice": "SIGTERM"} for each signal by which a scheduler says
+that the host is about to end. It and its processes end when stdin does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+
+import psutil  # type: ignore[import-untyped]
+
+from forge_rl.errors import ForgeError
+from forge_rl.runtime.cluster import quiet_stderr, set_defaults
+from forge_rl.runtime.jobs.addresses import own_address, url
+from forge_rl.runtime.monarch_log import secure_monarch_log
+from forge_rl.runtime.processes import clean_up_after
+
+MARK = "forge_rl host: "
+"""Begins each line that is meant for the controller; a login shell may print others."""
+_NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+_ATTEMPTS = 5
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    parser = argparse.ArgumentParser(prog="python -m forge_rl.runtime.jobs.host")
+    parser.add_argument("controller")
+    parser.add_argument("--interface", default="")
+    parser.add_argument("--public", action="store_true")
+    flags = parser.parse_args()
+    os.environ["TMPDIR"] = scratch = tempfile.mkdtemp(prefix="host-")  # short, for socket names
+    clean_up_after([scratch])
+    for number in _NOTICES:
+        signal.signal(number, _notice)  # the controller decides when this host ends
+    try:
+        secure_monarch_log()
+        set_defaults()
+        _tell("address", _serve(own_address([flags.controller], flags.interface, may_be_public=flags.public)))
+    except ForgeError as error:
+        sys.exit(f"error: {error}")
+    for number in _NOTICES:
+        signal.signal(number, _notice)  # Monarch may have set its own
+    while os.read(0, 4096):
+        pass
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    os._exit(0)  # Monarch's threads still run
+
+
+def _serve(ip: str) -> str:
+    """Start Monarch's server on a free port; return its address for `attach_to_workers`."""
+    with quiet_stderr():
+        from monarch._src.job.service_identity import new_service_proc_id, service_proc_addr
+        from monarch.actor import start_worker_loop_forever
+
+    for _ in range(_ATTEMPTS):
+        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        with socket.socket(family) as any_socket:  # Monarch cannot tell which port it was given
+            any_socket.bind((ip, 0))
+            port = any_socket.getsockname()[1]
+        # An identity of its own, as the same machine may be known by several addresses.
+        address = service_proc_addr(url(ip, port), new_service_proc_id())
+        with quiet_stderr():
+            start_worker_loop_forever(address=address, ca="trust_all_connections")
+        found = psutil.Process().net_connections("tcp")
+        if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found):
+            return address
+    sys.exit(f"error: Monarch does not listen on {ip}")
+
+
+def _notice(number: int, frame: object) -> None:
+    _tell("notice", signal.Signals(number).name)
+
+
+def _tell(key: str, value: str) -> None:
+    with contextlib.suppress(OSError):  # the controller is gone
+        os.write(1, f"{MARK}{json.dumps({key: value})}\n".encode())
+
+
+if __name__ == "__main__":
+    main()
