@@ -16,7 +16,9 @@ from rich.text import Text
 
 from forge_rl.errors import ForgeError
 from forge_rl.flags.command_line import parse
+from forge_rl.run.run_dir import choose_folder
 from forge_rl.runtime.isolation import Isolation
+from forge_rl.runtime.jobs.allocation import AllocationJob
 from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.runtime.jobs.protocol import SubmittedJob
 from forge_rl.runtime.private_network import enter, has_way_out, is_private
@@ -37,8 +39,8 @@ def launch(
         if __name__ == "__main__":
             launch(Config, main)
 
-    Exit status: 0 after a complete run, 1 after an error, 2 for invalid flags, 130 after Ctrl-C, 143 after SIGTERM, 129
-    after SIGHUP, unless it is ignored, as under nohup.
+    Exit status: 0 after a complete run, 1 after an error, 2 for invalid flags, 130 after Ctrl-C, 143 after SIGTERM, 138
+    after SIGUSR1, 129 after SIGHUP, unless it is ignored, as under nohup.
 
     Args:
         config_class: frozen dataclass whose fields become flags and whose docstrings their help, see
@@ -57,11 +59,13 @@ def launch(
 
             show_plan(config)
             status = 0
-        elif vars(config).get("dry_run"):
-            print(build_job(vars(config)["job"]).describe(_command()))
-            status = 0
         elif isinstance(job := build_job(vars(config).get("job", "local")), SubmittedJob):
-            status = job.submit(_command(), _say)
+            status = _submit(config, job, main)
+        elif vars(config).get("dry_run"):
+            print(job.describe(_command()))
+            status = 0
+        elif isinstance(job, AllocationJob) and not job.leads:
+            status = 0
         else:
             isolation = vars(config).get("isolation", Isolation())
             if isolation.private_network and not (is_private() or has_way_out()):
@@ -93,12 +97,13 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
     received: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:
-        # Two different signals count as one request: systemd sends SIGHUP with SIGTERM.
-        if number in received or not received:
+        # Two different signals count as one request: systemd sends SIGHUP with SIGTERM. So do several notices of a
+        # scheduler, one of each host.
+        if not received or (number in received and number != signal.SIGUSR1):
             task.cancel()
         received.append(number)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
@@ -109,6 +114,18 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
         _say(f"stopped by {received[0].name}")
         return 128 + received[0]
     return 0
+
+
+def _submit(config: object, job: SubmittedJob, main: Callable[..., object]) -> int:
+    """Run the command as a job that includes the controller, in the folder that a local run would have."""
+    recipe = _command_of(main).removesuffix(".py").replace("/", ".").rpartition(".")[2].rpartition(" ")[2]
+    folder, notes = choose_folder(config, recipe, vars(config)["out"])
+    if vars(config)["dry_run"]:
+        print(job.describe(_command(), folder))
+        return 0
+    for note in notes:
+        _say(note)
+    return job.submit(_command(), folder, _say)
 
 
 def _command() -> list[str]:

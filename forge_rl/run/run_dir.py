@@ -28,13 +28,13 @@ from forge_rl.system.folders import make_private
 from forge_rl.system.redaction import is_secret, without_credentials
 
 _LIBRARY = Path(__file__).parent.parent
-_UNSAID = {"out", "display", "wandb", "cache", "force_continue", "plan", "dry_run"} | {
+_UNSAID = {"out", "display", "wandb", "cache", "force_continue", "plan", "dry_run", "job"} | {
     f"isolation.{name}" for name in vars(Isolation())
 }
 """Fields that do not belong to a run; changes are not even reported."""
 _FREE = (
     *("evaluation.every", "evaluation.blocking", "evaluation.keep_best"),
-    *("recording.*", "checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement", "job"),
+    *("recording.*", "checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
     *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.seq_len", "trainer.max_skipped_updates"),
     *("trainer.*_parallel_degree", "trainer.data_parallel_replicate_degree", "trainer.activation_checkpointing"),
     *("trainer.enable_cpu_offload", "trainer.stays_on_device"),

@@ -9,8 +9,9 @@ import signal
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-"""Signals sent by scancel, systemd, a time limit or a closed terminal, often to all processes of a run at once."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)
+"""Signals sent by scancel, systemd, a time limit or a closed terminal, often to all processes of a run at once. SIGUSR1
+is the notice that Slurm users ask for by --signal=USR1@SECONDS."""
 
 _DEFAULT, _IGNORE = 0, 1
 """C's SIG_DFL and SIG_IGN."""

@@ -80,9 +80,11 @@ class SlurmCluster:
     def start(self, name: str) -> None:
         """Start a daemon, or a node again."""
         command = {
-            "munged": ["/usr/sbin/munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key"]
-            + [f"--socket={self.folder}/munge.socket", f"--pid-file={self.folder}/munged.pid"]
-            + [f"--seed-file={self.folder}/munged.seed", f"--log-file={self.folder}/munged.log"],
+            "munged": [
+                *("/usr/sbin/munged", "--foreground", "--force", f"--key-file={self.folder}/munge.key"),
+                *(f"--socket={self.folder}/munge.socket", f"--pid-file={self.folder}/munged.pid"),
+                *(f"--seed-file={self.folder}/munged.seed", f"--log-file={self.folder}/munged.log"),
+            ],
             "slurmctld": ["/usr/sbin/slurmctld", "-D"],
         }.get(name, ["/usr/sbin/slurmd", "-D", "-N", name])
         with (self.folder / f"{name}.out").open("ab") as out:
@@ -111,12 +113,9 @@ class SlurmCluster:
         found = []
         for process in psutil.process_iter(["cmdline"]):
             with contextlib.suppress(psutil.Error):
-                environment = process.environ()
-                if environment.get("SLURM_CONF") == str(self.folder / "slurm.conf") and (
-                    environment.get("SLURMD_NODENAME") == node or process.info["cmdline"][-2:] == ["-N", node]
-                ):
-                    found.append(process)
-                elif f"/spool-{node}" in " ".join(process.info["cmdline"]):
+                environment, command = process.environ(), process.info["cmdline"]
+                ours = environment.get("SLURM_CONF") == str(self.folder / "slurm.conf")
+                if ours and (environment.get("SLURMD_NODENAME") == node or command[-2:] == ["-N", node]):
                     found.append(process)
         return found
 

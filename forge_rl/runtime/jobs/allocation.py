@@ -9,17 +9,18 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ConfigError
 from forge_rl.runtime.jobs.addresses import own_address
-from forge_rl.runtime.jobs.launched import launched_hosts
+from forge_rl.runtime.jobs.launched import Notice, launched_hosts
 from forge_rl.runtime.jobs.protocol import JobListener
+from forge_rl.runtime.jobs.slurm_queue import dead_nodes, node_addresses, node_names
+from forge_rl.system.variables import handed_on
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
@@ -33,7 +34,6 @@ _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables with the index of a process that a launcher started several of, the first that is set counts."""
 _SSH = "ssh -o BatchMode=yes {host}"
 _SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} --no-kill --cpu-bind=none --input=all --unbuffered"
-_ANSWER_S = 60.0
 _FILE_BYTES = 1 << 20
 _CHECK_S = 30.0
 
@@ -91,21 +91,23 @@ class AllocationJob:
     async def open(self, listener: JobListener) -> AsyncIterator[Mapping[str, HostMesh]]:
         """Start a host on each node, the controller's own included, and end them after the body.
 
-        A scheduler's notice to any of them that time is up becomes SIGTERM in this process, at which a run saves.
+        A scheduler's notice to any of them that time is up becomes SIGUSR1 in this process, at which a run saves.
         """
         names = await asyncio.to_thread(self._names)
-        places = await asyncio.to_thread(_addresses, names) if self._is_slurm else names
+        places = await asyncio.to_thread(node_addresses, ",".join(names)) if self._is_slurm else names
         controller = own_address(places, self.interface, may_be_public=self.public)
         commands = {name: self._command(name, controller) for name in names}
+        kept = {name: value for name, value in os.environ.items() if name.startswith(_SCHEDULER)}
+        lost = _once_each(listener.lost)
         async with launched_hosts(
             commands,
-            listener,
-            ending=_once(functools.partial(_save, listener)),
+            JobListener(say=listener.say, lost=lost),
+            ending=functools.partial(_save, listener),
             controller=controller,
-            keep=_SCHEDULER,
+            env={**handed_on(kept), "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "60s"},
             may_be_public=self.public,
         ) as hosts:
-            with _watching_nodes(names, listener) if self._is_slurm else contextlib.nullcontext():
+            with _watching_nodes(names, lost) if self._is_slurm else contextlib.nullcontext():
                 yield hosts
 
     @property
@@ -117,7 +119,7 @@ class AllocationJob:
         if self.hosts:
             found = self.hosts.split("+")
         elif nodes := os.environ.get("SLURM_JOB_NODELIST"):
-            found = ask_slurm("scontrol", "show", "hostnames", nodes).split()
+            found = node_names(nodes)
         elif file := next((os.environ[name] for name in _HOST_FILES if name in os.environ), None):
             with Path(file).open(errors="replace") as opened:
                 found = [line.split()[0] for line in opened.read(_FILE_BYTES).splitlines() if line.strip()]
@@ -157,81 +159,38 @@ def check_host(name: str) -> str:
     return name
 
 
-def ask_slurm(*command: str) -> str:
-    """Return the output of one of Slurm's programs, at most 1 MiB.
+def _once_each(tell: Notice) -> Notice:
+    """Return a function that passes on its first call for each host."""
+    told: set[str] = set()
 
-    Raises:
-        ConfigError: it is not installed, fails, or does not answer.
-    """
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S, env={**os.environ, "TZ": "UTC"}
-        )
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{command[0]} is not installed", hint="run the command on a login node of the Slurm cluster"
-        ) from None
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"{command[0]} does not answer within {_ANSWER_S:.0f} s", hint="ask sinfo whether slurmctld is up"
-        ) from None
-    if done.returncode:
-        said = done.stderr[:_FILE_BYTES].decode(errors="replace").strip() or f"status {done.returncode}"
-        raise ConfigError(f"{' '.join(command[:2])} failed: {said}", hint="see Slurm's message")
-    return done.stdout[:_FILE_BYTES].decode(errors="replace")
-
-
-def _addresses(names: Sequence[str]) -> list[str]:
-    """Return the nodes' addresses, which Slurm knows even if no name service does."""
-    found = re.findall(r"\bNodeAddr=(\S+)", ask_slurm("scontrol", "show", "--oneliner", "nodes", ",".join(names)))
-    return [check_host(address) for address in found]
-
-
-def _once(tell: Callable[[str, str], None]) -> Callable[[str, str], None]:
-    """Return a function that passes on its first call."""
-    told = False
-
-    def first(name: str, number: str) -> None:
-        nonlocal told
-        if not told:
-            told = True
-            tell(name, number)
+    def first(name: str, cause: str) -> None:
+        if name not in told:
+            told.add(name)
+            tell(name, cause)
 
     return first
 
 
 def _save(listener: JobListener, name: str, number: str) -> None:
-    """Stop this process as the scheduler's own signal would; nothing if it would die of that without saving."""
-    listener.say(f"the scheduler is about to end {name} ({number})")
-    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN):
-        signal.raise_signal(signal.SIGTERM)
+    """Pass a notice on to this process, at which a run saves; not where it would die of that instead."""
+    listener.say(f"the scheduler is about to end host {name} ({number})")
+    if signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN):
+        signal.raise_signal(signal.SIGUSR1)
 
 
 @contextlib.contextmanager
-def _watching_nodes(names: Sequence[str], listener: JobListener):
+def _watching_nodes(names: Sequence[str], lost: Notice) -> Iterator[None]:
     """Report nodes that Slurm says are down, which the connection to them may not show for long."""
-    gone: set[str] = set()
 
     async def watch() -> None:
         while True:
             await asyncio.sleep(_CHECK_S)
             with contextlib.suppress(ConfigError):  # slurmctld restarts; it is asked again
-                for name, state in (await asyncio.to_thread(_states, names)).items():
-                    if name not in gone and state.rstrip("*$~#!%@^-").lower() in _DEAD_NODE:
-                        gone.add(name)
-                        listener.lost(name, f"Slurm says that the node is {state}")
+                for name, state in (await asyncio.to_thread(dead_nodes, ",".join(names))).items():
+                    lost(name, f"Slurm says that the node is {state}")
 
     watching = asyncio.create_task(watch())
     try:
         yield
     finally:
         watching.cancel()
-
-
-_DEAD_NODE = ("down", "fail", "failing", "error", "powered_down", "powering_down", "future", "unknown")
-
-
-def _states(names: Sequence[str]) -> dict[str, str]:
-    """Return the nodes' states by name."""
-    answer = ask_slurm("sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N|%T")
-    return dict(line.strip().split("|", 1) for line in answer.splitlines() if "|" in line)

@@ -12,6 +12,8 @@ from forge_rl.runtime.jobs.protocol import Job, SubmittedJob
 
 JOBS: Mapping[str, str] = {
     "local": "forge_rl.runtime.jobs.local:LocalJob",
+    "allocation": "forge_rl.runtime.jobs.allocation:AllocationJob",
+    "slurm": "forge_rl.runtime.jobs.slurm:SlurmJob",
     "process": "forge_rl.runtime.jobs.process:ProcessHosts",
 }
 """Kinds of jobs by name, as MODULE:CLASS, imported on first use: frozen dataclasses whose fields are the options.

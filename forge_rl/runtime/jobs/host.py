@@ -71,7 +71,7 @@ def _serve(ip: str) -> str:
             any_socket.bind((ip, 0))
             port = any_socket.getsockname()[1]
         # An identity of its own, as the same machine may be known by several addresses.
-        address = service_proc_addr(url(ip, port), new_service_proc_id())
+        address = str(service_proc_addr(url(ip, port), new_service_proc_id()))
         with quiet_stderr():
             start_worker_loop_forever(address=address, ca="trust_all_connections")
         found = psutil.Process().net_connections("tcp")

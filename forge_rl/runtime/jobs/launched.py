@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,6 @@ from forge_rl.runtime.cluster import quiet_stderr, set_defaults
 from forge_rl.runtime.jobs.addresses import is_trusted, url
 from forge_rl.runtime.jobs.host import MARK
 from forge_rl.runtime.jobs.protocol import JobListener
-from forge_rl.runtime.processes import describe_exit
-from forge_rl.system.variables import handed_on
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
@@ -55,11 +52,11 @@ class LaunchedHost:
             elif not key and text:
                 self.said.append(text)
         status = await self.process.wait()
-        cause = f"{describe_exit(status)}{': ' if self.said else ''}{' | '.join(list(self.said)[-3:])}"
+        said = f": {' | '.join(list(self.said)[-2:])}" if self.said else ""
+        cause = f"its launcher ended with status {status}{said}"
         if not self.address.done():
-            self.address.set_exception(
-                InfrastructureError(f"host {self.name} did not start: {cause}", hint="see the last lines that it printed")
-            )
+            failed = f"host {self.name} did not start: {cause}"
+            self.address.set_exception(InfrastructureError(failed, hint="see the last lines that it printed"))
         lost(self.name, cause)
 
     async def _line(self) -> bytes:
@@ -87,7 +84,7 @@ async def launched_hosts(
     *,
     ending: Notice,
     controller: str,
-    keep: Sequence[str] = (),
+    env: Mapping[str, str],
     may_be_public: bool = False,
 ) -> AsyncIterator[dict[str, HostMesh]]:
     """Start a host by each command, and end them after the body or with this process.
@@ -96,7 +93,7 @@ async def launched_hosts(
         commands: by host name; each runs `forge_rl.runtime.jobs.host` and passes its stdin and stdout on.
         ending: called with a host's name and a signal by which the scheduler said that it is about to end.
         controller: IP address of this machine, on which Monarch listens for the hosts.
-        keep: prefixes of variables that the launcher needs and that children normally do not get, such as SLURM_.
+        env: environment of the commands.
         may_be_public: whether hosts may listen on public addresses.
 
     Yields:
@@ -108,8 +105,6 @@ async def launched_hosts(
     """
     set_defaults()
     _listen_on(controller)
-    kept = {name: value for name, value in os.environ.items() if name.startswith(tuple(keep))} if keep else {}
-    env = {**handed_on(kept), "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "60s"}
     hosts: list[LaunchedHost] = []
     closing = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -64,15 +65,16 @@ class Job(Protocol):
 class SubmittedJob(Protocol):
     """Runs the run's whole command elsewhere, controller included, such as in a batch job of a cluster."""
 
-    def describe(self, command: Sequence[str]) -> str:
+    def describe(self, command: Sequence[str], folder: Path) -> str:
         """Return what --dry-run prints, as `Job.describe` does."""
         ...
 
-    def submit(self, command: Sequence[str], say: Callable[[str], None]) -> int:
+    def submit(self, command: Sequence[str], folder: Path, say: Callable[[str], None]) -> int:
         """Submit the command, or attach to it if it already runs; show its output until it ends.
 
         Args:
             command: the run's command. Flags given later replace earlier ones, so that another --job may be appended.
+            folder: the run's folder, which the command must be given by --out; it may not exist yet.
             say: takes what the job waits for, in a line.
 
         Returns:

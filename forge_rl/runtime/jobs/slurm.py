@@ -1,0 +1,284 @@
+"""`--job slurm`: a batch job in which the whole run happens, while this terminal follows it."""
+
+from __future__ import annotations
+
+import codecs
+import getpass
+import hashlib
+import json
+import re
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge_rl.errors import CheckpointError, ConfigError, InfrastructureError, check_flags
+from forge_rl.runtime.jobs import slurm_queue
+from forge_rl.runtime.jobs.slurm_queue import JobState
+from forge_rl.system.folders import make_private
+from forge_rl.system.terminal import visible
+
+_LOG = Path("logs") / "slurm.log"
+_OPTION = re.compile(r"[\w.,:=+@/%\[\]()*-]*", flags=re.ASCII)
+"""What may stand in a directive of the batch script."""
+_CHUNK_BYTES = 1 << 16
+_LOOK_S = 1.0
+_ASK_S, _ASK_LESS_S = 1.0, 10.0
+"""Seconds between questions to Slurm: at first, and at most."""
+_SCRIPT = """\
+#!/bin/bash
+{directives}
+set -e
+{setup}
+set +e
+# Slurm's notices: USR1 before the time limit, TERM before a preemption. The run saves, and the job is requeued; HUP
+# (Ctrl-C in the terminal) ends it.
+trap 'kill -USR1 "$run"' USR1
+trap 'kill -TERM "$run"' TERM
+trap 'kill -HUP "$run"' HUP
+{command} &
+run=$!
+wait "$run"
+while kill -0 "$run" 2> /dev/null; do wait "$run"; done
+wait "$run"
+status=$?
+# 138 and 143: stopped by a notice. A failure after a node was lost is no fault of the run.
+read -r state nodes < <(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %D')
+if [ "$state" = RUNNING ] && {{ [ $status = 138 ] || [ $status = 143 ] ||
+    {{ [ $status != 0 ] && [ "$nodes" -lt "$SLURM_JOB_NUM_NODES" ]; }}; }}; then
+    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+fi
+exit $status
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """A batch job of Slurm.
+
+    The same command, given again, follows the job that still runs.
+    """
+
+    nodes: int = 1
+    """Number of nodes, each of which becomes a host."""
+    partition: str = ""
+    """Partitions, as a+b; by default the cluster's."""
+    account: str = ""
+    """Account to charge."""
+    qos: str = ""
+    """Quality of service."""
+    time: str = ""
+    """Time limit, such as 1-12:00:00; by default the partition's. The run is saved and requeued when it is over."""
+    gpus: int = 0
+    """GPUs per node."""
+    cpus: int = 0
+    """CPUs per node; by default all, with exclusive."""
+    memory: str = ""
+    """Memory per node, such as 200G."""
+    exclusive: bool = True
+    """Whether nodes are shared with no other job."""
+    constraint: str = ""
+    """Features that the nodes must have."""
+    grace_s: int = 120
+    """Seconds before the time limit at which the run saves and stops; more for a large model."""
+    setup: str = ""
+    """Shell commands that set the environment up on the first node, such as source env.sh; other nodes inherit it."""
+    options: str = ""
+    """More options of sbatch, separated by spaces, such as --reservation=NAME."""
+    image: str = ""
+    """Container image of the hosts' processes; see `AllocationJob.image`."""
+    python: str = ""
+    """Python interpreter on the nodes; by default the path of this one."""
+    interface: str = ""
+    """Network interface on which Monarch listens; see `AllocationJob.interface`."""
+    public: bool = False
+    """Accept public addresses; see `AllocationJob.public`."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--job slurm:", least={"nodes": 1, "gpus": 0, "cpus": 0, "grace_s": 1})
+        for name in ("partition", "account", "qos", "time", "memory", "constraint"):
+            _check_option(name, getattr(self, name))
+        for option in shlex.split(self.options):
+            _check_option("options", option)
+            if not option.startswith("-"):
+                raise ConfigError(f"--job slurm:options has {option!r}", hint="write --NAME=VALUE")
+
+    def describe(self, command: Sequence[str], folder: Path) -> str:
+        """Return the batch script."""
+        return self._script(command, folder)
+
+    def submit(self, command: Sequence[str], folder: Path, say: Callable[[str], None]) -> int:
+        """Submit the batch script, or find the job that a former call submitted; show its log until it ends.
+
+        The first Ctrl-C lets the run save and end; the second one cancels the job at once.
+        """
+        name, log = _name_of(folder), _Log(folder / _LOG)
+        try:
+            make_private(folder, CheckpointError)
+            (folder / _LOG.parent).mkdir(exist_ok=True)
+            job = slurm_queue.find_job(name)
+            if job is not None and not job.end:
+                say(f"Slurm job {job.id} runs this command already; following it. Ctrl-C cancels it")
+            else:
+                log.skip()
+                job = self._submit(command, folder)
+                say(f"Slurm job {job.id} is submitted; its output: {folder / _LOG}. Ctrl-C cancels it")
+            return self._follow(name, job, log, say)
+        except KeyboardInterrupt:
+            job = slurm_queue.find_job(name)  # sbatch may just have been interrupted
+            if job is None or job.end:
+                raise
+            self._cancel(name, job, log, say)
+            raise
+
+    def _submit(self, command: Sequence[str], folder: Path) -> JobState:
+        """Submit the script; keep the job's id in the folder."""
+        answer = slurm_queue.ask_slurm("sbatch", "--parsable", script=self._script(command, folder)).strip()
+        id, _, cluster = answer.splitlines()[-1].partition(";") if answer else ("", "", "")
+        if not id.isdecimal():
+            raise InfrastructureError(f"sbatch answered {answer[:200]!r}, not a job's id", hint="see squeue --me")
+        (folder / "job.json").write_text(json.dumps({"kind": "slurm", "id": id, "cluster": cluster}) + "\n")
+        return JobState(id=id, state="PENDING")
+
+    def _follow(self, name: str, job: JobState, log: _Log, say: Callable[[str], None]) -> int:
+        """Show a job's place in the queue, then its log; return its exit status."""
+        said, every_s, ask_at = "", _ASK_S, 0.0
+        while not job.end:
+            log.show()
+            if time.monotonic() >= ask_at:
+                before, job = job, _again(name, job)
+                told = slurm_queue.describe_wait(job) if job.waits else _describe(job)
+                if told != said:
+                    say(said := told)
+                every_s = _ASK_S if job.state != before.state else min(_ASK_LESS_S, every_s * 1.2)
+                ask_at = time.monotonic() + every_s
+            time.sleep(_LOOK_S)
+        log.show()
+        status = slurm_queue.exit_status(job) if job.state in ("COMPLETED", "FAILED") else 1
+        if job.state in ("COMPLETED", "FAILED"):
+            return status
+        raise InfrastructureError(
+            f"Slurm job {job.id} {job.end} ({job.state})",
+            hint=f"its output is in {log.path}; the same command continues from the last checkpoint",
+        )
+
+    def _cancel(self, name: str, job: JobState, log: _Log, say: Callable[[str], None]) -> None:
+        saves = "" if job.waits else " once the run has saved; Ctrl-C again does not wait"
+        say(f"cancelling Slurm job {job.id}{saves}")
+        try:
+            slurm_queue.cancel(job, gently=True)
+            while not job.end:
+                time.sleep(_LOOK_S)
+                log.show()
+                job = _again(name, job)
+        except KeyboardInterrupt:
+            slurm_queue.cancel(job, gently=False)
+
+    def _script(self, command: Sequence[str], folder: Path) -> str:
+        """Return the batch script, in which the command runs with the hosts of its own allocation."""
+        path = folder.resolve()
+        inner = [self.python or command[0], *command[1:], "--job", self._allocation, "--out", str(path)]
+        return _SCRIPT.format(
+            directives="\n".join(f"#SBATCH {each}" for each in self._directives(path)),
+            setup=self.setup or ":",
+            command=shlex.join(inner),
+        )
+
+    def _directives(self, folder: Path) -> Iterator[str]:
+        yield f"--job-name={_name_of(folder)}"
+        yield f"--nodes={self.nodes}"
+        yield "--ntasks-per-node=1"
+        given = {
+            "partition": self.partition.replace("+", ","),
+            "account": self.account,
+            "qos": self.qos,
+            "time": self.time,
+            "gpus-per-node": self.gpus or "",
+            "cpus-per-task": self.cpus or "",
+            "mem": self.memory,
+            "constraint": self.constraint,
+        }
+        yield from (f"--{name}={value}" for name, value in given.items() if value)
+        if self.exclusive:
+            yield "--exclusive"
+        yield "--dependency=singleton"  # two terminals that submit the same run: one job waits for the other
+        yield "--requeue"
+        yield "--no-kill"
+        yield f"--signal=B:USR1@{self.grace_s}"
+        yield "--open-mode=append"
+        yield f"--chdir={_path(Path.cwd())}"
+        yield f"--output={_path(folder / _LOG).replace('%', '%%')}"
+        yield from shlex.split(self.options)
+
+    @property
+    def _allocation(self) -> str:
+        """The inner command's --job."""
+        given = {"interface": self.interface, "image": self.image, "python": self.python}
+        parts = [f"{name}={json.dumps(value)}" for name, value in given.items() if value]
+        parts += ["public=true"] * self.public
+        return ":".join(["allocation", ",".join(parts)]) if parts else "allocation"
+
+
+class _Log:
+    """The job's log, shown as it grows; its text may come from a model, so that control characters are escaped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._at = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def skip(self) -> None:
+        """Leave out what is there, from a former job."""
+        self._at = self.path.stat().st_size if self.path.exists() else 0
+
+    def show(self) -> None:
+        """Print what is new."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._at)
+            while part := file.read(_CHUNK_BYTES):
+                self._at += len(part)
+                print(visible(self._decoder.decode(part)), end="", flush=True)
+
+
+def _again(name: str, job: JobState) -> JobState:
+    """Ask for a job's state; while slurmctld does not answer, the last one stands."""
+    try:
+        found = slurm_queue.find_job(name)
+    except ConfigError:
+        return job
+    if found is None:
+        raise InfrastructureError(
+            f"Slurm does not know job {job.id} any more", hint="ask sacct; the same command submits it again"
+        )
+    return found
+
+
+def _describe(job: JobState) -> str:
+    if job.end:
+        return f"Slurm job {job.id} {job.end} ({job.state})"
+    return f"Slurm job {job.id} runs on {job.nodes}" if job.state == "RUNNING" else f"Slurm job {job.id}: {job.state}"
+
+
+def _name_of(folder: Path) -> str:
+    """Return the name of the job that runs in a folder, the same from every login node."""
+    digest = hashlib.sha256(f"{getpass.getuser()} {folder.resolve()}".encode()).hexdigest()[:8]
+    return f"forge_rl-{re.sub('[^A-Za-z0-9.-]', '-', folder.name)[:40]}-{digest}"
+
+
+def _path(path: Path) -> str:
+    """Return a path as it may stand in a directive."""
+    text = str(path)
+    if re.search(r"[\x00-\x1f\"'\\]", text):
+        raise ConfigError(f"{text!r} cannot be named in a batch script", hint="choose a folder without quotes")
+    return f'"{text}"' if " " in text else text
+
+
+def _check_option(name: str, value: str) -> None:
+    if _OPTION.fullmatch(value) is None:
+        raise ConfigError(
+            f"--job slurm:{name} is {value!r}, which cannot stand in a batch script",
+            hint="use letters, digits and the punctuation of Slurm's options",
+        )

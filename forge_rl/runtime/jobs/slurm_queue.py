@@ -1,0 +1,139 @@
+"""Asks Slurm about a job, by fixed formats of squeue and scontrol (22.05 and later)."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+
+from forge_rl.errors import ConfigError
+
+_ANSWER_S = 60.0
+_ANSWER_BYTES = 1 << 20
+_WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+_ENDS = {
+    "COMPLETED": "ended",
+    "CANCELLED": "was cancelled",
+    "FAILED": "failed",
+    "TIMEOUT": "reached its time limit",
+    "NODE_FAIL": "lost a node",
+    "PREEMPTED": "was preempted",
+    "BOOT_FAIL": "got a node that did not boot",
+    "OUT_OF_MEMORY": "ran out of memory",
+    "DEADLINE": "could not end before its deadline",
+    "REVOKED": "was revoked by a federated cluster",
+    "LAUNCH_FAILED": "could not be launched",
+    "RECONFIG_FAIL": "could not configure its nodes",
+}
+"""Terminal states of Slurm, and what they say of the job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """State of a job, as squeue shows it."""
+
+    id: str
+    state: str
+    """Slurm's long name, such as PENDING."""
+    partition: str = ""
+    nodes: str = ""
+    """Its nodes, as node[1-2]; "" until it runs."""
+    start: str = ""
+    """When it is expected to start, in local time, or ""."""
+    reason: str = ""
+    """Why it waits."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no nodes yet, or none any more before it starts again."""
+        return self.state in _WAITING
+
+    @property
+    def end(self) -> str:
+        """How it ended, in words; "" while it has not."""
+        return _ENDS.get(self.state, "")
+
+
+def ask_slurm(*command: str, script: str = "") -> str:
+    """Return the output of one of Slurm's programs, at most 1 MiB.
+
+    Args:
+        script: text for its stdin.
+
+    Raises:
+        ConfigError: it is not installed, fails, or does not answer.
+    """
+    try:
+        done = subprocess.run(
+            command, input=script.encode(), capture_output=True, timeout=_ANSWER_S, start_new_session=True
+        )
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{command[0]} is not installed", hint="run the command on a login node of the Slurm cluster"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"{command[0]} does not answer within {_ANSWER_S:.0f} s", hint="ask sinfo whether slurmctld is up"
+        ) from None
+    if done.returncode:
+        said = done.stderr[:_ANSWER_BYTES].decode(errors="replace").strip() or f"status {done.returncode}"
+        raise ConfigError(f"{command[0]} refused: {said}", hint="change the options of --job, or ask sinfo and squeue")
+    return done.stdout[:_ANSWER_BYTES].decode(errors="replace")
+
+
+def find_job(name: str) -> JobState | None:
+    """Return the state of this user's latest job of a name; None once Slurm has forgotten it."""
+    answer = ask_slurm(
+        *("squeue", "--noheader", "--me", "--states=all", f"--name={name}", "--format=%i|%T|%P|%N|%S|%r")
+    )
+    found = []
+    for line in answer.splitlines():
+        id, state, partition, nodes, start, reason = [*line.strip().split("|", 5), *[""] * 6][:6]
+        if id.isdecimal():
+            start = "" if start in ("N/A", "(null)") else start
+            found.append(JobState(id=id, state=state, partition=partition, nodes=nodes, start=start, reason=reason))
+    # An earlier job that has ended is not the one that waits or runs.
+    return max(found, key=lambda job: (not job.end, int(job.id)), default=None)
+
+
+def describe_wait(job: JobState) -> str:
+    """Return a line that says where a job stands in the queue."""
+    command = ["squeue", "--noheader", "--states=PENDING", "--sort=-p,i", "--format=%i"]
+    queue = ask_slurm(*command, *([f"--partition={job.partition}"] if job.partition else [])).split()
+    place = f"place {queue.index(job.id) + 1} of {len(queue)} in the queue" if job.id in queue else "waiting"
+    start = f", expected to start at {job.start}" if job.start else ""
+    return f"Slurm job {job.id}: {place} of {job.partition} ({job.reason}){start}"
+
+
+def exit_status(job: JobState) -> int:
+    """Return the exit status of a job's script, 1 if a signal ended it or Slurm has forgotten it."""
+    found = re.search(r"\bExitCode=([0-9]{1,3}):0\b", ask_slurm("scontrol", "show", "--oneliner", "job", job.id))
+    return int(found[1]) if found else 1
+
+
+def cancel(job: JobState, *, gently: bool) -> None:
+    """Cancel a job.
+
+    Args:
+        gently: send SIGHUP to its batch script alone, at which a run saves and ends.
+    """
+    how = ["--signal=HUP", "--batch"] if gently and not job.waits else []
+    ask_slurm("scancel", *how, job.id)
+
+
+def node_addresses(names: str) -> list[str]:
+    """Return the addresses of nodes, which Slurm knows even if no name service does."""
+    return re.findall(r"\bNodeAddr=(\S+)", ask_slurm("scontrol", "show", "--oneliner", "nodes", names))
+
+
+def node_names(nodes: str) -> list[str]:
+    """Return the names of nodes that Slurm wrote as node[1-2]."""
+    return ask_slurm("scontrol", "show", "hostnames", nodes).split()
+
+
+def dead_nodes(names: str) -> dict[str, str]:
+    """Return those of the named nodes that Slurm does not count on any more, with their states."""
+    answer = ask_slurm(
+        "sinfo", "--noheader", "--Node", f"--nodes={names}", "--states=down,powered_down", "--format=%N|%T"
+    )
+    return dict(line.strip().split("|", 1) for line in answer.splitlines() if "|" in line)
