@@ -128,7 +128,11 @@ def test_a_run_is_paused_and_resumed_its_learning_rate_changes_and_it_stops_afte
 ):
     monkeypatch.setenv(FOLDER, str(tmp_path))
     out = tmp_path / "run"
-    flags = ("--steps", "100000", "--evaluation.every", "0", "--checkpoint-every", "100000")
+    told, notify = tmp_path / "told", tmp_path / "notify.sh"
+    notify.write_text(f"#!/bin/sh\ncat >> {told}\n")
+    notify.chmod(0o700)
+    flags = ("--steps", "100000", "--evaluation.every", "0", "--checkpoint-every", "100000", "--prometheus", "0")
+    flags += ("--alerts.command", str(notify))
     first = tiny_run(commands, tiny_model, out, *flags, recipe="tests.tiny_fake")
     first.wait_for("step +2/")
     run = forge_rl.attach(out)
@@ -161,6 +165,7 @@ def test_a_run_is_paused_and_resumed_its_learning_rate_changes_and_it_stops_afte
     assert [path.name for path in (out / "checkpoints").glob("step-*")][-1:] or stopped == step
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["outcome"], summary["steps"]) == ("stopped", stopped)
+    assert '"event": "run_stopped"' in told.read_text()
     assert first.strays() == []
 
     second = tiny_run(commands, tiny_model, out, *flags, recipe="tests.tiny_fake")

@@ -10,7 +10,7 @@ from forge_rl.errors import ForgeError
 from forge_rl.metrics.advisories import Advisories
 from forge_rl.metrics.display.console import Display
 from forge_rl.metrics.episode_files import Kind, RecordedEpisode
-from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, Sink, Steps
+from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, RunOutcome, Sink, Steps
 from forge_rl.system.redaction import without_credentials
 from forge_rl.types import Batch, Episode
 
@@ -69,8 +69,12 @@ class RunLog:
         Files are written before the display shows the values. Advisories that begin to hold become warnings.
         """
         self._each((*self._sinks, self.display), "log", step, values, batch)
+        before = dict(self._advisories.current)
         for advisory in self._advisories.look_at(step, values):
             self.warn(str(advisory))
+            self._each(self._sinks, "advisory", advisory, ended=False)
+        for kind in before.keys() - self._advisories.current.keys():
+            self._each(self._sinks, "advisory", before[kind], ended=True)
 
     def episode(self, episode: Episode) -> None:
         """Offer an ended episode to the sinks, which may keep it as a sample."""
@@ -107,6 +111,10 @@ class RunLog:
         """Write an event, such as a long stack trace, to the sinks only."""
         self._each(self._sinks, "event", without_credentials(text), level)
 
+    def end(self, outcome: RunOutcome, cause: str = "") -> None:
+        """Tell the sinks how the run ends."""
+        self._each(self._sinks, "end", outcome, cause)
+
     def close(self) -> None:
         """Flush pending entries and stop the display."""
         folded, self._folded = self._folded, {}
@@ -122,13 +130,13 @@ class RunLog:
     def _history(self) -> Steps:
         return next((sink.history for sink in self._sinks if isinstance(sink, JSONLSink)), [])
 
-    def _each(self, sinks: Iterable[Sink], method: str, *args: object) -> None:
+    def _each(self, sinks: Iterable[Sink], method: str, *args: object, **more: object) -> None:
         """Call a method of each sink; warn when one begins to fail and when it recovers."""
         told: list[str] = []
         for sink in sinks:
             name, key = f"{type(sink).__name__}.{method}", (id(sink), method)
             try:
-                getattr(sink, method)(*args)
+                getattr(sink, method)(*args, **more)
             except Exception as error:
                 self._lost[key] = self._lost.get(key, 0) + 1
                 if self._lost[key] == 1:

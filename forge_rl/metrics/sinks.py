@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 from forge_rl.errors import CheckpointError
+from forge_rl.metrics.advisories import Advisory
 from forge_rl.metrics.episode_files import Kind, RecordedEpisode
 from forge_rl.metrics.values import Histogram
 from forge_rl.types import Batch, Episode, Message
 
 Level = Literal["info", "warning", "fault"]
+RunOutcome = Literal["finished", "stopped", "failed"]
+"""How a run ended: at its last step, by a request or a signal, or by an error."""
 Metric = float | Histogram
 Steps = list[tuple[int, dict[str, float]]]
 
@@ -75,6 +78,12 @@ class Sink:
 
     def event(self, text: str, level: Level) -> None:
         """Keep an event between steps."""
+
+    def advisory(self, advisory: Advisory, *, ended: bool) -> None:
+        """Note that an advisory begins or, if `ended`, ends."""
+
+    def end(self, outcome: RunOutcome, cause: str) -> None:
+        """Note that the run ends, and the cause if it failed."""
 
     def close(self) -> None:
         """Flush pending entries. Does nothing if never started or already closed."""

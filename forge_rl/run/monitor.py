@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
 from forge_rl.errors import CheckpointError, Fault
 from forge_rl.metrics import (
@@ -24,15 +23,12 @@ from forge_rl.metrics import (
     merge_all,
     reduce,
 )
-from forge_rl.metrics.sinks import writing
+from forge_rl.metrics.sinks import RunOutcome, writing
 from forge_rl.metrics.status import event_of
 from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.run_dir import write_json
 from forge_rl.runtime.faults import Faults
 from forge_rl.system.redaction import without_credentials
-
-Outcome = Literal["finished", "stopped", "failed"]
-"""How a run ended: at its last step, by a request or a signal, or by an error."""
 
 
 class RunMonitor:
@@ -140,7 +136,7 @@ class RunMonitor:
         checkpoint: Checkpoint | None,
         best: Checkpoint | None = None,
         *,
-        outcome: Outcome = "finished",
+        outcome: RunOutcome = "finished",
         cause: str = "",
         shown: bool = True,
     ) -> None:
@@ -163,6 +159,7 @@ class RunMonitor:
             if outcome == "finished":
                 raise
             self.log.warn(f"no summary: {error}")  # the end has another cause
+        self.log.end(outcome, cause)
         if not shown:
             return
         places: dict[str, object] = {

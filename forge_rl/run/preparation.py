@@ -22,7 +22,9 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.platform import slow_format
 from forge_rl.errors import ConfigError
 from forge_rl.metrics import Display, EpisodeSink, EventSink, JSONLSink, PhaseClock, RunInfo, RunLog, Sink
+from forge_rl.metrics.alerts import AlertSink
 from forge_rl.metrics.boards import TensorBoardSink, WandbSink
+from forge_rl.metrics.prometheus import PrometheusSink
 from forge_rl.metrics.recorder import EpisodeRecorder
 from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import resolve_model
@@ -31,6 +33,7 @@ from forge_rl.rollout.examples import ExampleFn, ExampleLengths, ExampleMaker
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.defaults import check_teachers, colocated, with_defaults
 from forge_rl.run.evaluator import HELD_OUT
+from forge_rl.run.metrics_endpoint import address_of, is_loopback, listen
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.plan import check_state_fits
 from forge_rl.run.run_config import RunConfig
@@ -115,7 +118,12 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         clock = PhaseClock(paused_s=lambda: hold.seconds)
         faults = Faults(phase=lambda: clock.current, hold=hold)
         display = Display(config.display, phase_clock=clock)
-        log = RunLog(display, *_sinks(config, folder, notes), max_lag=config.schedule.lag)
+        sinks = _sinks(config, folder, notes)
+        if config.prometheus:
+            sinks.append(
+                PrometheusSink(listen(config.prometheus), phase=lambda: clock.current, paused=lambda: hold.paused)
+            )
+        log = RunLog(display, *sinks, max_lag=config.schedule.lag)
         stack.callback(log.close)
         monitor = stack.enter_context(contextlib.closing(RunMonitor(folder, display, log, clock, faults)))
         stack.enter_context(responsive_loop())
@@ -132,7 +140,8 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         )
         for note in notes:
             log.event(note)
-        for warning in (*damaged, open_to, missing_confinement(), slow_format(config.trainer.dtype)):
+        served = _serving_metrics(config)
+        for warning in (*damaged, open_to, served, missing_confinement(), slow_format(config.trainer.dtype)):
             if warning:
                 log.warn(warning)
         faults.install()
@@ -152,7 +161,19 @@ def _sinks(config: RunConfig, folder: Path, notes: list[str]) -> list[Sink]:
         sinks.append(TensorBoardSink(folder / "tensorboard"))
     except ConfigError as error:
         notes.append(f"no TensorBoard curves: {error.message}; {error.hint}")
-    return [*sinks, WandbSink(config.wandb)] if config.wandb else sinks
+    if config.wandb:
+        sinks.append(WandbSink(config.wandb))
+    if config.alerts.command or config.alerts.webhook_url:
+        sinks.append(AlertSink(config.alerts))
+    return sinks
+
+
+def _serving_metrics(config: RunConfig) -> str:
+    """Return a warning if other machines can read the metrics, or ""."""
+    host = address_of(config.prometheus)[0] if config.prometheus else ""
+    if not host or is_loopback(host):
+        return ""
+    return f"--prometheus serves metrics on {host}, without a key, to everybody who reaches it"
 
 
 async def check(

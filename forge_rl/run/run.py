@@ -14,6 +14,7 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError, RunStopped, ServiceError
 from forge_rl.metrics import Metric, batch_metrics
 from forge_rl.metrics.display.format import duration
+from forge_rl.metrics.sinks import RunOutcome
 from forge_rl.packing.rows import Packed, pack
 from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
@@ -24,7 +25,7 @@ from forge_rl.run.evaluator import Evaluator
 from forge_rl.run.gap import GapReport, describe_gap, explain_gap
 from forge_rl.run.kept import Stateful
 from forge_rl.run.live import LiveSettings
-from forge_rl.run.monitor import Outcome, RunMonitor
+from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.recording import evaluated_episodes, trained_episodes
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import RolloutServices, Services, nothing_generated
@@ -522,7 +523,7 @@ class Run(Generic[C]):
         await self.save_interrupted()
         self.summarise("stopped", shown=True)
 
-    def summarise(self, outcome: Outcome, cause: str = "", *, shown: bool = False) -> None:
+    def summarise(self, outcome: RunOutcome, cause: str = "", *, shown: bool = False) -> None:
         """Write the summary.
 
         Args:

@@ -11,11 +11,13 @@ import tyro
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.curriculum import Curriculum
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.metrics.alerts import Alerts
 from forge_rl.metrics.recorder import Recording
 from forge_rl.models.bundled import default_cache
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.placement import Placement
 from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.run.metrics_endpoint import address_of
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.services.environment import Environment
@@ -83,6 +85,10 @@ class RunConfig:
     """Output: a live panel, plain lines, nothing, or auto to suit the terminal."""
     wandb: str = ""
     """Weights & Biases project to also log to; requires the extra forge_rl[wandb]."""
+    prometheus: str = ""
+    """Serve the run's metrics in Prometheus' text format at a PORT of this machine, or at HOST:PORT. They include no
+    texts of tasks and answers."""
+    alerts: Alerts = field(default_factory=Alerts)
     parse_control_tokens: bool = False
     """Encode text in messages and tools that looks like a control token, such as <|im_end|>, as that token. By default
     it stays text; otherwise the author of a tool's output could end the turn and write the next one as the system."""
@@ -109,6 +115,13 @@ class RunConfig:
         build_job(self.job)  # checks it
         if self.trainer.router_replay:
             object.__setattr__(self, "generator", replace(self.generator, routed_experts=True))
+        if self.prometheus:
+            address_of(self.prometheus)
+        if self.alerts.webhook_url and self.isolation.private_network:
+            raise ConfigError(
+                "--alerts.webhook-url needs the network, which --private-network keeps from the run",
+                hint="set --alerts.command, whose command may write a file that something outside watches",
+            )
         counts = {"steps": 1, "groups_per_batch": 1, "group_size": 1}
         check_flags(self, "--", least=counts | {"checkpoint_every": 0, "keep_checkpoints": 1, "phase_deadline_s": 1})
         if self.group_size == 1 and self.schedule.dynamic_sampling:

@@ -28,7 +28,7 @@ from forge_rl.system.folders import make_private
 from forge_rl.system.redaction import is_secret, without_credentials
 
 _LIBRARY = Path(__file__).parent.parent
-_UNSAID = {"out", "display", "wandb", "cache", "force_continue", "plan", "dry_run", "job"} | {
+_UNSAID = {"out", "display", "wandb", "prometheus", "cache", "force_continue", "plan", "dry_run", "job"} | {
     f"isolation.{name}" for name in vars(Isolation())
 }
 """Fields that do not belong to a run; changes are not even reported."""
@@ -45,7 +45,7 @@ _FREE = (
     *("reward.replicas", "reward.wait_for_another_s", "teachers.replicas", "teachers.max_num_seqs"),
     *("teachers.kv_cache_gib", "teachers.gpu_memory_utilization", "teachers.*_parallel_size"),
     *("teachers.enable_expert_parallel", "teachers.enforce_eager"),
-    *("environment.replicas", "gateway.*", "data.max_bad_rows"),
+    *("environment.replicas", "gateway.*", "data.max_bad_rows", "alerts.*"),
 )
 """Patterns of fields that determine where and how a run is computed, not what: they may change whenever it is
 resumed."""

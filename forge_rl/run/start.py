@@ -179,6 +179,8 @@ class Starting(Generic[C]):
                     if run is not None:
                         await run.save_after(error)
                         run.summarise("failed", str(error))
+                    else:
+                        monitor.log.end("failed", str(error))
                     raise
 
     def _code(self) -> dict[str, str]:

@@ -28,6 +28,8 @@ _LISTED = re.compile(
 )
 """Variables that shells, Python, torch, vLLM, Monarch, NCCL, CUDA, caches and the C library read."""
 _PR_SET_DUMPABLE = 4
+_LEAST_SECRET = 8
+"""Letters of a secret below which its value may be any word."""
 
 
 def is_handed_on(name: str, value: str) -> bool:
@@ -49,6 +51,14 @@ def handed_on(more: Mapping[str, str] | None = None) -> dict[str, str]:
 def kept_back() -> dict[str, str]:
     """Return the variables that are not passed to child processes."""
     return {name: value for name, value in os.environ.items() if not is_handed_on(name, value) and name != _OWN}
+
+
+def without_secrets(text: str) -> str:
+    """Replace the values of environment variables that look like secrets by asterisks, wherever a text quotes them."""
+    for name, value in os.environ.items():
+        if len(value) >= _LEAST_SECRET and is_secret(name):
+            text = text.replace(value, "***")
+    return text
 
 
 def hand_on_too(names: Sequence[str]) -> None:
