@@ -10,9 +10,10 @@ import contextlib
 import json
 import os
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,10 @@ class Orders:
             engine: index.
             orders: `stream` after `after` tokens: "hold", "raise", "end", or a key of GARBAGE or NON_FINITE, and with
                 `lasts` at each token from there on;
-                `setup` or `load`: "die", "raise", "hold" or "refuse"; `say`: tokens to answer `prompt` tokens with,
+                `setup`, `prepare` or `load`: "die", "raise", "hold" or "refuse"; `say`: tokens to answer `prompt` tokens with,
                 and `texts`, as vLLM's detokenizer would give them; `reads`: version that a load says it read;
                 `version`: that its tokens are said to be of; `forgets`: its weights
-                are gone once it sleeps.
+                are gone once it sleeps; `imports`: as a spare it only imports.
         """
         part = self._folder / f"{engine}.new"
         part.write_text(json.dumps(orders))
@@ -112,8 +113,20 @@ class FakeEngine(ServiceActor):
         self._going.set()
 
     @concurrent_endpoint
-    async def setup(self) -> None:
+    async def setup(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._note("setup", environment=dict(environment))
         await self._obey("setup")
+
+    @concurrent_endpoint
+    async def prepare(self) -> bool:
+        await self._obey("prepare")
+        if started := "imports" not in self._orders():
+            self._held = {"asleep"}
+            self._going.clear()
+        return started
+
+    async def stand_by(self) -> None:
+        """Answer."""
 
     @concurrent_endpoint
     async def close(self) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from forge_rl.errors import ForgeError, WeightsError
+from forge_rl.runtime.supervision import Restart
 from forge_rl.services.engine_pool import EnginePool
+from forge_rl.services.engine_spares import EngineSpares
 
 
 class Engine:
@@ -28,7 +30,9 @@ class Engine:
 def pool_of(*engines: Engine) -> tuple[EnginePool, list[tuple[int, str]]]:
     failed: list[tuple[int, str]] = []
     service: Any = SimpleNamespace(name="generator", mark_failed=lambda each, cause: failed.append((each.index, cause)))
-    pool = EnginePool(service, lambda index: pytest.fail("none is spawned"), 1.0)
+    spawn: Any = lambda index: pytest.fail("none is spawned")  # noqa: E731
+    spares = EngineSpares(service, spawn, lambda index: {}, numbers=(), start_deadline_s=1.0, restart=Restart())
+    pool = EnginePool(service, spawn, 1.0, spares=spares)
     pool._ready = dict(enumerate(engines))  # type: ignore[arg-type]
     return pool, failed
 

@@ -48,6 +48,11 @@ class Stage:
     async def pid(self, engine: int) -> int:
         return await self._call(engine, "process_id")
 
+    async def spare(self) -> int:
+        """The process of the only spare."""
+        (spare,) = self.generator._service.spares.values()
+        return await spare.call("process_id", deadline_s=60)
+
     async def state(self, engine: int) -> tuple[int, list[str]]:
         service = self.generator._service
         return await service.replicas[engine].ask("state", deadline_s=60)
@@ -72,12 +77,17 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def stage(
-    tmp_path: Path, engines: int = 2, *, max_restarts: int = 100, replace: Lend = contextlib.nullcontext
+    tmp_path: Path,
+    engines: int = 2,
+    *,
+    spares: int = 0,
+    max_restarts: int = 100,
+    replace: Lend = contextlib.nullcontext,
 ) -> AsyncIterator[Stage]:
     (tmp_path / "logs").mkdir()
     os.environ[FOLDER] = str(tmp_path)
     config = Generator.Config(
-        replicas=engines, max_model_len=256, restart=Restart(max_restarts=max_restarts, backoff_s=0.01)
+        replicas=engines, spares=spares, max_model_len=256, restart=Restart(max_restarts=max_restarts, backoff_s=0.01)
     )
     async with cluster(tmp_path / "logs") as (made, faults):
         generator = await Generator.start(
@@ -533,5 +543,81 @@ def test_scores_come_from_another_engine_if_one_fails(tmp_path: Path, misdeed: s
             await on.until_serving(0, 1)
             with pytest.raises(ContextError, match=r"4 \+ 252 tokens"):
                 await on.generator.score(PROMPT, (7,) * 252)
+
+    asyncio.run(check())
+
+
+def test_a_spare_takes_the_place_of_an_engine_that_dies(tmp_path: Path, nothing_left: None) -> None:
+    async def check() -> None:
+        async with stage(tmp_path, spares=1) as on:
+            assert on.generator.spares == 0, "the run's own start comes first"
+            await on.load(1)
+            await on.until(lambda: on.generator.spares == 1)
+            spare = await on.spare()
+            on.orders.tell(0, setup="hold", stream="hold", after=3)  # no engine can start in its place
+            async with contextlib.aclosing(stream(on.generator, PROMPT, Sampling(max_tokens=20), engine=0)) as chunks:
+                ids = await read(chunks, 3)
+                await on.load(2)
+                os.kill(await on.pid(0), signal.SIGKILL)
+                assert (*ids, *await read(chunks, 17)) == draw(PROMPT, 20)
+            await on.until_serving(0, 1)
+            assert await on.pid(0) == spare
+            assert await on.state(0) == (2, []), "it loaded the version of now, and woke"
+            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0))
+
+            await on.until(lambda: on.generator.spares == 1)  # another one
+            before = len(on.faults.seen)
+            for ending, said in ((signal.SIGKILL, "a spare: .*killed by SIGKILL"), (signal.SIGSTOP, "a spare: hung")):
+                os.kill(await on.spare(), ending)
+                await on.until(lambda: on.generator.spares == 0)
+                await on.until(lambda: on.generator.spares == 1)
+                fault = on.faults.seen[-1]
+                assert re.search(said, fault.cause), fault.cause
+                assert (fault.replica, fault.fatal) == (2, False)
+                assert fault.recovered_s is not None
+            assert len(on.faults.seen) == before + 2
+            assert await on.pid(0) == spare, "they cost no engine"
+
+    asyncio.run(check())
+
+
+def test_a_spare_that_only_imported_starts_with_the_dead_engines_devices(
+    tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        lent: list[str] = []
+
+        @contextlib.asynccontextmanager
+        async def devices() -> AsyncIterator[None]:
+            lent.append("lent")
+            yield
+            lent.append("given back")
+
+        async with stage(tmp_path, spares=1, replace=devices) as on:
+            on.orders.tell(2, imports=True)
+            await on.generator.serve_model()
+            await on.until(lambda: on.generator.spares == 1)
+            os.kill(await on.pid(1), signal.SIGKILL)
+            await on.until(lambda: bool(on.faults.seen))
+            await on.until_serving(0, 1)
+            setup = on.orders.notes("setup")[2]
+            assert (setup["engine"], setup["environment"]["OMP_NUM_THREADS"]) == (2, "1")
+            assert lent == ["lent", "given back"]
+            assert await on.state(1) == (0, [])
+
+    asyncio.run(check())
+
+
+def test_spares_that_do_not_start_are_tried_again_later(tmp_path: Path, nothing_left: None) -> None:
+    async def check() -> None:
+        async with stage(tmp_path, 1, spares=1) as on:
+            on.orders.tell(1, prepare="raise")
+            await on.load(1)
+            await on.until(lambda: len(on.faults.seen) == 3)
+            assert "a spare: it did not start: RuntimeError: the engine has a bug" in on.faults.seen[0].cause
+            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20)))
+            on.orders.tell(1)
+            await on.until(lambda: on.generator.spares == 1)
+            assert not any(fault.fatal for fault in on.faults.seen)
 
     asyncio.run(check())

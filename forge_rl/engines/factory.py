@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from forge_rl.engines.architecture import read_architecture
@@ -11,6 +13,8 @@ from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.platform import cpu_cores
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, TrainEngine, TrainSettings
 from forge_rl.runtime.cluster import visible_gpu
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def thread_environment(sharers: int) -> dict[str, str]:
@@ -57,10 +61,20 @@ def decode_environment(place: int, *, replicas: int, devices: int = 1, first_gpu
         # A forked worker would inherit locks held by this process's threads, and no CUDA context survives a fork. The
         # thread count is set because vLLM would leave one thread to fingerprint all repacked weights.
         names = [visible_gpu(first_gpu + place * devices + number) for number in range(devices)]
-        return env | {"CUDA_VISIBLE_DEVICES": ",".join(names), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        return env | {_VISIBLE: ",".join(names), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     # vLLM's sampler compiles two one-line functions even if nothing else is compiled: that delays the first rollout by
     # half a minute to save 3 ms per step.
     return env | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+
+
+def spare_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an engine's environment variables without those that give it devices, for a spare that gets them later."""
+    return {name: value for name, value in environment.items() if name != _VISIBLE}
+
+
+def import_decode_engine() -> None:
+    """Import what a decode engine needs, without touching a device."""
+    importlib.import_module("forge_rl.engines.vllm.engine")
 
 
 async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: int) -> DecodeEngine:

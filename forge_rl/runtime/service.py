@@ -77,6 +77,8 @@ class Service:
         self.name = name
         self.replicas: list[Replica] = []
         """Latest incarnation of each replica, by index."""
+        self.spares: dict[int, Replica] = {}
+        """Replicas that stand by for dead ones and get no calls, by a number that is no replica's index."""
         self.listeners: list[Callable[[], None]] = []
         """Called after every change of the set of serving replicas."""
         self.recoverable = False
@@ -95,11 +97,14 @@ class Service:
         """Consecutive deaths by index."""
         self._killed: Counter[str] = Counter()
         """Number of replicas killed by a task, by its name, since the task last succeeded."""
+        self._spawned: Counter[int] = Counter()
+        """Number of spawns by index or number, for names."""
         self._answered = False
         self._causes: set[str] = set()
         """Causes of death so far."""
         self._recovering: dict[int, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         """Set briefly after every state change, to wake waiters for a serving replica."""
         self._stopping = False
@@ -115,6 +120,7 @@ class Service:
         host: str = THIS_HOST,
         secrets: bool = False,
         index: int | None = None,
+        spare: bool = False,
     ) -> Replica:
         """Spawn a replica: `ranks` processes with one actor in each.
 
@@ -125,15 +131,17 @@ class Service:
             imports: modules that the processes import first; see Cluster.spawn.
             secrets: pass on API keys and other secrets; see Cluster.spawn.
             index: index of a dead replica to replace; the next free one by default.
+            spare: make it a spare with this number instead; `adopt` puts it in the place of a dead replica.
 
         Raises:
             ConfigError: the host does not exist.
         """
         number = len(self.replicas) if index is None else index
-        dead = self.replicas[number] if number < len(self.replicas) else None
+        dead = self.spares.get(number) if spare else self.replicas[number] if number < len(self.replicas) else None
         assert dead is None or not dead.alive, f"replica {index} of {self.name} is alive"
         incarnation = 0 if dead is None else dead.incarnation + 1
-        name = f"{self.name}-{number}" + f".{incarnation}" * bool(incarnation)
+        serial, self._spawned[number] = self._spawned[number], self._spawned[number] + 1
+        name = f"{self.name}-{number}" + f".{serial}" * bool(serial)
         mark = f"{self._id}/{name}"
         marked = {**(env or {}), _MARK: mark}
         meshes = [
@@ -148,7 +156,7 @@ class Service:
             for part, (place, count) in enumerate(({host: ranks} if isinstance(ranks, int) else ranks).items())
         ]
         # Monarch may report a failure late, under such a name, so it must be unique.
-        names = [f"{self.name}_{number}_{incarnation}_{part}_{self._id}" for part in range(len(meshes))]
+        names = [f"{self.name}_{number}_{serial}_{part}_{self._id}" for part in range(len(meshes))]
         replica = Replica(
             service=self.name,
             index=number,
@@ -160,17 +168,33 @@ class Service:
             faults=self._faults,
             on_lost=self._on_lost,
         )
-        if dead is not None:
-            replica.busy_s = dead.drain_busy_s()
         for each in names:
             self._faults.on_failure(each, lambda text: self._on_lost(replica, text))
-        self.replicas[number : number + 1] = [replica]
+        if spare:
+            self.spares[number] = replica
+        else:
+            self._put(replica, dead)
         return replica
+
+    def adopt(self, number: int, index: int) -> Replica:
+        """Put a living spare in the place of the dead replica of an index, and return it; it is no spare any more."""
+        dead, replica = self.replicas[index], self.spares.pop(number)
+        assert replica.alive, f"spare {number} of {self.name} is dead"
+        assert not dead.alive, f"replica {index} of {self.name} is alive"
+        replica.index, replica.incarnation = index, dead.incarnation + 1
+        self._put(replica, dead)
+        self._notify()
+        return replica
+
+    def _put(self, replica: Replica, dead: Replica | None) -> None:
+        if dead is not None:
+            replica.busy_s = dead.drain_busy_s()
+        self.replicas[replica.index : replica.index + 1] = [replica]
 
     async def watch(self, replica: Replica, *, deadline_s: float) -> None:
         """Wait until a replica's processes run; from then on exits are noticed at once, and hangs soon.
 
-        The first replica of an index then serves; a replacement serves once its respawn has finished.
+        The first replica of an index then serves; a replacement serves once its respawn has finished, a spare never.
         """
         # PIDs of other machines mean nothing here. Monarch's supervision reports deaths there to calls in flight, after
         # seconds.
@@ -191,8 +215,8 @@ class Service:
             in_hand.create(replica.notes)
             await replica.call("note_in_hand", replica.notes.absolute(), deadline_s=deadline_s, rank=0)
         if self._watching is None:
-            self._watching = self._in_background(self._watch_for_hangs(), None, "hangs are no longer detected")
-        if replica.incarnation == 0 or self._respawn is None:
+            self._watching = self.in_background(self._watch_for_hangs(), None, "hangs are no longer detected")
+        if not self._is_spare(replica) and (replica.incarnation == 0 or self._respawn is None):
             self._start_serving(replica)
 
     async def start(self, count: int, start_one: Callable[[int], Coroutine[Any, Any, None]], restart: Restart) -> None:
@@ -293,6 +317,15 @@ class Service:
                 await self._changed.wait()
         return replica
 
+    def stands_by(self, spare: Replica) -> None:
+        """Record that a spare is ready."""
+        self._faults.recovered(self.name, spare.index)
+        self._notify()
+
+    async def change(self) -> None:
+        """Wait until a replica next starts to serve or dies, or a spare stands by, dies or is adopted."""
+        await self._changed.wait()
+
     def drain_busy_s(self) -> list[float]:
         """Return, by index, the seconds since the last call of this during which a replica had calls in flight."""
         return [replica.drain_busy_s() for replica in self.replicas]
@@ -301,6 +334,19 @@ class Service:
         """Mark a replica as dead and kill it, because it hangs or returns garbage."""
         replica.tree.signal_roots(signal.SIGKILL)
         self._on_death(replica, cause)
+
+    def in_background(self, work: Coroutine[Any, Any, None], index: int | None, trouble: str) -> asyncio.Task[None]:
+        """Start a task that ends with the service; its failure, always a bug, is a fatal fault of a replica."""
+
+        def on_end(task: asyncio.Task[None]) -> None:
+            self._background.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._faults.record(self.name, index, f"{trouble}: {error!r}")
+
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(on_end)
+        return task
 
     def retire(self, replica: Replica, cause: str) -> None:
         """Kill a healthy replica so that it can be replaced; fails its calls in flight, but records no fault."""
@@ -332,16 +378,17 @@ class Service:
         if self._on_host_lost in self._cluster.on_lost:
             self._cluster.on_lost.remove(self._on_host_lost)
         self._notify()
-        background = [*self._recovering.values(), *([self._watching] if self._watching else [])]
+        background = list(self._background)
         for task in background:
             task.cancel()
         if background:
             await asyncio.wait(background)
-        await asyncio.gather(*map(self.clean_up, self.replicas))
+        await asyncio.gather(*map(self.clean_up, [*self.replicas, *self.spares.values()]))
         self.replicas.clear()
+        self.spares.clear()
 
     def _on_host_lost(self, host: str, cause: str) -> None:
-        for replica in list(self.replicas):
+        for replica in [*self.replicas, *self.spares.values()]:
             if host in replica.hosts:
                 self._on_death(replica, f"host {host} is gone: {cause}")
 
@@ -360,6 +407,10 @@ class Service:
         replica.fail(cause)
         if self._stopping:
             return
+        if self._is_spare(replica):  # its death costs only the spare
+            self._faults.record(self.name, replica.index, f"a spare: {cause}", fatal=False)
+            self._notify()
+            return
         respawn = None if self._faults.closing else self._respawn
         fatal = respawn is None and not self.recoverable
         self._set_state(replica, ReplicaState.ABANDONED if fatal else ReplicaState.QUARANTINED)
@@ -367,7 +418,7 @@ class Service:
         if respawn is not None and replica.index not in self._recovering:  # else it died while starting
             if replica.answered or self._faults.clock() - replica.serving_since >= self._restart.healthy_s:
                 self._deaths[replica.index] = 0
-            self._recovering[replica.index] = self._in_background(
+            self._recovering[replica.index] = self.in_background(
                 self._recover(replica.index, respawn), replica.index, "it cannot be restarted"
             )
 
@@ -443,20 +494,12 @@ class Service:
     async def _watch_for_hangs(self) -> None:
         while True:
             await asyncio.sleep(_POLL_S)
-            for replica in list(self.replicas):
+            for replica in [*self.replicas, *self.spares.values()]:
                 if replica.alive and (cause := replica.look_for_hang(descendants=self._descendants)):
                     self.mark_failed(replica, cause)
 
-    def _in_background(self, work: Coroutine[Any, Any, None], index: int | None, trouble: str) -> asyncio.Task[None]:
-        """Start a task whose failure, always a bug, is a fatal fault."""
-
-        def on_end(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                self._faults.record(self.name, index, f"{trouble}: {error!r}")
-
-        task = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(on_end)
-        return task
+    def _is_spare(self, replica: Replica) -> bool:
+        return self.spares.get(replica.index) is replica
 
     def _start_serving(self, replica: Replica) -> None:
         replica.serving_since = self._faults.clock()

@@ -14,6 +14,7 @@ from forge_rl.errors import ForgeError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
+from forge_rl.services.engine_spares import EngineSpares
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import LoadReport
 
@@ -48,6 +49,7 @@ class EnginePool:
         service: service whose replicas have GeneratorActor's endpoints.
         spawn: spawns the engine with a given index.
         start_deadline_s: timeout of an engine's start.
+        spares: take the place of dead engines; kept ready from the first load on.
         weights_bytes: size of the model's weights, which extends the timeout of going to sleep.
         replace: gives a replacement engine its devices, possibly after a wait, and reserves them while it starts.
     """
@@ -57,6 +59,8 @@ class EnginePool:
         service: Service,
         spawn: Callable[[int], Replica],
         start_deadline_s: float,
+        *,
+        spares: EngineSpares,
         weights_bytes: int = 0,
         replace: Lend = contextlib.nullcontext,
     ) -> None:
@@ -65,6 +69,9 @@ class EnginePool:
         self._start_deadline_s = start_deadline_s
         self._hold_deadline_s = CONTROL_DEADLINE_S + weights_bytes / _HELD_BYTES_PER_S
         self._replace = replace
+        self.spares = spares
+        self._keeping: asyncio.Task[None] | None = None
+        """Keeps the spares ready."""
         self._waiting = 0
         """Number of replacement engines waiting for their devices."""
         self._waits = asyncio.Event()
@@ -96,23 +103,33 @@ class EnginePool:
 
     async def start_one(self, index: int) -> None:
         """Start the engine with an index, possibly replacing a dead one, and bring it to the desired state."""
-        replica = self._spawn(index)
-        await self._service.watch(replica, deadline_s=self._start_deadline_s)
+        spare = self.spares.take(index)
+        replica = spare.replica if spare is not None else self._spawn(index)
+        if spare is None:
+            await self._service.watch(replica, deadline_s=self._start_deadline_s)
         async with contextlib.AsyncExitStack() as stack:
+            if spare is not None and spare.started:
+                await self._bring(replica, DesiredState(asleep=True))
+                return
             if replica.incarnation:
                 await self._devices(stack)
-            await replica.call("setup", deadline_s=self._start_deadline_s)
-            now, whole = DesiredState(), True
-            while now != (desired := self._desired):  # it may change meanwhile
-                if (desired.paused, desired.asleep) != (now.paused, now.asleep):
-                    held = desired.paused, desired.asleep
-                    whole = await replica.call("hold", *held, deadline_s=self._hold_deadline_s) or desired.asleep
-                changed = (desired.version, desired.store) != (now.version, now.store)
-                if desired.version is not None and (changed or not whole):
-                    await self._load(replica, desired.version, desired.store)
-                now = desired
-            replica.link.deadlines.hold_streams(now.paused or now.asleep)
-            self._ready[replica.index] = replica  # no await since the comparison: `each` will not miss it
+            environment = [self.spares.environment(index)] if spare is not None else []
+            await replica.call("setup", *environment, deadline_s=self._start_deadline_s)
+            await self._bring(replica, DesiredState())
+
+    async def _bring(self, replica: Replica, now: DesiredState) -> None:
+        """Bring an engine from its state to the desired one, and add it to those that are ready."""
+        whole = True
+        while now != (desired := self._desired):  # it may change meanwhile
+            if (desired.paused, desired.asleep) != (now.paused, now.asleep):
+                held = desired.paused, desired.asleep
+                whole = await replica.call("hold", *held, deadline_s=self._hold_deadline_s) or desired.asleep
+            changed = (desired.version, desired.store) != (now.version, now.store)
+            if desired.version is not None and (changed or not whole):
+                await self._load(replica, desired.version, desired.store)
+            now = desired
+        replica.link.deadlines.hold_streams(now.paused or now.asleep)
+        self._ready[replica.index] = replica  # no await since the comparison: `each` will not miss it
 
     @contextlib.asynccontextmanager
     async def serving_next(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
@@ -138,6 +155,8 @@ class EnginePool:
             self.version, self.refusal = None, f"loading version {version} failed"
             raise
         self.current, self.version = len(self.versions) - 1, version
+        if self._keeping is None:  # not before: the run's own start comes first
+            self._keeping = self._service.in_background(self.spares.keep(), None, "spares are no longer started")
 
     async def hold(self, **changes: Any) -> None:
         """Change `paused` or `asleep` in the desired state, and bring all living engines to it.

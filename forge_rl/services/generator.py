@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TypeAlias
 
 from forge_rl.engines import EXIT_MEANINGS
 from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.decode_layout import check_decode_layout
-from forge_rl.engines.factory import decode_environment
+from forge_rl.engines.factory import decode_environment, spare_environment
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import (
@@ -30,6 +30,7 @@ from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion, validate_chunk, validate_scores
 from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool, Lend
+from forge_rl.services.engine_spares import EngineSpares
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.non_finite import NonFiniteTokens
@@ -97,14 +98,23 @@ class Generator:
         """
         check_decode_layout(model, config, engines=config.replicas)
         service = Service(name, cluster, faults, uniform=True, exit_meanings=EXIT_MEANINGS)
-        # With the config's own class, engine processes would import this module and everything that a controller needs.
-        settings = DecodeSettings(**{each.name: getattr(config, each.name) for each in fields(DecodeSettings)})
-
-        def spawn(index: int) -> Replica:
-            env = decode_environment(index, replicas=config.replicas, devices=config.devices, first_gpu=first_gpu)
-            return service.spawn(actor, model, settings, seed + index, f"{name} replica {index}", env=env, index=index)
-
-        pool = EnginePool(service, spawn, deadline_s, weights_bytes=stored_bytes(model), replace=replace)
+        processes = _Processes(service=service, config=config, actor=actor, model=model, seed=seed, first_gpu=first_gpu)
+        spares = EngineSpares(
+            service,
+            processes.spawn_spare,
+            processes.environment,
+            numbers=range(config.replicas, config.replicas + config.spares),
+            start_deadline_s=deadline_s,
+            restart=config.restart,
+        )
+        pool = EnginePool(
+            service,
+            processes.spawn,
+            deadline_s,
+            weights_bytes=stored_bytes(model),
+            replace=replace,
+            spares=spares,
+        )
         async with task_group() as group:
             tokenizer = group.create_task(  # imports take seconds
                 asyncio.to_thread(Tokenizer, model, parse_control_tokens=parse_control_tokens)
@@ -146,6 +156,11 @@ class Generator:
         """Return the serving engines: maximum concurrent requests by index."""
         most = self.config.max_num_seqs * self.config.data_parallel_size
         return {replica.index: most for replica in self._service.replicas if replica.serving}
+
+    @property
+    def spares(self) -> int:
+        """Number of spare engines that can take a dead engine's place now."""
+        return self._pool.spares.ready
 
     @property
     def answers(self) -> bool:
@@ -362,7 +377,8 @@ class Generator:
     async def stop(self) -> None:
         """Stop the engines: first vLLM's processes, then ours."""
         self._stopping = True
-        living = [replica for replica in self._service.replicas if replica.alive]
+        everyone = (*self._service.replicas, *self._service.spares.values())
+        living = [replica for replica in everyone if replica.alive]
         closing = [replica.call("close", deadline_s=5.0) for replica in living]
         await asyncio.gather(*closing, return_exceptions=True)  # Service.stop kills those that do not close in time
         await self._service.stop()
@@ -406,3 +422,35 @@ class Generator:
     def __repr__(self) -> str:
         loads = ", ".join(f"{replica.index}: {replica.in_flight}" for replica in self._service.replicas)
         return f"Generator  version {self.version}  {self.dtype}  requests in flight by replica: {loads}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Processes:
+    """Spawns the processes of engines and spares."""
+
+    service: Service
+    config: GeneratorConfig
+    actor: type[ServiceActor]
+    model: Path
+    seed: int
+    first_gpu: int
+
+    def environment(self, index: int) -> dict[str, str]:
+        """Return the environment variables of the engine with an index."""
+        config = self.config
+        return decode_environment(index, replicas=config.replicas, devices=config.devices, first_gpu=self.first_gpu)
+
+    def spawn(self, index: int) -> Replica:
+        """Spawn the engine with an index."""
+        args = self._args(index, "replica")
+        return self.service.spawn(self.actor, *args, env=self.environment(index), index=index)
+
+    def spawn_spare(self, number: int) -> Replica:
+        """Spawn the spare with a number, without devices."""
+        env = spare_environment(self.environment(0))
+        return self.service.spawn(self.actor, *self._args(number, "spare"), env=env, index=number, spare=True)
+
+    def _args(self, number: int, kind: str) -> tuple[object, ...]:
+        # With the config's own class, engine processes would import this module and everything that a controller needs.
+        settings = DecodeSettings(**{each.name: getattr(self.config, each.name) for each in fields(DecodeSettings)})
+        return self.model, settings, self.seed + number, f"{self.service.name} {kind} {number}"

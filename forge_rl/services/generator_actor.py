@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from monarch.actor import concurrent_endpoint
 
-from forge_rl.engines.factory import start_decode_engine
+from forge_rl.engines.devices import device_type
+from forge_rl.engines.factory import import_decode_engine, start_decode_engine
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings
+from forge_rl.runtime.priority import low_priority
 from forge_rl.runtime.service import ServiceActor
+from forge_rl.system.variables import set_here
 from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest
@@ -28,8 +33,25 @@ class GeneratorActor(ServiceActor):
         self._engine: DecodeEngine | None = None
 
     @concurrent_endpoint
-    async def setup(self) -> None:
+    async def setup(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Start the engine; environment variables that differ from the process's are set first, for a spare."""
+        set_here(environment)
         self._engine = await start_decode_engine(self._model, self._settings, seed=self._seed)
+
+    @concurrent_endpoint
+    async def prepare(self) -> bool:
+        """Get ready to replace another engine, at low priority. On CPU, start the engine and put it to sleep; on GPUs,
+        whose memory is taken, only import what it needs. Return whether the engine is started."""
+        with low_priority():
+            if device_type() != "cpu":
+                await asyncio.to_thread(import_decode_engine)
+                return False
+            self._engine = await start_decode_engine(self._model, self._settings, seed=self._seed)
+            await self._engine.hold(paused=False, asleep=True)
+        return True
+
+    async def stand_by(self) -> None:
+        """Answer over the link, as a spare's first call."""
 
     @concurrent_endpoint
     async def close(self) -> None:

@@ -17,6 +17,10 @@ class GeneratorConfig(DecodeSettings):
     replicas: int = 1
     """Number of vLLM engines, each on tensor_parallel_size times data_parallel_size GPUs, or all on one
     CPU."""
+    spares: int = 0
+    """Number of spare engines that stand by to take the place of engines that die, which otherwise takes a whole
+    start. On CPU each needs an engine's memory, less its KV cache; on GPUs it holds no device memory: it has imported
+    everything, and starts on the dead engine's GPUs."""
     max_num_seqs: int = field(default_factory=lambda: 256 if device_type() == "cuda" else 64)
     """Maximum concurrent requests per engine, on each of its data_parallel_size copies; more are queued. By default
     256 on CUDA, 64 on CPU."""
@@ -36,7 +40,7 @@ class GeneratorConfig(DecodeSettings):
         check_flags(
             self,
             "--generator.",
-            least={"gpu_memory_utilization": 0}
+            least=dict.fromkeys(("gpu_memory_utilization", "spares"), 0)
             | dict.fromkeys(
                 ("replicas", "max_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size"), 1
             ),

@@ -126,6 +126,16 @@ def take(secrets: Mapping[str, str]) -> None:
         mapping.update({os.fsencode(name): os.fsencode(value) for name, value in secrets.items()})
 
 
+def set_here(environment: Mapping[str, str]) -> None:
+    """Set those environment variables of this process, and so of its children, that differ.
+
+    Not in a process whose other threads read its environment all the time: libc could crash.
+    """
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+
+
 @functools.cache
 def _close_memory() -> None:
     prctl = ctypes.CDLL(None).prctl
