@@ -2,8 +2,9 @@
 
 python -m benchmarks.recovery --json out.json
 
-Rollouts, generator and weight store are real; environments and trainer are staged in the controller, and each batch is
-followed by a new version. Seconds count from the signal: until the fault is noticed, until the last of the engine's
+A spare engine takes the dead one's place; the same without a spare, `_cold`, follows for comparison. Rollouts,
+generator and weight store are real; environments and trainer are staged in the controller, and each batch is followed
+by a new version. Seconds count from the signal: until the fault is noticed, until the last of the engine's
 requests has a token from the other engine, and until a new engine serves the current version. Each engine has room for
 the other's requests: without it, interrupted requests would go first, but wait for a free slot.
 """
@@ -50,8 +51,12 @@ class Config(BenchmarkConfig):
     """Bundled model name, folder, or hub id."""
     dtype: Literal["auto", "float32", "bfloat16"] = "bfloat16"
     """Dtype of the engines' weights."""
+    runs: int = 3
+    """Number of runs with spares, one after the other. One without follows."""
+    spares: int = 1
+    """Number of spare engines that stand by before each signal."""
     repeats: int = LEAST_REPEATS
-    """Number of kills, and of stops."""
+    """Number of kills, and of stops, in each run."""
     requests: int = 16
     """Concurrent episodes on both engines together; each engine has room for all of them."""
     interrupted: int = 4
@@ -70,6 +75,8 @@ class Config(BenchmarkConfig):
             raise BenchmarkError(
                 f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"
             )
+        if self.runs < 1 or self.spares < 1:
+            raise BenchmarkError(f"--runs is {self.runs}, --spares is {self.spares}", hint="set both to 1 or more")
         if not 1 <= self.interrupted <= self.requests // 2:
             raise BenchmarkError(f"--interrupted is {self.interrupted}", hint="set it from 1 to half of the --requests")
         if not 1 <= self.tokens[0] <= self.tokens[1]:
@@ -129,6 +136,8 @@ class _Bench:
     async def interrupt(self, victim: int, number: signal.Signals) -> dict[str, float]:
         """Send an engine a signal and measure the recovery: seconds and counts."""
         watched, faults = self._watched, self._served.faults
+        generator = self._served.generator
+        await watched.until(lambda: generator.spares == generator.config.spares, "a spare engine that stands by")
         await watched.until(lambda: self._in_the_middle(victim), "a rollout that keeps the engine busy")
         (pid,) = self._served.generator._service.replicas[victim].tree.roots
         watched.asked, noted = [], len(faults.seen)
@@ -173,7 +182,8 @@ class _Bench:
         done, groups = self._rollouts.status().groups_done, self.config.groups
         decoded = sum(r.engine == victim and len(r.token_ids) >= _IN_THE_MIDDLE for r in self._watched.running)
         whole = len(self._watched.engines()) == self._served.generator.config.replicas
-        return self._rolling and whole and done <= groups // 2 and decoded >= self.config.interrupted
+        spares = self._served.generator.spares == self._served.generator.config.spares
+        return self._rolling and whole and spares and done <= groups // 2 and decoded >= self.config.interrupted
 
     def _again(self, interrupted: Sequence[Request]) -> list[float]:
         """Return the times at which interrupted requests got a token from another engine, unless already finished."""
@@ -215,8 +225,23 @@ def measure(config: Config, report: Report) -> None:
 
 
 async def _measure(config: Config, report: Report) -> None:
+    found: dict[str, list[float]] = {}
+    lost = duplicated = 0
+    for run in range(1 if config.smoke else config.runs + 1):
+        spares = config.spares if config.smoke or run < config.runs else 0
+        bench = await _one_run(config, report, found, spares=spares, cold="" if spares else "_cold")
+        lost, duplicated = lost + bench.lost, duplicated + bench.duplicated
+        print(f"run {run}: {bench.lost} episodes lost, {bench.duplicated} duplicated", flush=True)
+    for name, values in found.items():
+        report.measure(name, values)
+    report.results |= {"lost_episodes": lost, "duplicated_episodes": duplicated}
+
+
+async def _one_run(config: Config, report: Report, found: dict[str, list[float]], *, spares: int, cold: str) -> _Bench:
+    """Send the signals in one run, and add what they cost to `found`, by name with the suffix `cold`."""
     generator = Generator.Config(
         replicas=2,
+        spares=spares,
         dtype=config.dtype,
         max_model_len=4 * config.tokens[1] + 128,  # room for turns that stop early
         max_num_seqs=config.requests,
@@ -224,7 +249,6 @@ async def _measure(config: Config, report: Report) -> None:
         restart=Restart(healthy_s=0),  # each death counts as the first
     )
     signals = {"": signal.SIGKILL} if config.smoke else _SIGNALS
-    found: dict[str, list[float]] = {}
     async with engines(generator, config.model) as served:
         bench = _Bench(config, served)
         async with task_group() as running:
@@ -233,13 +257,11 @@ async def _measure(config: Config, report: Report) -> None:
                 for suffix, number in signals.items():
                     row = await bench.interrupt(repeat % 2, number)
                     print(f"{number.name}: " + "  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)
-                    report.rows.append({"signal": number.name, "warm_up": False, **row})
+                    report.rows.append({"signal": number.name, "spares": spares, "warm_up": False, **row})
                     for name in ("noticed_s", "running_again_s", "full_strength_s"):
-                        found.setdefault(name + suffix, []).append(row[name])
+                        found.setdefault(name + suffix + cold, []).append(row[name])
             bench.last = bench._number + 1  # all interrupted episodes are delivered by then
-    for name, values in found.items():
-        report.measure(name, values)
-    report.results |= {"lost_episodes": bench.lost, "duplicated_episodes": bench.duplicated}
+    return bench
 
 
 if __name__ == "__main__":

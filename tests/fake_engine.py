@@ -56,7 +56,8 @@ class Orders:
             engine: index.
             orders: `stream` after `after` tokens: "hold", "raise", "end", or a key of GARBAGE or NON_FINITE, and with
                 `lasts` at each token from there on;
-                `setup`, `prepare` or `load`: "die", "raise", "hold" or "refuse"; `say`: tokens to answer `prompt` tokens with,
+                `setup`, `prepare` or `load`: "die", "raise", "hold" or "refuse"; `say`: tokens to answer `prompt`
+                tokens with,
                 and `texts`, as vLLM's detokenizer would give them; `reads`: version that a load says it read;
                 `version`: that its tokens are said to be of; `forgets`: its weights
                 are gone once it sleeps; `imports`: as a spare it only imports.

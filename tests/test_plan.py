@@ -21,7 +21,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.rollout import placement
 from forge_rl.run import defaults, plan
-from forge_rl.run.plan import Need, check_state_fits, plan_run, refuse, show_plan
+from forge_rl.run.plan import Need, check_state_fits, plan_run, refuse, show_plan, with_spares_that_fit
 from forge_rl.services import trainer_config
 from forge_rl.services.generator import Generator
 from forge_rl.services.trainer import Trainer
@@ -196,3 +196,17 @@ def test_on_gpus_a_plan_counts_what_moves_to_host_memory(
     monkeypatch.setattr(plan, "host_bytes", lambda: rank.state)
     with pytest.raises(ConfigError, match=r"the run needs .* but this machine has"):
         check_state_fits(config, read_architecture(tmp_path), reference=True)
+
+
+def test_spares_are_counted_and_left_out_if_memory_does_not_suffice(tmp_path: Path):
+    make_model(tmp_path, **SHAPE)
+    config = Config(model=str(tmp_path), generator=Generator.Config(dtype="bfloat16", spares=2))
+    needs = {need.who: need for need in plan_run(config, tmp_path, reference=False)}
+    spare, engine = needs["spare engine"], needs["engine"]
+    assert spare.count == 2
+    assert engine.parts == spare.parts | {"keys and values": 1 << 30}
+    whole = sum(need.total * need.count for need in needs.values())
+    assert with_spares_that_fit(config, list(needs.values()), ["x"], host=whole) == (config, ["x"])
+    fitting, (_, line) = with_spares_that_fit(config, list(needs.values()), ["x"], host=whole - 1)
+    assert fitting == replace(config, generator=replace(config.generator, spares=0))
+    assert "--generator.spares 0" in line

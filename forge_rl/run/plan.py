@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +29,10 @@ from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
 from forge_rl.system.memory import host_bytes
 
+C = TypeVar("C", bound=RunConfig)
+
+_SPARE = "spare engine"
+"""Name of the need of spare engines."""
 _TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing full, or lower --trainer.seq-len"
 _CRITIC_FLAGS = "raise --critic.ranks, set --critic.activation-checkpointing full, or lower --critic.seq-len"
 _ENGINE_FLAGS = "lower --generator.replicas, --generator.kv-cache-gib or --generator.gpu-memory-utilization"
@@ -86,6 +91,8 @@ def show_plan(config: object) -> None:
     needs = plan_run(
         config, model, reference=reference, values=values, critic=critic, teachers=teachers, folders=folders
     )
+    config, chosen = with_spares_that_fit(config, needs, chosen, host=host_bytes())
+    needs = [need for need in needs if need.who != _SPARE or config.generator.spares]
     table = Table(title=f"memory of a run of {config.model}", title_justify="left", caption_justify="left")
     table.add_column("part")
     table.add_column("GiB", justify="right")
@@ -252,6 +259,28 @@ def refuse(needs: Sequence[Need], *, host: int, gpu: int) -> None:
         )
 
 
+def with_spares_that_fit(config: C, needs: Sequence[Need], chosen: list[str], *, host: int) -> tuple[C, list[str]]:
+    """Leave out spare engines for which memory does not suffice.
+
+    Args:
+        needs: those of the run with its spares, see `plan_run`.
+        chosen: lines about the choices so far.
+        host: bytes of this machine's memory.
+
+    Returns:
+        The run's settings, and the lines, with another one if spares are left out.
+    """
+    spares = sum(need.total * need.count for need in needs if need.who == _SPARE)
+    others = sum(need.total * need.count for need in needs if not need.of_gpu and need.who != _SPARE)
+    if not spares or others + spares <= host:
+        return config, chosen
+    line = (
+        f"--generator.spares 0: they need {spares / 2**30:.1f} GiB, but the rest of the run leaves "
+        f"{max(0, host - others) / 2**30:.1f}; an engine that dies is replaced after a whole start"
+    )
+    return replace(config, generator=replace(config.generator, spares=0)), [*chosen, line]
+
+
 def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) -> list[Need]:
     """List the needs of engines, if there are any, and of the versions published to them."""
     if not config.starts_engines:
@@ -274,17 +303,24 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
             parts=asleep | {"process": _CUDA_PROCESS_BYTES},
             hint=_HOST_FLAGS,
         )
-        return [
-            Need(who=who, count=generator.replicas * generator.devices, parts=parts, hint=_ENGINE_FLAGS, of_gpu=True),
-            host,
-            store,
-        ]
+        engine = Need(
+            who=who, count=generator.replicas * generator.devices, parts=parts, hint=_ENGINE_FLAGS, of_gpu=True
+        )
+        return [engine, host, *_spares(config, {"process": _ENGINE_PROCESS_BYTES}), store]
     parts = {
         f"weights, {itemsize} bytes each": weights,
         "keys and values": round(generator.kv_cache_gib * 2**30),
         "process": _ENGINE_PROCESS_BYTES,
     }
-    return [Need(who="engine", count=generator.replicas, parts=parts, hint=_ENGINE_FLAGS), store]
+    engine = Need(who="engine", count=generator.replicas, parts=parts, hint=_ENGINE_FLAGS)
+    asleep = {name: size for name, size in parts.items() if name != "keys and values"}
+    return [engine, *_spares(config, asleep), store]
+
+
+def _spares(config: RunConfig, parts: dict[str, int]) -> list[Need]:
+    """List the needs of spare engines, which hold no keys and values, and nothing on GPUs."""
+    spares = config.generator.spares
+    return [Need(who=_SPARE, count=spares, parts=parts, hint="lower --generator.spares")] if spares else []
 
 
 def _teaching(

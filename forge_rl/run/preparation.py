@@ -35,7 +35,7 @@ from forge_rl.run.defaults import check_teachers, colocated, with_defaults
 from forge_rl.run.evaluator import HELD_OUT
 from forge_rl.run.metrics_endpoint import address_of, is_loopback, listen
 from forge_rl.run.monitor import RunMonitor
-from forge_rl.run.plan import check_state_fits
+from forge_rl.run.plan import check_state_fits, plan_run, with_spares_that_fit
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, prepare_folder
 from forge_rl.runtime.faults import Faults
@@ -46,6 +46,7 @@ from forge_rl.runtime.processes import responsive_loop
 from forge_rl.services.teachers import resolve_teachers
 from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.trainer_config import CriticConfig
+from forge_rl.system.memory import host_bytes
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 
@@ -212,10 +213,14 @@ async def check(
         folders = await asyncio.to_thread(resolve_teachers, teachers, model, config.cache, progress)
     choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
     config, critic, chosen = await asyncio.to_thread(choosing)
-    for line in chosen:
-        log.event(f"chosen: {line}")
     if teachers is not None:
         check_teachers(config, teachers, folders)
+    planning = partial(plan_run, config, model, reference=reference, values=values, critic=critic, teachers=teachers)
+    if config.generator.spares and config.starts_engines:
+        needs = await asyncio.to_thread(planning, folders=folders)
+        config, chosen = with_spares_that_fit(config, needs, chosen, host=host_bytes())
+    for line in chosen:
+        log.event(f"chosen: {line}")
     check_state_fits(config, architecture, reference=reference, critic=critic, teachers=teachers, folders=folders)
     if architecture.quantized:
         log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
-_LESS = 10
-"""Added to the nice value: such a thread gets a tenth of a core next to a busy one of normal priority."""
+_LESS = 5
+"""Added to the nice value: such a thread gets a quarter of a core next to a busy one of normal priority."""
 _CAP_SYS_NICE = 23
 
 
