@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 from collections.abc import Awaitable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,43 @@ def test_an_engine_whose_step_hangs_is_replaced(tiny_model: Path, tmp_path: Path
             assert len((await honest).token_ids) <= 200, "it goes on with the engine that replaces the other"
             assert [fault.cause.startswith("hung") for fault in faults.seen] == [True]
             assert generator.answers
+
+    asyncio.run(check())
+
+
+@pytest.mark.long
+def test_a_spare_computes_with_the_weights_that_the_dead_engine_had(
+    tiny_model: Path, tmp_path: Path, nothing_left: None
+) -> None:
+    engine = Generator.Config(dtype="float32", max_model_len=256, kv_cache_gib=0.25, spares=1)
+
+    async def check() -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1 + 0.2 * torch.randn_like(weight))
+        async with serving(Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path)) as served:
+            _, generator, faults = served
+            service = generator._service
+            store = await WeightStore.start(WeightStore.Config(), service._cluster, faults, deadline_s=120)
+            await publish(store, dict(model.named_parameters()), 1)
+            await generator.load(store)
+            while not generator.spares:
+                await service.change()
+            answer = asyncio.create_task(generator.generate(PROMPT, Sampling(max_tokens=200, seed=0)))
+            while not service.replicas[0].answered and not service.replicas[0].in_flight:
+                await asyncio.sleep(0)
+            service.replicas[0].tree.signal_roots(signal.SIGKILL)
+            turn = await answer
+            assert gap(model, turn) < 1e-4
+            assert set(turn.versions) == {1}
+            (fault,) = faults.seen
+            assert fault.recovered_s is not None
+            assert service.replicas[0].log.name == "generator-1.log", "the spare's"
+            faults.closing = True
+            await store.stop()
 
     asyncio.run(check())
 
