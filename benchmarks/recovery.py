@@ -238,7 +238,7 @@ async def _measure(config: Config, report: Report) -> None:
 
 
 async def _one_run(config: Config, report: Report, found: dict[str, list[float]], *, spares: int, cold: str) -> _Bench:
-    """Send the signals in one run, and add what they cost to `found`, by name with the suffix `cold`."""
+    """Send the signals in one run, and add the seconds to `found`, by name with the suffix `cold`."""
     generator = Generator.Config(
         replicas=2,
         spares=spares,

@@ -221,9 +221,12 @@ def test_a_spare_computes_with_the_weights_that_the_dead_engine_had(
             await generator.load(store)
             while not generator.spares:
                 await service.change()
-            answer = asyncio.create_task(generator.generate(PROMPT, Sampling(max_tokens=200, seed=0)))
-            while not service.replicas[0].answered and not service.replicas[0].in_flight:
-                await asyncio.sleep(0)
+            begun = asyncio.Event()
+            decoding = generator.generate(
+                PROMPT, Sampling(max_tokens=200), observe=lambda chunk: begun.set(), gather_s=0.0
+            )
+            answer = asyncio.create_task(decoding)
+            await begun.wait()
             service.replicas[0].tree.signal_roots(signal.SIGKILL)
             turn = await answer
             assert gap(model, turn) < 1e-4

@@ -263,7 +263,7 @@ def with_spares_that_fit(config: C, needs: Sequence[Need], chosen: list[str], *,
     """Leave out spare engines for which memory does not suffice.
 
     Args:
-        needs: those of the run with its spares, see `plan_run`.
+        needs: the run's needs with its spares, see `plan_run`.
         chosen: lines about the choices so far.
         host: bytes of this machine's memory.
 

@@ -78,7 +78,7 @@ class Service:
         self.replicas: list[Replica] = []
         """Latest incarnation of each replica, by index."""
         self.spares: dict[int, Replica] = {}
-        """Replicas that stand by for dead ones and get no calls, by a number that is no replica's index."""
+        """Replicas that stand by for dead ones and get no calls, by number; numbers and indices differ."""
         self.listeners: list[Callable[[], None]] = []
         """Called after every change of the set of serving replicas."""
         self.recoverable = False
@@ -177,7 +177,7 @@ class Service:
         return replica
 
     def adopt(self, number: int, index: int) -> Replica:
-        """Put a living spare in the place of the dead replica of an index, and return it; it is no spare any more."""
+        """Put a living spare in the place of the dead replica of an index, and return it; it then stops being a spare."""
         dead, replica = self.replicas[index], self.spares.pop(number)
         assert replica.alive, f"spare {number} of {self.name} is dead"
         assert not dead.alive, f"replica {index} of {self.name} is alive"

@@ -41,7 +41,7 @@ class GeneratorActor(ServiceActor):
     @concurrent_endpoint
     async def prepare(self) -> bool:
         """Get ready to replace another engine, at low priority. On CPU, start the engine and put it to sleep; on GPUs,
-        whose memory is taken, only import what it needs. Return whether the engine is started."""
+        whose memory is taken, only import its modules. Return whether the engine is started."""
         with low_priority():
             if device_type() != "cpu":
                 await asyncio.to_thread(import_decode_engine)
