@@ -177,7 +177,7 @@ class Service:
         return replica
 
     def adopt(self, number: int, index: int) -> Replica:
-        """Put a living spare in the place of the dead replica of an index, and return it; it then stops being a spare."""
+        """Put a living spare in the place of the dead replica of an index, and return it."""
         dead, replica = self.replicas[index], self.spares.pop(number)
         assert replica.alive, f"spare {number} of {self.name} is dead"
         assert not dead.alive, f"replica {index} of {self.name} is alive"
