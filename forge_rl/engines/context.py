@@ -33,9 +33,9 @@ def check_context(architecture: Architecture, settings: DecodeSettings) -> None:
         )
 
 
-def sequence_bytes(architecture: Architecture, settings: DecodeSettings) -> int:
-    """Return the minimum KV cache, in bytes per device, of one sequence of max_model_len."""
-    a, tokens = architecture, settings.max_model_len
+def sequence_bytes(architecture: Architecture, settings: DecodeSettings, tokens: int = 0) -> int:
+    """Return the minimum KV cache, in bytes per device, of one sequence of `tokens` tokens (max_model_len if 0)."""
+    a, tokens = architecture, tokens or settings.max_model_len
     windowed = len(a.window_layers) if a.window else 0
     seen = (a.layers - windowed) * tokens + windowed * min(tokens, a.window or tokens)
     if a.latent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.cpu import HEAP_ENVIRONMENT
@@ -13,6 +14,9 @@ from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.platform import cpu_cores
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, TrainEngine, TrainSettings
 from forge_rl.runtime.cluster import visible_gpu
+
+if TYPE_CHECKING:
+    from forge_rl.engines.titan.plan import Traces
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -100,12 +104,19 @@ def plan_training(
     reference: bool,
     values: bool = False,
     tokens: int | None = None,
+    traces: Traces | None = None,
 ) -> TrainMemory:
     """Estimate the memory that each of `ranks` trainer ranks needs for a full row; see `titan.plan.plan_training`."""
     from forge_rl.engines.titan.plan import plan_training
 
     return plan_training(
-        read_architecture(folder), settings, ranks=ranks, reference=reference, values=values, tokens=tokens
+        read_architecture(folder),
+        settings,
+        ranks=ranks,
+        reference=reference,
+        values=values,
+        tokens=tokens,
+        traces=traces,
     )
 
 

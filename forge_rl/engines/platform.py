@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from forge_rl.engines.cpu import OneThreadGloo, release_heap
-from forge_rl.engines.devices import device_type
+from forge_rl.engines.devices import assumed_bytes, device_type
 from forge_rl.engines.protocol import Dtype, TrainDtype
 from forge_rl.errors import ConfigError
 from forge_rl.system.memory import available_bytes, host_bytes
@@ -67,6 +67,8 @@ def cpu_cores() -> int:
 
 def gpu_bytes() -> int:
     """Return the memory of the first GPU in bytes; 0 without a GPU."""
+    if (assumed := assumed_bytes()) is not None:
+        return assumed
     return int(torch.cuda.get_device_properties(0).total_memory) if device_type() == "cuda" else 0
 
 

@@ -17,6 +17,7 @@ from rich.text import Text
 from forge_rl.errors import ForgeError
 from forge_rl.flags.command_line import parse
 from forge_rl.run.run_dir import choose_folder
+from forge_rl.run.target import on_target
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.runtime.jobs.allocation import AllocationJob
 from forge_rl.runtime.jobs.flag import build_job
@@ -53,11 +54,11 @@ def launch(
         args: flags to parse; by default the command line's.
     """
     try:
-        config = parse(config_class, prog or _command_of(main), args)
-        if vars(config).get("plan"):
-            from forge_rl.run.plan import show_plan
-
-            show_plan(config)
+        with on_target(sys.argv[1:] if args is None else args):
+            config = parse(config_class, prog or _command_of(main), args)
+            if is_plan := vars(config).get("plan"):
+                _show_plan(config)
+        if is_plan:
             status = 0
         elif isinstance(job := build_job(vars(config).get("job", "local")), SubmittedJob):
             status = _submit(config, job, main)
@@ -89,6 +90,16 @@ def launch(
         with contextlib.suppress(OSError):  # the reader is gone
             stream.flush()
     os._exit(status)  # all is closed; unloading Monarch's runtime after a fault can abort and change the status
+
+
+def _show_plan(config: object) -> None:
+    """Show the plan of a run on this machine, or on the one that `--on` names."""
+    from forge_rl.run.plan import show_plan
+    from forge_rl.run.run_config import RunConfig
+    from forge_rl.run.show_forecast import show_forecast
+
+    assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
+    (show_forecast if config.target.on else show_plan)(config)
 
 
 async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:

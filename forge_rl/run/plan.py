@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +28,9 @@ from forge_rl.services.teachers import engine_settings, resolve_teachers
 from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
 from forge_rl.system.memory import host_bytes
+
+if TYPE_CHECKING:
+    from forge_rl.engines.titan.plan import Traces
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -74,12 +77,8 @@ def show_plan(config: object) -> None:
         LossError: the loss does not work, see `try_loss`.
     """
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
-    loss = getattr(config, "loss", None)
-    if loss is not None:
-        loss = loss if isinstance(loss, Loss) else build_loss(loss)
-        try_loss(loss)
+    loss, reference, values = tried_loss(config)
     model = resolve_model(config.model, config.cache).resolve()
-    reference, values = (loss is not None and need in loss.needs for need in ("reference", "values"))
     critic = getattr(config, "critic", None)
     if critic is not None and critic.model:
         critic = replace(critic, model=str(resolve_model(critic.model, config.cache).resolve()))
@@ -117,6 +116,21 @@ def show_plan(config: object) -> None:
     refuse(needs, host=host_bytes(), gpu=gpu)
 
 
+def tried_loss(config: RunConfig) -> tuple[Loss | None, bool, bool]:
+    """Try the `loss` of a recipe's settings, if there is one; return it, and whether it needs a frozen reference and a
+    value model.
+
+    Raises:
+        LossError: the loss does not work, see `try_loss`.
+    """
+    loss = getattr(config, "loss", None)
+    if loss is None:
+        return None, False, False
+    loss = loss if isinstance(loss, Loss) else build_loss(loss)
+    try_loss(loss)
+    return loss, "reference" in loss.needs, "values" in loss.needs
+
+
 def plan_run(
     config: RunConfig,
     model: Path,
@@ -126,6 +140,7 @@ def plan_run(
     critic: CriticConfig | None = None,
     teachers: TeachersConfig | None = None,
     folders: Mapping[str, Path] = MappingProxyType({}),
+    traces: Traces | None = None,
 ) -> list[Need]:
     """List the peak memory of trainer ranks, critic ranks, engines, weight store, and teachers.
 
@@ -138,9 +153,10 @@ def plan_run(
         critic: settings of a critic, if there is one; it shares the trainer's GPUs.
         teachers: settings of the teachers, if there are any; they have GPUs of their own.
         folders: folder of each teacher with engines of its own, by the name of its model.
+        traces: earlier traces of the policy's model, to which new ones are added.
     """
     trainer = config.trainer
-    found = plan_training(model, trainer, ranks=trainer.ranks, reference=reference, values=values)
+    found = plan_training(model, trainer, ranks=trainer.ranks, reference=reference, values=values, traces=traces)
     architecture = read_architecture(model)
     if config.starts_engines:
         check_context(architecture, config.generator)

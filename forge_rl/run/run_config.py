@@ -18,6 +18,7 @@ from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.placement import Placement
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.metrics_endpoint import address_of
+from forge_rl.run.target import TargetConfig
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.services.environment import Environment
@@ -78,7 +79,8 @@ class RunConfig:
     """Resume the run in the folder although settings or code that define it have changed."""
     plan: bool = False
     """Print the memory that each part of the run needs and exit, with status 0 if it fits on this machine, else 1. The
-    trainer's step is traced on meta tensors; nothing is loaded or started."""
+    trainer's step is traced on meta tensors; nothing is loaded or started. --on plans for other machines."""
+    target: Annotated[TargetConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=TargetConfig)
     cache: Path = field(default_factory=default_cache)
     """Folder into which the bundled model is unpacked, once."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
@@ -122,6 +124,8 @@ class RunConfig:
                 "--alerts.webhook-url needs the network, which --private-network keeps from the run",
                 hint="set --alerts.command, whose command may write a file that something outside watches",
             )
+        if self.target.on and not self.plan:
+            raise ConfigError(f"--on {self.target.on} is of a plan", hint="add --plan, or leave out --on")
         counts = {"steps": 1, "groups_per_batch": 1, "group_size": 1}
         check_flags(self, "--", least=counts | {"checkpoint_every": 0, "keep_checkpoints": 1, "phase_deadline_s": 1})
         if self.group_size == 1 and self.schedule.dynamic_sampling:

@@ -23,14 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from forge_rl.errors import CheckpointError, ConfigError, ForgeError
+from forge_rl.run.target import TargetConfig
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.system.folders import make_private
 from forge_rl.system.redaction import is_secret, without_credentials
 
 _LIBRARY = Path(__file__).parent.parent
-_UNSAID = {"out", "display", "wandb", "prometheus", "cache", "force_continue", "plan", "dry_run", "job"} | {
-    f"isolation.{name}" for name in vars(Isolation())
-}
+_UNSAID = (
+    {"out", "display", "wandb", "prometheus", "cache", "force_continue", "plan", "dry_run", "job"}
+    | {f"isolation.{name}" for name in vars(Isolation())}
+    | {f"target.{name}" for name in TargetConfig.__dataclass_fields__}
+)
 """Fields that do not belong to a run; changes are not even reported."""
 _FREE = (
     *("evaluation.every", "evaluation.blocking", "evaluation.keep_best"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +23,30 @@ from forge_rl.engines.titan.model import build_model, recompute_activations
 from forge_rl.engines.titan.shards import freeze
 
 
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """A model's parameters, and the bytes of one row on one device, before anything is split over ranks."""
+
+    count: int
+    """Number of parameters."""
+    trained: int
+    """Number of parameters that are not frozen."""
+    largest: int
+    """Elements of the largest parameter."""
+    outputs: int
+    """Rows of the output head."""
+    units: tuple[tuple[int, int], ...]
+    """Elements of each unit that FSDP gathers, of its experts and of the others; the last is outside the layers."""
+    row: int
+    """Peak bytes of the layers in both passes, without weights and their gradients."""
+    head: int
+    """Bytes that the output head adds."""
+
+
+Traces = MutableMapping[tuple[object, ...], Trace]
+"""Traces already made, which take seconds, by the settings that they depend on; of one model."""
+
+
 def plan_training(
     architecture: Architecture,
     settings: TrainSettings,
@@ -31,6 +55,7 @@ def plan_training(
     reference: bool,
     values: bool = False,
     tokens: int | None = None,
+    traces: Traces | None = None,
 ) -> TrainMemory:
     """Estimate one rank's memory before anything is loaded.
 
@@ -40,55 +65,76 @@ def plan_training(
     Args:
         values: plan a value model in place of a policy.
         tokens: tokens of a row on one device; by default the most that the settings allow.
+        traces: earlier traces of this model, to which new ones are added.
     """
     dtype = resolve_dtype(settings.dtype)
     kept = torch.promote_types(dtype, torch.float32).itemsize
     tokens = tokens or settings.seq_len
+    traces = {} if traces is None else traces
+    key = (dtype, settings.activation_checkpointing, settings.frozen, tokens, values)
+    if key not in traces:
+        traces[key] = _trace(architecture, settings, values, tokens)
+    traced = traces[key]
     tp, cp, split = (
         settings.tensor_parallel_degree,
         settings.context_parallel_degree,
         ranks // settings.data_parallel_replicate_degree,
     )
-    with torch.device("meta"):
-        model = build_model(architecture, settings, values=values)
-    freeze(model, settings.frozen)
-    count, trained = (
-        sum(each.numel() for each in model.parameters() if each.requires_grad or of_all) for of_all in (True, False)
-    )
-    gathered = _gathered(model, dtype, split, settings.expert_parallel_degree)
-    windowed = architecture.window is not None
-    row, head = (found // tp for found in _row_bytes(model, settings, dtype, tokens, windowed))
+    row = traced.row // tp
     if cp > 1:  # each rank keeps the keys and values of the whole row
         layers = architecture.layers if settings.activation_checkpointing == "none" else 1
         others = tokens * (cp - 1) * architecture.kv_heads * architecture.head_dim
         row += 2 * layers * others * dtype.itemsize // tp
     return TrainMemory(
-        weights=kept * count // split,
-        gradients=kept * trained // (tp if adds_up_once(count, settings, ranks=ranks) else split),
-        optimizer=2 * kept * trained // split,
-        reference=dtype.itemsize * count // split if reference else 0,
-        gathered=gathered // tp,
+        weights=kept * traced.count // split,
+        gradients=kept * traced.trained // (tp if adds_up_once(traced.count, settings, ranks=ranks) else split),
+        optimizer=2 * kept * traced.trained // split,
+        reference=dtype.itemsize * traced.count // split if reference else 0,
+        gathered=_gathered(traced, dtype, split, settings.expert_parallel_degree) // tp,
         activations=row,
-        head=head,
+        head=traced.head // tp,
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
         # Measured: fragmentation of about two of the largest temporaries, the logits of a chunk.
-        largest=kept * max(each.numel() for each in model.parameters()) // split,
-        heap=2 * min(HEAD_CHUNK_BYTES, 4 * tokens * model.lm_head.out_features) if device_type() == "cpu" else 0,
+        largest=kept * traced.largest // split,
+        heap=2 * min(HEAD_CHUNK_BYTES, 4 * tokens * traced.outputs) if device_type() == "cpu" else 0,
     )
 
 
-def _gathered(model: nn.Module, dtype: torch.dtype, split: int, ep: int) -> int:
-    """Bytes of gathered weights in the dtype of the passes: two units, as FSDP prefetches one. A rank gathers only its
-    own experts."""
-    if split == 1:  # they are cast once, and stay
-        return 0 if dtype.itemsize >= 4 else dtype.itemsize * sum(p.numel() for p in model.parameters())
+def _trace(architecture: Architecture, settings: TrainSettings, values: bool, tokens: int) -> Trace:
+    """Build the model on the meta device and run a row through it."""
+    with torch.device("meta"):
+        model = build_model(architecture, settings, values=values)
+    freeze(model, settings.frozen)
+    sizes = [(each.numel(), each.requires_grad) for each in model.parameters()]
     layers: list[Any] = list(model.get_submodule("layers").children())
     inside = {id(p) for layer in layers for p in layer.parameters()}
     units = [
-        sum(p.numel() // (ep if ".inner_experts." in name else 1) for name, p in layer.named_parameters())
+        tuple(
+            sum(p.numel() for name, p in layer.named_parameters() if (".inner_experts." in name) == of_experts)
+            for of_experts in (True, False)
+        )
         for layer in layers
     ]
-    units.append(sum(p.numel() for p in model.parameters() if id(p) not in inside))
+    outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+    outputs = model.lm_head.out_features
+    row, head = _row_bytes(model, settings, resolve_dtype(settings.dtype), tokens, architecture.window is not None)
+    return Trace(
+        count=sum(size for size, _ in sizes),
+        trained=sum(size for size, is_trained in sizes if is_trained),
+        largest=max(size for size, _ in sizes),
+        outputs=outputs,
+        units=tuple((experts, others) for experts, others in [*units, (0, outside)]),
+        row=row,
+        head=head,
+    )
+
+
+def _gathered(traced: Trace, dtype: torch.dtype, split: int, ep: int) -> int:
+    """Bytes of gathered weights in the dtype of the passes: two units, as FSDP prefetches one. A rank gathers only its
+    own experts."""
+    if split == 1:  # they are cast once, and stay
+        return 0 if dtype.itemsize >= 4 else dtype.itemsize * traced.count
+    units = [experts // ep + others for experts, others in traced.units]
     return int(dtype.itemsize * sum(sorted(units)[-2:]))
 
 

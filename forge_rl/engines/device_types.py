@@ -1,0 +1,89 @@
+"""Speeds and sizes of GPUs that runs are planned for, from their vendors' data sheets."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from forge_rl.errors import ConfigError
+from forge_rl.flags.texts import suggest
+
+_FORM = re.compile(r"(?:(\d{1,4})x)?([A-Za-z0-9][A-Za-z0-9-]{0,30})")
+_MOST_DEVICES = 64
+"""Devices of one host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceType:
+    """What one device can do at most, and how it is connected. Rates are per second, links in one direction."""
+
+    name: str
+    memory: int
+    """Bytes of the device's memory."""
+    flops: float
+    """Dense matrix multiplications in the dtype of training: bfloat16 on GPUs, without sparsity."""
+    bandwidth: float
+    """Bytes of the device's own memory."""
+    link: float
+    """Bytes to the other devices of its host."""
+    network: float
+    """Bytes to other hosts, for each device."""
+    host_link: float
+    """Bytes to the host's memory."""
+    host_memory: int
+    """Bytes of host memory for each device."""
+    source: str
+    """Where these numbers are from."""
+
+
+def _gpu(
+    name: str, gb: int, tflops: float, gb_s: float, links: tuple[float, float, float], host_gib: int, source: str
+) -> DeviceType:
+    """Make a GPU's type; `links` are gigabytes per second to its peers, to other hosts and to the host's memory."""
+    link, network, host_link = links
+    return DeviceType(
+        name=name,
+        memory=gb * 10**9,
+        flops=tflops * 1e12,
+        bandwidth=gb_s * 1e9,
+        link=link * 1e9,
+        network=network * 1e9,
+        host_link=host_link * 1e9,
+        host_memory=host_gib << 30,
+        source=source,
+    )
+
+
+DEVICE_TYPES: dict[str, DeviceType] = {
+    each.name: each
+    for each in (
+        _gpu("A100-40G", 40, 312, 1555, (300, 25, 32), 128, "NVIDIA A100 data sheet (SXM), DGX A100"),
+        _gpu("A100-80G", 80, 312, 2039, (300, 25, 32), 256, "NVIDIA A100 data sheet (SXM), DGX A100"),
+        _gpu("H100-80G", 80, 989, 3350, (450, 50, 64), 256, "NVIDIA H100 data sheet (SXM), DGX H100"),
+        _gpu("H100-PCIE-80G", 80, 756, 2000, (64, 12.5, 64), 128, "NVIDIA H100 data sheet (PCIe)"),
+        _gpu("H200-141G", 141, 989, 4800, (450, 50, 64), 256, "NVIDIA H200 data sheet (SXM), DGX H200"),
+        _gpu("B200-180G", 180, 2250, 8000, (900, 50, 64), 256, "NVIDIA DGX B200 data sheet"),
+        _gpu("L40S-48G", 48, 362, 864, (32, 6.25, 32), 96, "NVIDIA L40S data sheet"),
+        _gpu("L4-24G", 24, 121, 300, (32, 3.125, 32), 48, "NVIDIA L4 data sheet"),
+        _gpu("RTX4090-24G", 24, 165, 1008, (32, 1.25, 32), 48, "NVIDIA Ada GPU Architecture whitepaper"),
+    )
+}
+"""Device types by name. Networks and host memory are assumptions where the source is not a whole system."""
+
+
+def parse_machine(text: str) -> tuple[int, DeviceType]:
+    """Return the number of devices of a host, and their type: `parse_machine("8xH100-80G")`.
+
+    Raises:
+        ConfigError: it does not have this form, or names an unknown type; lists the known ones.
+    """
+    found = _FORM.fullmatch(text.strip())
+    name = found[2].upper() if found else ""
+    known = next((each for key, each in DEVICE_TYPES.items() if key.upper() == name), None)
+    if found is None or known is None:
+        near = suggest(name or text, DEVICE_TYPES, "device types")
+        raise ConfigError(f"--on {text!r:.60} is not a known machine", hint=f"write COUNTxTYPE or local; {near}")
+    count = int(found[1] or 1)
+    if not 1 <= count <= _MOST_DEVICES:
+        raise ConfigError(f"--on {text!r:.60} has {count} devices in a host", hint=f"give 1 to {_MOST_DEVICES}")
+    return count, known

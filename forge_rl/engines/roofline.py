@@ -1,0 +1,285 @@
+"""Predicts seconds of decoding and training from a machine's rates: the slower of arithmetic and memory, plus links.
+
+All functions are pure. Times are of one device type at the shares of its peak rates that `Efficiency` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from forge_rl.engines.context import sequence_bytes
+from forge_rl.engines.costs import attention_flops, forward_flops, head_weights, layer_weights
+from forge_rl.engines.device_types import DeviceType
+from forge_rl.engines.families.family import Architecture
+from forge_rl.engines.memory import adds_up_once
+from forge_rl.engines.platform import resolve_dtype
+from forge_rl.engines.protocol import DecodeSettings, TrainSettings
+from forge_rl.errors import ConfigError
+
+_ADAMW_BYTES = 28
+"""Bytes of float32 that AdamW reads (weight, gradient, both moments) and writes (weight, both moments) per weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Assumed shares of the peak rates, and costs that no rate explains."""
+
+    training: float
+    """Share of the peak FLOP/s in the trainer's passes."""
+    decoding: float
+    """Share of the peak FLOP/s in an engine's steps, and while it reads prompts."""
+    memory: float
+    """Share of the memory's bandwidth."""
+    links: float
+    """Share of the bandwidth of each link."""
+    filled: float
+    """Share of the trainer's rows that holds tokens; the others are padding."""
+    step_s: float
+    """Seconds of an engine's step outside of the model: scheduling and sampling."""
+    sequence_s: float
+    """Seconds that each sequence adds to an engine's step: sampling and bookkeeping."""
+    collective_s: float
+    """Seconds until a collective of the smallest size ends."""
+    passes: float
+    """Number of times that publishing and loading weights touch each of their bytes in memory."""
+
+
+GPU_EFFICIENCY = Efficiency(
+    training=0.45,
+    decoding=0.5,
+    memory=0.7,
+    links=0.7,
+    filled=0.9,
+    step_s=3e-3,
+    sequence_s=1e-5,
+    collective_s=2e-5,
+    passes=4.0,
+)
+"""Assumptions, not measurements: nothing of this project has run on these GPUs."""
+CPU_EFFICIENCY = Efficiency(
+    training=0.8,
+    decoding=0.8,
+    memory=1.0,
+    links=1.0,
+    filled=1.0,
+    step_s=20e-3,
+    sequence_s=2e-3,
+    collective_s=1e-4,
+    passes=10.0,
+)
+"""Shares of the rates that `probe.this_device` measures; fitted to steps of SmolLM2-135M by `benchmarks.forecast`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What a step of a run computes."""
+
+    groups: int
+    """P: tasks per batch."""
+    group_size: int
+    """G: episodes per task."""
+    prompt: float
+    """Mean tokens of a prompt."""
+    answer: float
+    """Mean tokens of an answer."""
+    longest: float
+    """Tokens of a batch's longest answer."""
+    minibatches: int = 1
+    epochs: int = 1
+    passes: int = 0
+    """Forward passes without gradient over the batch, such as a frozen reference's."""
+
+    @property
+    def episodes(self) -> int:
+        return self.groups * self.group_size
+
+    @property
+    def answers(self) -> float:
+        """Tokens that are generated and trained."""
+        return self.episodes * self.answer
+
+    @property
+    def tokens(self) -> float:
+        """Tokens in the trainer's rows: each group's prompt once, and all answers."""
+        return self.groups * self.prompt + self.answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Predicted seconds of a phase by cause; causes that overlap are counted by the slower one."""
+
+    parts: Mapping[str, float]
+    sequences: float = 0.0
+    """Requests that an engine decodes at a time."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def binds(self) -> str:
+        """Name of the cause that takes the most time."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+def rollout_times(
+    architecture: Architecture,
+    settings: DecodeSettings,
+    work: Workload,
+    device: DeviceType,
+    *,
+    engines: int,
+    room: float,
+    use: Efficiency,
+) -> Times:
+    """Predict the seconds in which all engines generate a batch.
+
+    A step reads the weights once for all requests, and each one's keys and values. Engines share a group's prompt.
+
+    Args:
+        settings: of each engine.
+        engines: number of engines, with equal shares of the batch.
+        room: bytes of keys and values on each device of an engine.
+
+    Raises:
+        ConfigError: the cache does not hold one sequence.
+    """
+    a, tp, copies = architecture, settings.tensor_parallel_size, settings.data_parallel_size
+    itemsize = resolve_dtype(settings.dtype).itemsize
+    whole = round(work.prompt + work.answer)
+    held = int(room // sequence_bytes(a, settings, whole))
+    if held < 1:
+        raise ConfigError(
+            f"an engine's {room / 2**30:.3g} GiB hold no sequence of {whole} tokens",
+            hint="raise --generator.tensor-parallel-size, or lower --generator.max-model-len",
+        )
+    share = work.episodes / (engines * copies)
+    now = max(1.0, min(settings.max_num_seqs, held, share))
+    context = round(work.prompt + work.answer / 2)
+    flops = now * forward_flops(a, context, has_head=True) / tp
+    read = itemsize * (layer_weights(a, round(now)) + head_weights(a)) / tp + now * sequence_bytes(a, settings, context)
+    compute_s, memory_s = flops / (device.flops * use.decoding), read / (device.bandwidth * use.memory)
+    steps = max(share / now * work.answer, work.longest)
+    link_s = 0.0
+    if tp > 1:
+        moved = now * a.dim * itemsize * 2 * (tp - 1) / tp
+        link_s = 2 * a.layers * (use.collective_s + moved / (device.link * use.links))
+    prompts = max(1.0, work.groups / (engines * copies)) * work.prompt
+    prefill = prompts * forward_flops(a, work.prompt / 2, has_head=False) / tp
+    parts = {
+        "arithmetic": (steps * compute_s if compute_s > memory_s else 0.0) + prefill / (device.flops * use.decoding),
+        "memory bandwidth": steps * memory_s if compute_s <= memory_s else 0.0,
+        "links between the engine's devices": steps * link_s,
+        "scheduling and sampling": steps * (use.step_s + now * use.sequence_s),
+    }
+    return Times(parts=parts, sequences=now)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How the trainer's ranks lie on hosts."""
+
+    ranks: int
+    per_host: int
+    """Devices of a host."""
+    sharers: int = 1
+    """Processes that share what a `DeviceType` describes: on a CPU, the ranks."""
+
+    def link(self, device: DeviceType, span: int) -> float:
+        """Return the bytes per second of each rank to its peers, if a group of neighbours spans `span` ranks."""
+        return device.link if span <= self.per_host else device.network
+
+
+def train_times(
+    architecture: Architecture,
+    settings: TrainSettings,
+    work: Workload,
+    device: DeviceType,
+    *,
+    spread: Spread,
+    use: Efficiency,
+) -> Times:
+    """Predict the seconds in which the trainer trains a batch.
+
+    FSDP's collectives overlap with arithmetic; collectives of other kinds do not.
+    """
+    a, s = architecture, settings
+    tp, cp, ep = s.tensor_parallel_degree, s.context_parallel_degree, s.expert_parallel_degree
+    itemsize = resolve_dtype(s.dtype).itemsize
+    shares = max(1, spread.ranks // (tp * cp))
+    least = work.prompt + work.answer  # a group of episodes can be split, an episode cannot
+    tokens = max(work.tokens / shares, least) / use.filled
+    per_row = max(1, s.seq_len) * cp
+    rows = max(float(work.minibatches), -(-tokens // per_row))
+    flops = _flops(a, s, work) * tokens / max(1.0, work.tokens) / (tp * cp)
+    compute_s = spread.sharers * flops / (device.flops * use.training)
+    parts = {"arithmetic": work.epochs * compute_s}
+    gather_s = _gather_bytes(a, s, spread, rows, itemsize) / (
+        spread.link(device, spread.ranks // s.data_parallel_replicate_degree) * use.links
+    )
+    if s.enable_cpu_offload:
+        gather_s += rows * 2 * 4 * a.weights / spread.ranks / (device.host_link * use.links)
+    parts["links of FSDP beyond arithmetic"] = work.epochs * max(0.0, gather_s - compute_s)
+    local = tokens / cp
+    passes = 2 + (s.activation_checkpointing == "full")
+    if tp > 1:
+        moved = local * a.dim * itemsize * (tp - 1) / tp * a.layers * 4 * passes
+        parts["links of tensor parallelism"] = work.epochs * moved / (spread.link(device, tp) * use.links)
+    if cp > 1:
+        keys = tokens * (cp - 1) / cp * 2 * a.kv_heads * a.head_dim * itemsize / tp * a.layers
+        parts["links of context parallelism"] = work.epochs * 3 * keys / (spread.link(device, tp * cp) * use.links)
+    if ep > 1 and a.experts:
+        sent = local / tp * a.experts.top_k * a.dim * itemsize * (ep - 1) / ep * len(a.experts.layers)
+        parts["links of expert parallelism"] = work.epochs * 2 * passes * sent / (spread.link(device, ep) * use.links)
+    state = _ADAMW_BYTES * a.weights / (spread.ranks // s.data_parallel_replicate_degree)
+    rate = device.host_link * use.links if s.enable_cpu_offload else device.bandwidth * use.memory
+    parts["optimizer"] = spread.sharers * work.epochs * work.minibatches * state / rate
+    return Times(parts=parts)
+
+
+def _flops(architecture: Architecture, settings: TrainSettings, work: Workload) -> float:
+    """Return the operations of one pass over the batch, forward and backward, with recomputation."""
+    a = architecture
+    layers = 2.0 * layer_weights(a) * work.tokens
+    head = 2.0 * head_weights(a) * work.answers
+    prompts = work.groups * work.prompt * attention_flops(a, work.prompt / 2)
+    attention = prompts + work.answers * attention_flops(a, work.prompt + work.answer / 2)
+    again = {"none": 0.0, "selective": 0.5 * layers, "full": layers + attention}[settings.activation_checkpointing]
+    forward = layers + head + attention
+    return 3 * forward + again + work.passes * forward
+
+
+def _gather_bytes(a: Architecture, s: TrainSettings, spread: Spread, rows: float, itemsize: int) -> float:
+    """Return the bytes that a rank receives for FSDP in a pass over its rows: weights twice, float32 gradients once."""
+    split = spread.ranks // s.data_parallel_replicate_degree
+    if split == 1:
+        return 4.0 * a.weights if s.data_parallel_replicate_degree > 1 else 0.0
+    own = float(a.weights)
+    if a.experts and s.expert_parallel_degree > 1:
+        inside = len(a.experts.layers) * a.experts.count * 3 * a.dim * a.experts.hidden_dim
+        own -= inside * (1 - 1 / s.expert_parallel_degree)
+    own /= s.tensor_parallel_degree
+    reductions = 1.0 if adds_up_once(a.weights, s, ranks=spread.ranks) else rows
+    return (2 * rows * itemsize * own + reductions * 4 * own) * (split - 1) / split
+
+
+def publish_times(
+    architecture: Architecture,
+    settings: DecodeSettings,
+    device: DeviceType,
+    *,
+    hosts: int,
+    per_host: int,
+    ranks: int,
+    use: Efficiency,
+) -> Times:
+    """Predict the seconds in which a version of the weights gets from the trainer's ranks into all engines."""
+    size = architecture.weights * resolve_dtype(settings.dtype).itemsize
+    parts = {
+        "links to host memory": (size / ranks + size / settings.tensor_parallel_size) / (device.host_link * use.links),
+        "host memory": use.passes * size / (device.host_link * use.links * per_host),
+    }
+    if hosts > 1:
+        parts["network between hosts"] = size / (device.network * use.links * per_host)
+    return Times(parts=parts)

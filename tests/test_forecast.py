@@ -1,0 +1,199 @@
+"""Plans for machines that are not here: counts worked by hand, layouts that fit, and hostile config.json files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.context import sequence_bytes
+from forge_rl.engines.costs import attention_flops, forward_flops, head_weights, layer_weights
+from forge_rl.engines.device_types import DEVICE_TYPES, parse_machine
+from forge_rl.engines.devices import assumed_gpus, device_type, gpus
+from forge_rl.engines.protocol import DecodeSettings, TrainSettings
+from forge_rl.engines.roofline import GPU_EFFICIENCY, Spread, Workload, rollout_times, train_times
+from forge_rl.errors import ConfigError, ModelError
+from forge_rl.flags.command_line import parse
+from forge_rl.run.forecast import Machines, read_policy, search
+from forge_rl.run.show_forecast import flags, placed, show_forecast
+from forge_rl.run.target import on_target
+from recipes.grpo import Config
+
+COMMON = {"max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+QWEN3_8B = COMMON | json.loads(
+    """{"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}"""
+)
+QWEN3_30B = COMMON | json.loads(
+    """{"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": true}"""
+)
+DEEPSEEK_V3 = COMMON | json.loads(
+    """{"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "n_routed_experts": 256,
+    "first_k_dense_replace": 3, "moe_intermediate_size": 2048, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "n_group": 8, "topk_group": 4, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    "norm_topk_prob": true, "routed_scaling_factor": 2.5}"""
+)
+SMALL = QWEN3_8B | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "vocab_size": 4000}
+SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+
+
+def written(folder: Path, config: dict[str, object]) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def planned(folder: Path, *words: str) -> Config:
+    args = ["--plan", "--model-config", str(folder), *words]
+    with on_target(args):
+        return parse(Config, "grpo", args)
+
+
+def on(config: Config) -> Machines:
+    count, device = parse_machine(config.target.on)
+    return Machines(device=device, per_host=count, hosts=config.target.hosts)
+
+
+def test_counts_are_the_ones_worked_by_hand(tmp_path: Path) -> None:
+    bf16 = DecodeSettings(dtype="bfloat16")
+    dense = read_architecture(written(tmp_path, QWEN3_8B))
+    layer = 4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 12288
+    assert layer_weights(dense) == 36 * layer == 6_945_767_424
+    assert head_weights(dense) == 622_329_856
+    assert dense.weights == 6_945_767_424 + 2 * 622_329_856
+    assert sequence_bytes(dense, bf16, 1) == 2 * 36 * 8 * 128 * 2 == 147_456
+    assert attention_flops(dense, 1000) == 36 * 4 * 32 * 128 * 1000
+    assert forward_flops(dense, 0, has_head=True) == 2 * (36 * layer + 622_329_856)
+    sparse = read_architecture(written(tmp_path, QWEN3_30B))
+    active = 48 * (2048 * 128 * (2 * 32 + 2 * 4) + 128 * 2048 + 8 * 3 * 2048 * 768)
+    assert layer_weights(sparse) == pytest.approx(active)
+    assert active + 2 * head_weights(sparse) == pytest.approx(3.35e9, rel=0.01), "A3B"
+    assert layer_weights(sparse, 10_000) == pytest.approx(sparse.weights - 2 * head_weights(sparse), rel=1e-6)
+    latent = read_architecture(written(tmp_path, DEEPSEEK_V3))
+    assert latent.weights == pytest.approx(671e9, rel=0.001)
+    assert layer_weights(latent) + head_weights(latent) == pytest.approx(36.7e9, rel=0.02), "37B active"
+    assert sequence_bytes(latent, bf16, 1) == 61 * (512 + 64) * 2
+
+
+def test_times_are_the_slower_of_arithmetic_and_memory(tmp_path: Path) -> None:
+    dense = read_architecture(written(tmp_path, QWEN3_8B))
+    device, use = DEVICE_TYPES["H100-80G"], GPU_EFFICIENCY
+    alone = Workload(groups=1, group_size=1, prompt=1, answer=100, longest=100)
+    settings = DecodeSettings(dtype="bfloat16", max_num_seqs=256)
+    slow = rollout_times(dense, settings, alone, device, engines=1, room=40e9, use=use)
+    read = 2 * (6_945_767_424 + 622_329_856) + 51 * 147_456
+    assert slow.parts["memory bandwidth"] == pytest.approx(100 * read / (3350e9 * use.memory), rel=1e-3)
+    assert slow.binds == "memory bandwidth"
+    many = Workload(groups=64, group_size=8, prompt=1, answer=100, longest=100)
+    assert rollout_times(dense, settings, many, device, engines=1, room=40e9, use=use).sequences == 256
+    few = rollout_times(dense, settings, many, device, engines=1, room=101 * 147_456 * 10, use=use)
+    assert few.sequences == 10, "the cache holds ten sequences"
+    with pytest.raises(ConfigError, match="hold no sequence"):
+        rollout_times(dense, settings, many, device, engines=1, room=147_456, use=use)
+    train = TrainSettings(dtype="bfloat16", seq_len=4096)
+    one = train_times(dense, train, many, device, spread=Spread(ranks=1, per_host=8), use=use)
+    tokens = 64 + 51_200
+    flops = 6 * (6_945_767_424 * tokens + 622_329_856 * 51_200) + 3 * 51_200 * 36 * 4 * 32 * 128 * 51
+    assert one.parts["arithmetic"] == pytest.approx(flops / 0.9 / (989e12 * use.training), rel=1e-3)
+    assert one.parts["optimizer"] == pytest.approx(28 * dense.weights / (3350e9 * use.memory))
+    near, far = (
+        train_times(dense, train, many, device, spread=Spread(ranks=16, per_host=each), use=use) for each in (16, 8)
+    )
+    assert far.parts["links of FSDP beyond arithmetic"] > near.parts["links of FSDP beyond arithmetic"]
+
+
+def test_a_small_model_is_laid_out_on_sixteen_hosts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = planned(written(tmp_path, SMALL), "--on", "8xH100-80G", "--hosts", "16", "--groups-per-batch", "64")
+    assert device_type() == "cpu", "only planning assumes GPUs"
+    assert config.trainer.seq_len == 0, "flags have the defaults of CUDA"
+    machines = on(config)
+    found = search(config, read_policy(tmp_path, reference=False, values=False), machines)
+    trainer, generator = found.config.trainer, found.config.generator
+    assert (trainer.ranks, generator.replicas * generator.devices) == (128, 128)
+    assert found.shares_devices
+    where = {who: place for who, place, _ in placed(found, machines)}
+    assert where["trainer ranks"] == where["engines"] == "host 0, device 0 to host 15, device 7"
+    with assumed_gpus(128, machines.device.memory):
+        again = parse(Config, "grpo", [word for flag in flags(found) for word in flag.split()])
+        assert gpus() == 128
+    assert again.trainer == trainer, "the flags that are shown make this layout"
+    show_forecast(config)
+    shown = capsys.readouterr().out
+    for text in ("16 hosts of 8xH100-80G", "keys and values", "limited by", "assumed: training 0.45", "data sheet"):
+        assert text in shown
+
+
+def test_separate_devices_overlap_where_the_schedule_does(tmp_path: Path) -> None:
+    config = planned(written(tmp_path, SMALL), "--on", "4xA100-40G", "--schedule.kind", "asynchronous")
+    found = search(config, read_policy(tmp_path, reference=False, values=False), on(config))
+    trainer, generator = found.config.trainer, found.config.generator
+    assert trainer.ranks + generator.replicas * generator.devices == 4
+    assert found.step_s == max(found.rollout.seconds, found.train.seconds) + found.publish.seconds
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_that_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = planned(written(tmp_path, DEEPSEEK_V3), "--on", "8xH100-80G", "--hosts", "2")
+    with pytest.raises(ConfigError, match=r"take 156 GiB on each of 8 H100-80G.* does not span hosts"):
+        search(config, read_policy(tmp_path, reference=False, values=False), on(config))
+    shape = SMALL | {"hidden_size": 8192, "intermediate_size": 65536, "num_attention_heads": 64}
+    config = planned(written(tmp_path, shape | {"num_key_value_heads": 8}), "--on", "1xL4-24G")
+    with pytest.raises(ConfigError, match=r"a host needs .* GiB .* and has 48"):
+        show_forecast(config)
+    shown = capsys.readouterr().out
+    assert "1xL4-24G cannot hold this run: a host needs" in shown
+    assert "would fit: 8 hosts of 1xL4-24G" in shown
+    assert "would fit: 1xA100-40G" in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, "has model_type 'mamba'"),
+        ({"num_hidden_layers": 5000}, "layers 5000"),
+        ({"hidden_size": 2**30}, "dim 1073741824"),
+        ({"hidden_size": "4096"}, "hidden_size is '4096'"),
+        ({"num_attention_heads": True}, "num_attention_heads is True"),
+        ({"vocab_size": -1}, "vocab_size is -1"),
+        ({"rope_scaling": [1]}, "rope_scaling"),
+    ],
+)
+def test_a_config_is_not_trusted(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        read_policy(written(tmp_path, SMALL | change), reference=False, values=False)
+    assert change != {"model_type": "mamba"} or "'gpt_oss', 'llama'" in caught.value.hint
+
+
+def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is not a file"):
+        read_policy(tmp_path, reference=False, values=False)
+    (tmp_path / "config.json").write_text(" " * (2 << 20))
+    with pytest.raises(ModelError, match="has 2097152 bytes"):
+        read_policy(tmp_path, reference=False, values=False)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_policy(tmp_path, reference=False, values=False)
+    for words, message in (
+        (["--on", "8xH10"], "not a known machine"),
+        (["--on", "99xH100-80G"], "99 devices"),
+        (["--on", "local", "--hosts", "2"], "this machine"),
+        ([], "belong to a plan for other machines"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            planned(tmp_path, *words)
+    with pytest.raises(ConfigError, match="--on local is of a plan"):
+        parse(Config, "grpo", ["--on", "local"])
+
+
+def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = planned(written(tmp_path, SMALL), "--on", "local", "--generator.max-model-len", "256", "--loss", "clipped:kl_coef=0.1")
+    show_forecast(config)
+    shown = capsys.readouterr().out
+    for text in ("measured now", "frozen reference", "prompts of 240 tokens, answers"):
+        assert text in shown
