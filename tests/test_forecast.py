@@ -192,7 +192,9 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
 
 
 def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = planned(written(tmp_path, SMALL), "--on", "local", "--generator.max-model-len", "256", "--loss", "clipped:kl_coef=0.1")
+    config = planned(
+        written(tmp_path, SMALL), "--on", "local", "--generator.max-model-len", "256", "--loss", "clipped:kl_coef=0.1"
+    )
     show_forecast(config)
     shown = capsys.readouterr().out
     for text in ("measured now", "frozen reference", "prompts of 240 tokens, answers"):
