@@ -188,13 +188,14 @@ def test_a_fork_has_the_folder_as_it_was(sandbox: SharedPool):
             await session.run("import os, pathlib; os.makedirs('a/b'); pathlib.Path('a/b/c').write_text('1')")
             await session.run("os.chmod('a/b/c', 0o750); os.utime('a/b/c', (7, 7)); os.mkfifo('p'); os.mkfifo('a/p')")
             await session.run("os.symlink('a/b', 'link'); os.symlink('/nowhere', 'a/dead'); os.chmod('a', 0o500)")
+            await session.run("os.mkdir('shut'); open('shut/x', 'w'); os.chmod('shut/x', 0); os.chmod('shut', 0)")
             async with await session.fork() as fork:
                 code = "found = os.stat('link/c'); oct(found.st_mode), found.st_mtime, open('a/b/c').read()"
                 return await fork.run(code), await fork.run("sorted(os.listdir()), sorted(os.listdir('a'))")
 
     inside, names = sandbox.run(work())
     assert inside.value == "('0o100750', 7.0, '1')"
-    assert names.value == "(['a', 'link'], ['b', 'dead'])"
+    assert names.value == "(['a', 'link', 'shut'], ['b', 'dead'])"
 
 
 def test_sessions_do_not_share_random_numbers_or_users(sandbox: SharedPool):

@@ -8,13 +8,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forge_rl.envs.code_blocks import QUEUE_S
+from forge_rl.envs.harbor_trial import HarborTrial, TrialSettings, working_folder
 from forge_rl.envs.protocol import Env
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.envs.task_list import TaskList, split
-from forge_rl.errors import ConfigError, TaskError
+from forge_rl.envs.tools import ToolSettings
+from forge_rl.errors import ConfigError, TaskError, check_flags
+from forge_rl.sandbox.host import check_layers
+from forge_rl.sandbox.session import check_folders
 from forge_rl.types import Message, Task
 
+_UNSUPPORTED = {
+    "mcp_servers": "MCP servers",
+    "gpus": "a GPU",
+    "tpu": "a TPU",
+    "healthcheck": "services, as it checks their health",
+}
+"""What an environment can name in task.toml."""
+_IN_BLOCKS = (
+    "You work in a shell. Write commands in a block that begins with ```sh, and you are shown their output. Files "
+    "stay; each block starts in the task's folder. Once the task is done, answer without a block: then tests run."
+)
 _IMAGES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
+_OUTPUT_CHARS = 4000
 _NAMED = 8
 """Number of tasks listed in an error."""
 _DEPTH = 4
@@ -38,9 +55,14 @@ class HarborTask:
     """Content of task.toml."""
 
     @property
+    def has_script(self) -> bool:
+        """Whether a script in the task's folder scores the answer."""
+        return (self.folder / "tests" / "test.sh").is_file()
+
+    @property
     def needs(self) -> str:
-        """What the task needs besides a text answer; "" if nothing."""
-        environment = self.config.get("environment") or {}
+        """What the task needs that a sandbox session does not have; "" if nothing."""
+        environment, verifier = (self.config.get(each) or {} for each in ("environment", "verifier"))
         if image := environment.get("docker_image"):
             return f"a container from {image}"
         found = next((name for name in _IMAGES if (self.folder / "environment" / name).is_file()), "")
@@ -48,46 +70,83 @@ class HarborTask:
             return f"a container from environment/{found}"
         if self.config.get("steps"):
             return f"{len(self.instructions)} steps"
-        script = next((each for each in ("test.sh", "test.bat") if (self.folder / "tests" / each).is_file()), "")
-        return f"a place to run tests/{script}" if script else ""
+        if verifier.get("environment") or verifier.get("environment_mode") == "separate":
+            return "a container of its own for the verifier"
+        for name, what in _UNSUPPORTED.items():
+            if environment.get(name):
+                return what
+        if str(environment.get("os", "linux")).lower() != "linux" or (self.folder / "tests" / "test.bat").is_file():
+            return "Windows"
+        variables = [*(environment.get("env") or {}).values(), *(verifier.get("env") or {}).values()]
+        if found := next((str(value) for value in variables if "${" in str(value)), ""):
+            return f"the variable {found} of this machine"
+        return _needed_folder(working_folder(environment)) if self.has_script else ""
 
 
 class HarborEnv:
     """Makes environments from Harbor task folders: `--env harbor:FOLDER`, with a task's folder or a folder of tasks.
 
-    The model sees a task's instruction and answers once; the run's reward scores the answer. The task's folder and
-    task.toml are in `truth`. Tasks that need a container are rejected, and those with a test script: it expects folders
-    at the root, such as /tests and /logs, that sandbox sessions do not have.
+    If a task has tests/test.sh, the model works in a shell, in a sandbox session without a network and with this
+    machine's programs, which begins with the files of the folder `environment` in the working folder (/app unless
+    task.toml names another). A completion with commands in fenced blocks, or a call of the tool `shell`, runs them;
+    any other completion ends the episode. Then test.sh runs in a fresh session with a copy of the model's files, and
+    the reward is what it writes to /logs/verifier/reward.txt or reward.json. Without a script, the model answers once,
+    and the run's reward scores the answer. Tasks that need a container are rejected.
 
     Args:
         folder: a task, or a folder of tasks.
         skip: skip tasks that need a container, if there are others.
+        max_turns: maximum completions per episode; after the last, the tests run on the files as they are.
+        timeout_s: seconds that the commands of one completion may run.
+        memory_mib: memory of a session, unless task.toml sets memory_mb; a quarter of it is for files.
+        tool: show the model the schema of `shell`, for models trained to call tools. Blocks work as well.
         held_out_share: share of held-out tasks; which ones depends only on their instructions.
 
     Raises:
-        ConfigError: there are no tasks.
+        ConfigError: there are no tasks, or an option is out of range.
         TaskError: a task cannot be read; names the file and the cause.
     """
 
-    in_process = True
-
-    def __init__(self, folder: str, *, skip: bool = False, held_out_share: float = 0.1) -> None:
-        if not 0 <= held_out_share < 1:
-            raise ConfigError(f"held_out_share is {held_out_share} in --env harbor", hint="choose 0 to below 1")
+    def __init__(
+        self,
+        folder: str,
+        *,
+        skip: bool = False,
+        max_turns: int = 20,
+        timeout_s: float = 60.0,
+        memory_mib: int = 1024,
+        tool: bool = False,
+        held_out_share: float = 0.1,
+    ) -> None:
         self.folder = Path(folder).expanduser()
+        self.timeout_s, self.memory_mib, self.held_out_share = timeout_s, memory_mib, held_out_share
+        least = {"memory_mib": 64, "held_out_share": 0}
+        check_flags(self, "--env harbor:", least=least, above={"timeout_s": 0}, below={"held_out_share": 1})
         self.tasks = read_tasks(self.folder)
         self._skip = skip
-        self._share = held_out_share
+        blocks = ToolSettings(
+            max_turns=max_turns,
+            timeout_s=QUEUE_S,
+            max_output_chars=_OUTPUT_CHARS,
+            instruction="" if tool else _IN_BLOCKS,
+        )
+        self._settings = TrialSettings(blocks=blocks, timeout_s=timeout_s, memory_mib=memory_mib, tool=tool)
+
+    @property
+    def in_process(self) -> bool:
+        """Whether its environments only show messages, so that they can run in the controller."""
+        return not any(task.has_script for task in self.tasks)
 
     def __call__(self, task: Task) -> Env:
         """Make the environment of one episode."""
-        return SingleTurn(task)
+        return HarborTrial(self._settings, task) if task.truth["has_script"] else SingleTurn(task)
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return the task source.
 
         Raises:
             ConfigError: some tasks need a container; lists them.
+            SandboxError: this machine cannot isolate the sessions that the others need.
         """
         refused = [task for task in self.tasks if task.needs]
         kept = [task for task in self.tasks if not task.needs]
@@ -96,13 +155,15 @@ class HarborEnv:
             more = f"\n  and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
             left = f"add skip=true to train on the other {len(kept)}, or " if kept else ""
             raise ConfigError(
-                f"{len(refused)} of {len(self.tasks)} tasks in {self.folder} need more than a text answer:\n"
+                f"{len(refused)} of {len(self.tasks)} tasks in {self.folder} need what a sandbox does not have:\n"
                 f"{named}{more}",
                 hint=f"{left}run them with your own agent, start(agent=...): the sandbox has no images",
             )
+        if any(task.has_script for task in kept):
+            check_layers("process")
         name = f"harbor:{self.folder.name}"
         made = [_task(task, name) for task in kept]
-        train, held_out = split(made, self._share, key=lambda task: task.prompt)
+        train, held_out = split(made, self.held_out_share, key=lambda task: task.prompt)
         return {name: TaskList(name, train, held_out, seed=seed)}
 
 
@@ -126,6 +187,15 @@ def read_tasks(folder: Path) -> list[HarborTask]:
                 f"{other.folder} and {task.folder} are both named {task.name!r}", hint="rename one in its task.toml"
             )
     return tasks
+
+
+def _needed_folder(place: str) -> str:
+    """Return a folder if a session cannot show it, or ""."""
+    try:
+        check_folders({place: "work"})
+    except ConfigError:
+        return f"the folder {place!r:.80}"
+    return ""
 
 
 def _folders(folder: Path, depth: int) -> list[Path]:
@@ -157,5 +227,5 @@ def _read(folder: Path) -> HarborTask:
 
 def _task(task: HarborTask, source: str) -> Task:
     messages: tuple[Message, ...] = ({"role": "user", "content": task.instructions[0]},)
-    truth = {"folder": str(task.folder), "config": dict(task.config)}
+    truth = {"folder": str(task.folder.absolute()), "config": dict(task.config), "has_script": task.has_script}
     return Task(id=task.name, source=source, messages=messages, truth=truth)

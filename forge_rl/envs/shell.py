@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from forge_rl.envs.code_blocks import BlockUse, block_settings
 from forge_rl.envs.protocol import Observation, Step
@@ -62,7 +63,7 @@ class ShellUse:
 
     def __init__(self, config: ShellEnv, task: Task) -> None:
         self._config = config
-        tool = replace(_TOOL, owner=self)
+        tool = replace(TOOL, owner=self)
         self._use = BlockUse(config.settings, task, tool, languages=SHELL, shows_schema=config.tool)
         self._session: DurableSession | None = None
 
@@ -84,14 +85,21 @@ class ShellUse:
         result = await self._session.run(commands, wall_s=self._config.timeout_s)
         if not self._session.alive:  # it was lost with the same commands again and again, which cannot end it
             raise SandboxError(f"the session of the episode is gone: {result.error and result.error.message}")
-        return _shown(result)
+        return shown_result(result)
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
 
-async def _shell(episode: ShellUse, commands: str) -> str:
+class ShellEpisode(Protocol):
+    """An episode in which command lines run."""
+
+    async def run(self, commands: str) -> str:
+        """Run command lines; return what the model is shown."""
+
+
+async def _shell(episode: ShellEpisode, commands: str) -> str:
     """Run command lines in bash, and return their output, and their exit status if it is not 0. Files stay for later
     calls; variables, the current folder and programs left running do not.
 
@@ -102,10 +110,11 @@ async def _shell(episode: ShellUse, commands: str) -> str:
 
 
 _shell.__name__ = "shell"
-_TOOL = Tool(_shell, is_method=True)
+TOOL = Tool(_shell, is_method=True)
+"""The tool of a `ShellEpisode`, which owns it."""
 
 
-def _shown(result: Result) -> str:
+def shown_result(result: Result) -> str:
     """Return a result as the model sees it, like a terminal."""
     parts = [result.stdout, result.stderr]
     if result.error is not None:

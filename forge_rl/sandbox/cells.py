@@ -20,7 +20,7 @@ import stat
 import sys
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 from forge_rl.sandbox import dialing, frames, kernel
@@ -360,7 +360,7 @@ def enter_folder(folder: str) -> None:
 def _copy_folder(source: str, target: str) -> None:
     """Copy files, folders and links with modes and times. What is neither, such as a pipe, stays behind."""
     os.makedirs(target, 0o700, exist_ok=True)
-    with os.scandir(source) as entries:
+    with _readable(source, 0o500) as found, os.scandir(source) as entries:
         for entry in entries:
             copy = os.path.join(target, entry.name)
             if entry.is_symlink():
@@ -368,17 +368,30 @@ def _copy_folder(source: str, target: str) -> None:
             elif entry.is_dir():
                 _copy_folder(entry.path, copy)
             elif entry.is_file():
-                with open(entry.path, "rb") as file, open(copy, "wb") as other:
+                with _readable(entry.path, 0o400) as of_file, open(entry.path, "rb") as file, open(copy, "wb") as other:
                     while part := file.read(1 << 20):
                         other.write(part)
-                _copy_mode(entry.path, copy)
-    _copy_mode(source, target)
+                _give_mode(copy, of_file)
+    _give_mode(target, found)
 
 
-def _copy_mode(source: str, target: str) -> None:
-    found = os.stat(source)
-    os.chmod(target, stat.S_IMODE(found.st_mode))
-    os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))
+@contextlib.contextmanager
+def _readable(path: str, rights: int) -> Iterator[os.stat_result]:
+    """Give a file of the session's own these rights for a while, which its code may have taken away."""
+    found = os.stat(path)
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & rights != rights:
+        os.chmod(path, mode | rights)
+    try:
+        yield found
+    finally:
+        if mode & rights != rights:
+            os.chmod(path, mode)
+
+
+def _give_mode(path: str, found: os.stat_result) -> None:
+    os.chmod(path, stat.S_IMODE(found.st_mode))
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def rehearse() -> None:

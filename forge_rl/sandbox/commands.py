@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -140,6 +141,7 @@ class Commands:
                 kept=self.output_bytes,
                 env=message["env"],
                 folder=str(message["folder"]),
+                folders=message["folders"],
             )
         except (OSError, ValueError) as raised:
             ended = _Ended(None, b"", b"", "", False, 0.0, 0)
@@ -204,6 +206,7 @@ class Commands:
         cpu_s: float | None = None,
         env: dict[str, str] | None = None,
         folder: str = "",
+        folders: Mapping[str, str] = {},
     ) -> _Ended:
         """Run a command to its end, and to the end of all that it has started.
 
@@ -216,7 +219,7 @@ class Commands:
             ValueError: an argument or variable contains a NUL.
         """
         before, kills = self._cpu_s(), self._count("kills")
-        arguments = [*self._confinement(env or {}, folder), "--", *argv]
+        arguments = [*self._confinement(env or {}, folder, folders), "--", *argv]
         if any("\0" in argument for argument in arguments):
             raise ValueError("a command contains a NUL")
         running, stdin = self._start(arguments, kept, cpu_s)
@@ -236,7 +239,7 @@ class Commands:
             memory_bytes=int(memory),
         )
 
-    def _confinement(self, env: dict[str, str], folder: str) -> list[str]:
+    def _confinement(self, env: dict[str, str], folder: str, folders: Mapping[str, str]) -> list[str]:
         """Return bubblewrap's arguments: what a command sees, and nothing else."""
         arguments = ["bwrap", *_CONFINED]
         path = ":".join([_SEARCHED, *self._programs])
@@ -259,6 +262,9 @@ class Commands:
         arguments += ["--bind", f"{here}/tmp", "/dev/shm"]
         if self.workspace:
             arguments += ["--bind", self.workspace, WORKSPACE]
+        for place, name in folders.items():
+            os.makedirs(f"{here}/folders/{name}", 0o700, exist_ok=True)
+            arguments += ["--bind", f"{here}/folders/{name}", place]
         # A command that lowered its oom_score_adj there would outlive others on a machine without memory.
         arguments += ["--remount-ro", "/proc", "--remount-ro", "/"]
         return [*arguments, "--chdir", os.path.join(WORKSPACE if self.workspace else HOME, folder)]

@@ -10,10 +10,10 @@ import math
 import re
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from forge_rl.sandbox import cells
 from forge_rl.sandbox.limits import Limits, Result, SandboxError, Usage
@@ -51,12 +51,25 @@ class _Live:
 class _Action:
     """A cell or file given to a session, and its result."""
 
-    code: str = ""
+    code: str | Sequence[str] = ""
     wall_s: float | None = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """What else a command was given; see `Session.run`."""
     shown: str = ""
     path: str = ""
     """For a file that was put, its name."""
     data: bytes = b""
+
+    @property
+    def about(self) -> list[object]:
+        """What its result depends on besides what came before, as JSON values."""
+        if self.path:
+            return ["put", self.path, base64.b64encode(self.data).decode()]
+        code = self.code if isinstance(self.code, str) else list(self.code)
+        given = {
+            name: base64.b64encode(each).decode() if name == "stdin" else each for name, each in self.given.items()
+        }
+        return ["run", code, self.wall_s, *([given] if given else [])]
 
 
 class DurableSessions:
@@ -181,7 +194,16 @@ class DurableSession:
         """Whether it takes another cell; False once a cell has killed it, or it was closed."""
         return not self._ended
 
-    async def run(self, code: str, *, wall_s: float | None = None) -> Result:
+    async def run(
+        self,
+        code: str | Sequence[str],
+        *,
+        wall_s: float | None = None,
+        stdin: bytes = b"",
+        env: Mapping[str, str] | None = None,
+        folder: str = "",
+        folders: Mapping[str, str] | None = None,
+    ) -> Result:
         """Run a cell as `Session.run` does, or return its result from the cache; then `usage` is 0.
 
         If the processes are lost, they are replaced, and the session's earlier cells are run again first.
@@ -195,10 +217,12 @@ class DurableSession:
             if wall_s is not None and not 0 < wall_s < math.inf:
                 raise SandboxError(f"wall_s is {wall_s}", hint="give a cell a positive number of seconds")
             cache, ran = self._sessions.cache, list[Result]()
-            key = content_key(self._keys[-1].hex(), "run", code, wall_s)
+            options = {"stdin": stdin, "env": env, "folder": folder, "folders": folders}
+            action = _Action(code=code, wall_s=wall_s, given={name: each for name, each in options.items() if each})
+            key = content_key(self._keys[-1].hex(), *action.about)
 
             async def compute() -> tuple[str, bool]:
-                ran.append(await self._run(code, wall_s))
+                ran.append(await self._run(action))
                 error = ran[0].error
                 text = json.dumps(result_to_json(replace(ran[0], usage=Usage(wall_s=0.0))))
                 return text, not self._ended and (error is None or error.name not in _BY_SANDBOX)
@@ -213,7 +237,7 @@ class DurableSession:
                     except (ValueError, RecursionError, WireError):  # not by this version
                         cache.forget(key)
                         await compute()
-            self._append(_Action(code=code, wall_s=wall_s, shown=_shown(ran[0])), "run", code, wall_s)
+            self._append(replace(action, shown=_shown(ran[0])))
             return ran[0]
 
     async def put(self, path: str, data: bytes) -> None:
@@ -228,7 +252,7 @@ class DurableSession:
             )
         async with self._lock:
             self._check()
-            self._append(_Action(path=path, data=data), "put", path, base64.b64encode(data).decode())
+            self._append(_Action(path=path, data=data))
 
     async def get(self, path: str) -> bytes:
         """Read a file.
@@ -247,6 +271,17 @@ class DurableSession:
             self._check()
             return DurableSession(self._sessions, self.limits, tuple(self._keys), tuple(self._log))
 
+    async def branch(self) -> Session:
+        """Return a plain session in the same state, of which nothing is rebuilt if it dies. The caller closes it.
+
+        Raises:
+            SandboxError: as `run` does.
+        """
+        async with self._lock:
+            self._check()
+            _, session = await self._surviving(lambda live: live.session.fork())
+            return session
+
     async def close(self) -> None:
         """End the session; its state may be kept for others that come to the same."""
         self._ended = self._ended or "it is closed"
@@ -264,19 +299,19 @@ class DurableSession:
         if self._ended:
             raise SandboxError(f"the session has ended: {self._ended}", hint="open another")
 
-    def _append(self, action: _Action, *about: object) -> None:
+    def _append(self, action: _Action) -> None:
         self._log.append(action)
-        self._keys.append(content_key(self._keys[-1].hex(), *about, action.shown))
+        self._keys.append(content_key(self._keys[-1].hex(), *action.about, action.shown))
         if self._live is not None and self._done == len(self._log):
             self._sessions.is_at(self._live, self._keys[-1])
 
-    async def _run(self, code: str, wall_s: float | None) -> Result:
+    async def _run(self, action: _Action) -> Result:
         """Run the next cell, in another session if that one is lost or killed."""
 
         async def run(live: _Live) -> Result:
             self._sessions.counts["run"] += 1
             self._sessions.changes(live)
-            return await live.session.run(code, wall_s=wall_s)
+            return await live.session.run(action.code, wall_s=action.wall_s, **action.given)
 
         deaths = 0
         while True:
@@ -337,14 +372,13 @@ class DurableSession:
             await live.session.put(action.path, action.data)
             return
         self._sessions.counts["repeated"] += 1
-        result = await live.session.run(action.code, wall_s=action.wall_s)
+        result = await live.session.run(action.code, wall_s=action.wall_s, **action.given)
         if not live.session.alive:
             raise SandboxError("the session was lost while its cells were run again")
         if (shown := _shown(result)) == action.shown:
             return
         if (cache := self._sessions.cache) is not None:
-            place = self._done
-            cache.forget(content_key(self._keys[place].hex(), "run", action.code, action.wall_s))
+            cache.forget(content_key(self._keys[self._done].hex(), *action.about))
         raise DivergedError(
             f"cell {self._done + 1} of a session gave {shown:.200}, not {action.shown:.200}, when it was run again",
             hint="cells that depend on time or chance cannot be run again: start the episode again",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import posixpath
 import sys
 import time
 import uuid
@@ -15,6 +16,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.sandbox import frames
 from forge_rl.sandbox.bodies import MOST_HARNESS_TEXT, Body, receive, send, why_ended
 from forge_rl.sandbox.changes import APPLY, LEFT_OUT, Change, Changes, packed, read_changes
+from forge_rl.sandbox.commands import HOME
 from forge_rl.sandbox.diffs import diff_text
 from forge_rl.sandbox.limits import MEDIA_TYPES, CellError, Image, Limits, Result, SandboxError, Usage
 
@@ -24,6 +26,8 @@ _COMMAND_GRACE_S = 15.0
 """The same for a command, whose processes have to be killed and to end."""
 _FILE_S = 60.0
 _BYTES_PER_ESCAPE = 6
+_TAKEN = ("/proc", "/dev", "/tmp", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", HOME)
+"""Places of the system, or of a session's own folders, where a command sees nothing else."""
 
 
 class Session:
@@ -78,6 +82,7 @@ class Session:
         stdin: bytes = b"",
         env: Mapping[str, str] | None = None,
         folder: str = "",
+        folders: Mapping[str, str] | None = None,
     ) -> Result:
         """Run a cell of Python and return its result. A cell that fails is a result, not an exception.
 
@@ -95,6 +100,9 @@ class Session:
             stdin: a command's standard input.
             env: variables of a command, besides PATH, HOME, TMPDIR, LANG, USER and LOGNAME; nothing is inherited.
             folder: where a command starts, relative to the session's folder.
+            folders: more folders of the session that a command sees, such as {"/app": "app"}: where, and a name, by
+                which files stay for commands that see it at the same place or another. Those that are not named are
+                out of a command's reach.
 
         Raises:
             SandboxError: the session has ended before, or the server is gone.
@@ -107,12 +115,13 @@ class Session:
         message: dict[str, object] = {"do": "run", "wall_s": wall_s, "cpu_s": cpu_s}
         if self._body.host.profile == "process":
             message |= {"command": _command(code), "env": _variables(env or {}), "folder": folder}
+            message["folders"] = check_folders(folders or {})
             data = stdin
-        elif isinstance(code, str) and not (stdin or env or folder):
+        elif isinstance(code, str) and not (stdin or env or folder or folders):
             data = code.encode("utf-8", "replace")
         else:
             raise ConfigError(
-                "sessions of Python run code, without stdin, env and folder", hint='use Pool(profile="process")'
+                "sessions of Python run code, without stdin, env and folders", hint='use Pool(profile="process")'
             )
         async with self._lock:
             self._check_alive()
@@ -344,6 +353,21 @@ def _variables(env: Mapping[str, str]) -> dict[str, str]:
         if not name or "=" in name or not isinstance(value, str):
             raise ConfigError(f"a variable is {name!r:.80}", hint="names have no =, and values are strings")
     return dict(env)
+
+
+def check_folders(folders: Mapping[str, str]) -> dict[str, str]:
+    """Check and return where a command sees more folders of its session.
+
+    Raises:
+        ConfigError: a place is the system's, or a name is not one.
+    """
+    for place, name in folders.items():
+        taken = any(place == one or place.startswith(f"{one}/") for one in _TAKEN)
+        if not place.startswith("/") or place != posixpath.normpath(place) or place in ("/", "//") or taken:
+            raise ConfigError(f"a folder is to be seen at {place!r:.80}", hint="choose another absolute path: /app")
+        if not name.isidentifier():
+            raise ConfigError(f"the name of a folder is {name!r:.80}", hint="use letters, digits and _")
+    return dict(folders)
 
 
 def _result(message: dict[str, object], image: bytes, most: int, wall_s: float) -> Result:
