@@ -90,7 +90,7 @@ class HarborEnv:
     machine's programs, which begins with the files of the folder `environment` in the working folder (/app unless
     task.toml names another). A completion with commands in fenced blocks, or a call of the tool `shell`, runs them;
     any other completion ends the episode. Then test.sh runs in a fresh session with a copy of the model's files, and
-    the reward is what it writes to /logs/verifier/reward.txt or reward.json. Without a script, the model answers once,
+    the number in /logs/verifier/reward.txt or reward.json is the reward. Without a script, the model answers once,
     and the run's reward scores the answer. Tasks that need a container are rejected.
 
     Args:
@@ -103,7 +103,7 @@ class HarborEnv:
         held_out_share: share of held-out tasks; which ones depends only on their instructions.
 
     Raises:
-        ConfigError: there are no tasks, or an option is out of range.
+        ConfigError: the folder has no tasks, or an option is out of range.
         TaskError: a task cannot be read; names the file and the cause.
     """
 

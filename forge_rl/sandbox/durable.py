@@ -62,7 +62,7 @@ class _Action:
 
     @property
     def about(self) -> list[object]:
-        """What its result depends on besides what came before, as JSON values."""
+        """The action itself as JSON values; its result depends on this and on the history."""
         if self.path:
             return ["put", self.path, base64.b64encode(self.data).decode()]
         code = self.code if isinstance(self.code, str) else list(self.code)
