@@ -14,6 +14,7 @@ JOBS: Mapping[str, str] = {
     "local": "forge_rl.runtime.jobs.local:LocalJob",
     "allocation": "forge_rl.runtime.jobs.allocation:AllocationJob",
     "slurm": "forge_rl.runtime.jobs.slurm:SlurmJob",
+    "kubernetes": "forge_rl.runtime.jobs.kubernetes:KubernetesHosts",
     "process": "forge_rl.runtime.jobs.process:ProcessHosts",
 }
 """Kinds of jobs by name, as MODULE:CLASS, imported on first use: frozen dataclasses whose fields are the options.

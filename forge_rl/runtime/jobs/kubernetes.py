@@ -1,0 +1,358 @@
+"""`--job kubernetes:image=...`: each host a pod of a Kubernetes cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from forge_rl.errors import ConfigError, InfrastructureError, check_flags, check_installed
+from forge_rl.runtime.cluster import quiet_stderr, set_defaults
+from forge_rl.runtime.jobs.manifests import (
+    HOST_LABEL,
+    RANK_LABEL,
+    RUN_LABEL,
+    Manifest,
+    PodSpec,
+    network_policy,
+    pod,
+    quantity_bytes,
+)
+from forge_rl.runtime.jobs.pods import Pods, PodState, connect, deleted_with_this_process
+from forge_rl.runtime.jobs.protocol import JobListener
+from forge_rl.runtime.jobs.worker import bracketed, check_private
+
+if TYPE_CHECKING:
+    from monarch.actor import HostMesh
+
+_FLAG = "--job kubernetes:"
+_NAME = re.compile(r"[a-z][a-z0-9]{0,39}")
+_ATTACH_S = 60
+_GONE_S = 30.0
+"""Seconds to wait at the end until the pods do not exist any more, so that the next run may have the same name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesHosts:
+    """Hosts that are pods, created for the run and deleted with it, and joined by Monarch's KubernetesJob.
+
+    KubernetesHosts(image="registry.example/forge-rl:1", hosts=4, gpus=8, memory="512Gi", shm="128Gi")
+    """
+
+    image: str
+    """Image with this version of forge_rl, in which `python` finds it."""
+    hosts: int = 1
+    """Number of pods, named host0, host1 and so on."""
+    name: str = "forgerl"
+    """Name of the run, unique in the namespace: lower-case letters and digits."""
+    namespace: str = "default"
+    """Namespace of the pods."""
+    gpus: int = 0
+    """GPUs of each pod, as nvidia.com/gpu."""
+    cpus: str = ""
+    """CPUs of each pod, such as 16; no limit by default."""
+    memory: str = ""
+    """Memory of each pod, such as 256Gi, /dev/shm included; no limit by default."""
+    shm: str = "16Gi"
+    """Size of /dev/shm, which holds two versions of the weights, and what NCCL needs."""
+    claim: str = ""
+    """Persistent volume claim that all pods mount, for the run folder and models."""
+    mount: str = "/shared"
+    """Where the claim is mounted."""
+    user: int = 1000
+    """User and group id of the processes; not 0."""
+    grace_s: int = 600
+    """Seconds between the notice that a pod will be stopped and its end: longer than a checkpoint takes to save."""
+    wait_s: float = 3600.0
+    """Seconds to wait until all pods are ready."""
+    port: int = 26600
+    """Port of the pods' address on which Monarch listens."""
+    template: Path | None = None
+    """YAML file with a pod template (metadata, spec) that the pods complete, for instance with node selectors."""
+    kubeconfig: Path | None = None
+    """kubectl's file; by default the cluster in which this process runs, else kubectl's own choice."""
+    route: Literal["auto", "direct", "forward"] = "auto"
+    """How this process reaches the pods: direct, by their addresses; forward, through kubectl port-forward to one of
+    them; auto is direct within the cluster."""
+    public: bool = False
+    """Let the pods listen on public addresses. Monarch executes any code that reaches it."""
+
+    def __post_init__(self) -> None:
+        check_flags(
+            self, _FLAG, least={"hosts": 1, "gpus": 0, "user": 1, "grace_s": 1, "port": 1024}, above={"wait_s": 0}
+        )
+        check_flags(self, _FLAG, most={"hosts": 4096, "port": 65535})
+        for field in ("name", "namespace"):
+            value = str(getattr(self, field))
+            if not _NAME.fullmatch(value.replace("-", "") if field == "namespace" else value):
+                raise ConfigError(
+                    f"{_FLAG}{field} is {value!r}", hint="use at most 40 lower-case letters and digits, a letter first"
+                )
+        if not self.image.strip():
+            raise ConfigError(f"{_FLAG}image is empty", hint="name an image that contains forge_rl")
+        shm = quantity_bytes(self.shm, f"{_FLAG}shm")
+        if self.memory and quantity_bytes(self.memory, f"{_FLAG}memory") <= shm:
+            raise ConfigError(
+                f"/dev/shm of {self.shm} leaves nothing of {self.memory}, as it counts as memory",
+                hint=f"raise {_FLAG}memory, or lower {_FLAG}shm",
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the hosts."""
+        return tuple(f"host{number}" for number in range(self.hosts))
+
+    def manifests(self) -> tuple[Manifest, tuple[Manifest, ...]]:
+        """Return the network policy and the pods.
+
+        Raises:
+            ConfigError: the template is not a pod template.
+        """
+        limits = {"cpu": self.cpus, "memory": self.memory, "nvidia.com/gpu": str(self.gpus or "")}
+        public = ["--public"] if self.public else []
+        spec = PodSpec(
+            run=self.name,
+            namespace=self.namespace,
+            image=self.image,
+            resources={name: limit for name, limit in limits.items() if limit},
+            shm=self.shm,
+            command=["python", "-m", "forge_rl.runtime.jobs.worker", "$(POD_IP)", str(self.port), *public],
+            grace_s=self.grace_s,
+            user=self.user,
+            template=_template(self.template),
+        )
+        pods = tuple(pod(spec, name, port=self.port, claim=self.claim, mount=self.mount) for name in self.names)
+        return network_policy(self.name, self.namespace), pods
+
+    def describe(self, command: Sequence[str]) -> str:
+        """Return the manifests as YAML, which `kubectl apply --dry-run=server -f -` can check."""
+        import yaml  # type: ignore[import-untyped]
+
+        policy, pods = self.manifests()
+        return str(yaml.safe_dump_all([policy, *pods], sort_keys=False)).rstrip()
+
+    @contextlib.asynccontextmanager
+    async def open(self, listener: JobListener) -> AsyncIterator[Mapping[str, HostMesh]]:
+        """Create the pods, wait until they serve, and delete them after the body, or if this process is killed.
+
+        Raises:
+            ConfigError: the cluster refused the pods, or this process may not reach them.
+            InfrastructureError: the pods were not ready in time, or one ended; says why each waits.
+        """
+        check_installed("--job kubernetes", "kubernetes", "kubernetes")
+        set_defaults()
+        policy, manifests = self.manifests()
+        api, is_inside = await asyncio.to_thread(connect, self.kubeconfig)
+        pods = Pods(api, namespace=self.namespace, run=self.name)
+        if await asyncio.to_thread(pods.exists):
+            kubectl = f"kubectl -n {self.namespace} delete pod,networkpolicy -l {RUN_LABEL}={self.name}"
+            raise ConfigError(
+                f"pods of a run {self.name!r} exist in the namespace {self.namespace!r}",
+                hint=f"set {_FLAG}name to another name, or, if that run has ended, delete them: {kubectl}",
+            )
+        if is_inside:
+            self._adopt(await asyncio.to_thread(pods.own_pod), policy, manifests)
+        with deleted_with_this_process(self.kubeconfig, namespace=self.namespace, run=self.name):
+            watched = _Watched(self.names, listener)
+            unfollow = pods.follow(watched.tell, watched.trouble)
+            creating = asyncio.ensure_future(asyncio.to_thread(pods.create, policy, manifests))
+            try:
+                await asyncio.shield(creating)
+                addresses = await watched.ready(self.wait_s)
+                yield await asyncio.to_thread(self._attach, addresses, is_inside)
+            finally:
+                watched.closing = True
+                await asyncio.wait([creating])  # what it still creates must be deleted too
+                try:
+                    await asyncio.to_thread(pods.delete)
+                    await watched.gone(_GONE_S)
+                finally:
+                    unfollow()
+
+    def _adopt(self, own: Manifest | None, policy: Manifest, pods: Sequence[Manifest]) -> None:
+        """Make this process's pod the owner of the others, so that Kubernetes deletes them with it.
+
+        Raises:
+            ConfigError: the policy would keep this process's pod from the others.
+        """
+        if own is None:
+            return
+        if (own["metadata"].get("labels") or {}).get(RUN_LABEL) != self.name:
+            raise ConfigError(
+                f"the network policy would keep the controller's pod {own['metadata']['name']} from the others, as it "
+                f"lacks the label {RUN_LABEL}={self.name}",
+                hint=f"add the label to its manifest, or set {_FLAG}name to the label's value",
+            )
+        owner = {"apiVersion": "v1", "kind": "Pod", "name": own["metadata"]["name"], "uid": own["metadata"]["uid"]}
+        for each in (policy, *pods):
+            each["metadata"]["ownerReferences"] = [owner]
+
+    def _attach(self, addresses: Mapping[str, str], is_inside: bool) -> dict[str, HostMesh]:
+        """Join the pods, which are ready, as Monarch hosts.
+
+        Raises:
+            ConfigError: Monarch could not reach them.
+        """
+        import monarch.config
+        from kubernetes.config.kube_config import KUBE_CONFIG_DEFAULT_LOCATION
+        from monarch.job.kubernetes import KubeConfig, KubernetesJob
+
+        class Direct(KubeConfig):
+            """A kubeconfig of a cluster whose pods can be reached by their addresses."""
+
+            out_of_cluster = False
+
+        class Bracketed(KubernetesJob):
+            """A job whose pods may have IPv6 addresses."""
+
+            def _wait_for_ready_pods(self, *args: Any, **kwargs: Any) -> list[Any]:
+                return [replace(pod, ip=bracketed(pod.ip)) for pod in super()._wait_for_ready_pods(*args, **kwargs)]
+
+        is_direct = self.route == "direct" or (self.route == "auto" and is_inside)
+        kubeconfig = None
+        if not (is_inside and is_direct):
+            place = str((self.kubeconfig or Path(KUBE_CONFIG_DEFAULT_LOCATION)).expanduser())
+            kubeconfig = (Direct if is_direct else KubeConfig).from_path(place)
+        job = Bracketed(self.namespace, timeout=_ATTACH_S, kubeconfig=kubeconfig)
+        if is_direct:
+            own = _own_address(next(iter(addresses.values())), self.port)
+            if not self.public:
+                check_private(own, hint=f"start the controller on a private network, or set {_FLAG}public=true")
+            monarch.config.configure(default_transport=f"tcp://{bracketed(own)}:0")
+        for name in self.names:
+            selector = f"{RUN_LABEL}={self.name},{HOST_LABEL}={name}"
+            job.add_mesh(name, 1, label_selector=selector, pod_rank_label=RANK_LABEL, port=self.port)
+        try:
+            with quiet_stderr():  # Monarch's jobs log what they do
+                state = job.state(cached_path=None)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"Monarch could not join the pods: {str(error)[:300]}",
+                hint=f"see {_FLAG}route; to forward, kubectl must be installed",
+            ) from error
+        return {name: getattr(state, name) for name in self.names}
+
+
+_ENDED = ("dead", "gone")
+
+
+class _Watched:
+    """What is known of the pods of a run, told to its listener."""
+
+    def __init__(self, names: Sequence[str], listener: JobListener) -> None:
+        self.closing = False
+        """True if pods that end are no news."""
+        self._states: dict[str, PodState] = {name: PodState(phase="waiting", reason="Pending") for name in names}
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._seen = set[str]()
+        self._said = ""
+        self._was_ready = False
+
+    def tell(self, host: str, state: PodState) -> None:
+        """Take the state of a host; called in any thread."""
+        self._loop.call_soon_threadsafe(self._note, host, state)
+
+    def trouble(self, problem: str) -> None:
+        """Pass on a problem with the API; called in any thread."""
+        self._loop.call_soon_threadsafe(self._say, problem)
+
+    async def ready(self, wait_s: float) -> dict[str, str]:
+        """Wait until all pods are ready; return their addresses by host.
+
+        Raises:
+            InfrastructureError: one ended, or the time is over.
+        """
+        try:
+            async with asyncio.timeout(wait_s):
+                while True:
+                    self._changed.clear()
+                    if dead := {host: state for host, state in self._states.items() if state.phase in _ENDED}:
+                        raise InfrastructureError(
+                            f"pods ended before the run began: {_reasons(dead)}",
+                            hint="see kubectl logs and kubectl describe pod",
+                        )
+                    if all(state.phase == "ready" for state in self._states.values()):
+                        break
+                    await self._changed.wait()
+        except TimeoutError:
+            raise InfrastructureError(
+                f"the pods were not ready in {wait_s:g} s: {self._waiting()}",
+                hint=f"see kubectl describe pod; set {_FLAG}wait_s to wait longer",
+            ) from None
+        self._was_ready = True
+        return {host: state.address for host, state in self._states.items()}
+
+    async def gone(self, wait_s: float) -> None:
+        """Wait until none of the pods exists, or the time is over."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while any(self._states[host].phase != "gone" for host in self._seen):
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _note(self, host: str, state: PodState) -> None:
+        known = self._states.get(host)
+        if known is None:
+            return
+        self._states[host] = state
+        self._seen.add(host)
+        self._changed.set()
+        if state.phase in _ENDED and known.phase in _ENDED:
+            return
+        if state.phase in _ENDED and self._was_ready and not self.closing:
+            self._listener.lost(host, state.reason)
+        elif not self._was_ready and not self.closing:
+            self._say(self._waiting())
+
+    def _waiting(self) -> str:
+        ready = sum(state.phase == "ready" for state in self._states.values())
+        waiting = {host: state for host, state in self._states.items() if state.phase != "ready"}
+        return f"{ready} of {len(self._states)} pods are ready" + (f"; {_reasons(waiting)}" if waiting else "")
+
+    def _say(self, text: str) -> None:
+        if text != self._said and not self.closing:
+            self._said = text
+            self._listener.say(text)
+
+
+def _reasons(states: Mapping[str, PodState]) -> str:
+    """Return the hosts of each reason."""
+    hosts: dict[str, list[str]] = {}
+    for host, state in states.items():
+        hosts.setdefault(state.reason, []).append(host)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in hosts.items())
+
+
+def _own_address(other: str, port: int) -> str:
+    """Return the address of this machine from which another one is reached; sends nothing."""
+    with socket.socket(socket.AF_INET6 if ":" in other else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((other, port))
+        return str(probe.getsockname()[0])
+
+
+def _template(path: Path | None) -> Mapping[str, Any]:
+    """Read a pod template.
+
+    Raises:
+        ConfigError: the file does not hold one.
+    """
+    if path is None:
+        return {}
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{_FLAG}template: {str(error)[:300]}", hint="name a YAML file") from error
+    if not isinstance(found, dict) or not {"metadata", "spec"} >= found.keys():
+        raise ConfigError(
+            f"{_FLAG}template: {path} is not a pod template", hint="write the keys metadata and spec of a pod"
+        )
+    return found

@@ -1,0 +1,229 @@
+"""Hosts that are pods: manifests, states of pods, and runs against a stand-in for an API server."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytest.importorskip("kubernetes")
+
+from forge_rl.errors import ConfigError, InfrastructureError
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.jobs.flag import build_job
+from forge_rl.runtime.jobs.kubernetes import KubernetesHosts
+from forge_rl.runtime.jobs.manifests import merge, quantity_bytes
+from forge_rl.runtime.jobs.pods import PodState, judge
+from forge_rl.runtime.jobs.protocol import JobListener
+from forge_rl.runtime.service import Service
+from tests.fake_actors import FakeActor, new_service_name, pid_of
+from tests.kubernetes_server import ApiServer, serving, unknown_fields
+
+
+@pytest.fixture
+def cluster() -> ApiServer:
+    return ApiServer()
+
+
+@pytest.fixture
+def kubeconfig(cluster: ApiServer, tmp_path: Path) -> Iterator[Path]:
+    with serving(cluster, tmp_path) as path:
+        yield path
+
+
+def job_of(kubeconfig: Path, **options: Any) -> KubernetesHosts:
+    given: dict[str, Any] = {"image": "forge-rl:1", "hosts": 2, "route": "direct", "kubeconfig": kubeconfig}
+    return KubernetesHosts(**given | options)
+
+
+def test_manifests_have_only_fields_of_the_clients_models_and_restrict_the_pods(tmp_path: Path):
+    template = tmp_path / "pod.yaml"
+    template.write_text(
+        "metadata: {annotations: {team: a}}\n"
+        "spec:\n"
+        "  nodeSelector: {gpu: h100}\n"
+        "  automountServiceAccountToken: true\n"
+        "  containers:\n"
+        "  - {name: worker, env: [{name: NCCL_DEBUG, value: WARN}], "
+        "securityContext: {capabilities: {add: [IPC_LOCK]}}}\n"
+    )
+    text = f"kubernetes:image=x,hosts=3,name=grpo,gpus=8,cpus=32,memory=512Gi,shm=128Gi,claim=c,template={template}"
+    job = build_job(text)
+    assert isinstance(job, KubernetesHosts)
+    policy, pods = job.manifests()
+    assert unknown_fields(policy, "V1NetworkPolicy") == []
+    assert [pod["metadata"]["name"] for pod in pods] == ["grpo-host0", "grpo-host1", "grpo-host2"]
+    spec = pods[1]["spec"]
+    assert unknown_fields(pods[1], "V1Pod") == []
+    assert unknown_fields({**pods[1], "spec": {**spec, "hostnetwork": True}}, "V1Pod") == ["V1Pod.spec.hostnetwork"]
+    (container,) = spec["containers"]
+    assert spec["nodeSelector"] == {"gpu": "h100"}
+    assert spec["automountServiceAccountToken"] is False, "options of the job win over the template"
+    assert [each["name"] for each in container["env"]] == ["NCCL_DEBUG", "POD_IP", "MONARCH_PORT", "HOME"]
+    assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"], "drop": ["ALL"]}
+    assert container["resources"]["limits"] == {"cpu": "32", "memory": "512Gi", "nvidia.com/gpu": "8"}
+    assert spec["volumes"][0] == {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "128Gi"}}
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["terminationGracePeriodSeconds"] == 600
+    own = {"podSelector": {"matchLabels": {"forge-rl-run": "grpo"}}}
+    assert policy["spec"] == {**own, "policyTypes": ["Ingress"], "ingress": [{"from": [own]}]}
+    assert pods[1]["metadata"]["labels"]["forge-rl-run"] == "grpo"
+
+
+def test_dry_run_prints_the_manifests_as_yaml():
+    import yaml
+
+    command = [sys.executable, "-m", "recipes.grpo", "--job", "kubernetes:image=x,hosts=2", "--dry-run"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert [each["kind"] for each in yaml.safe_load_all(shown.stdout)] == ["NetworkPolicy", "Pod", "Pod"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("kubernetes:hosts=2", "needs image"),
+        ("kubernetes:image=x,name=Grpo-1", "name is 'Grpo-1'"),
+        ("kubernetes:image=x,shm=64", None),
+        ("kubernetes:image=x,shm=many", "shm is 'many'"),
+        ("kubernetes:image=x,shm=64Gi,memory=32Gi", "leaves nothing of 32Gi"),
+        ("kubernetes:image=x,user=0", "user is 0"),
+    ],
+)
+def test_options_are_checked_before_the_cluster_is_asked(text: str, problem: str | None):
+    if problem is None:
+        build_job(text)
+        return
+    with pytest.raises(ConfigError, match=problem):
+        build_job(text)
+
+
+def test_quantities_and_templates():
+    assert [quantity_bytes(text, "--x") for text in ("7", "2k", "64Mi", "8Gi")] == [7, 2000, 64 << 20, 8 << 30]
+    assert merge({"a": [1], "b": 2, "c": {"d": 3}}, {"a": [4], "b": 5, "c": {"e": 6}}) == {
+        "a": [1, 4],
+        "b": 5,
+        "c": {"d": 3, "e": 6},
+    }
+
+
+def pod_of(
+    phase: str, *, deleted: bool = False, state: dict[str, Any] | None = None, **condition: str
+) -> dict[str, Any]:
+    containers = [{"name": "worker", "state": state}] if state else []
+    metadata = {"deletionTimestamp": "2026-01-01T00:00:00Z"} if deleted else {}
+    status = {"phase": phase, "podIP": "10.0.0.1", "conditions": [condition], "containerStatuses": containers}
+    return {"metadata": metadata, "status": status}
+
+
+def test_a_pod_waits_for_a_reason_and_every_end_of_it_is_a_dead_host():
+    ready = {"type": "Ready", "status": "True"}
+    unschedulable = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no\nGPU"}
+    preempted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    oom = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    for pod, phase, reason in (
+        ({}, "waiting", "Pending"),
+        (pod_of("Running", **ready), "ready", ""),
+        (pod_of("Running"), "waiting", "Running"),
+        (pod_of("Pending", **unschedulable), "waiting", "Unschedulable: no GPU"),
+        (pod_of("Pending", state={"waiting": {"reason": "ErrImagePull"}}), "waiting", "ErrImagePull"),
+        (pod_of("Pending", state={"waiting": {"reason": "InvalidImageName"}}), "dead", "InvalidImageName"),
+        (pod_of("Running", deleted=True, **ready), "dead", "the pod is being deleted"),
+        (pod_of("Running", deleted=True, **preempted), "dead", "PreemptionByScheduler"),
+        (pod_of("Running", state=oom, **ready), "dead", "the container exited with status 137: OOMKilled"),
+        (pod_of("Succeeded"), "dead", "the pod is Succeeded: ?"),
+        (pod_of("Failed", **preempted), "dead", "PreemptionByScheduler"),
+        (pod_of("Unknown"), "dead", "the pod is Unknown: ?"),
+    ):
+        found = judge(pod)
+        assert (found.phase, found.reason) == (phase, reason), pod
+    assert judge(pod_of("Running", **ready)) == PodState(phase="ready", address="10.0.0.1")
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("nothing_left")
+def test_a_run_that_waits_says_why_and_ctrl_c_deletes_what_was_made(cluster: ApiServer, kubeconfig: Path):
+    cluster.room = 1
+    cluster.broken_images = ("broken",)
+    said: list[str] = []
+
+    async def wait(job: KubernetesHosts, words: str) -> None:
+        enough = asyncio.Event()
+
+        def say(text: str) -> None:
+            said.append(text)
+            if words in text:
+                enough.set()
+
+        async def opened() -> None:
+            async with job.open(JobListener(say=say)):
+                raise AssertionError("it cannot start")
+
+        opening = asyncio.create_task(opened())
+        heard = asyncio.create_task(enough.wait())
+        await asyncio.wait((opening, heard), timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        heard.cancel()
+        opening.cancel()
+        await opening
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(wait(job_of(kubeconfig), "1 of 2 pods are ready; host1: Unschedulable: 0/1 nodes"))
+    asyncio.run(
+        wait(job_of(kubeconfig, hosts=1, image="broken"), 'host0: ImagePullBackOff: Back-off pulling image "br')
+    )
+    until(lambda: not cluster.pods)
+    labels = {"forge-rl-run": "forgerl", "forge-rl-host": "host0"}
+    broken = {"spec": {"containers": [{"image": "broken", "command": []}]}}
+    cluster.create({"metadata": {"name": "left", "labels": labels}} | broken)
+    with pytest.raises(InfrastructureError, match=r"not ready in 0.5 s.*ImagePullBackOff"):
+        asyncio.run(wait(job_of(kubeconfig, hosts=1, name="other", image="broken", wait_s=0.5), "never"))
+    with pytest.raises(ConfigError, match="pods of a run 'forgerl' exist"):
+        asyncio.run(wait(job_of(kubeconfig), "never"))
+
+
+def until(is_so: Any, within_s: float = 20) -> None:
+    end = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("nothing_left")
+def test_pods_are_hosts_that_run_code_and_one_that_ends_is_lost_by_name(
+    cluster: ApiServer, kubeconfig: Path, tmp_path: Path
+):
+    async def main() -> list[tuple[str, str]]:
+        lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        async with job_of(kubeconfig, hosts=3).open(JobListener(lost=lambda *told: lost.put_nowait(told))) as hosts:
+            assert list(cluster.policies) == ["forgerl"]
+            faults = Faults()
+            faults.install()
+            made = Cluster(tmp_path, hosts=hosts)
+            service = Service(new_service_name(), made, faults)
+            for host in hosts:
+                await service.watch(service.spawn(FakeActor, host, host=host), deadline_s=60)
+            for number in range(3):
+                pid = await pid_of(service, replica=number)
+                assert psutil.Process(pid).environ()["POD_IP"] == f"127.0.1.{number + 1}"
+            faults.closing = True
+            await service.stop()
+            cluster.kill("forgerl-host1")
+            found = [await asyncio.wait_for(lost.get(), 10)]
+            cluster.delete("forgerl-host2", grace_s=0.5, cause="PreemptionByScheduler")
+            found.append(await asyncio.wait_for(lost.get(), 10))
+            await made.close()
+        assert lost.empty(), "hosts that are given back are not lost"
+        return found
+
+    assert asyncio.run(main()) == [
+        ("host1", "the container exited with status 137: OOMKilled"),
+        ("host2", "PreemptionByScheduler"),
+    ]
+    assert (cluster.pods, cluster.policies) == ({}, {})
