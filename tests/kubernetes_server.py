@@ -27,6 +27,7 @@ from urllib.parse import parse_qs, urlsplit
 from kubernetes import client
 
 _ROOT = Path(__file__).parent.parent
+_CONTAINER = {"name": "worker", "image": "", "imageID": "", "ready": False, "restartCount": 0}
 _POLICY_GROUP = "/apis/networking.k8s.io/v1"
 
 
@@ -99,7 +100,7 @@ class ApiServer:
             ]
         elif image in self.broken_images:
             waiting = {"reason": "ImagePullBackOff", "message": f'Back-off pulling image "{image}"'}
-            pod.status["containerStatuses"] = [{"name": "worker", "state": {"waiting": waiting}}]
+            pod.status["containerStatuses"] = [{**_CONTAINER, "state": {"waiting": waiting}}]
         else:
             self.run(pod)
         self.note("MODIFIED", pod)
@@ -136,7 +137,7 @@ class ApiServer:
         ended = {"exitCode": status, "reason": "OOMKilled" if code == -9 else "Error"}
         pod.status["phase"] = "Failed"
         pod.status["conditions"] = [{"type": "Ready", "status": "False"}]
-        pod.status["containerStatuses"] = [{"name": "worker", "state": {"terminated": ended}}]
+        pod.status["containerStatuses"] = [{**_CONTAINER, "state": {"terminated": ended}}]
         if not pod.manifest["metadata"].get("deletionTimestamp"):
             self.note("MODIFIED", pod)
 

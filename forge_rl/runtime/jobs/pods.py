@@ -230,6 +230,14 @@ class Pods:
         pods = {each["metadata"]["labels"][HOST_LABEL]: each for each in found["items"]}
         return pods, str(found["metadata"]["resourceVersion"])
 
+    def _changes(self, **query: Any) -> object:
+        # No docstring, by which Watch would choose a model that has to fit every field of every version of the API.
+        selector = f"{self._selector},{HOST_LABEL}"
+        limit_s = _WATCH_S + _CALL_S
+        return self._core.list_namespaced_pod(
+            self._namespace, label_selector=selector, _request_timeout=limit_s, **query
+        )
+
     def follow(self, tell: Callable[[str, PodState], None], trouble: Callable[[str], None]) -> Callable[[], None]:
         """Call `tell` in a thread with each host's state now and whenever it changes.
 
@@ -257,14 +265,7 @@ class Pods:
             for host, pod in pods.items():
                 note(host, judge(pod))
             with api_errors(f"watch the pods of {self._run}"):
-                for event in watching.stream(
-                    self._core.list_namespaced_pod,
-                    self._namespace,
-                    label_selector=f"{self._selector},{HOST_LABEL}",
-                    resource_version=version,
-                    timeout_seconds=_WATCH_S,
-                    _request_timeout=_WATCH_S + _CALL_S,
-                ):
+                for event in watching.stream(self._changes, resource_version=version, timeout_seconds=_WATCH_S):
                     if ended.is_set():
                         return
                     pod = event["raw_object"]
