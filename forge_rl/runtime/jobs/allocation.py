@@ -8,7 +8,6 @@ import functools
 import os
 import re
 import shlex
-import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from forge_rl.errors import ConfigError
 from forge_rl.runtime.jobs.addresses import own_address
-from forge_rl.runtime.jobs.launched import Notice, launched_hosts
+from forge_rl.runtime.jobs.launched import Notice, launched_hosts, save_at_notice
 from forge_rl.runtime.jobs.protocol import JobListener
 from forge_rl.runtime.jobs.slurm_queue import dead_nodes, node_addresses, node_names
 from forge_rl.system.variables import handed_on
@@ -102,7 +101,7 @@ class AllocationJob:
         async with launched_hosts(
             commands,
             JobListener(say=listener.say, lost=lost),
-            ending=functools.partial(_save, listener),
+            ending=functools.partial(save_at_notice, listener),
             controller=controller,
             env={**handed_on(kept), "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "60s"},
             may_be_public=self.public,
@@ -169,13 +168,6 @@ def _once_each(tell: Notice) -> Notice:
             tell(name, cause)
 
     return first
-
-
-def _save(listener: JobListener, name: str, number: str) -> None:
-    """Pass a notice on to this process, at which a run saves; not where it would die of that instead."""
-    listener.say(f"the scheduler is about to end host {name} ({number})")
-    if signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN):
-        signal.raise_signal(signal.SIGUSR1)
 
 
 @contextlib.contextmanager

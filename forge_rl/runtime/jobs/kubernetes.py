@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forge_rl.errors import ConfigError, InfrastructureError, check_flags, check_installed
 from forge_rl.runtime.cluster import quiet_stderr, set_defaults
+from forge_rl.runtime.jobs.addresses import own_address, url
+from forge_rl.runtime.jobs.launched import listen_on, save_at_notice
 from forge_rl.runtime.jobs.manifests import (
     HOST_LABEL,
     RANK_LABEL,
@@ -25,7 +26,6 @@ from forge_rl.runtime.jobs.manifests import (
 )
 from forge_rl.runtime.jobs.pods import Pods, PodState, connect, deleted_with_this_process
 from forge_rl.runtime.jobs.protocol import JobListener
-from forge_rl.runtime.jobs.worker import bracketed, check_private
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
@@ -68,6 +68,9 @@ class KubernetesHosts:
     """User and group id of the processes; not 0."""
     grace_s: int = 600
     """Seconds between the notice that a pod will be stopped and its end: longer than a checkpoint takes to save."""
+    evicted: Literal["save", "lose"] = "save"
+    """What a run does when the cluster announces that it will stop a pod, for instance to make room: save, and end, so
+    that the same command continues it; or lose the host, and go on with the others."""
     wait_s: float = 3600.0
     """Seconds to wait until all pods are ready."""
     port: int = 26600
@@ -158,7 +161,7 @@ class KubernetesHosts:
         if is_inside:
             self._adopt(await asyncio.to_thread(pods.own_pod), policy, manifests)
         with deleted_with_this_process(self.kubeconfig, namespace=self.namespace, run=self.name):
-            watched = _Watched(self.names, listener)
+            watched = _Watched(self.names, listener, saves=self.evicted == "save")
             unfollow = pods.follow(watched.tell, watched.trouble)
             creating = asyncio.ensure_future(asyncio.to_thread(pods.create, policy, manifests))
             try:
@@ -211,7 +214,8 @@ class KubernetesHosts:
             """A job whose pods may have IPv6 addresses."""
 
             def _wait_for_ready_pods(self, *args: Any, **kwargs: Any) -> list[Any]:
-                return [replace(pod, ip=bracketed(pod.ip)) for pod in super()._wait_for_ready_pods(*args, **kwargs)]
+                pods = super()._wait_for_ready_pods(*args, **kwargs)
+                return [replace(pod, ip=f"[{pod.ip}]" if ":" in pod.ip else pod.ip) for pod in pods]
 
         is_direct = self.route == "direct" or (self.route == "auto" and is_inside)
         kubeconfig = None
@@ -220,10 +224,9 @@ class KubernetesHosts:
             kubeconfig = (Direct if is_direct else KubeConfig).from_path(place)
         job = Bracketed(self.namespace, timeout=_ATTACH_S, kubeconfig=kubeconfig)
         if is_direct:
-            own = _own_address(next(iter(addresses.values())), self.port)
-            if not self.public:
-                check_private(own, hint=f"start the controller on a private network, or set {_FLAG}public=true")
-            monarch.config.configure(default_transport=f"tcp://{bracketed(own)}:0")
+            own = own_address(list(addresses.values()), may_be_public=self.public)
+            listen_on(own)
+            monarch.config.configure(default_transport=url(own, 0))  # KubernetesJob has set another one
         for name in self.names:
             selector = f"{RUN_LABEL}={self.name},{HOST_LABEL}={name}"
             job.add_mesh(name, 1, label_selector=selector, pod_rank_label=RANK_LABEL, port=self.port)
@@ -238,17 +241,18 @@ class KubernetesHosts:
         return {name: getattr(state, name) for name in self.names}
 
 
-_ENDED = ("dead", "gone")
+_ENDED = ("ending", "dead", "gone")
 
 
 class _Watched:
     """What is known of the pods of a run, told to its listener."""
 
-    def __init__(self, names: Sequence[str], listener: JobListener) -> None:
+    def __init__(self, names: Sequence[str], listener: JobListener, *, saves: bool) -> None:
         self.closing = False
         """True if pods that end are no news."""
         self._states: dict[str, PodState] = {name: PodState(phase="waiting", reason="Pending") for name in names}
         self._listener = listener
+        self._saves = saves
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._seen = set[str]()
@@ -304,12 +308,14 @@ class _Watched:
         self._states[host] = state
         self._seen.add(host)
         self._changed.set()
-        if state.phase in _ENDED and known.phase in _ENDED:
+        if self.closing:
             return
-        if state.phase in _ENDED and self._was_ready and not self.closing:
-            self._listener.lost(host, state.reason)
-        elif not self._was_ready and not self.closing:
+        if not self._was_ready:
             self._say(self._waiting())
+        elif state.phase == "ending" and self._saves:
+            save_at_notice(self._listener, host, state.reason)
+        elif state.phase in _ENDED and (known.phase not in _ENDED or (known.phase == "ending" and self._saves)):
+            self._listener.lost(host, known.reason if known.phase == "ending" else state.reason)
 
     def _waiting(self) -> str:
         ready = sum(state.phase == "ready" for state in self._states.values())
@@ -328,13 +334,6 @@ def _reasons(states: Mapping[str, PodState]) -> str:
     for host, state in states.items():
         hosts.setdefault(state.reason, []).append(host)
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in hosts.items())
-
-
-def _own_address(other: str, port: int) -> str:
-    """Return the address of this machine from which another one is reached; sends nothing."""
-    with socket.socket(socket.AF_INET6 if ":" in other else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, port))
-        return str(probe.getsockname()[0])
 
 
 def _template(path: Path | None) -> Mapping[str, Any]:

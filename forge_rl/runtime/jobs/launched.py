@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ async def launched_hosts(
         ConfigError: Monarch already runs in this process on another network.
     """
     set_defaults()
-    _listen_on(controller)
+    listen_on(controller)
     hosts: list[LaunchedHost] = []
     closing = False
 
@@ -133,6 +134,13 @@ async def launched_hosts(
         for host in hosts:
             host.address.cancel()
         await asyncio.gather(*following)
+
+
+def save_at_notice(listener: JobListener, name: str, notice: str) -> None:
+    """Pass a notice that a host will end on to this process, at which a run saves; not where it would die of that."""
+    listener.say(f"the scheduler is about to end host {name} ({notice})")
+    if signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN):
+        signal.raise_signal(signal.SIGUSR1)
 
 
 async def _launch(name: str, command: Sequence[str], env: Mapping[str, str]) -> LaunchedHost:
@@ -167,8 +175,12 @@ async def _addresses(hosts: Sequence[LaunchedHost], listener: JobListener) -> di
     return dict(zip((host.name for host in hosts), found, strict=True))
 
 
-def _listen_on(ip: str) -> None:
-    """Make Monarch in this process listen on an address for other machines."""
+def listen_on(ip: str) -> None:
+    """Make Monarch in this process listen on an address for other machines.
+
+    Raises:
+        ConfigError: Monarch already runs in this process on another network.
+    """
     with quiet_stderr():
         from monarch.actor import enable_transport
     try:

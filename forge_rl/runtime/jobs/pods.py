@@ -34,8 +34,8 @@ _HOPELESS = ("InvalidImageName", "CreateContainerConfigError")
 class PodState:
     """What the API says of a host's pod."""
 
-    phase: Literal["waiting", "ready", "dead", "gone"]
-    """dead: it ended, or soon will; gone: it does not exist any more."""
+    phase: Literal["waiting", "ready", "ending", "dead", "gone"]
+    """ending: the cluster will stop it once its grace is over; dead: it ended; gone: it does not exist any more."""
     reason: str = ""
     """Why it waits, or why it is dead."""
     address: str = ""
@@ -43,7 +43,7 @@ class PodState:
 
 
 def judge(pod: Mapping[str, Any]) -> PodState:
-    """Return the state of a pod, given as the API's JSON. Every terminal state, and a deletion that began, is dead."""
+    """Return the state of a pod, given as the API's JSON. Every terminal state is dead."""
     status = pod.get("status") or {}
     address = str(status.get("podIP") or "")
     conditions = {each.get("type"): each for each in status.get("conditions") or ()}
@@ -51,13 +51,13 @@ def judge(pod: Mapping[str, Any]) -> PodState:
     disruption = conditions.get("DisruptionTarget") or {}
     cause = _words(disruption) if disruption.get("status") == "True" else ""
     phase = str(status.get("phase") or "Pending")
-    if (pod.get("metadata") or {}).get("deletionTimestamp"):
-        return PodState(phase="dead", reason=cause or "the pod is being deleted", address=address)
     if ended := next((each["terminated"] for each in containers if each.get("terminated")), None):
         code = f"exited with status {ended.get('exitCode')}"
         return PodState(phase="dead", reason=cause or f"the container {code}: {_words(ended) or '?'}", address=address)
     if phase not in ("Pending", "Running"):  # Succeeded, Failed, Unknown: its node is lost
         return PodState(phase="dead", reason=cause or f"the pod is {phase}: {_words(status) or '?'}", address=address)
+    if cause or (pod.get("metadata") or {}).get("deletionTimestamp"):
+        return PodState(phase="ending", reason=cause or "the pod is being deleted", address=address)
     if address and (conditions.get("Ready") or {}).get("status") == "True":
         return PodState(phase="ready", address=address)
     blocked = [each["waiting"] for each in containers if each.get("waiting")]
