@@ -249,7 +249,7 @@ class _Watched:
 
     def __init__(self, names: Sequence[str], listener: JobListener, *, saves: bool) -> None:
         self.closing = False
-        """True if pods that end are no news."""
+        """True while the pods are being deleted: their ends are not reported."""
         self._states: dict[str, PodState] = {name: PodState(phase="waiting", reason="Pending") for name in names}
         self._listener = listener
         self._saves = saves

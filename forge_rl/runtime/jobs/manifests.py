@@ -32,7 +32,7 @@ class PodSpec:
     namespace: str
     image: str
     resources: Mapping[str, str]
-    """Limits, which are also what is requested: cpu, memory, nvidia.com/gpu."""
+    """Requests and limits of cpu, memory and nvidia.com/gpu."""
     shm: str
     """Size of /dev/shm, such as 8Gi; counts as memory."""
     command: Sequence[str]

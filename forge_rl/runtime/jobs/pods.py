@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _CALL_S = 30.0
 _WATCH_S = 60
-"""Seconds until a watch is renewed, which finds what it has missed."""
+"""Seconds until a watch is renewed, in case it missed a change."""
 _RETRY_S = 2.0
 _DELETE_GRACE_S = 1
 _MOST_WORDS = 300
@@ -80,7 +80,7 @@ def api_errors(doing: str) -> Iterator[None]:
     """Turn errors of the API in the body into ours: `with api_errors("create the pod grpo-host0"): ...`.
 
     Raises:
-        ConfigError: the API refused, or what was to be created exists.
+        ConfigError: the API refused.
         InfrastructureError: the API cannot be reached.
     """
     from kubernetes.client import ApiException
@@ -121,7 +121,7 @@ def connect(kubeconfig: Path | None) -> tuple[ApiClient, bool]:
         kubeconfig: a file; None means the cluster that this process is in, else kubectl's own choice.
 
     Raises:
-        ConfigError: there is no such file, or no cluster.
+        ConfigError: the file or the cluster does not exist.
     """
     from kubernetes import client, config
 
@@ -135,7 +135,7 @@ def connect(kubeconfig: Path | None) -> tuple[ApiClient, bool]:
         config.load_kube_config(config_file=place, client_configuration=settings)
     except (config.ConfigException, OSError, ValueError) as error:
         raise ConfigError(
-            f"there is no usable Kubernetes configuration: {str(error)[:_MOST_WORDS]}",
+            f"the Kubernetes configuration cannot be used: {str(error)[:_MOST_WORDS]}",
             hint="set --job kubernetes:kubeconfig to a file with which kubectl works",
         ) from error
     return client.ApiClient(settings), False
@@ -189,7 +189,7 @@ class Pods:
                 )
 
     def delete(self) -> None:
-        """Delete all pods of the run that are hosts, and its policy; those that are gone already are no error.
+        """Delete the run's hosts and its policy, if they still exist.
 
         Raises:
             ForgeError: the API refused, or does not answer.
