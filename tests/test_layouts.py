@@ -237,7 +237,8 @@ RUNS = {
     "expert": (
         "qwen3_moe",
         {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-        *("--trainer.expert-parallel-degree", "2", "--trainer.router-replay"),
+        *("--trainer.expert-parallel-degree", "2", "--trainer.expert-balance", "least_loaded"),
+        "--trainer.router-replay",
     ),
 }
 
@@ -267,6 +268,8 @@ def test_a_whole_run_in_a_layout_outlives_the_death_of_a_rank(
     assert all(0 < row["tokens/trained"] <= limit for row, limit in zip(rows, most, strict=True)), "peers count once"
     if "--trainer.router-replay" in flags:
         assert {row["experts/replayed"] for row in rows} == {1.0}
+        assert all(row["experts/rank_max_over_mean"] < 1.11 for row in rows)
+        assert any(row["experts/rank_max_over_mean/plain"] > 1.11 for row in rows), "experts were lent"
         assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows), "the engine said the experts that it used"
     assert command.strays() == []
 

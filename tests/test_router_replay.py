@@ -1,5 +1,6 @@
 """Router replay: the engine's experts in packed rows, and in training, against transformers routed by hand."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,33 @@ def test_the_reference_chooses_for_itself(tmp_path: Path) -> None:
     (own,) = engine.logprobs([replace(row, routed=None)], temperature=1.0)
     (reference,) = engine._logprobs(engine._reference, [row], 1.0)
     assert torch.equal(own, reference)
+
+
+def test_biases_in_the_choice_of_experts_move_towards_even_loads(tmp_path: Path) -> None:
+    make_model(tmp_path, "deepseek_v3")
+    engine = engine_of(tmp_path, expert_balance="bias")
+
+    def biases() -> dict[str, torch.Tensor]:
+        return {name: each.clone() for name, each in engine.model.named_buffers() if name.endswith("expert_bias_E")}
+
+    before = biases()
+    laid = packed(random_batch(0, vocab=43), seq_len=128)
+    assert len(laid.rows) == 1
+    metrics = reduce(train_batch(engine, laid))
+    loads = [router.counts[:-3].double() for router in routers(engine.model) if router.counts is not None]
+    assert metrics["experts/load_max_over_mean"] > 1
+    for (name, after), load in zip(biases().items(), loads, strict=True):
+        moved = (after - before[name]) / 0.001
+        torch.testing.assert_close(moved, (load.mean() - load).sign().to(moved), rtol=0, atol=1e-3)
+        assert moved.abs().sum() > 0
+    assert all(spec.changed for spec in engine.specs()), "engines get the biases, too"
+    for family, said in (("deepseek_v3", ""), ("qwen3_moe", "no biases in its choice")):
+        make_model(tmp_path, family)
+        settings = TrainSettings(expert_balance="bias")
+        with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+            check_model(settings, 1, read_architecture(tmp_path))
+    with pytest.raises(ConfigError, match="each rank has all experts"):
+        check_model(TrainSettings(expert_balance="least_loaded"), 1, read_architecture(tmp_path))
 
 
 def test_flags_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Draw the pictures of the README and the site.
 
-    python -m tools.pictures processes timeline
+    python -m tools.pictures processes timeline experts
     python -m tools.pictures demo --run runs/grpo-1a2b3c4d   # of a `make demo`
     python -m tools.pictures methods   # from docs/figures/methods.json
 
@@ -22,6 +22,7 @@ import tyro
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -38,6 +39,7 @@ from benchmarks.staged_services import (
 from benchmarks.virtual_time import run
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.engines.expert_plan import plan_experts
 from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.executor import RolloutExecutor
@@ -47,7 +49,7 @@ from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
-Picture = Literal["processes", "timeline", "demo", "methods"]
+Picture = Literal["processes", "timeline", "experts", "demo", "methods"]
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
 _TRAINING = "#d9d9d9"
 _ENGINES, _BUDGET, _GROUPS, _EPISODES, _BATCHES = 4, 4, 16, 4, 3
@@ -58,7 +60,7 @@ _TRAIN_S = 600.0
 class Config:
     """Draw the pictures of the README and the site."""
 
-    pictures: Annotated[tuple[Picture, ...], tyro.conf.Positional] = ("processes", "timeline")
+    pictures: Annotated[tuple[Picture, ...], tyro.conf.Positional] = ("processes", "timeline", "experts")
     """Pictures to draw."""
     run: Path | None = None
     """Run folder for `demo`."""
@@ -192,6 +194,27 @@ def timeline(above: Axes, below: Axes) -> None:
     above.legend(handles=shown, fontsize=7, ncol=6, loc="lower right", bbox_to_anchor=(1.0, 1.12), frameon=False)
 
 
+def experts(left: Axes, right: Axes) -> None:
+    """Draw which rows of which experts each rank computes, plain and as planned."""
+    load = np.array([300, 300, 10, 10, 10, 10, 10, 10])
+    ranks = 4
+    planned = plan_experts(load, ranks=ranks).rows
+    plain = np.zeros_like(planned)
+    plain[np.arange(8) // 2, np.arange(8)] = load
+    colours = mpl.colormaps["tab20"].colors  # type: ignore[attr-defined]
+    for axes, rows, title in ((left, plain, "plain"), (right, planned, "least loaded")):
+        below = np.zeros(ranks)
+        for expert in range(len(load)):
+            label = f"expert {expert}"
+            axes.bar(range(ranks), rows[:, expert], bottom=below, color=colours[2 * expert], label=label, width=0.7)
+            below += rows[:, expert]
+        axes.axhline(load.sum() / ranks, color="#444444", linestyle=":", linewidth=1)
+        axes.set_title(title)
+        axes.set_xticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    left.set_ylabel("rows (dotted: the mean)")
+    right.legend(fontsize=7, loc="upper right")
+
+
 def demo(axes: Axes, folder: Path) -> None:
     """Draw the reward of each batch and the held-out scores of a run."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -263,7 +286,10 @@ def main(config: Config, folder: Path = FOLDER) -> None:
             with mpl.rc_context({"svg.fonttype": "none"}):  # text as text: half the size, in 40 files
                 methods(config.report, folder)
             continue
-        if name == "timeline":
+        if name == "experts":
+            figure, axes = plt.subplots(1, 2, figsize=(8, 3), sharey=True, layout="constrained")
+            experts(*axes)
+        elif name == "timeline":
             figure, axes = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
             timeline(*axes)
         else:

@@ -50,6 +50,16 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
         raise ConfigError(
             "--trainer.router-replay is set, and the model has no experts", hint="leave --trainer.router-replay out"
         )
+    if settings.expert_balance == "bias" and not (a.experts and a.experts.steered):
+        raise ConfigError(
+            "--trainer.expert-balance is bias, and the model has no biases in its choice of experts",
+            hint="choose least_loaded; DeepSeek-V3 has such biases",
+        )
+    if settings.expert_balance == "least_loaded" and settings.expert_parallel_degree == 1:
+        raise ConfigError(
+            "--trainer.expert-balance is least_loaded, and each rank has all experts",
+            hint="set --trainer.expert-parallel-degree, or leave --trainer.expert-balance out",
+        )
     if a.experts is not None:
         _divides("expert_parallel_degree", settings.expert_parallel_degree, {"experts in a layer": a.experts.count})
     if 0 < gpus() < ranks:

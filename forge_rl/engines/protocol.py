@@ -173,6 +173,10 @@ class TrainSettings:
     expert_parallel_degree: int = 1
     """Ranks that split the experts of a mixture-of-experts model. No additional ranks are needed: it divides the same
     ranks as the other degrees."""
+    expert_balance: Literal["plain", "least_loaded", "bias"] = "plain"
+    """How expert-parallel ranks share uneven work. least_loaded: ranks with too many rows lend experts, so that all
+    compute about as much; results equal plain's, where each rank computes its own experts. bias: after each
+    update, DeepSeek-V3's biases in the choice of experts move by 0.001 towards even loads, which changes the policy."""
     data_parallel_replicate_degree: int = 1
     """Copies of the policy, each sharded over its own part of the ranks (HSDP); 1 shards it over all."""
     router_replay: bool = False

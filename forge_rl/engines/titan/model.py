@@ -48,6 +48,8 @@ class PolicyModel(Decoder):
 
     names: Names
     """Hugging Face's names of its weights."""
+    steers = False
+    """Whether training moves the biases in the choice of experts, which are buffers."""
 
     def forward(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.config_utils import make_ffn_config, make_moe_config
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 
 from forge_rl.engines.families.family import Experts
+from forge_rl.engines.titan.least_loaded import LeastLoadedExperts
 from forge_rl.engines.titan.linear import FloatGate
 from forge_rl.engines.titan.routing import ReplayRouter
 from forge_rl.engines.titan.shards import local
@@ -54,7 +56,7 @@ def moe_config(
             num_expert_groups=experts.groups if experts.groups > 1 else None,
             num_limited_groups=experts.top_groups if experts.groups > 1 else None,
         ),
-        routed_experts=RoutedExperts.Config(
+        routed_experts=LeastLoadedExperts.Config(
             inner_experts=(kind or PlainExperts).Config(
                 dim=dim, hidden_dim=experts.hidden_dim, num_experts=experts.count, param_init=_LOADED, **own
             ),
@@ -81,9 +83,15 @@ class WideDispatcher(AllToAllTokenDispatcher):
             out = self._unpermute(out, metadata.input_shape, metadata.permuted_indices)
             group = self.ep_mesh.get_group()
             out = self._combine_token_exchange(out, group, metadata.input_splits, metadata.output_splits)
-        weighed = (out * metadata.topk_scores_experts_sorted_N[:, None]).to(out.dtype)
-        tokens = metadata.token_indices_experts_sorted_N[:, None].expand(-1, x_TD.shape[-1])
-        combined: torch.Tensor = deterministic_scatter_add(torch.zeros_like(x_TD), tokens, weighed)
+        return self.summed(out, metadata.token_indices_experts_sorted_N, metadata.topk_scores_experts_sorted_N, x_TD)
+
+    def summed(
+        self, rows: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, x_TD: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum rows of results, [N, dim], by their tokens, [N], weighted by score, [N]: [T, dim]."""
+        weighed = (rows * scores[:, None]).to(rows.dtype)
+        index = tokens[:, None].expand(-1, x_TD.shape[-1])
+        combined: torch.Tensor = deterministic_scatter_add(torch.zeros_like(x_TD), index, weighed)
         return combined
 
 
@@ -96,13 +104,14 @@ class PlainExperts(GroupedExperts):
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Send rows of [R, dim], sorted by expert, through their experts; [experts] int64 counts the rows of each."""
-        ends = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+        return self.compute([local(each) for each in self.parameters()], x_RD, num_tokens_per_expert_E)
 
-        def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return _grouped_product(self, x, local(weight), ends)
-
-        hidden = nn.functional.silu(product(x_RD, self.w1_EFD)) * product(x_RD, self.w3_EFD)
-        return product(hidden, self.w2_EDF)
+    def compute(self, weights: Sequence[torch.Tensor], x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Send rows through experts with the given weights, which are ordered as this module's parameters."""
+        gate, down, up = weights
+        ends = counts.cumsum(0, dtype=torch.int32)
+        hidden = nn.functional.silu(_grouped_product(self, x, gate, ends)) * _grouped_product(self, x, up, ends)
+        return _grouped_product(self, hidden, down, ends)
 
 
 class ClampedExperts(GptOssGroupedExperts):
@@ -114,20 +123,21 @@ class ClampedExperts(GptOssGroupedExperts):
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Send rows of [R, dim], sorted by expert, through their experts; [experts] int64 counts the rows of each."""
-        ends = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
-        rows = torch.arange(len(x_RD), device=x_RD.device, dtype=torch.int32)
+        return self.compute([local(each) for each in self.parameters()], x_RD, num_tokens_per_expert_E)
+
+    def compute(self, weights: Sequence[torch.Tensor], x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Send rows through experts with the given weights, which are ordered as this module's parameters."""
+        up, up_bias, down, down_bias = weights
+        ends = counts.cumsum(0, dtype=torch.int32)
+        rows = torch.arange(len(x), device=x.device, dtype=torch.int32)
         of_rows = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
-
-        def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return _grouped_product(self, x, local(weight), ends)
-
-        hidden = product(x_RD, self.mlp1_weight_EGD) + local(self.mlp1_bias_EG)[of_rows]
-        out = product(swiglu(hidden, limit=self.swiglu_limit), self.mlp2_weight_EDF)
+        hidden = _grouped_product(self, x, up, ends) + up_bias[of_rows]
+        out = _grouped_product(self, swiglu(hidden, limit=self.swiglu_limit), down, ends)
         weight = self.mlp1_weight_EGD
         axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
         # Tensor-parallel ranks sum their results, which must add the bias once.
         shares = weight.device_mesh.size(axes.index("tp")) if "tp" in axes else 1
-        bias: torch.Tensor = ScaleBiasForward.apply(local(self.mlp2_bias_ED)[of_rows], shares, out.dtype)
+        bias: torch.Tensor = ScaleBiasForward.apply(down_bias[of_rows], shares, out.dtype)
         return out + bias
 
 

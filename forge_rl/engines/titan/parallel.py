@@ -15,13 +15,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.utils import set_spmd_backend
-from torchtitan.models.common.moe import RoutedExperts
 
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.least_loaded import LeastLoadedExperts
 from forge_rl.engines.titan.model import PolicyModel, recompute_activations
 
-_BACKEND = "partial_dtensor"
+BACKEND = "partial_dtensor"
 """torchtitan's tensor annotation mode: its default needs DTensors on the mesh of all axes."""
 
 
@@ -37,7 +37,7 @@ class Parallelism:
     """
 
     def __init__(self, settings: TrainSettings) -> None:
-        set_spmd_backend(_BACKEND)
+        set_spmd_backend(BACKEND)
         self._settings = settings
         world = dist.get_world_size()
         self.shares = world // settings.peers
@@ -50,7 +50,7 @@ class Parallelism:
             pp=1,
             ep=settings.expert_parallel_degree,
             world_size=world,
-            spmd_backend=_BACKEND,
+            spmd_backend=BACKEND,
         )
         self._cp = self._dims.get_optional_mesh("cp") if world > 1 else None
 
@@ -66,8 +66,9 @@ class Parallelism:
                 # Each of the two modules has created its own parameter, and FSDP must find a single one.
                 model.tok_embeddings.weight = model.lm_head.weight
             for module in model.modules():
-                if isinstance(module, RoutedExperts):
+                if isinstance(module, LeastLoadedExperts):
                     module.register_forward_pre_hook(_wait)
+                    module.lends = self._settings.expert_balance == "least_loaded"
         recompute_activations(model, self._settings.activation_checkpointing)
         copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
         # A single rank gathers nothing: it only casts, once for forward and backward.

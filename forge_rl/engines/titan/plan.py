@@ -158,7 +158,7 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
     peaks = []
     for score in (False, True):
         chosen = slice(None) if score else slice(0, 1)
-        with _without_autocast(), _LiveBytes() as live:
+        with _without_autocast(), LiveBytes() as live:
             scores = model(ids, positions, masks, wanted=chosen, targets=targets[0, chosen])
             (scores.logprobs if scores.values is None else scores.values).sum().backward()
         del scores
@@ -183,7 +183,7 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torc
     return a.new_empty((len(offsets), *shape) if a.ndim == b.ndim == 2 else shape)
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the live bytes of all tensors created by operations."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class _LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default:
+        if func is torch.ops.aten._grouped_mm.default and args[0].device.type == "meta":
             found = _grouped_mm(args[0], args[1], args[2])
         else:
             found = func(*args, **(kwargs or {}))

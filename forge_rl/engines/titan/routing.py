@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchtitan.models.common.moe import TokenChoiceTopKRouter
+from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 
 from forge_rl.engines.titan.shards import local
 from forge_rl.errors import ForgeError
@@ -16,6 +16,9 @@ from forge_rl.metrics import Mean, Value
 _NEVER = -1e30
 """Added to the scores of experts not to be chosen. Finite, so that groups, which are ranked by sums of scores, still
 rank by the chosen experts they have."""
+
+
+_STEP = 0.001
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
@@ -130,6 +133,31 @@ def routing_metrics(counts: torch.Tensor, *, replays: bool) -> dict[str, Value]:
         found["experts/replayed"] = Mean(known / max(1, tokens), 1)
         found["experts/replay_differs"] = Mean(differs / max(1, known), 1)
     return found
+
+
+def rank_metrics(loads: torch.Tensor) -> dict[str, Value]:
+    """Make metrics of the heaviest ranks' loads, [rows, layers, 2], see `LeastLoadedExperts.heaviest`."""
+    plain, computed = loads.mean(dim=0).unbind(-1)
+    return {
+        "experts/rank_max_over_mean": Mean(float(computed.mean()), 1),
+        "experts/rank_max_over_mean/plain": Mean(float(plain.mean()), 1),
+        "experts/rank_max_over_mean/worst_layer": Mean(float(computed.max()), 1),
+    }
+
+
+@torch.no_grad()
+def steer(model: nn.Module, counts: torch.Tensor) -> None:
+    """Move each expert's bias in the choice of experts by a fixed step towards even loads.
+
+    b_e += 0.001 sign(mean load - load of e), as in "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 2.1.2.
+
+    Args:
+        counts: the routers' counts summed over rows and ranks, [layers with experts, experts + 3].
+    """
+    mixtures = (module for module in model.modules() if isinstance(module, MoE))
+    for mixture, load in zip(mixtures, counts[:, :-3].double(), strict=True):
+        bias = local(mixture.expert_bias_E)
+        bias += _STEP * (load.mean() - load).sign().to(bias)
 
 
 def _like(values: torch.Tensor, other: torch.Tensor, *, sharded: bool = False) -> torch.Tensor:

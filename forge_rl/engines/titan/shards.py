@@ -19,13 +19,15 @@ from forge_rl.weights.names import Names
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.protocol import LocalShard
 
+_BIAS = ".expert_bias_E"
+
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every weight by name, the same with and without activation checkpointing; a tied weight once.
 
-    Includes DeepSeek-V3's biases for the choice of experts, which are buffers and never trained.
+    Includes DeepSeek-V3's biases for the choice of experts, which are buffers and have no gradient.
     """
-    steering = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".expert_bias_E"))
+    steering = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_BIAS))
     for name, weight in itertools.chain(model.named_parameters(), steering):
         yield name.replace("_checkpoint_wrapped_module.", ""), weight
 
@@ -40,7 +42,7 @@ def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
         TensorSpec(
             name=part.name,
             shape=part.shape,
-            changed=parameter.requires_grad,
+            changed=parameter.requires_grad or (name.endswith(_BIAS) and bool(model.steers)),
             dtype="float32" if part.float32 else "",
         )
         for name, parameter in named_weights(model)

@@ -29,12 +29,13 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.diagnostics import measure_tokens
 from forge_rl.engines.titan.host_memory import OffloadedTensors
 from forge_rl.engines.titan.inputs import RowInputs, minibatch_statistics
+from forge_rl.engines.titan.least_loaded import rank_loads
 from forge_rl.engines.titan.loading import load_training_state, load_weights
 from forge_rl.engines.titan.masks import attention_mask, compile_once
 from forge_rl.engines.titan.measures import Measures
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
 from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients
-from forge_rl.engines.titan.routing import routing_counts, routing_metrics, set_routing
+from forge_rl.engines.titan.routing import rank_metrics, routing_counts, routing_metrics, set_routing, steer
 from forge_rl.engines.titan.rows import DeviceRow, on_device
 from forge_rl.engines.titan.saving import CheckpointWriter
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
@@ -63,6 +64,7 @@ class TitanEngine:
         self._values = values
         self._parallelism = Parallelism(settings)
         self.model = self._build()
+        self.model.steers = settings.expert_balance == "bias"
         freeze(self.model, settings.frozen)
         self._reference = self._build(frozen=True).requires_grad_(False) if reference else None
         self.optimizer = self._make_optimizer()
@@ -193,20 +195,22 @@ class TitanEngine:
         self.planned += 1
         if not minibatch.rows:
             return {}
-        measures, routed, failed = Measures(), list[torch.Tensor](), list[ForgeError]()
+        measures, routed, loads, failed = Measures(), list[torch.Tensor](), list[torch.Tensor](), list[ForgeError]()
         # A sum over the rows of all shares: the mean is over updates.
         share = 1 / (len(minibatch.rows) * self._parallelism.shares)
         losses = self._row_losses(minibatch, scored, loss, temperature, version, measures, failed)
         for tokens, inputs, row_loss in losses:
             if (counted := routing_counts(self.model)) is not None:
                 routed.append(counted)
+            if (loaded := rank_loads(self.model)) is not None:
+                loads.append(loaded)
             if kept is not None:
                 kept.append(inputs.logprobs.detach())
             measure_tokens(inputs, tokens, measures, version)
             row_loss.backward()
             measures.add("loss", Mean, row_loss.detach(), share)
             advance()
-        routing = self._routing(routed) if routed else {}
+        counts, routing = self._routing(routed, loads)
         norm = clip_grad_norm_(
             self.model.parameters(),
             self._settings.optimizer.max_grad_norm,
@@ -220,6 +224,8 @@ class TitanEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        if self.model.steers and counts is not None:
+            steer(self.model, counts)
         self.optimizer.zero_grad()
         self.updates += 1
         norms: dict[str, Value] = {"grad_norm": Mean(norm_found, 1), "grad_norm/max": Max(norm_found), "lr": Max(lr)}
@@ -243,11 +249,17 @@ class TitanEngine:
             forget_whole_gradients(model)
         self.optimizer.zero_grad()
 
-    def _routing(self, rows: list[torch.Tensor]) -> dict[str, Value]:
-        """Return metrics of all ranks' routing, from this rank's counts of each row."""
+    def _routing(
+        self, rows: list[torch.Tensor], loads: list[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, dict[str, Value]]:
+        """Sum the routers' counts of this rank's rows over rows and ranks; returns them, None if the model has no
+        experts, and the metrics of routing."""
+        if not rows:
+            return None, {}
         counts = torch.stack(rows).sum(dim=0)
         dist.all_reduce(counts)
-        return routing_metrics(counts, replays=self._settings.router_replay)
+        metrics = routing_metrics(counts, replays=self._settings.router_replay)
+        return counts, metrics | (rank_metrics(torch.stack(loads)) if loads else {})
 
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
         self._check_head(False, "asked for")

@@ -1,0 +1,158 @@
+"""Least-loaded expert parallelism: which rank computes which rows of which expert.
+
+The plan is a function of the counts alone, so every rank that gathers them makes the same one. It follows
+"Least-Loaded Expert Parallelism: Load Balancing An Imbalanced Mixture-of-Experts", arXiv:2601.17111.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Counts = npt.NDArray[np.int64]
+
+_PLAIN_BELOW = 1.1
+"""Rows of the heaviest rank over the mean, up to which each rank computes its own experts."""
+_EVEN = 1.02
+"""Rows of the heaviest rank over the mean with which a plan is even enough."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loan:
+    """An expert whose weights a rank fetches from their owner, to compute a part of its rows."""
+
+    expert: int
+    owner: int
+    borrower: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlan:
+    """Which rank computes which rows of each expert.
+
+    plan = plan_experts(counts.sum(axis=0), ranks=4)
+    plan.rows[2, 5]  # rows of expert 5 that rank 2 computes
+    """
+
+    rows: Counts
+    """[ranks, experts]: rows that each rank computes of each expert. The columns sum up to the experts' loads."""
+    rounds: tuple[tuple[Loan, ...], ...]
+    """Loans, one round after the other. In a round, a rank lends at most one expert and borrows at most one, so that
+    it holds one more expert than its own. Empty if each rank computes its own experts."""
+
+
+def plan_experts(load: Counts, *, ranks: int) -> ExpertPlan:
+    """Spread the rows of overloaded ranks' experts over the least loaded ranks.
+
+    Rank r owns the experts from r * experts / ranks on. An owner lends only what it has above the mean, its largest
+    expert first, always to the rank with the fewest rows.
+
+    Args:
+        load: [experts], rows of each expert over all ranks.
+        ranks: a divisor of the number of experts.
+    """
+    experts = len(load)
+    owned = experts // ranks
+    rows = np.zeros((ranks, experts), dtype=np.int64)
+    rows[np.arange(experts) // owned, np.arange(experts)] = load
+    totals = rows.sum(axis=1)
+    mean = float(totals.mean())
+    loans: dict[tuple[int, int, int], int] = {}
+    if totals.max() > _PLAIN_BELOW * mean:
+        fair = int(np.ceil(mean))
+        while totals.max() > _EVEN * mean:
+            owner, borrower = int(totals.argmax()), int(totals.argmin())
+            expert = owner * owned + int(rows[owner, owner * owned : (owner + 1) * owned].argmax())
+            moved = int(min(totals[owner] - fair, fair - totals[borrower], rows[owner, expert]))
+            if moved <= 0:
+                break
+            rows[owner, expert] -= moved
+            rows[borrower, expert] += moved
+            totals[owner] -= moved
+            totals[borrower] += moved
+            loan = expert, owner, borrower
+            loans[loan] = loans.get(loan, 0) + moved
+    return ExpertPlan(rows=rows, rounds=_rounds(loans))
+
+
+def _rounds(loans: dict[tuple[int, int, int], int]) -> tuple[tuple[Loan, ...], ...]:
+    """Put each loan, the largest first, into the first round in which its owner and its borrower are free."""
+    rounds: list[list[Loan]] = []
+    for expert, owner, borrower in sorted(loans, key=lambda loan: (-loans[loan], loan)):
+        for found in rounds:
+            if all(owner != other.owner and borrower != other.borrower for other in found):
+                break
+        else:
+            rounds.append(found := [])
+        found.append(Loan(expert=expert, owner=owner, borrower=borrower))
+    return tuple(map(tuple, rounds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """What one rank sends, receives and computes in a plan.
+
+    Rows are sent in the order of `sent`, and computed in the order of `computed`: first those of the rank's own
+    experts, then those of the borrowed ones, round by round; within an expert, by the rank that sent them.
+    """
+
+    sent: tuple[Counts, Counts]
+    """Starts and lengths of blocks of this rank's rows, sorted by expert, in the order in which they are sent."""
+    computed: tuple[Counts, Counts]
+    """Starts and lengths of blocks of the received rows, in the order in which they are computed."""
+    send: list[int]
+    """[ranks], rows sent to each rank."""
+    receive: list[int]
+    """[ranks], rows received from each rank."""
+    own: Counts
+    """[own experts], rows of each of this rank's experts that it computes itself."""
+    borrowed: list[int]
+    """[rounds], rows of the expert that it borrows in each round; 0 if it borrows none."""
+
+
+def routes(plan: ExpertPlan, counts: Counts, rank: int) -> Routes:
+    """Work out one rank's part of a plan.
+
+    The rows of an expert are numbered by the rank that has them, and the ranks that compute them take consecutive
+    ones.
+
+    Args:
+        counts: [ranks, experts], each rank's rows of each expert; their sum over ranks is the load that was planned.
+    """
+    ranks, experts = counts.shape
+    owned = experts // ranks
+    to = _overlap(counts[rank], _before(counts)[rank], plan.rows, _before(plan.rows))
+    came = _overlap(plan.rows[rank], _before(plan.rows)[rank], counts, _before(counts))
+    loans = [next((loan for loan in each if loan.borrower == rank), None) for each in plan.rounds]
+    mine = [*range(rank * owned, (rank + 1) * owned), *(loan.expert for loan in loans if loan is not None)]
+    starts_sent = _starts(to.T).T
+    starts_came = _starts(came)
+    return Routes(
+        sent=(starts_sent.ravel(), to.ravel()),
+        computed=(starts_came[:, mine].T.ravel(), came[:, mine].T.ravel()),
+        send=to.sum(axis=1).tolist(),
+        receive=came.sum(axis=1).tolist(),
+        own=plan.rows[rank, rank * owned : (rank + 1) * owned],
+        borrowed=[0 if loan is None else int(plan.rows[rank, loan.expert]) for loan in loans],
+    )
+
+
+def _before(rows: Counts) -> Counts:
+    """Sum the rows of earlier ranks, [ranks, experts]."""
+    return rows.cumsum(axis=0) - rows
+
+
+def _starts(lengths: Counts) -> Counts:
+    """Return where each block starts if blocks lie one after the other, in the order of the array."""
+    flat = lengths.ravel()
+    starts: Counts = flat.cumsum() - flat
+    return starts.reshape(lengths.shape)
+
+
+def _overlap(own: Counts, start: Counts, others: Counts, starts: Counts) -> Counts:
+    """Count the rows that one rank's ranges, [experts], share with those of every rank, [ranks, experts]."""
+    ends = np.minimum(start + own, starts + others)
+    shared: Counts = np.maximum(ends - np.maximum(start, starts), 0)
+    return shared
