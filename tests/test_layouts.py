@@ -236,7 +236,7 @@ RUNS = {
     "context": ("llama", {}, "--trainer.context-parallel-degree", "2", "--trainer.seq-len", "160"),
     "expert": (
         "qwen3_moe",
-        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 64},
         *("--trainer.expert-parallel-degree", "2", "--trainer.expert-balance", "least_loaded"),
         "--trainer.router-replay",
     ),
@@ -269,7 +269,8 @@ def test_a_whole_run_in_a_layout_outlives_the_death_of_a_rank(
     if "--trainer.router-replay" in flags:
         assert {row["experts/replayed"] for row in rows} == {1.0}
         assert all(row["experts/rank_max_over_mean"] < 1.11 for row in rows)
-        assert any(row["experts/rank_max_over_mean/plain"] > 1.11 for row in rows), "experts were lent"
+        pairs = [(row["experts/rank_max_over_mean/plain"], row["experts/rank_max_over_mean"]) for row in rows]
+        assert any(plain > 1.05 * computed for plain, computed in pairs), ("experts were lent", pairs)
         assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows), "the engine said the experts that it used"
     assert command.strays() == []
 
