@@ -84,12 +84,17 @@ class FakeStore:
     def __init__(self) -> None:
         self.latest = 0
         self.leased: list[int] = []
+        self.prefetched: list[tuple[int, set[str]]] = []
+        """Versions that were brought to hosts ahead of a load."""
         self.gate = asyncio.Event()
         """Event that is set while leases are given."""
         self.gate.set()
 
     def transport(self, host: str = "") -> FakeTransport:
         return FakeTransport()
+
+    async def prefetch(self, manifest: Manifest, hosts: set[str]) -> None:
+        self.prefetched.append((manifest.version, hosts))
 
     @contextlib.asynccontextmanager
     async def lease(self, version: int | None = None) -> AsyncIterator[Manifest]:

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -16,9 +16,11 @@ import torch
 from monarch.actor import concurrent_endpoint
 from monarch.rdma import RDMABuffer, get_rdma_backend
 
+from forge_rl.errors import WeightsError
 from forge_rl.runtime.service import ServiceActor
+from forge_rl.weights.fanout import Fanout
 from forge_rl.weights.fingerprints import fingerprint
-from forge_rl.weights.manifest import Manifest, SegmentRef, ShardReport, TensorSpec, complete, draft, is_of
+from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef, ShardReport, TensorSpec, complete, draft, is_of
 from forge_rl.weights.segment import readable, writable
 from forge_rl.weights.slices import TensorSlice
 from forge_rl.weights.transports.remote import Puller, Shared
@@ -33,6 +35,7 @@ class RemoteActor(ServiceActor):
         self._host = host
         self._root = root
         self._shared = Shared()
+        self._fanout = Fanout(3)
         self._refusals = 0
         self._shares: Counter[str] = Counter()
         self._reads: Counter[str] = Counter()
@@ -40,12 +43,8 @@ class RemoteActor(ServiceActor):
 
     @concurrent_endpoint
     async def open(self, others: Mapping[str, Any]) -> None:
-        async def share(host: str, keys: tuple[str, ...]) -> list[_Counted]:
-            buffers = await others[host].share.call_one(keys)
-            return [_Counted(self, key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
-
         self.volume = Volume(self._root)
-        self.puller = Puller(self._host, self.volume, share=share, watch=lambda host: others[host].never.call_one())
+        self.puller = Puller(self._host, self.volume, _Peers(self, others))
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -91,13 +90,18 @@ class RemoteActor(ServiceActor):
         self._refusals = times
 
     @concurrent_endpoint
-    async def share(self, keys: tuple[str, ...]) -> list[RDMABuffer]:
-        self._shares.update(keys)
+    async def share(self, key: str) -> RDMABuffer:
+        self._shares[key] += 1
         if self._refusals:
             self._refusals -= 1
             raise RuntimeError("staged: nothing is shared")
-        refs = [ref for key in keys if (ref := self.volume.find(key)) is not None]
-        return await self._shared.buffers(refs)
+        ref = await self.puller.bucket(key) if self.puller.knows(key) else self.volume.find(key)
+        assert ref is not None
+        return (await self._shared.buffers([ref]))[0]
+
+    @concurrent_endpoint
+    async def join(self, host: str, buckets: Sequence[Bucket], failed: Collection[str]) -> dict[str, str]:
+        return self._fanout.join(host, buckets, failed=failed)
 
     @concurrent_endpoint
     async def never(self) -> None:
@@ -145,6 +149,10 @@ class RemoteActor(ServiceActor):
         return self._shares, self._reads, get_rdma_backend()
 
     @concurrent_endpoint
+    async def received(self) -> dict[str, int]:
+        return dict(self.puller.received)
+
+    @concurrent_endpoint
     async def held(self) -> tuple[int, list[str]]:
         """Bytes of the volume; files of segments that this process still maps though they are gone."""
         gc.collect()  # errors hold what their frames held
@@ -159,7 +167,7 @@ class RemoteActor(ServiceActor):
         host = manifest.buckets[0].host
         scratch = self.volume.reserve({f"scratch {bucket.key}": bucket.bytes for bucket in manifest.buckets})
         memory = [writable(ref) for ref in scratch.values()]
-        buffers = await others[host].share.call_one(manifest.keys)
+        buffers = [await others[host].share.call_one(key) for key in manifest.keys]
         began = time.perf_counter()
         for buffer, target in zip(buffers, memory, strict=True):
             await buffer.read_into(target)
@@ -173,6 +181,30 @@ class RemoteActor(ServiceActor):
         self.puller.forget(manifest.keys)
         self.volume.free(manifest.keys)
         return alone, pulled
+
+
+class _Peers:
+    """The first host has the index; copies are kept until they are freed."""
+
+    def __init__(self, actor: RemoteActor, others: Mapping[str, Any]) -> None:
+        self._actor = actor
+        self._others = others
+
+    async def join(self, buckets: Sequence[Bucket], failed: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+        first = next(iter(self._others.values()))
+        try:
+            return await first.join.call_one(self._actor._host, tuple(buckets), tuple(failed)), ()
+        except Exception as error:
+            raise getattr(error, "exception", WeightsError("the index is gone")) from error
+
+    async def share(self, host: str, bucket: Bucket, moves: int) -> _Counted:
+        return _Counted(self._actor, bucket.key, await self._others[host].share.call_one(bucket.key))
+
+    async def watch(self, host: str) -> object:
+        return await self._others[host].never.call_one()
+
+    async def drop(self, keys: Collection[str]) -> None:
+        assert not keys
 
 
 class _Counted:

@@ -16,6 +16,7 @@ import pytest
 
 from forge_rl.errors import ConfigError, ContextError, PoisonError, ReplicaError, ServiceError, WeightsError
 from forge_rl.models.bundled import bundled_model, default_cache
+from forge_rl.runtime.cluster import THIS_HOST
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.supervision import Restart
 from forge_rl.services import engine_pool
@@ -414,6 +415,9 @@ def test_engines_that_dropped_their_weights_load_them_again_to_wake(tmp_path: Pa
                 await on.generator.wake()
                 assert [note["version"] for note in on.orders.notes("load")] == loads
             assert await on.state(0) == (2, [])
+            # Engines that decode have a version brought to their hosts first; those that sleep lose nothing meanwhile.
+            await on.load(3)
+            assert on.store.prefetched == [(1, {THIS_HOST}), (3, {THIS_HOST})]
             assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20)))
 
     asyncio.run(check())

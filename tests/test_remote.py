@@ -48,11 +48,12 @@ class Hosts:
     ) -> Manifest:
         return await self.ask(self.origin, "publish", specs, version, bucket, base)
 
-    async def pull(self, manifest: Manifest) -> dict[str, str]:
+    async def pull(self, manifest: Manifest, reader: Replica | None = None) -> dict[str, str]:
         """Digests of what came, by key."""
-        await self.ask(self.reader, "pull", manifest)
-        refs = await asyncio.gather(*(self.ask(self.reader, "local", key) for key in manifest.keys))
-        return await self.digests(self.reader, dict(zip(manifest.keys, refs, strict=True)))
+        reader = reader or self.reader
+        await self.ask(reader, "pull", manifest)
+        refs = await asyncio.gather(*(self.ask(reader, "local", key) for key in manifest.keys))
+        return await self.digests(reader, dict(zip(manifest.keys, refs, strict=True)))
 
     async def digests(self, replica: Replica, refs: dict) -> dict[str, str]:
         return {key: await self.ask(replica, "digest", ref) for key, ref in refs.items()}
@@ -68,14 +69,14 @@ class Hosts:
 
 
 @contextlib.asynccontextmanager
-async def two_hosts(logs: Path, shm: Path) -> AsyncIterator[Hosts]:
-    async with cluster_of(logs, "a", "b") as (cluster, faults):
+async def two_hosts(logs: Path, shm: Path, *more: str) -> AsyncIterator[Hosts]:
+    async with cluster_of(logs, "a", "b", *more) as (cluster, faults):
         service = Service(new_service_name(), cluster, faults)
-        for host in ("a", "b"):
+        for host in ("a", "b", *more):
             (shm / host).mkdir()
             service.spawn(RemoteActor, host, shm / host, host=host)
         await asyncio.gather(*(service.watch(replica, deadline_s=LONG_S) for replica in service.replicas))
-        hosts = Hosts(service, *service.replicas)
+        hosts = Hosts(service, *service.replicas[:2])
         actors = {replica.host: replica.actor for replica in service.replicas}
         for replica in service.replicas:
             await hosts.ask(replica, "open", actors)
@@ -248,7 +249,39 @@ def test_a_host_that_dies_midway_is_named_to_all_who_wait(tmp_path: Path, shm: P
             await hosts.ask(hosts.reader, "digest", ref)
             await hosts.ask(hosts.reader, "pull", manifest)
             assert await hosts.ask(hosts.reader, "local", first) == ref
-            with pytest.raises(WeightsError, match="version 1 cannot be pulled from host 'a'"):
+            with pytest.raises(WeightsError, match="the index is gone"):
                 await hosts.ask(hosts.reader, "local", rest[0])
+
+    asyncio.run(main())
+
+
+def test_a_host_serves_on_what_it_copies_and_if_it_dies_others_turn_to_the_writer(tmp_path: Path, shm: Path):
+    async def main() -> None:
+        async with two_hosts(tmp_path, shm, "c") as hosts:
+            third = hosts.service.replicas[2]
+
+            first = await hosts.publish(1)
+            copies = await asyncio.gather(hosts.pull(first), hosts.pull(first, third))
+            assert copies == [await hosts.published(first)] * 2
+            received = [await hosts.ask(each, "received") for each in hosts.service.replicas]
+            assert sorted(len(each) for each in received) == [0, 1, 1]
+            senders = {sender for each in received for sender in each}
+            assert "a" in senders
+            assert len(senders) == 2, "one host copied from the other, so that one copy left the writer"
+
+            # The third host follows the second, which has one bucket, waits for the next, and is killed.
+            second = await hosts.publish(2)
+            for key in second.keys[1:]:
+                await hosts.ask(hosts.reader, "hold", key)
+            await hosts.ask(hosts.reader, "pull", second)
+            await hosts.ask(hosts.reader, "local", second.keys[0])
+            await hosts.ask(third, "pull", second)
+            following = asyncio.create_task(hosts.pull(second, third))
+            await hosts.ask(third, "local", second.keys[0])
+            assert (await hosts.ask(third, "received"))["b"] >= second.buckets[0].bytes
+            os.kill(await hosts.ask(hosts.reader, "process_id"), signal.SIGKILL)
+            assert await asyncio.wait_for(following, 60) == await hosts.published(second)
+            assert (await hosts.ask(third, "received"))["a"] >= sum(bucket.bytes for bucket in second.buckets[1:])
+            assert await hosts.ask(third, "held") == (sum(b.bytes for b in (*first.buckets, *second.buckets)), [])
 
     asyncio.run(main())

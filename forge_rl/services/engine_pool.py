@@ -16,18 +16,24 @@ from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.engine_spares import EngineSpares
 from forge_rl.services.weight_store import WeightStore
-from forge_rl.weights.manifest import LoadReport
+from forge_rl.weights.manifest import LoadReport, Manifest
 
 Lend = Callable[[], AbstractAsyncContextManager[object]]
 """Opens a context in which the engines have their devices."""
-LOAD_DEADLINE_S = 600.0
-"""Timeout of loading a version."""
 CONTROL_DEADLINE_S = 60.0
 """Timeout of pausing, resuming and the like."""
+_LOAD_DEADLINE_S = 600.0
+_LOADED_BYTES_PER_S = 1e7
+"""Minimum speed at which an engine loads a version, which other hosts may have to send first."""
 _SILENT_S = 30.0
 """Time without a chunk after which a busy engine counts as unresponsive."""
 _HELD_BYTES_PER_S = 5e8
 """Minimum speed at which an engine going to sleep moves its weights to host memory, including pinning."""
+
+
+def load_deadline_s(manifest: Manifest) -> float:
+    """Timeout of loading a version, which grows with its size."""
+    return _LOAD_DEADLINE_S + manifest.bytes / _LOADED_BYTES_PER_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +97,14 @@ class EnginePool:
         self._chunk_at: WeakKeyDictionary[Replica, float] = WeakKeyDictionary()
         """Time of each engine's last chunk, on its clock."""
 
+    @property
+    def held(self) -> bool:
+        """True while the engines are to be paused or asleep."""
+        return self._desired.paused or self._desired.asleep
+
     def answers(self, *, loading: bool) -> bool:
         """Return whether a serving engine is idle, makes progress, or is paused or loading on purpose."""
-        if loading or self._desired.paused or self._desired.asleep:
+        if loading or self.held:
             return any(each.serving for each in self._service.replicas)
         return any(each.serving and self._goes_on(each) for each in self._service.replicas)
 
@@ -173,7 +184,9 @@ class EnginePool:
                 store = wanted.store
                 async with store.lease(wanted.version) as manifest:
                     await self.each(
-                        "load", lambda replica: (manifest, store.transport(replica.host)), deadline_s=LOAD_DEADLINE_S
+                        "load",
+                        lambda replica: (manifest, store.transport(replica.host)),
+                        deadline_s=load_deadline_s(manifest),
                     )
             if not any(held):
                 self._hold_deadlines(False)
@@ -244,7 +257,7 @@ class EnginePool:
             return
         async with store.lease(version) as manifest:
             report: LoadReport = await replica.call(
-                "load", manifest, store.transport(replica.host), deadline_s=LOAD_DEADLINE_S
+                "load", manifest, store.transport(replica.host), deadline_s=load_deadline_s(manifest)
             )
         if report.version != version:
             raise WeightsError(f"the engine read version {report.version} instead of {version}")

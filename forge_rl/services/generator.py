@@ -29,7 +29,7 @@ from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion, validate_chunk, validate_scores
-from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, LOAD_DEADLINE_S, EnginePool, Lend
+from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, EnginePool, Lend, load_deadline_s
 from forge_rl.services.engine_spares import EngineSpares
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.generator_config import GeneratorConfig
@@ -324,15 +324,18 @@ class Generator:
             WeightsError: the version cannot be read, or the engines read different ones.
             ServiceError: no engine is left.
         """
-        async with self._loading, store.lease(version) as manifest, self._pool.serving_next(manifest.version, store):
-            reports = await self._pool.each(
-                "load",
-                lambda replica: (manifest, store.transport(replica.host)),
-                deadline_s=LOAD_DEADLINE_S,
-            )
-            if any(report.version != manifest.version for report in reports):
-                read = [report.version for report in reports]
-                raise WeightsError(f"the engines read versions {read} instead of {manifest.version}")
+        async with self._loading, store.lease(version) as manifest:
+            if not self._pool.held:  # else nothing is decoded meanwhile, and loading overlaps with fetching
+                await store.prefetch(manifest, {replica.host for replica in self._service.replicas if replica.serving})
+            async with self._pool.serving_next(manifest.version, store):
+                reports = await self._pool.each(
+                    "load",
+                    lambda replica: (manifest, store.transport(replica.host)),
+                    deadline_s=load_deadline_s(manifest),
+                )
+                if any(report.version != manifest.version for report in reports):
+                    read = [report.version for report in reports]
+                    raise WeightsError(f"the engines read versions {read} instead of {manifest.version}")
         self.last_load = reports
         return manifest.version
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -163,6 +163,26 @@ class WeightStore:
         finally:  # even if cancelled before the reply
             with contextlib.suppress(ForgeError):  # a dead store holds no leases, and the next call reports its death
                 await self._call("release", lease)
+
+    async def prefetch(self, manifest: Manifest, hosts: Iterable[str]) -> None:
+        """Bring a leased version to hosts while their engines still decode; a load then does not wait for it.
+
+        What cannot be brought is left to the engines' loads, which report it.
+        """
+        async with task_group() as group:
+            for host in set(hosts):
+                group.create_task(self._prefetch(manifest, host))
+
+    async def _prefetch(self, manifest: Manifest, host: str) -> None:
+        with contextlib.suppress(WeightsError):
+            await self._transports[host].prefetch(manifest)
+
+    async def received(self) -> dict[str, dict[str, int]]:
+        """Return the bytes that each host has received from each other one so far."""
+        return {
+            replica.host: await replica.call("received", deadline_s=self._deadline_s)
+            for replica in self._service.replicas
+        }
 
     async def stop(self) -> None:
         """Stop the store; its versions are lost."""

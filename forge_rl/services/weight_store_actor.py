@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from monarch.rdma import RDMABuffer
 from forge_rl.errors import WeightsError
 from forge_rl.runtime.processes import process_space, when_process_ends
 from forge_rl.runtime.service import ServiceActor
-from forge_rl.weights.manifest import Manifest, SegmentRef
+from forge_rl.weights.fanout import Fanout
+from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef
 from forge_rl.weights.transports.remote import Puller, Shared, ask
 from forge_rl.weights.versions import VersionIndex
 from forge_rl.weights.volume import Volume
@@ -35,6 +36,32 @@ class Holder:
         return Holder(os.getpid(), process_space())
 
 
+class _Peers:
+    """This host's way to the other hosts' volumes, the first of which has the index."""
+
+    def __init__(
+        self, host: str, volumes: Mapping[str, Any], drop: Callable[[Collection[str]], Coroutine[Any, Any, None]]
+    ) -> None:
+        self._host = host
+        self._volumes = volumes
+        self.drop = drop
+
+    async def join(self, buckets: Sequence[Bucket], failed: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+        found: tuple[dict[str, str], tuple[str, ...]]
+        found = await self._ask(next(iter(self._volumes)), "join", self._host, tuple(buckets), tuple(failed))
+        return found
+
+    async def share(self, host: str, bucket: Bucket, moves: int) -> RDMABuffer:
+        return await self._ask(host, "share", bucket.key, moves=moves)
+
+    async def watch(self, host: str) -> object:
+        return await self._volumes[host].never.call_one()
+
+    async def _ask(self, host: str, method: str, *args: object, moves: int = 0) -> Any:
+        what = f"the weight store on host {host!r}"
+        return await ask(self._volumes[host], method, *args, what=what, moves=moves)
+
+
 class WeightStoreActor(ServiceActor):
     """Holds a host's volume; the first host's actor also holds the index of versions.
 
@@ -49,6 +76,7 @@ class WeightStoreActor(ServiceActor):
         self._host = host
         self._shm = shm
         self._index = VersionIndex(keep_versions=keep_versions, keep_bytes=keep_bytes)
+        self._fanout = Fanout(1)
         self._leases: dict[str, Holder] = {}
         """Holder of each lease, by name."""
         self._unneeded: list[str] = []
@@ -69,12 +97,8 @@ class WeightStoreActor(ServiceActor):
         if len(volumes) > 1:  # hosts map segments for one another; import torch before the first pull
             await asyncio.to_thread(importlib.import_module, "torch")
         self._volume = Volume(self._shm)
-        self._puller = Puller(
-            self._host,
-            self._volume,
-            share=lambda host, keys: ask(volumes[host], "share", keys, what=f"the weight store on host {host!r}"),
-            watch=lambda host: volumes[host].never.call_one(),
-        )
+        self._fanout = Fanout(len(volumes))
+        self._puller = Puller(self._host, self._volume, _Peers(self._host, volumes, self._free))
         return self._volume.folder, self._volume.reclaimed
 
     @concurrent_endpoint
@@ -100,13 +124,16 @@ class WeightStoreActor(ServiceActor):
 
     @concurrent_endpoint
     async def free(self, keys: tuple[str, ...]) -> None:
+        await self._free(keys)
+
+    async def _free(self, keys: Collection[str]) -> None:
         self.puller.forget(keys)
         for ref in self.volume.free(keys):
             await self._shared.forget(ref.path)
 
     @concurrent_endpoint
     async def pull(self, manifest: Manifest) -> None:
-        """Begin to pull a version from the hosts that it was written on; does nothing if it is already here."""
+        """Begin to pull a version from hosts that have it; does nothing if it is already here."""
         self.puller.pull(manifest)
 
     @concurrent_endpoint
@@ -115,18 +142,31 @@ class WeightStoreActor(ServiceActor):
         return await self.puller.bucket(key)
 
     @concurrent_endpoint
-    async def share(self, keys: tuple[str, ...]) -> list[RDMABuffer]:
-        """Return RDMA buffers over this host's buckets, for another host to read.
+    async def share(self, key: str) -> RDMABuffer:
+        """Return the RDMA buffer over this host's bucket, once it has arrived here, for another host to read.
 
         Raises:
-            WeightsError: a bucket is not on this host.
+            WeightsError: the bucket is not on this host.
         """
-        refs = []
-        for key in keys:
-            if (ref := self.volume.find(key)) is None:
-                raise WeightsError(f"host {self._host!r} holds no bucket {key}", hint="hold a lease while reading")
-            refs.append(ref)
-        return await self._shared.buffers(refs)
+        ref = await self.puller.bucket(key) if self.puller.knows(key) else self.volume.find(key)
+        if ref is None:
+            raise WeightsError(f"host {self._host!r} holds no bucket {key}", hint="hold a lease while reading")
+        return (await self._shared.buffers([ref]))[0]
+
+    @concurrent_endpoint
+    async def received(self) -> dict[str, int]:
+        """Return the bytes received from each other host so far."""
+        return dict(self.puller.received)
+
+    @concurrent_endpoint
+    async def join(
+        self, host: str, buckets: tuple[Bucket, ...], failed: tuple[str, ...]
+    ) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Place a host that copies buckets among their holders; see `Peers.join`."""
+        if gone := [bucket.key for bucket in buckets if not self._index.needs(bucket.key)]:
+            raise WeightsError(f"bucket {gone[0]} is not kept any more", hint="hold a lease while reading")
+        parents = self._fanout.join(host, buckets, failed=failed)
+        return parents, self._fanout.stale(host, self._index.in_use)
 
     @concurrent_endpoint
     async def never(self) -> None:
@@ -137,12 +177,13 @@ class WeightStoreActor(ServiceActor):
     async def begin(self, version: int) -> tuple[Manifest | None, tuple[str, ...], int]:
         """Reserve a version; returns the previous one, keys of buckets to free first, and the epoch."""
         base, freed = self._index.begin(version)
-        freed, self._unneeded = (*freed, *self._unneeded), []
+        self._retire(freed)
+        freed, self._unneeded = tuple(self._unneeded), []
         return base, freed, self._index.epoch
 
     @concurrent_endpoint
     async def commit(self, manifest: Manifest) -> None:
-        self._unneeded.extend(self._index.commit(manifest))
+        self._retire(self._index.commit(manifest))
 
     @concurrent_endpoint
     async def abort(self, version: int, epoch: int, keys: tuple[str, ...]) -> tuple[str, ...]:
@@ -158,12 +199,12 @@ class WeightStoreActor(ServiceActor):
         """
         gone = self._index.abort(version, epoch=epoch)
         unneeded = tuple(key for key in keys if not self._index.needs(key))
-        self._unneeded.extend((*gone, *unneeded))
+        self._retire((*gone, *unneeded))
         return unneeded
 
     @concurrent_endpoint
     async def rollback(self, version: int) -> None:
-        self._unneeded.extend(self._index.rollback(version))
+        self._retire(self._index.rollback(version))
 
     @concurrent_endpoint
     async def lease(self, version: int | None, lease: str, holder: Holder) -> Manifest:
@@ -186,7 +227,12 @@ class WeightStoreActor(ServiceActor):
 
     def _release(self, lease: str) -> None:
         self._leases.pop(lease, None)
-        self._unneeded.extend(self._index.release(lease))
+        self._retire(self._index.release(lease))
+
+    def _retire(self, keys: Collection[str]) -> None:
+        """Have the next publisher free buckets on all hosts; until then nobody copies them."""
+        self._fanout.forget(keys)
+        self._unneeded.extend(keys)
 
     @property
     def puller(self) -> Puller:

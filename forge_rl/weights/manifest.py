@@ -202,6 +202,11 @@ def is_of(key: str, version: int) -> bool:
     return key.startswith(f"{version}/")
 
 
+def written_by(key: str) -> str:
+    """The version that wrote the bucket, with its epoch after a rollback."""
+    return key.rpartition("." if "." in key else "/")[0]
+
+
 def draft(
     specs: Sequence[TensorSpec],
     *,

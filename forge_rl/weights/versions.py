@@ -99,6 +99,12 @@ class VersionIndex:
             del self._versions[newer]
         return self._retire()
 
+    @property
+    def in_use(self) -> frozenset[str]:
+        """Keys of the buckets of the latest version and of leased ones; others may be asked for, but seldom are."""
+        latest = [] if self.latest is None else [self._versions[self.latest]]
+        return frozenset(_buckets([*latest, *self._leases.values()]))
+
     def needs(self, key: str) -> bool:
         """True if a version that is kept, leased or the base of a write has this bucket."""
         return key in self._needed

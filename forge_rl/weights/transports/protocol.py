@@ -84,6 +84,15 @@ class Transport(Protocol):
             WeightsError: a shard's tensor is not in the draft, or the version was abandoned meanwhile.
         """
 
+    async def prefetch(self, manifest: Manifest) -> None:
+        """Bring a version to this host, if the transport copies versions to hosts, so that `fetch` does not wait.
+
+        The caller holds a lease on the version.
+
+        Raises:
+            WeightsError: a bucket cannot be had.
+        """
+
     def fetch(self, manifest: Manifest) -> AsyncGenerator[TensorBucket, None]:
         """Yield a version's buckets as they arrive.
 

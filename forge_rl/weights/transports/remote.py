@@ -1,17 +1,19 @@
-"""Weights from another host: each bucket is copied once, by RDMA, from its segments to this host's.
+"""Weights from another host: each bucket is copied once, by RDMA, from a host that has it to this host's segments.
 
-Monarch uses ibverbs if the hardware has it, else TCP. A transfer cannot be stopped: an abandoned one runs to its end,
-under the lock that keeps its segment from being reused (volume.writing).
+Hosts serve on what has arrived and was checked, so that most copy from one another; see fanout.py. Monarch uses
+ibverbs if the hardware has it, else TCP. A transfer cannot be stopped: an abandoned one runs to its end, under the lock
+that keeps its segment from being reused (volume.writing).
 """
 
 from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 READS_IN_FLIGHT = 2
-"""Concurrent reads from one host, so that one bucket transfers while another is checked."""
+"""Concurrent reads of a version, so that one bucket transfers while another is checked."""
 
 _DEADLINE_S = 600.0
 _LEAST_RATE = 4 << 20  # bytes/s
@@ -35,15 +37,20 @@ _Arrival = asyncio.Future[SegmentRef]
 """Segment of a bucket on this host, once it is whole and checked."""
 
 
-async def ask(actor: Any, method: str, *args: object, what: str) -> Any:
-    """Call an actor of the store from any process.
+def deadline_s(size: int) -> float:
+    """Timeout of a call that waits until so many bytes have arrived from other hosts."""
+    return _DEADLINE_S + size / _LEAST_RATE
+
+
+async def ask(actor: Any, method: str, *args: object, what: str, moves: int = 0) -> Any:
+    """Call an actor of the store from any process; the timeout allows for the bytes that it `moves`.
 
     Raises:
         ForgeError: raised by the actor.
         WeightsError: the actor raised another error, died or timed out; calls it `what`.
     """
     try:
-        async with asyncio.timeout(_DEADLINE_S):
+        async with asyncio.timeout(deadline_s(moves)):
             return await getattr(actor, method).call_one(*args)
     except Exception as error:
         remote = getattr(error, "exception", None)
@@ -81,6 +88,44 @@ class Shared:
             await self._held.pop(path)[1].drop()
 
 
+class Peers(Protocol):
+    """A host's way to the index and to the other hosts."""
+
+    async def join(self, buckets: Sequence[Bucket], failed: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+        """Return the host to copy each bucket from, by key, and keys of copies that this host need not keep.
+
+        Args:
+            failed: hosts that these buckets could not be copied from.
+
+        Raises:
+            WeightsError: no other host has a bucket, or it is not needed any more.
+        """
+
+    async def share(self, host: str, bucket: Bucket, moves: int) -> RDMABuffer:
+        """Return a host's RDMA buffer over a bucket, once it has arrived there, which takes the time of `moves` bytes.
+
+        Raises:
+            WeightsError: the host does not have it, or could not get it.
+        """
+
+    async def watch(self, host: str) -> object:
+        """Wait as long as a host can be read from; may raise."""
+
+    async def drop(self, keys: Collection[str]) -> None:
+        """Free copies on this host."""
+
+
+@dataclass(kw_only=True)
+class _Pull:
+    """A version on its way to this host."""
+
+    manifest: Manifest
+    arrivals: dict[Bucket, _Arrival]
+    parents: dict[str, str] = field(default_factory=dict)
+    """Host to copy each bucket from, by key."""
+    watches: dict[str, asyncio.Future[object]] = field(default_factory=dict)
+
+
 class Puller:
     """Pulls versions to this host, each bucket once however many wait for it.
 
@@ -89,23 +134,18 @@ class Puller:
     Args:
         host: name of this host; its own buckets are not pulled.
         volume: segments of this host.
-        share: asks `(host, keys)` for that host's RDMA buffers of these buckets.
-        watch: waits, given a host, as long as it can be read from; may raise.
+        peers: the index and the other hosts.
     """
 
-    def __init__(
-        self,
-        host: str,
-        volume: Volume,
-        *,
-        share: Callable[[str, tuple[str, ...]], Awaitable[Sequence[RDMABuffer]]],
-        watch: Callable[[str], Awaitable[object]],
-    ) -> None:
+    def __init__(self, host: str, volume: Volume, peers: Peers) -> None:
+        self.received: Counter[str] = Counter()
+        """Bytes received so far, by the host that sent them."""
         self._host = host
         self._volume = volume
-        self._share = share
-        self._watch = watch
+        self._peers = peers
         self._buckets: dict[str, _Arrival] = {}
+        self._joining: list[set[str]] = []
+        """Keys wanted since each question to the index that is still open, whose answer may be too old for them."""
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def pull(self, manifest: Manifest) -> None:
@@ -113,23 +153,29 @@ class Puller:
 
         Failed buckets are retried.
         """
-        missing: dict[str, dict[Bucket, _Arrival]] = {}
+        for wanted in self._joining:
+            wanted.update(manifest.keys)
+        arrivals: dict[Bucket, _Arrival] = {}
         for bucket in manifest.buckets:
             before = self._buckets.get(bucket.key)
             has_failed = before is not None and before.done() and before.exception() is not None
             if bucket.host != self._host and (before is None or has_failed):
                 arrival = self._buckets[bucket.key] = asyncio.get_running_loop().create_future()
                 arrival.add_done_callback(_retrieve)
-                missing.setdefault(bucket.host, {})[bucket] = arrival
-        for origin, arrivals in missing.items():
-            self._keep(asyncio.create_task(self._pull(manifest, origin, arrivals)))
+                arrivals[bucket] = arrival
+        if arrivals:
+            self._keep(asyncio.create_task(self._run(_Pull(manifest=manifest, arrivals=arrivals))))
+
+    def knows(self, key: str) -> bool:
+        """True if the bucket was pulled, or is on its way."""
+        return key in self._buckets
 
     async def bucket(self, key: str) -> SegmentRef:
         """Return a bucket's segment on this host, once complete and checked; call `pull` first.
 
         Raises:
             AttestationError: the bytes received differ from the published ones; names the tensors.
-            WeightsError: the other host died, this one is out of memory, or the bucket was forgotten.
+            WeightsError: no host could send it, this one is out of memory, or the bucket was forgotten.
         """
         if key not in self._buckets:
             raise WeightsError(f"bucket {key} was not pulled to host {self._host!r}", hint="hold a lease while reading")
@@ -151,47 +197,97 @@ class Puller:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _pull(self, manifest: Manifest, origin: str, arrivals: Mapping[Bucket, _Arrival]) -> None:
-        """Pull buckets from one host, several at a time; the first failure ends all."""
+    async def _run(self, pull: _Pull) -> None:
+        """Pull buckets, several at a time; one that no host can send ends all."""
         reserved: Mapping[str, SegmentRef] = {}
         try:
-            reserved = self._volume.reserve({bucket.key: bucket.bytes for bucket in arrivals})
-            async with asyncio.TaskGroup() as group:
-                watching = group.create_task(self._watch_host(origin))
-                buffers = await self._share(origin, tuple(bucket.key for bucket in arrivals))
-                queue = zip(arrivals.keys(), arrivals.values(), reserved.values(), buffers, strict=True)
-                async with asyncio.TaskGroup() as readers:
-                    for _ in range(READS_IN_FLIGHT):
-                        readers.create_task(self._read_all(queue, manifest, origin))
-                watching.cancel()
+            pull.parents = await self._place(tuple(pull.arrivals), ())
+            wanted = {bucket: arrival for bucket, arrival in pull.arrivals.items() if not arrival.done()}
+            reserved = self._volume.reserve({bucket.key: bucket.bytes for bucket in wanted})
+            queue = zip(wanted.items(), reserved.values(), strict=True)
+            async with asyncio.TaskGroup() as readers:
+                for _ in range(READS_IN_FLIGHT):
+                    readers.create_task(self._receive_all(pull, queue))
         except Exception as error:
-            cause = _as_weights_error(error, manifest.version, origin)
-            failed = {bucket.key: arrival for bucket, arrival in arrivals.items() if not arrival.done()}
+            cause = _as_weights_error(error, pull.manifest.version, "")
+            failed = {bucket.key: arrival for bucket, arrival in pull.arrivals.items() if not arrival.done()}
             for arrival in failed.values():
                 arrival.set_exception(cause)
             self._volume.free(failed.keys() & reserved.keys())
+        finally:
+            for watch in pull.watches.values():
+                watch.cancel()
 
-    async def _watch_host(self, origin: str) -> None:
-        await self._watch(origin)
-        raise WeightsError(f"host {origin!r} is gone", hint="start the run again")
+    async def _place(self, buckets: Sequence[Bucket], failed: Collection[str]) -> dict[str, str]:
+        """Ask where to copy buckets from, and free the copies that are not needed any more."""
+        wanted: set[str] = set()
+        self._joining.append(wanted)
+        try:
+            parents, stale = await self._peers.join(buckets, failed)
+        finally:
+            self._joining.remove(wanted)
+        await self._peers.drop(tuple(key for key in stale if key not in wanted))
+        return parents
 
-    async def _read_all(
-        self, queue: Iterator[tuple[Bucket, _Arrival, SegmentRef, RDMABuffer]], manifest: Manifest, origin: str
-    ) -> None:
-        for bucket, arrival, ref, source in queue:
-            try:
-                if not arrival.done():
-                    read = asyncio.ensure_future(_read(source, ref))
-                    self._keep(read)
-                    memory = await asyncio.shield(read)
-                if not arrival.done():
-                    await asyncio.to_thread(_check, manifest, bucket, memory, origin)
-                    writable(ref)
-            except WeightsError:
-                if not arrival.done():  # else it was forgotten, and its segment was freed
-                    raise
+    async def _receive_all(self, pull: _Pull, queue: Iterator[tuple[tuple[Bucket, _Arrival], SegmentRef]]) -> None:
+        for (bucket, arrival), ref in queue:
             if not arrival.done():
-                arrival.set_result(ref)
+                await self._receive(pull, bucket, arrival, ref)
+
+    async def _receive(self, pull: _Pull, bucket: Bucket, arrival: _Arrival, ref: SegmentRef) -> None:
+        """Copy a bucket from its parent or, if that fails, from the next host that the index names."""
+        failed: list[str] = []
+        while True:
+            parent = pull.parents[bucket.key]
+            try:
+                await self._while_it_lives(pull, parent, self._copy(pull.manifest, bucket, arrival, ref, parent))
+                break
+            except Exception as error:
+                if arrival.done():  # it was forgotten, and its segment was freed
+                    break
+                cause = _as_weights_error(error, pull.manifest.version, parent)
+                failed.append(parent)
+            try:
+                rest = [
+                    each
+                    for each, waiting in pull.arrivals.items()
+                    if not waiting.done() and pull.parents[each.key] == parent and each.host == bucket.host
+                ]
+                pull.parents |= await self._place(rest, failed)
+                if arrival.done():
+                    break
+                self._volume.free((bucket.key,))  # the failed transfer may still write into it
+                ref = self._volume.reserve({bucket.key: bucket.bytes})[bucket.key]
+            except WeightsError:
+                raise cause from None
+            print(f"{cause.message}; it is pulled from host {pull.parents[bucket.key]!r} instead", flush=True)
+        if not arrival.done():
+            arrival.set_result(ref)
+
+    async def _copy(self, manifest: Manifest, bucket: Bucket, arrival: _Arrival, ref: SegmentRef, parent: str) -> None:
+        source = await self._peers.share(parent, bucket, manifest.bytes)
+        read = asyncio.ensure_future(_read(source, ref))
+        self._keep(read)
+        memory = await asyncio.shield(read)
+        self.received[parent] += bucket.bytes
+        if not arrival.done():
+            await asyncio.to_thread(_check, manifest, bucket, memory, parent)
+            writable(ref)
+
+    async def _while_it_lives(self, pull: _Pull, host: str, work: Coroutine[Any, Any, None]) -> None:
+        if host not in pull.watches:
+            pull.watches[host] = asyncio.ensure_future(self._peers.watch(host))
+            pull.watches[host].add_done_callback(_retrieve)
+        watch, task = pull.watches[host], asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                watch.result()
+                raise WeightsError(f"host {host!r} is gone", hint="start the run again")
+            task.result()
+        finally:
+            task.cancel()
+            task.add_done_callback(_retrieve)
 
     def _keep(self, task: asyncio.Future[Any]) -> None:
         self._tasks.add(task)
@@ -223,7 +319,8 @@ def _as_weights_error(error: Exception, version: int, origin: str) -> WeightsErr
         return cause
     said = (str(cause).strip() or type(error).__name__).splitlines()[-1].strip()
     return WeightsError(
-        f"version {version} cannot be pulled from host {origin!r}: {said}", hint="see logs/weights-*.log of both hosts"
+        f"version {version} cannot be pulled{origin and f' from host {origin!r}'}: {said}",
+        hint="see logs/weights-*.log of both hosts",
     )
 
 

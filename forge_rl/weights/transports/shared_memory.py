@@ -1,6 +1,6 @@
 """The shared-memory transport: trainers write a version into segments that every engine on the host maps.
 
-Another host pulls each bucket once, by RDMA, into segments of its own.
+Each other host pulls a bucket once, by RDMA, into segments of its own, and serves it on.
 """
 
 from __future__ import annotations
@@ -47,6 +47,12 @@ class SharedMemoryTransport:
     async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
         return await asyncio.to_thread(self._write, drafted, list(to_write(drafted, shards)))
 
+    async def prefetch(self, manifest: Manifest) -> None:
+        if elsewhere := [bucket.key for bucket in manifest.buckets if bucket.host != self._host]:
+            await self._ask(self._host, "pull", manifest)
+            for key in elsewhere:
+                await self._ask(self._host, "local", key, moves=manifest.bytes)
+
     async def fetch(self, manifest: Manifest) -> AsyncGenerator[SegmentBucket, None]:
         if any(bucket.host != self._host for bucket in manifest.buckets):
             await self._ask(self._host, "pull", manifest)
@@ -54,7 +60,7 @@ class SharedMemoryTransport:
         for bucket in manifest.buckets:
             segment = bucket.segment
             if bucket.host != self._host:
-                segment = await self._ask(self._host, "local", bucket.key)
+                segment = await self._ask(self._host, "local", bucket.key, moves=manifest.bytes)
             assert segment is not None, "reserve gave every bucket its place"
             yield SegmentBucket(segment=segment, entries=entries[bucket.key])
 
@@ -88,8 +94,9 @@ class SharedMemoryTransport:
             for (_, shard), value in zip(placed, fingerprints, strict=True)
         ]
 
-    async def _ask(self, host: str, method: str, *args: object) -> Any:
-        return await ask(self._volumes[host], method, *args, what=f"the weight store on host {host!r}")
+    async def _ask(self, host: str, method: str, *args: object, moves: int = 0) -> Any:
+        what = f"the weight store on host {host!r}"
+        return await ask(self._volumes[host], method, *args, what=what, moves=moves)
 
 
 def _place(bucket: Bucket, host: str) -> SegmentRef:

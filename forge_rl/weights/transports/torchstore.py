@@ -101,6 +101,9 @@ class TorchStoreTransport:
                 await asyncio.gather(putting, return_exceptions=True)
         return reports
 
+    async def prefetch(self, manifest: Manifest) -> None:
+        """Do nothing: torchstore keeps no copies on other hosts."""
+
     async def fetch(self, manifest: Manifest) -> AsyncGenerator[SegmentBucket, None]:
         """Get buckets one by one. At most two are in memory: one being read, the next in flight."""
         wanted = list(zip(manifest.buckets, manifest.entries.values(), strict=True))

@@ -1,0 +1,137 @@
+"""Places hosts in chains and trees along which they copy a version's buckets. Pure; the store's index runs it.
+
+A host that copies buckets serves them on while later ones still arrive, so at most two copies leave the host that wrote
+them. A host that fails is passed over: those that copied from it are placed elsewhere when they ask again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+
+from forge_rl.errors import WeightsError
+from forge_rl.weights.manifest import Bucket, written_by
+
+
+def most_children(hosts: int, buckets: int) -> int:
+    """Return how many hosts may copy from one: 1 makes a chain, 2 a binary tree, whichever ends sooner.
+
+    With one bucket leaving a host at a time, a chain takes a step for each bucket and host, and a tree two for each
+    bucket and level: chains suit large versions, trees many hosts.
+
+    Args:
+        hosts: number of hosts that copy.
+        buckets: number of buckets that each copies.
+    """
+    levels = math.ceil(math.log2(hosts + 2)) - 1
+    return 1 if buckets + hosts - 1 <= 2 * (buckets + levels - 1) else 2
+
+
+class Fanout:
+    """Places hosts in the trees along which buckets are copied; there is one tree for each version and writing host.
+
+    fanout = Fanout(hosts=3)
+    fanout.join("b", manifest.buckets)  # {"7/0": "a", "7/1": "a"}
+    fanout.join("c", manifest.buckets)  # {"7/0": "b", "7/1": "b"}
+
+    Args:
+        hosts: number of the store's hosts.
+    """
+
+    def __init__(self, hosts: int) -> None:
+        self._hosts = hosts
+        self._trees: dict[tuple[str, str], _Tree] = {}
+        """Trees by the version that wrote the buckets, and by host."""
+
+    def join(self, host: str, buckets: Sequence[Bucket], *, failed: Collection[str] = ()) -> dict[str, str]:
+        """Return the host to copy each bucket from, by key.
+
+        Args:
+            host: the host that copies.
+            buckets: buckets to copy, none of which it wrote.
+            failed: hosts that it could not copy these from; nobody is sent to them from now on, except to the writer.
+
+        Raises:
+            WeightsError: all hosts with a bucket have failed.
+        """
+        wanted: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for bucket in buckets:
+            wanted[written_by(bucket.key), bucket.host].append(bucket.key)
+        parents: dict[str, str] = {}
+        for home, keys in wanted.items():
+            if home not in self._trees:
+                self._trees[home] = _Tree(home[1], most_children(max(1, self._hosts - 1), len(keys)))
+            self._trees[home].keys.update(keys)
+            parents |= dict.fromkeys(keys, self._trees[home].place(host, failed))
+        return parents
+
+    def stale(self, host: str, needed: Collection[str]) -> tuple[str, ...]:
+        """Take a host out of the trees without needed buckets; returns the keys of its copies, which it may free."""
+        left = [tree for tree in self._trees.values() if host in tree.parents and tree.keys.isdisjoint(needed)]
+        for tree in left:
+            tree.remove(host)
+        return tuple(key for tree in left for key in tree.keys)
+
+    def leave(self, host: str) -> None:
+        """Forget all copies of a host, which has lost them."""
+        for tree in self._trees.values():
+            tree.remove(host)
+
+    def forget(self, keys: Collection[str]) -> None:
+        """Forget buckets that are freed everywhere."""
+        for tree in self._trees.values():
+            tree.keys.difference_update(keys)
+        self._trees = {home: tree for home, tree in self._trees.items() if tree.keys}
+
+
+class _Tree:
+    """Hosts that copy one version's buckets, below the host that wrote them."""
+
+    def __init__(self, writer: str, most: int) -> None:
+        self.keys: set[str] = set()
+        self.parents: dict[str, str] = {}
+        """The host that each one copies from."""
+        self._writer = writer
+        self._most = most
+        self._failed: set[str] = set()
+
+    def place(self, host: str, failed: Collection[str]) -> str:
+        """Return the parent of a host: the present one unless it failed, else the nearest to the writer with room."""
+        present = self.parents.pop(host, "")
+        if not present or present in failed:
+            self._failed = (self._failed | {*failed}) - {host, self._writer}
+            present = self._choose(host, failed)
+        self.parents[host] = present
+        return present
+
+    def remove(self, host: str) -> None:
+        """Take a host out, if it is in; those that copied from it stand below its parent."""
+        if parent := self.parents.pop(host, ""):
+            self.parents |= {child: parent for child, of in self.parents.items() if of == host}
+
+    def _choose(self, host: str, failed: Collection[str]) -> str:
+        depths = self._depths(self._writer)
+        below = self._depths(host)  # which wait for this host themselves
+        served = Counter(parent for child, parent in self.parents.items() if child not in self._failed)
+        able = [
+            each
+            for each in (self._writer, *self.parents)
+            if each not in failed and each not in self._failed and each not in below
+        ]
+        if not able:
+            raise WeightsError(f"no other host than {', '.join(map(repr, failed))} has these weights")
+        with_room = [each for each in able if served[each] < self._most]
+        return min(with_room or able, key=lambda each: (depths.get(each, math.inf), served[each]))
+
+    def _depths(self, top: str) -> dict[str, int]:
+        """Steps from a host to each host below it, less those that are cut off by a failure."""
+        children: dict[str, list[str]] = defaultdict(list)
+        for child, parent in self.parents.items():
+            if child not in self._failed:
+                children[parent].append(child)
+        depths, queue = {top: 0}, [top]
+        for parent in queue:
+            depths |= dict.fromkeys(children[parent], depths[parent] + 1)
+            queue += children[parent]
+        return depths
