@@ -1,8 +1,8 @@
 """Weights from another host: each bucket is copied once, by RDMA, from a host that has it to this host's segments.
 
-Hosts serve on what has arrived and was checked, so that most copy from one another; see fanout.py. Monarch uses
-ibverbs if the hardware has it, else TCP. A transfer cannot be stopped: an abandoned one runs to its end, under the lock
-that keeps its segment from being reused (volume.writing).
+Hosts serve checked buckets on, so that most copy from one another; see fanout.py. Monarch uses ibverbs if the hardware
+has it, else TCP. A transfer cannot be stopped: an abandoned one runs to its end, under the lock that keeps its segment
+from being reused (volume.writing).
 """
 
 from __future__ import annotations

@@ -1,0 +1,159 @@
+"""Files of versions at an fsspec address: what may be in them, and their folder. What is read may be anybody's."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+import fsspec  # type: ignore[import-untyped]
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from forge_rl.errors import WeightsError
+from forge_rl.system.terminal import clipped
+from forge_rl.weights.delta_codec import Kind, most_bytes
+from forge_rl.weights.manifest import TensorEntry
+
+_MOST_HEADER_BYTES = 64 << 20
+_MOST_TENSORS = 1_000_000
+_NAME = re.compile(r"(\d{10})(?:\.json|-\d+\.bin)")
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 48)]
+
+
+class TensorChange(BaseModel):
+    """A tensor of a version, and where its change is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    name: Annotated[str, Field(min_length=1, max_length=1000)]
+    shape: Annotated[tuple[_Count, ...], Field(max_length=8)]
+    dtype: Literal["bfloat16", "float16", "float32"]
+    fingerprint: Annotated[int, Field(ge=0, lt=1 << 64)]
+    kind: Kind
+    part: _Count = 0
+    offset: _Count = 0
+    """Offset of its first byte in the part."""
+    bytes: _Count = 0
+    changes: _Count = 0
+    gap_bytes: Literal[1, 2, 4, 8] = 1
+
+    @property
+    def entry(self) -> TensorEntry:
+        """The tensor as in a manifest."""
+        return TensorEntry(
+            name=self.name, shape=self.shape, dtype=self.dtype, bucket="", offset=0, fingerprint=self.fingerprint
+        )
+
+
+class Header(BaseModel):
+    """A version at the address."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    format: Literal[1] = 1
+    version: _Count
+    base: _Count | None
+    """Number at the address of the version that this one changes; None if it is full."""
+    parts: Annotated[tuple[_Count, ...], Field(max_length=_MOST_TENSORS)]
+    """Size of each part."""
+    tensors: Annotated[tuple[TensorChange, ...], Field(min_length=1, max_length=_MOST_TENSORS)]
+
+    def problem(self, number: int, most: int) -> str:
+        """Describe why this cannot be version `number` at an address, of at most so many bytes; "" if it can."""
+        if self.base is not None and self.base >= number:
+            return f"it changes a later version, {self.base}"
+        if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
+            return "it has two tensors of one name"
+        if (total := sum(tensor.entry.bytes for tensor in self.tensors)) > most:
+            return f"it has {total} bytes, and at most {most} are taken"
+        for tensor in self.tensors:
+            if tensor.kind == "same":
+                fits = self.base is not None
+            else:
+                fits = tensor.part < len(self.parts) and tensor.offset + tensor.bytes <= self.parts[tensor.part]
+                fits &= tensor.bytes <= most_bytes(tensor.entry.numel, tensor.entry.bytes // max(1, tensor.entry.numel))
+                fits &= tensor.kind == "whole" or self.base is not None
+            if not fits:
+                return f"it does not hold {tensor.name!r}"
+        return (
+            "" if sum(self.parts) == sum(tensor.bytes for tensor in self.tensors) else "its parts hold something else"
+        )
+
+
+class DeltaFolder:
+    """The folder of a run's versions, in any of fsspec's file systems.
+
+    Raises:
+        WeightsError: there is no such file system.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            self._files, self._root = fsspec.url_to_fs(address, skip_instance_cache=True)
+        except (ImportError, ValueError) as error:
+            raise WeightsError(
+                f"--weights.mirror is {address!r}, which fsspec cannot open: {error}",
+                hint="name a folder, such as s3://bucket/run (with s3fs installed) or file:///shared/run",
+            ) from error
+        self.address = address
+
+    def numbers(self) -> list[int]:
+        """Numbers of the whole versions, in order."""
+        return sorted({int(name[:10]) for name in self._names() if name.endswith(".json")})
+
+    def write(self, number: int, part: int | None, data: bytes) -> None:
+        """Write a part, or the header if it is None, which is seen once it is whole."""
+        self._files.makedirs(self._root, exist_ok=True)
+        with self._files.transaction, self._files.open(self._path(number, part), "wb") as file:
+            file.write(data)
+
+    def read(self, number: int, part: int | None, size: int = 0) -> bytes:
+        """Read a part of a known size, or the header.
+
+        Raises:
+            FileNotFoundError: it is not there, any more or yet.
+            WeightsError: it has another size.
+        """
+        path, most = self._path(number, part), size if part is not None else _MOST_HEADER_BYTES
+        data: bytes = self._files.cat_file(path, start=0, end=most + 1)
+        if len(data) > most or (part is not None and len(data) != size):
+            raise self.malformed(number, f"{path} has not {size} bytes")
+        return data
+
+    def header(self, number: int, most: int) -> Header:
+        """Read and check a header.
+
+        Args:
+            most: maximum bytes of a version.
+        """
+        try:
+            header = Header.model_validate_json(self.read(number, None))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            raise self.malformed(number, f"{first['msg']} at {'.'.join(map(str, first['loc']))}") from error
+        if problem := header.problem(number, most):
+            raise self.malformed(number, problem)
+        return header
+
+    def remove_before(self, number: int) -> None:
+        """Remove older versions, headers first."""
+        old = sorted((name for name in self._names() if int(name[:10]) < number), key=lambda name: name[-4:] == ".bin")
+        for name in old:
+            self._files.rm_file(f"{self._root}/{name}")
+
+    def malformed(self, number: int, why: str) -> WeightsError:
+        """Make the error for a version that cannot be used."""
+        return WeightsError(
+            f"version {number} at {self.address} cannot be used: {clipped(why, lines=1, width=300)}",
+            hint="use an address that only one run writes to",
+        )
+
+    def _names(self) -> list[str]:
+        try:
+            self._files.invalidate_cache()
+            paths = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        names = [path.rstrip("/").rpartition("/")[2] for path in paths]
+        return [name for name in names if _NAME.fullmatch(name)]
+
+    def _path(self, number: int, part: int | None) -> str:
+        return f"{self._root}/{number:010d}" + (".json" if part is None else f"-{part:03d}.bin")

@@ -1,0 +1,232 @@
+"""Versions at an fsspec address: put together bit for bit, small, whole or not at all, and harmless if hostile."""
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import AsyncGenerator, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forge_rl.errors import WeightsError
+from forge_rl.weights.delta_codec import apply_change, decode_whole, encode, words_of
+from forge_rl.weights.deltas import DeltaPublisher, DeltaSubscriber
+from forge_rl.weights.fingerprints import fingerprint
+from forge_rl.weights.manifest import Manifest, TensorEntry
+
+
+class Held:
+    """A transport of one bucket that holds these tensors."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def manifest(self, version: int) -> Manifest:
+        entries = [
+            TensorEntry(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                bucket="",
+                offset=0,
+                fingerprint=fingerprint(tensor, tensor.shape),
+            )
+            for name, tensor in self.tensors.items()
+        ]
+        return Manifest(version=version, tensors=tuple(entries), buckets=())
+
+    async def fetch(self, manifest: Manifest) -> AsyncGenerator[Any, None]:
+        yield SimpleNamespace(entries=manifest.tensors, open=lambda: contextlib.nullcontext(self.tensors))
+
+
+def first() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "embed": torch.randn(200, 64).to(torch.bfloat16),
+        "norm": torch.randn(7),
+        "scale": torch.tensor(1.5, dtype=torch.float16),
+        "nothing": torch.zeros(0, 4, dtype=torch.bfloat16),
+    }
+
+
+def step(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    """Change a few elements of the largest tensor, to neighbours, NaN and -0."""
+    torch.manual_seed(seed)
+    bits = tensors["embed"].clone().view(torch.int16)
+    bits.view(-1)[torch.randint(0, bits.numel(), (100,))] += 1
+    bits[0, 0], bits[1, 1] = 0x7FC1, -0x8000
+    return tensors | {"embed": bits.view(torch.bfloat16)}
+
+
+@pytest.fixture(params=["memory", "file"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    yield f"memory://deltas-{tmp_path.name}" if request.param == "memory" else f"file://{tmp_path}/versions"
+    fsspec.filesystem("memory").store.clear()
+
+
+def publish(publisher: DeltaPublisher, version: int, tensors: dict[str, torch.Tensor]) -> int:
+    held = Held(tensors)
+    return asyncio.run(publisher.publish(held.manifest(version), held))  # type: ignore[arg-type]
+
+
+def equal(subscriber: DeltaSubscriber, tensors: dict[str, torch.Tensor]) -> bool:
+    return subscriber.tensors.keys() == tensors.keys() and all(
+        found.shape == tensors[name].shape and bool((words_of(found) == words_of(tensors[name])).all())
+        for name, found in subscriber.tensors.items()
+    )
+
+
+def test_each_version_is_put_together_bit_for_bit_from_what_changed(address: str):
+    publisher, follower = DeltaPublisher(address, full_every=3), DeltaSubscriber(address)
+    assert not follower.update()
+    tensors = first()
+    full = publish(publisher, 1, tensors)
+    for version in range(2, 9):
+        tensors = step(tensors, version)
+        written = publish(publisher, version, tensors)
+        assert (written > full / 2) == (version in (4, 7)), "every third one is full"
+        if version % 2:  # a follower may miss versions; a late one begins at a full version
+            late = DeltaSubscriber(address)
+            for reader in (follower, late):
+                assert reader.update()
+                assert not reader.update()
+                assert (reader.version, equal(reader, tensors)) == (version, True)
+    assert {spec.name for spec in follower.specs if spec.changed} >= {"embed"}
+    assert [shard.name for shard in follower.shards()] == list(tensors)
+    files, root = fsspec.url_to_fs(address)
+    kept = sorted({int(path.rpartition("/")[2][:10]) for path in files.ls(root, detail=False)})
+    assert kept == [3, 4, 5, 6, 7], "two full versions are kept, with their changes"
+
+    # A run that is started again writes a full version, whatever its number, and followers go on.
+    publish(DeltaPublisher(address), 2, first())
+    assert follower.update()
+    assert (follower.version, equal(follower, first())) == (2, True)
+
+
+@given(
+    st.lists(st.integers(0, 65535), min_size=1, max_size=300),
+    st.lists(st.tuples(st.integers(0, 299), st.integers(0, 65535)), max_size=40),
+)
+def test_whatever_changes_comes_back(values: list[int], changes: list[tuple[int, int]]):
+    old = np.array(values, "<u2")
+    new = old.copy()
+    for at, value in changes:
+        new[at % len(new)] = value
+    found, again = encode(new, old), old.copy()
+    if found.kind == "whole":
+        again = decode_whole(memoryview(found.data), numel=len(new), item_bytes=2)
+    elif found.kind == "changed":
+        apply_change(memoryview(found.data), again, changes=found.changes, gap_bytes=found.gap_bytes)
+    assert (again == new).all()
+
+
+def test_a_version_of_another_model_or_too_large_is_refused(address: str):
+    publish(DeltaPublisher(address), 1, first())
+    with pytest.raises(WeightsError, match="not those of the model"):
+        DeltaSubscriber(address, expected={"embed": (200, 32)}).update()
+    with pytest.raises(WeightsError, match="at most 100 are taken"):
+        DeltaSubscriber(address, most_bytes=100).update()
+    with pytest.raises(WeightsError, match=r"--weights\.mirror is 'nosuch://x'"):
+        DeltaPublisher("nosuch://x")
+
+
+def spoil_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        path = folder / "0000000001.json"
+        header = json.loads(path.read_text())
+        change(header)
+        path.write_text(json.dumps(header))
+
+    return spoil
+
+
+def spoil_part(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    path = "0000000001-000.bin"
+    return lambda folder: (folder / path).write_bytes(change((folder / path).read_bytes())) and None
+
+
+def largest(header: dict[str, Any]) -> dict[str, Any]:
+    return next(tensor for tensor in header["tensors"] if tensor["name"] == "embed")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    {
+        "no JSON": (lambda folder: (folder / "0000000001.json").write_text("[" * 100_000), "cannot be used"),
+        "an escape": (spoil_header(lambda h: h.update({"\x1b[2J": 1})), r"at \\x1b\[2J"),
+        "huge": (spoil_header(lambda h: largest(h).update(shape=[1 << 40, 64])), "at most"),
+        "beyond": (spoil_header(lambda h: largest(h).update(shape=[1 << 60, 1 << 60])), "cannot be used"),
+        "negative": (spoil_header(lambda h: largest(h).update(offset=-1)), "cannot be used"),
+        "twice": (spoil_header(lambda h: h["tensors"].append(h["tensors"][0])), "two tensors of one name"),
+        "a circle": (spoil_header(lambda h: h.update(base=1)), "it changes a later version"),
+        "another shape": (spoil_header(lambda h: largest(h).update(shape=[64, 200])), "not those of the version"),
+        "nothing there": (spoil_header(lambda h: largest(h).update(part=7)), "does not hold 'embed'"),
+        "too many": (spoil_header(lambda h: largest(h).update(changes=200 * 64 + 1)), "is torn"),
+        "a bomb": (spoil_header(lambda h: largest(h).update(changes=200 * 64)), "is torn"),
+        "wide": (spoil_header(lambda h: largest(h).update(gap_bytes=4)), "is torn"),
+        "other weights": (spoil_header(lambda h: largest(h).update(fingerprint=1)), "1 of 4 tensors differ: embed"),
+        "unchanged": (spoil_header(lambda h: h["tensors"][1].update(fingerprint=1)), "1 of 4 tensors differ: norm"),
+        "cut": (spoil_part(lambda data: data[:-1]), "has not"),
+        "longer": (spoil_part(lambda data: data + b"x"), "has not"),
+        "zeros": (spoil_part(lambda data: bytes(len(data))), "is torn"),
+        "gone": (lambda folder: (folder / "0000000001-000.bin").unlink(), "lacks a file"),
+    }.values(),
+)
+def test_what_is_torn_or_hostile_is_refused_and_the_next_full_version_heals(
+    spoil: Callable[[Path], None], said: str, tmp_path: Path
+):
+    publisher, follower = DeltaPublisher(str(tmp_path), full_every=2), DeltaSubscriber(str(tmp_path))
+    publish(publisher, 1, first())
+    assert follower.update()
+    publish(publisher, 2, step(first(), 1))
+    spoil(tmp_path)
+    with pytest.raises(WeightsError, match=said):
+        follower.update()
+    assert (follower.version, follower.tensors) == (None, {})
+    publish(publisher, 3, step(first(), 2))
+    assert follower.update()
+    assert (follower.version, equal(follower, step(first(), 2))) == (3, True)
+
+
+def test_no_flipped_bit_passes(tmp_path: Path):
+    draw = random.Random(0)
+    publisher = DeltaPublisher(str(tmp_path))
+    publish(publisher, 1, first())
+    publish(publisher, 2, step(first(), 1))
+    part = tmp_path / "0000000001-000.bin"
+    good = part.read_bytes()
+    for _ in range(200):
+        torn = bytearray(good)
+        torn[draw.randrange(len(torn))] ^= 1 << draw.randrange(8)
+        part.write_bytes(torn)
+        follower = DeltaSubscriber(str(tmp_path))
+        try:
+            follower.update()
+        except WeightsError:
+            continue
+        assert equal(follower, step(first(), 1)), "a bit that decoding ignores"
+
+
+def test_a_write_that_fails_leaves_nothing_visible_and_the_next_version_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    publisher, follower = DeltaPublisher(str(tmp_path)), DeltaSubscriber(str(tmp_path))
+    publish(publisher, 1, first())
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher._folder, "write", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+        with pytest.raises(OSError, match="no space"):
+            publish(publisher, 2, step(first(), 1))
+    assert follower.update()
+    assert follower.version == 1
+    publish(publisher, 3, step(first(), 1))
+    assert DeltaSubscriber(str(tmp_path)).update()
+    assert follower.update()
+    assert (follower.version, equal(follower, step(first(), 1))) == (3, True)
