@@ -27,7 +27,7 @@ from benchmarks.weights import qwen3_shapes
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.job import local_hosts
+from forge_rl.runtime.jobs.process import local_hosts
 from forge_rl.runtime.service import Replica, Service
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest, TensorSpec
