@@ -25,6 +25,7 @@ from forge_rl.data.scan import PromptLengths, Scan, check_tasks
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
+from forge_rl.rollout.evaluation import EvalTasks
 from forge_rl.run.launch import launch
 from forge_rl.system.terminal import visible
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -59,8 +60,7 @@ class Config:
     generator: Limits = field(default_factory=Limits)
     groups_per_batch: int = 8
     """Number of tasks per batch."""
-    held_out_tasks: int = 100
-    """Maximum tasks of each evaluation set."""
+    evaluation: EvalTasks = field(default_factory=EvalTasks)
     seed: int = 0
     """Seed of the tasks' order."""
     show: int = 2
@@ -75,7 +75,7 @@ class Config:
     """Folder for bundled models, which are built on first use, and for scan results of large files."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"show": 0, "sample": 1, "groups_per_batch": 1, "held_out_tasks": 0})
+        check_flags(self, "--", least={"show": 0, "sample": 1, "groups_per_batch": 1})
         if self.generator.max_model_len <= self.generator.max_tokens:
             raise ConfigError(
                 f"--generator.max-model-len is {self.generator.max_model_len}",
@@ -110,7 +110,7 @@ def show(config: Config, console: Console) -> None:
             measured = [lengths.length(task) for task in tasks]
             parts.append((name, tasks, measured))
             found[name] = _as_json(mixture, name, scans.get(name), measured, config.groups_per_batch)
-        sets = mixture.eval_sets(config.held_out_tasks)
+        sets = mixture.eval_sets(config.evaluation.tasks)
     for name, tasks, measured in parts:
         _show_source(console, config, mixture, name, scans.get(name), tasks, measured, tokenizer)
     _show_sets(console, sets, scans, limit)

@@ -33,6 +33,7 @@ from rich.table import Table
 from forge_rl.algorithms.evaluation import Comparison, compare_paired
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.engines.context import with_longest_context
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import CheckpointError, ConfigError, ModelError, check_flags
 from forge_rl.models.bundled import default_cache
@@ -40,7 +41,7 @@ from forge_rl.models.resolve import resolve_model
 from forge_rl.rewards.reward_flag import RewardTexts, build_reward
 from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
-from forge_rl.rollout.evaluation import Evaluation, describe_failure, score_set
+from forge_rl.rollout.evaluation import EvalTasks, Evaluation, describe_failure, score_set
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.scheduler import Scheduler
@@ -49,13 +50,13 @@ from forge_rl.run.attach import attach
 from forge_rl.run.checkpoints import Checkpoints
 from forge_rl.run.launch import launch
 from forge_rl.run.lm_eval import (
+    MOST_CONTEXT,
     Endpoint,
     LmEvalConfig,
     find_python,
     lm_eval_settings,
     run_lm_eval,
     scores_of,
-    with_longest_context,
 )
 from forge_rl.run.run_dir import as_json, code_digests, versions, write_json
 from forge_rl.runtime.isolation import Isolation, check_isolation
@@ -74,6 +75,9 @@ from . import gateway
 _WEIGHTS = ("config.json", "*.safetensors", "tokenizer*", "chat_template*")
 """Files of a model that its results depend on."""
 
+_OFTEN_CUT = 0.1
+"""Share of cut answers above which the user is told."""
+
 Sets = Mapping[str, Sequence[Task]]
 Key = tuple[str, str, str]
 """Set and source of a task, and a digest of its content, as files may change."""
@@ -90,8 +94,7 @@ class Config:
     sets, whose held-out part is used. Keys of files name columns: test.jsonl:question=problem,answer=gold"""
     data: DataConfig = field(default_factory=DataConfig)
     rewards: RewardTexts = ("auto",)
-    tasks_per_set: int = 100
-    """Maximum tasks per set."""
+    evaluation: EvalTasks = field(default_factory=EvalTasks)
     episodes: int = 1
     """k, the episodes per task. Scores are avg@k, pass@2, pass@4, ... pass@k, and maj@k if answers are extracted."""
     temperature: float = 0.0
@@ -116,7 +119,8 @@ class Config:
     isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"tasks_per_set": 1, "episodes": 1, "temperature": 0}, below={"temperature": 10})
+        check_flags(self, "--", least={"episodes": 1, "temperature": 0}, below={"temperature": 10})
+        check_flags(self.evaluation, "--evaluation.", least={"tasks": 1})
         if not self.models:
             raise ConfigError("no model is named", hint="name one or more, such as smollm2-135m")
         if twice := next((name for name in self.models if self.models.count(name) > 1), ""):
@@ -266,7 +270,7 @@ def build_sets(config: Config) -> dict[str, tuple[Task, ...]]:
     if not config.tasks:
         raise ConfigError("no tasks are named", hint="set --tasks to at least one data set or file of tasks")
     sources = config.data.eval_sources(config.tasks, seed=config.seed)
-    sets = {name: source.held_out(config.tasks_per_set) for name, source in sources.items()}
+    sets = {name: source.held_out(config.evaluation.tasks) for name, source in sources.items()}
     if empty := [name for name, tasks in sets.items() if not tasks]:
         raise ConfigError(f"--tasks {empty[0]} has no tasks for evaluation", hint="leave it out, or set others")
     return sets
@@ -393,7 +397,7 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
     served = gateway.Config(
         model=str(folder),
         port=0,
-        generator=with_longest_context(config.generator, folder),
+        generator=with_longest_context(config.generator, folder, least=config.generator.max_tokens, most=MOST_CONTEXT),
         seed=config.seed,
         cache=config.cache,
         out=out,
@@ -420,10 +424,12 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
         return results
     bar = _progress(console)
     failed: list[Episode] = []
+    cut: list[Episode] = []
 
     def keep(set_name: str, episodes: Sequence[Episode]) -> None:
         results.add(set_name, episodes)
         failed.extend(episode for episode in episodes if not episode.outcome.scored)
+        cut.extend(episode for episode in episodes if episode.outcome is Outcome.TRUNCATED)
         bar.advance(task)
 
     evaluation = Evaluation(
@@ -442,6 +448,12 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
     if failed:
         many = f"{len(failed)} of {evaluation.total} episodes failed; run the same command again to retry them"
         text = f"warning: {name}: {many}; {describe_failure(failed[-1])}"
+        console.print(visible(text), style="yellow", soft_wrap=True)
+    if len(cut) > _OFTEN_CUT * evaluation.total:
+        text = (
+            f"warning: {name}: {len(cut)} of {evaluation.total} answers were cut, by --generator.max-tokens "
+            f"{config.generator.max_tokens} or by the context: raise it if answers need more"
+        )
         console.print(visible(text), style="yellow", soft_wrap=True)
     return results
 

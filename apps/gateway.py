@@ -20,6 +20,7 @@ from typing import Annotated, Literal, Protocol, TypeVar
 
 import tyro
 
+from forge_rl.engines.context import with_longest_context
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend, check_address
 from forge_rl.gateway.keys import kept_key, read_key
@@ -61,7 +62,8 @@ class Config(GatewayConfig):
     """Who may send requests without a key: nobody, all users of this machine, or anybody who can reach the gateway. The
     last two turn the key off."""
     generator: Generator.Config = field(default_factory=Generator.Config)
-    """The engines. Requests set the length and temperature of completions."""
+    """The engines. Requests set the length and temperature of completions. The context is as long as the model and
+    --generator.kv-cache-gib allow, unless --generator.max-model-len is set."""
     seed: int = 0
     """Seed of the engines, for requests without a seed."""
     parse_control_tokens: bool = False
@@ -142,7 +144,8 @@ async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway,
     async with running_services(config.out, config.isolation) as services:
         folder, name = await asyncio.to_thread(_model, config)
         tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens)
-        engines = await services.engines(config.generator, folder, config.seed)
+        settings = with_longest_context(config.generator, folder, least=config.generator.max_tokens)
+        engines = await services.engines(settings, folder, config.seed)
         gateway = Gateway(
             config,
             GeneratorBackend(engines, name),
@@ -161,8 +164,8 @@ async def main(config: Config) -> None:
     key, shell_key = _key(config)
     print(f"starting {config.model}", flush=True)
     with responsive_loop():
-        async with serving(config, key) as (gateway, _, faults):
-            _greet(gateway, shell_key)
+        async with serving(config, key) as (gateway, engines, faults):
+            _greet(gateway, shell_key, engines.max_model_len)
             raise await faults.wait()
 
 
@@ -197,13 +200,14 @@ def _model(config: Config) -> tuple[Path, str]:
     return folder, folder.name if Path(config.model).expanduser().is_dir() else config.model
 
 
-def _greet(gateway: Gateway, shell_key: str) -> None:
+def _greet(gateway: Gateway, shell_key: str, max_model_len: int) -> None:
     # Through a file from the shell: all users of the machine can see command lines.
     key = f""" \\\n    -H @<(echo "authorization: Bearer {shell_key}")""" if shell_key else ""
     who = f'the API key is "{shell_key}"' if shell_key else "requests need no key"
     body = f'{{"model": "{gateway.model}", "messages": [{{"role": "user", "content": "What is 2 + 3?"}}]}}'
     print(
-        f"serving {gateway.model} at {gateway.base_url}\n{who}\n\n"
+        f"serving {gateway.model} at {gateway.base_url}\n{who}\n"
+        f"prompt and answer have up to {max_model_len:,} tokens\n\n"
         f"  curl {gateway.base_url}/chat/completions{key} -H 'content-type: application/json' \\\n    -d '{body}'\n\n"
         "Ctrl-C stops it",
         flush=True,

@@ -60,6 +60,12 @@ def saved(folder: Path) -> str:
     return "./saved"
 
 
+def shard_of_datasets(folder: Path) -> str:
+    (folder / "saved").mkdir()
+    (folder / "saved" / "state.json").write_text('{"_data_files": [{"filename": "data-1.arrow"}]}')
+    return "./saved"
+
+
 FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     "a wrong name": (named("trian.jsonl", "train.jsonl"), "no such file: trian.jsonl.*hint: .* has train.jsonl"),
     "a folder that is not there": (named("dta/a.jsonl"), "no such file: dta/a.jsonl.*there is no folder dta"),
@@ -103,6 +109,19 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     "a column that is missing": (
         keyed("question=questoin", lines()),
         "line 1: column 'questoin' is missing.*did you mean question[?] the row has: question, answer",
+    ),
+    "a missing shard of a folder": (
+        named("./data", "data/t-00000-of-00003.jsonl", "data/t-00002-of-00003.jsonl"),
+        "1 of 3 shards are missing: data/t-00001-of-00003.jsonl.*fetch them",
+    ),
+    "a missing shard of a pattern": (
+        named("data/*.jsonl", "data/t-00000-of-00002.jsonl"),
+        "1 of 2 shards are missing: data/t-00001-of-00002.jsonl",
+    ),
+    "a missing shard that datasets wrote": (shard_of_datasets, "the file saved/data-1.arrow is missing"),
+    "a field that is missing in a cell's JSON": (
+        keyed("answer=meta.truth", raw(b'question,meta\n?,"{""other"": 1}"\n', name="a.csv")),
+        "line 2: column 'meta.truth' is missing",
     ),
     "an empty question": (lines({"question": ""}), "line 2: column 'question' is empty"),
     "a blank question": (lines({"question": " \n"}), r"line 2: column 'question' is not text: ' \\n'"),
@@ -368,3 +387,26 @@ def test_messages_that_the_chat_template_refuses_are_named(tmp_path: Path, token
     mixture = DataConfig(held_out_share=1e-9).build([str(path)], seed=0)
     with pytest.raises(ForgeError, match=r"a.jsonl, line 2: the chat template of .* refuses"):
         check_tasks(mixture, lambda: PromptLengths(tokenizer, 100), cache=tmp_path)
+
+
+@pytest.mark.parametrize(("rows", "shown", "bad"), [(7, 5, "7 of 7"), (3, 3, "3 of 3"), (2000, 5, "1,000 of 1,000")])
+def test_a_wrong_column_lists_the_columns_and_five_of_the_bad_rows(
+    rows: int, shown: int, bad: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    (tmp_path / "a.jsonl").write_text(GOOD * rows)
+    mixture = DataConfig().build([f"{tmp_path}/a.jsonl:question=problem"], seed=0)
+    with pytest.raises(TaskError) as caught:
+        check_tasks(mixture, lambda: PromptLengths(tokenizer, 100), cache=tmp_path)
+    said = str(caught.value)
+    assert said.count("column 'problem' is missing") == shown
+    assert f"a.jsonl, line {shown}: column" in said
+    assert f"{bad} rows from there on are bad" in said
+    assert "the row has: question, answer" in said
+
+
+def test_a_bad_row_among_good_ones_is_named_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "a.jsonl").write_text(GOOD * 3 + "{}\n" + GOOD * 3)
+    mixture = DataConfig().build([f"{tmp_path}/a.jsonl"], seed=0)
+    with pytest.raises(TaskError, match="line 4") as caught:
+        check_tasks(mixture, lambda: PromptLengths(tokenizer, 100), cache=tmp_path)
+    assert "from there on" not in str(caught.value)

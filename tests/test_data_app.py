@@ -89,7 +89,7 @@ def test_lengths_are_those_of_recipes() -> None:
         assert getattr(Limits(), field.name) == getattr(recipe.generator, field.name)
     for name in ("model", "groups_per_batch", "seed", "parse_control_tokens"):
         assert getattr(Config(), name) == getattr(recipe, name)
-    assert Config().held_out_tasks == recipe.evaluation.tasks
+    assert Config().evaluation.tasks == recipe.evaluation.tasks
 
 
 def test_an_error_is_one_message_and_the_program_loads_neither_torch_nor_monarch(tmp_path: Path) -> None:

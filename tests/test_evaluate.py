@@ -13,6 +13,7 @@ import pytest
 
 from apps.evaluate import Config, Results, _key, build_sets, compare, find_model, main, score, short_names
 from forge_rl.errors import ConfigError, ForgeError, ModelError
+from forge_rl.rollout.evaluation import EvalTasks
 from forge_rl.services.generator import Generator
 from forge_rl.types import Episode, Outcome, Score, Task
 from tests.fake_engine import FOLDER, FakeEngine
@@ -82,7 +83,7 @@ def test_names_in_tables_are_as_short_as_can_be_told_apart() -> None:
 
 
 def test_each_data_set_is_a_set_of_its_held_out_tasks() -> None:
-    config = Config(models=("x",), tasks=("chain_sum:max_terms=2", "leg_counting"), tasks_per_set=3)
+    config = Config(models=("x",), tasks=("chain_sum:max_terms=2", "leg_counting"), evaluation=EvalTasks(tasks=3))
     sets = build_sets(config)
     assert {name: len(tasks) for name, tasks in sets.items()} == {"chain_sum": 3, "leg_counting": 3}
     assert sets["leg_counting"] == build_sets(config)["leg_counting"]
@@ -130,7 +131,7 @@ def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
         ({"models": ("x", "x")}, "x is named twice"),
         ({"episodes": 4}, "4 greedy episodes of a task are equal"),
         ({"episodes": 0}, "--episodes"),
-        ({"tasks_per_set": 0}, "--tasks-per-set"),
+        ({"evaluation": EvalTasks(tasks=0)}, "--evaluation.tasks"),
         ({"temperature": -1.0}, "--temperature"),
         ({"json": Path("/nowhere/out.json")}, "the folder /nowhere does not exist"),
         ({"tasks": ("chain_summ",)}, "chain_sum"),
@@ -158,7 +159,7 @@ def test_models_are_evaluated_once_and_compared_and_the_folder_is_of_one_kind_of
     config = Config(
         models=(str(tiny_model), str(other)),
         tasks=("chain_sum:min_terms=2,max_terms=2", "leg_counting"),
-        tasks_per_set=3,
+        evaluation=EvalTasks(tasks=3),
         rewards=("tests.test_evaluate:odd_length",),
         out=tmp_path / "out",
         json=tmp_path / "scores.json",
@@ -177,7 +178,9 @@ def test_models_are_evaluated_once_and_compared_and_the_folder_is_of_one_kind_of
     kept = [path.read_text().splitlines() for path in (tmp_path / "out").glob("*.jsonl")]
     assert [len(lines) for lines in kept] == [6, 6]
     assert json.loads(kept[0][0])["messages"][-1]["role"] == "user"
-    assert "± " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "± " in shown
+    assert "6 of 6 answers were cut, by --generator.max-tokens 16 or by the context" in shown
 
     began = (tmp_path / "scores.json").read_text()
     asyncio.run(main(config))

@@ -236,6 +236,26 @@ def test_a_csv_may_have_line_breaks_quotes_and_commas_in_quotes(tmp_path: Path, 
     assert sorted(questions(draw(source(path), 50))) == sorted(texts)
 
 
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_the_delimiter_of_a_csv_is_guessed_and_json_in_its_cells_is_reached(tmp_path: Path, delimiter: str) -> None:
+    path = tmp_path / "a.csv"
+    meta = json.dumps({"ground": {"truth": "1;5, |"}}).replace('"', '""')
+    path.write_text(f'question{delimiter}"a;b|c"{delimiter}meta\n"2;3, or 4?"{delimiter}x{delimiter}"{meta}"\n')
+    columns = Columns(answer="meta.ground.truth")
+    (task,) = draw(TableSource("a", open_tables([path], tmp_path), columns, seed=0, held_out_share=0), 1)
+    assert task.messages[0]["content"] == "2;3, or 4?"
+    assert task.truth["answer"] == "1;5, |"
+    assert task.truth["a;b|c"] == "x"
+
+
+def test_a_pattern_may_choose_some_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n in (0, 2):
+        write_jsonl(tmp_path / f"t-0000{n}-of-00004.jsonl", rows(3))
+    monkeypatch.chdir(tmp_path)
+    assert len(find_files("t-0000[02]-of-00004.jsonl")) == 2
+    assert len(find_files("./t-00002-of-00004.jsonl")) == 1
+
+
 def test_held_out_tasks_are_never_drawn_are_the_same_for_every_seed_and_in_every_wording(
     tmp_path: Path, small_blocks: None
 ) -> None:

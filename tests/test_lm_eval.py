@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.context import with_longest_context
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.run import lm_eval
 from forge_rl.run.lm_eval import Endpoint, LmEvalConfig, find_python, lm_eval_settings, run_lm_eval, scores_of
@@ -167,13 +168,15 @@ def test_prompts_go_as_token_ids_with_the_bos_that_lm_evals_own_model_has(
 def test_the_context_is_as_long_as_model_and_memory_allow_unless_it_is_given(tiny_model: Path, tmp_path: Path):
     read = json.loads((tiny_model / "config.json").read_text())
 
-    def longest(positions: int, **given: Any) -> int:
+    def longest(positions: int, most: int | None = lm_eval.MOST_CONTEXT, **given: Any) -> int:
         (tmp_path / "config.json").write_text(json.dumps(read | {"max_position_embeddings": positions}))
-        return lm_eval.with_longest_context(Generator.Config(**given), tmp_path).max_model_len
+        config = Generator.Config(**given)
+        return with_longest_context(config, tmp_path, least=config.max_tokens, most=most).max_model_len
 
     assert longest(3000) == 3000
     assert longest(1 << 17) == 8192
     assert longest(1 << 17, max_model_len=512) == 512
+    assert longest(1 << 17, None, kv_cache_gib=64) == 1 << 17, "as of the gateway"
     a = read_architecture(tiny_model)
     bytes_each = a.layers * 2 * a.head_dim * a.kv_heads * 4
     assert longest(1 << 17, kv_cache_gib=5000 * bytes_each / 2**30, dtype="float32") == 4096

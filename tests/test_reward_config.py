@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from forge_rl.errors import ForgeError, SpendingError
+from forge_rl.flags.user_code import load, name_of
 from forge_rl.rewards.answers import Number
 from forge_rl.rewards.auto import Auto
-from forge_rl.rewards.composition import WeightedSum
+from forge_rl.rewards.composition import WeightedSum, described
 from forge_rl.rewards.formats import Regex
 from forge_rl.rewards.reward_flag import REWARDS, build_reward
 from forge_rl.rewards.scorer import score_again, with_score
@@ -282,3 +283,14 @@ def test_a_judge_that_was_asked_again_is_not_asked_again_by_the_run():
     with pytest.raises(SpendingError):
         asyncio.run(score_again(judge, [EPISODE]))
     assert judge.calls == 1
+
+
+def test_a_reward_shows_as_it_was_named_and_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ok.py").write_text("def score(task, text):\n    return 1.0\n")
+    function = build_reward(["ok.py:score"])
+    assert described(function) == "ok.py:score"
+    assert described(build_reward(["a=ok.py:score*2", "auto"])) == "ok.py:score*2 Auto"
+    assert load(name_of(function), "--reward") is function
+    assert described(lambda task, text: 1.0).startswith("<function")
+    assert name_of(Auto()) == ""

@@ -314,3 +314,15 @@ def test_a_source_without_a_teacher_is_refused_before_anything_starts_and_teache
 
     asyncio.run(check())
     assert stopped.count("teachers") == 1
+
+
+def test_a_tool_parser_that_does_not_exist_is_refused_before_anything_starts(
+    staged: tuple[list[str], dict[str, Any]], tmp_path: Path
+) -> None:
+    async def check() -> None:
+        async with start(replace(config_of(tmp_path), tool_parser="hermez")):
+            raise AssertionError("it started")
+
+    with pytest.raises(ConfigError, match=r"(?s)no tool parser 'hermez'.*set --tool-parser to one of .*hermes"):
+        asyncio.run(check())
+    assert staged[0] == [], "nothing was started that would have to be stopped"

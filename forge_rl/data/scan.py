@@ -27,6 +27,8 @@ from forge_rl.types import Task
 
 _VERSION = 2
 _ROWS_AT_ONCE = 1000
+_LOOKED_AT = 999
+"""Rows to read after the first bad one, to say how many are bad."""
 _BIG_BYTES = 1 << 25
 """Minimum total size of files for which progress is shown."""
 _CACHED_BYTES = 1 << 22
@@ -221,11 +223,12 @@ def _scan(
     keys = array("Q")
     too_long: list[int] = []
     overlap: dict[str, list[int]] = {name: [] for name in others or {}}
-    for read in _read(source, progress):
+    reading = _read(source, progress)
+    for read in reading:
         rows += 1
         if read.task is None:
             if source.max_bad_rows == 0:
-                raise source.failure(read)
+                raise source.failure(read, *itertools.islice(reading, _LOOKED_AT))
             bad += 1
             example = example or f"{source.describe(read.row)}: {read.error}"
             continue

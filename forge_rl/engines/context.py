@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.platform import gpu_bytes, resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError
+
+S = TypeVar("S", bound=DecodeSettings)
 
 
 def check_context(architecture: Architecture, settings: DecodeSettings) -> None:
@@ -31,6 +38,29 @@ def check_context(architecture: Architecture, settings: DecodeSettings) -> None:
             f"engine has {max(0, room) / 2**30:.3g} GiB for them",
             hint=f"raise {flag}, or lower --generator.max-model-len",
         )
+
+
+def with_longest_context(settings: S, folder: Path, *, least: int, most: int | None = None) -> S:
+    """Return engine settings with the longest context that the model and memory allow, unless they set one.
+
+    Args:
+        folder: folder of the model.
+        least: tokens that it exceeds in any case.
+        most: upper bound; by default the model's positions.
+    """
+    if settings.max_model_len != DecodeSettings.max_model_len:
+        return settings
+    architecture = read_architecture(folder)
+    tokens = min(most or positions(architecture), positions(architecture))
+    while tokens > least:
+        longer = replace(settings, max_model_len=tokens)
+        try:
+            check_context(architecture, longer)
+        except ConfigError:
+            tokens //= 2
+        else:
+            return longer
+    return settings
 
 
 def sequence_bytes(architecture: Architecture, settings: DecodeSettings, tokens: int = 0) -> int:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 import sysconfig
 import traceback
@@ -40,6 +41,24 @@ def load(text: str, flag: str) -> object:
         raise ConfigError(
             f"{flag} {text}: {place} has no {name}", hint=f"it defines {', '.join(defined) or 'nothing'}"
         ) from None
+
+
+def name_of(value: object) -> str:
+    """Return the text by which `load` finds a function or class again: MODULE:NAME, or FILE.py:NAME with the absolute
+    path of the file; "" if there is none."""
+    module, name = sys.modules.get(getattr(value, "__module__", None) or ""), getattr(value, "__qualname__", "")
+    if module is None or module.__name__ == "__main__" or "<" in name or getattr(module, name, None) is not value:
+        return ""
+    file = Path(getattr(module, "__file__", None) or "")
+    of_file = re.fullmatch(rf"{re.escape(file.stem)}_[0-9a-f]{{12}}", module.__name__)
+    return f"{file if of_file else module.__name__}:{name}"
+
+
+def shown(text: str) -> str:
+    """Return a text for `load` with its file relative to the working directory, if it is in there."""
+    file, colon, name = text.rpartition(":")
+    path = Path(file)
+    return f"{path.relative_to(Path.cwd())}{colon}{name}" if path.is_relative_to(Path.cwd()) else text
 
 
 def _of_name(place: str, flag: str) -> ModuleType:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.flags.user_code import name_of, shown
 from forge_rl.rewards.protocol import Form, RewardFunction, Shaping, form_of
 from forge_rl.types import Score
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -102,3 +106,16 @@ def _sum_of_values(values: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """Sum values of the same tokens; NaN where all are NaN."""
     stacked = np.stack(values)
     return np.where(np.isnan(stacked).all(axis=0), np.nan, np.nansum(stacked, axis=0))
+
+
+def described(function: RewardFunction | WeightedSum) -> str:
+    """Describe a reward for users: as in `--reward` if it was named by its file or module, or by its type.
+
+    described(build_reward(["mine.py:score"]))  # "mine.py:score"
+    """
+    if isinstance(function, WeightedSum):
+        parts = ((described(part), weight) for part, weight in function.parts.values())
+        return " ".join(f"{name}*{weight:g}" if weight != 1 else name for name, weight in parts)
+    if text := name_of(function):
+        return shown(text)
+    return type(function).__name__ if is_dataclass(function) else _ADDRESS.sub("", repr(function))

@@ -13,13 +13,22 @@ from forge_rl.types import Episode, Outcome, Sampling, Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalTasks:
+    """Tasks of an evaluation."""
+
+    tasks: int = 100
+    """Maximum tasks per set: held-out tasks, never drawn for training, and tasks of --eval-tasks."""
+
+    def __post_init__(self) -> None:
+        check_flags(self, "--evaluation.", least={"tasks": 0})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(EvalTasks):
     """Evaluation on tasks that are never trained on: frequency, tasks and sampling."""
 
     every: int = 5
     """Steps between evaluations, with one before the first step and one after the last; 0 disables them."""
-    tasks: int = 100
-    """Maximum tasks per set: held-out tasks, never drawn for training, and those of --eval-tasks."""
     episodes: int = 1
     """k: episodes per task. Scores are avg@k, pass@2, pass@4, ... pass@k, and maj@k if answers are extracted."""
     temperature: float = 0.0
@@ -38,7 +47,8 @@ class EvalConfig:
     it, regardless of --keep-checkpoints."""
 
     def __post_init__(self) -> None:
-        least = {"every": 0, "tasks": 0, "episodes": 1, "temperature": 0}
+        super().__post_init__()
+        least = {"every": 0, "episodes": 1, "temperature": 0}
         least |= {"max_tokens": 1} if self.max_tokens is not None else {}
         check_flags(self, "--evaluation.", least=least, below={"temperature": 10})
         if self.episodes > 1 and self.temperature == 0:

@@ -11,15 +11,16 @@ import asyncio
 import contextlib
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.mixture import Mixture
 from forge_rl.errors import ConfigError
+from forge_rl.flags.user_code import name_of, shown
+from forge_rl.rewards.composition import described
 from forge_rl.rewards.reward_flag import build_reward
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.attach import LiveSchedule
@@ -233,10 +234,7 @@ class RewardKnob:
 
     def read(self) -> str:
         """Describe the current reward: the strings that it was built from, or the name of its function."""
-        function = self._reward.function
-        if texts := self._texts():
-            return " ".join(texts)
-        return type(function).__name__ if is_dataclass(function) else _without_address(function)
+        return " ".join(map(shown, self._texts())) or described(self._reward.function)
 
     async def write(self, values: dict[str, Any]) -> None:
         match values:
@@ -275,9 +273,8 @@ class RewardKnob:
         function, (built, texts) = self._reward.function, self._built
         if built is function and texts:
             return texts
-        module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-        found = getattr(sys.modules.get(module), name, None) if module != "__main__" else None
-        return [f"{module}:{name}"] if found is function and name else []
+        text = name_of(function)
+        return [text] if text else []
 
     def _replaced(self) -> None:
         before, self._now = self._now, self.read()

@@ -7,18 +7,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge_rl.engines.architecture import read_architecture
-from forge_rl.engines.context import check_context
-from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.envs.interpreter import interpreter
 from forge_rl.errors import CheckpointError, ConfigError, ForgeError, check_flags
 from forge_rl.gateway.requests import most_scored_tokens
 from forge_rl.runtime.commands import run_command
-from forge_rl.services.generator import Generator
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
 from forge_rl.system.variables import handed_on
@@ -28,7 +24,7 @@ PACKAGES = ("lm-eval[api]==0.4.13", "transformers==5.23.0")
 """Packages of an interpreter for lm-eval; no torch, as the engines do the computing."""
 _LEAST_VERSION = (0, 4, 10)
 """First version of lm-eval that reads its settings from a file."""
-_MOST_TOKENS = 8192
+MOST_CONTEXT = 8192
 """Maximum context length chosen when the flags set none."""
 _MOST_CONCURRENT = 64
 _REQUEST_S = 3600
@@ -113,26 +109,6 @@ def find_python(named: str = "") -> tuple[Path, str]:
         least = ".".join(map(str, _LEAST_VERSION))
         raise ConfigError(f"{found} has lm-eval {version}, but {least} or later is required", hint=install)
     return found, version
-
-
-def with_longest_context(settings: Generator.Config, folder: Path) -> Generator.Config:
-    """Return engine settings with the longest context that the model and memory allow, unless they set one.
-
-    lm-eval cuts longer prompts from the left, which changes scores.
-    """
-    if settings.max_model_len != DecodeSettings.max_model_len:
-        return settings
-    architecture = read_architecture(folder)
-    tokens = min(_MOST_TOKENS, architecture.max_positions)
-    while tokens > settings.max_tokens:
-        longer = replace(settings, max_model_len=tokens)
-        try:
-            check_context(architecture, longer)
-        except ConfigError:
-            tokens //= 2
-        else:
-            return longer
-    return settings
 
 
 def lm_eval_settings(config: LmEvalConfig, endpoint: Endpoint, out: Path) -> dict[str, Any]:

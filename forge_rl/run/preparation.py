@@ -21,6 +21,7 @@ from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.platform import slow_format
 from forge_rl.errors import ConfigError
+from forge_rl.gateway.tools import ToolParser
 from forge_rl.metrics import Display, EpisodeSink, EventSink, JSONLSink, PhaseClock, RunInfo, RunLog, Sink
 from forge_rl.metrics.alerts import AlertSink
 from forge_rl.metrics.boards import TensorBoardSink, WandbSink
@@ -229,6 +230,8 @@ async def check(
         check_decode_layout(model, config.generator, engines=config.generator.replicas)
         check_context(architecture, config.generator)
     await _check_tasks(config, prepared, mixture, model, examples)
+    if config.tool_parser:  # else one that exists is chosen, and imported when it is needed
+        await ToolParser(config.tool_parser, Tokenizer(model)).load()
     sets: Mapping[str, Sequence[Task]] = {}
     if config.evaluation.every:
         sets = mixture.eval_sets(config.evaluation.tasks) if evaluation is None else evaluation

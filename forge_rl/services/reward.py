@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from forge_rl.errors import ConfigError, ReplicaError, check_flags
 from forge_rl.rewards import protocol
-from forge_rl.rewards.composition import WeightedSum
+from forge_rl.rewards.composition import WeightedSum, described
 from forge_rl.rewards.protocol import Form, form_of
 from forge_rl.rewards.scorer import with_score
 from forge_rl.runtime.cluster import Cluster
@@ -200,7 +200,7 @@ class Reward:
 
     def __repr__(self) -> str:
         own = "".join(f", {len(pool.service.replicas)} of {pool.service.name}" for pool in self._own.values())
-        return f"Reward  {self.function!r}  {len(self._shared.service.replicas)} replica(s){own}"
+        return f"Reward  {described(self.function)}  {len(self._shared.service.replicas)} replica(s){own}"
 
 
 def parts_of(function: RewardFunction) -> dict[str, protocol.RewardFunction]:

@@ -6,7 +6,9 @@ import difflib
 import glob
 import json
 import os
+import re
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from forge_rl.data.sources.columnar import open_arrow
@@ -19,6 +21,8 @@ from forge_rl.models.bundled import default_cache
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 """Supported file suffixes; JSON lines may also be compressed."""
+_SHARD = re.compile(r"(?P<before>.*-)(?P<number>[0-9]{3,8})-of-(?P<all>[0-9]{3,8})(?P<after>[^-]*)")
+_MOST_SHARDS = 100_000
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
 """Metadata files that `datasets` writes to a folder."""
 
@@ -53,6 +57,7 @@ def find_files(name: str, *, split: str = "") -> list[Path]:
             raise TaskError(f"no file matches {name!r}", hint=f"the current folder is {Path.cwd()}")
         if not found:
             raise TaskError(f"no such file: {name}", hint=_near(path))
+        _check_shards(found, str(path))
     if unknown := [one for one in found if _suffix(one) not in SUFFIXES]:
         raise TaskError(
             f"{unknown[0]} has an unsupported suffix", hint=f"give it one of the suffixes {', '.join(SUFFIXES)}"
@@ -74,6 +79,8 @@ def open_tables(paths: Sequence[Path], cache: Path | None = None) -> list[Table]
 
 def _open(path: Path, cache: Path) -> Table:
     try:
+        if not path.exists():
+            raise TaskError(f"the file {path} is missing", hint="fetch it, or write the folder again")
         if not path.is_file():
             raise TaskError(
                 f"{path} is not a regular file", hint="give a file, a folder or a pattern such as data/*.jsonl"
@@ -84,7 +91,7 @@ def _open(path: Path, cache: Path) -> Table:
             return JSONLines(path, cache, text=decompressed(path, cache, COMPRESSIONS[path.suffix]))
         match _suffix(path):
             case ".csv":
-                return Delimited(path, cache, ",")
+                return Delimited(path, cache, "")
             case ".tsv":
                 return Delimited(path, cache, "\t")
             case ".parquet" | ".feather" | ".arrow":
@@ -102,6 +109,31 @@ def _suffix(path: Path) -> str:
     """Return the suffix that indicates the kind, without the compression suffix of JSON lines."""
     inner = Path(path.stem).suffix.lower()
     return inner if path.suffix in COMPRESSIONS and inner in (".jsonl", ".ndjson") else path.suffix.lower()
+
+
+def _check_shards(found: Sequence[Path], pattern: str = "") -> None:
+    """Refuse files named as shards, such as train-00000-of-00003.parquet, of which one is missing.
+
+    Args:
+        pattern: only names that match this were asked for.
+
+    Raises:
+        TaskError: names the missing shards.
+    """
+    there = {str(path) for path in found}
+    for path in found:
+        if (name := _SHARD.fullmatch(path.name)) is None or int(name["all"]) > _MOST_SHARDS:
+            continue
+        width = len(name["number"])
+        names = [f"{name['before']}{n:0{width}}-of-{name['all']}{name['after']}" for n in range(int(name["all"]))]
+        paths = [str(path.with_name(each)) for each in names]
+        missing = [each for each in paths if each not in there and (not pattern or fnmatch(each, pattern))]
+        if missing:
+            raise TaskError(
+                f"{len(missing)} of {len(names)} shards are missing: {', '.join(missing[:3])}"
+                + (", ..." if len(missing) > 3 else ""),
+                hint="fetch them, or name the files that are there one by one",
+            )
 
 
 def _in_folder(folder: Path, split: str) -> list[Path]:
@@ -127,6 +159,7 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
             f"the folder {folder} has files of several kinds: {', '.join(kinds)}",
             hint=f"select one kind with a pattern such as {folder}/*{kinds[0]}",
         )
+    _check_shards(found)
     return found
 
 

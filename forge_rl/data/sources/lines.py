@@ -85,19 +85,23 @@ class JSONLines:
 class Delimited(JSONLines):
     """Rows of strings of a CSV or TSV file (RFC 4180), with the columns named by the first row.
 
+    Args:
+        delimiter: between fields; "" is a comma unless the first row has none, and then a semicolon, tab or bar.
+
     Raises:
         TaskError: the first row cannot be read, or a quote is not closed.
     """
 
     def __init__(self, path: Path, cache: Path, delimiter: str) -> None:
         super().__init__(path, cache, quotes=True)
-        self._delimiter = delimiter
         csv.field_size_limit(MOST_ROW_BYTES)
         with path.open("rb") as file:
             head = file.read(int(self._starts[1]))
         self._starts = self._starts[1:]
         try:
-            self.columns = self._fields(_line(head).decode())
+            first = _line(head).decode()
+            self._delimiter = delimiter or _delimiter_of(first)
+            self.columns = self._fields(first)
         except (UnicodeDecodeError, RowError) as error:
             raise TaskError(f"{path}: the first row cannot be read: {error}", hint="save it as UTF-8") from error
         twice = [name for name, count in Counter(self.columns).items() if count > 1]
@@ -128,6 +132,12 @@ class Delimited(JSONLines):
                 hint='write a quote inside a field as "", and quote the whole field',
             )
         return found[0] if found else []
+
+
+def _delimiter_of(first: str) -> str:
+    """Guess a CSV file's delimiter from its first row: spreadsheets write semicolons where the comma is decimal."""
+    unquoted = re.sub(r'"[^"]*"', "", first)
+    return "," if "," in unquoted else max(";\t|", key=unquoted.count) if set(";\t|") & set(unquoted) else ","
 
 
 class JSONArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import unicodedata
@@ -47,7 +48,7 @@ class Columns:
 
     The prompt is the messages, the rendered template, or the question. All other columns are in the task's truth under
     their own names, and the answer also under "answer". A name such as `reward_model.ground_truth` refers to a field
-    inside a column.
+    inside a column, also if the column holds JSON as text.
 
     A conversation's truth has its messages from the first answer on as "completion". They are the rest of the messages
     from the assistant's first on, if they end with the assistant's, or the column of the answer, as text or messages. A
@@ -266,6 +267,7 @@ def _get(row: Mapping[str, object], column: str) -> object:
     if value is _NO_COLUMN and "." in column:
         value = row
         for part in column.split("."):
+            value = _parsed(value)
             value = value.get(part, _NO_COLUMN) if isinstance(value, Mapping) else _NO_COLUMN
     if value is _NO_COLUMN:
         import difflib
@@ -273,6 +275,14 @@ def _get(row: Mapping[str, object], column: str) -> object:
         close = difflib.get_close_matches(column, map(str, row), n=1)
         meant = f"did you mean {_printable(close[0])}? " if close else ""
         raise RowError("is missing", column=column, hint=f"{meant}the row has: {_names(row)}")
+    return value
+
+
+def _parsed(value: object) -> object:
+    """Return the object in a cell that holds one as JSON text, as CSV's do; any other value unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
     return value
 
 

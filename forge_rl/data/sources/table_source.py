@@ -15,6 +15,8 @@ from forge_rl.data.sources.tables import Identity, RowError, Table
 from forge_rl.errors import TaskError
 from forge_rl.types import Task
 
+_SHOWN_ROWS = 5
+"""Bad rows that an error shows."""
 _FEW_ROWS = 1000
 """Minimum number of rows to which the maximum share of bad rows applies."""
 
@@ -156,11 +158,15 @@ class TableSource:
         """Return True if the problem with this key is held out, which does not depend on the seed."""
         return problem < self.held_out_share * 2**64
 
-    def failure(self, read: ReadRow) -> TaskError:
-        """Return the error for a bad row, with file, line, column and value."""
+    def failure(self, read: ReadRow, *following: ReadRow) -> TaskError:
+        """Return the error for a bad row, with file, line, column and value; also names the next bad ones, if any."""
         assert read.error is not None
+        bad = [each for each in following if each.error is not None]
+        more = [f"  {self.describe(each.row)}: {each.error}" for each in bad[: _SHOWN_ROWS - 1]]
+        if bad:
+            more.append(f"  {len(bad) + 1:,} of {len(following) + 1:,} rows from there on are bad")
         return TaskError(
-            f"{self.describe(read.row)}: {read.error}",
+            "\n".join([f"{self.describe(read.row)}: {read.error}", *more]),
             hint=read.error.hint or "fix it, or allow some bad rows with --data.max-bad-rows 0.01",
         )
 
