@@ -31,7 +31,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=3
+AuthInfo=socket={folder}/munge.socket,cred_expire=6
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -48,7 +48,7 @@ SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
-SlurmdTimeout=5
+SlurmdTimeout=4
 KillWait=20
 MinJobAge=300
 GresTypes=gpu
@@ -100,13 +100,14 @@ class SlurmCluster:
         """Return the output of one of Slurm's programs."""
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
 
-    def wait(self, wanted: str, *command: str, timeout_s: float = 60.0) -> str:
-        """Wait until a program's output contains a text; return the output."""
-        end = time.monotonic() + timeout_s
-        while wanted not in (found := self.run(*command)):
-            assert time.monotonic() < end, f"{' '.join(command)} shows {found!r} after {timeout_s} s, not {wanted!r}"
-            time.sleep(0.2)
-        return found
+    def submit(self, line: str, *options: str) -> str:
+        """Submit a line of shell as a job; return its id."""
+        return self.run("sbatch", "--parsable", "--output=/dev/null", f"--wrap={line}", *options)
+
+    def states(self, name: str) -> list[str]:
+        """Return the states of all jobs whose name begins so."""
+        lines = self.run("squeue", "--noheader", "--states=all", "--format=%j %T").splitlines()
+        return [state for line in lines for job, state in [line.split()] if job.startswith(name)]
 
     def processes(self, node: str) -> list[psutil.Process]:
         """Return a node's processes: its daemon, and what Slurm started on it."""
@@ -135,14 +136,23 @@ class SlurmCluster:
             if (parent := process.parent()) is not None and parent.name().startswith("slurmstepd")
         ]
 
+    def clear(self) -> None:
+        """Cancel all jobs, wait until nothing of them is left, and start the nodes that were killed."""
+        self.run("scancel", "--user=root")
+        for number in ("--signal=KILL", "--signal=KILL --batch"):
+            self.run("scancel", "--user=root", *number.split())
+        end = time.monotonic() + 60
+        for node in self.nodes:
+            if node not in self.daemons:
+                self.start(node)
+        while _idle(self) < len(self.nodes) or self.run("squeue", "--noheader"):
+            assert time.monotonic() < end, self.run("squeue") + self.run("sinfo", "--Node")
+            time.sleep(0.2)
+
     def stop(self) -> None:
         """Cancel all jobs and end all daemons."""
         with contextlib.suppress(subprocess.SubprocessError, AssertionError):
-            self.run("scancel", "--user=root")
-            self.run("scancel", "--user=root", "--signal=KILL")
-            end = time.monotonic() + 30
-            while self.run("squeue", "--noheader", "--states=R,CG") and time.monotonic() < end:
-                time.sleep(0.2)
+            self.clear()
         left = [process for node in self.nodes for process in self.processes(node)]
         for name in ("slurmctld", *self.nodes, "munged"):
             if daemon := self.daemons.pop(name, None):
@@ -192,13 +202,13 @@ def slurm_cluster(nodes: int = 3) -> Iterator[SlurmCluster]:
             (folder / f"spool-{name}").mkdir()
             cluster.start(name)
         end = time.monotonic() + 60
-        while _ready(cluster) < nodes:
+        while _idle(cluster) < nodes:
             assert time.monotonic() < end, "\n".join(path.read_text() for path in folder.glob("*.out"))
             time.sleep(0.2)
         yield cluster
 
 
-def _ready(cluster: SlurmCluster) -> int:
+def _idle(cluster: SlurmCluster) -> int:
     try:
         return cluster.run("sinfo", "--noheader", "--Node", "--partition=batch", "--format=%T").split().count("idle")
     except subprocess.SubprocessError:  # slurmctld does not listen yet

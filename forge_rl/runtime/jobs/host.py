@@ -30,6 +30,7 @@ MARK = "forge_rl host: "
 """Begins each line that is meant for the controller; a login shell may print others."""
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 _ATTEMPTS = 5
+_LOOK_S = 0.1
 
 
 def main() -> None:
@@ -65,6 +66,7 @@ def _serve(ip: str) -> str:
         from monarch._src.job.service_identity import new_service_proc_id, service_proc_addr
         from monarch.actor import start_worker_loop_forever
 
+    failed = ""
     for _ in range(_ATTEMPTS):
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         with socket.socket(family) as any_socket:  # Monarch cannot tell which port it was given
@@ -73,11 +75,23 @@ def _serve(ip: str) -> str:
         # An identity of its own, as the same machine may be known by several addresses.
         address = str(service_proc_addr(url(ip, port), new_service_proc_id()))
         with quiet_stderr():
-            start_worker_loop_forever(address=address, ca="trust_all_connections")
-        found = psutil.Process().net_connections("tcp")
-        if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found):
+            serving = start_worker_loop_forever(address=address, ca="trust_all_connections")
+        while not _listens(port):
+            try:
+                serving.get(timeout=_LOOK_S)
+            except TimeoutError:
+                continue
+            except Exception as error:  # the port has just been taken
+                failed = str(error)
+                break
+        else:
             return address
-    sys.exit(f"error: Monarch does not listen on {ip}")
+    sys.exit(f"error: Monarch does not listen on {ip}: {failed}")
+
+
+def _listens(port: int) -> bool:
+    found = psutil.Process().net_connections("tcp")
+    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
 
 
 def _notice(number: int, frame: object) -> None:

@@ -34,9 +34,9 @@ set -e
 set +e
 # Slurm's notices: USR1 before the time limit, TERM before a preemption. The run saves, and the job is requeued; HUP
 # (Ctrl-C in the terminal) ends it.
-trap 'kill -USR1 "$run"' USR1
-trap 'kill -TERM "$run"' TERM
-trap 'kill -HUP "$run"' HUP
+trap 'kill -USR1 "$run" 2> /dev/null' USR1
+trap 'kill -TERM "$run" 2> /dev/null' TERM
+trap 'kill -HUP "$run" 2> /dev/null' HUP
 {command} &
 run=$!
 wait "$run"
@@ -47,7 +47,7 @@ status=$?
 read -r state nodes < <(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %D')
 if [ "$state" = RUNNING ] && {{ [ $status = 138 ] || [ $status = 143 ] ||
     {{ [ $status != 0 ] && [ "$nodes" -lt "$SLURM_JOB_NUM_NODES" ]; }}; }}; then
-    scontrol requeue "$SLURM_JOB_ID" && sleep 60
+    scontrol requeue "$SLURM_JOB_ID" && exec sleep 60
 fi
 exit $status
 """

@@ -1,0 +1,172 @@
+"""`--job slurm` and `--job allocation` on a real Slurm of three nodes on this machine."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forge_rl.errors import ConfigError
+from forge_rl.runtime.jobs.addresses import is_trusted, own_address, url
+from forge_rl.runtime.jobs.flag import build_job
+from forge_rl.runtime.jobs.slurm import SlurmJob
+from forge_rl.runtime.jobs.slurm_queue import JobState
+from tests.commands import Command
+from tests.conftest import started_processes
+from tests.slurm.cluster import SlurmCluster, missing, slurm_cluster
+
+WHY_NOT = missing()
+
+
+def on_slurm(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that needs Slurm."""
+    return pytest.mark.long(pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)(test))
+
+
+def test_hosts_are_reached_by_name_over_ipv6_through_a_launcher(commands: list[Command], tmp_path: Path):
+    job = "allocation:hosts=::1,launcher=env SLURMD_NODENAME={host}"
+    assert own_address(["::1"]) == "::1"
+    run = patient(commands, tmp_path, "--seconds", "0.1", job=job)
+    run.wait_for("goes on from 0 on ::1")
+    assert run.end() == 0
+    assert not run.strays()
+
+
+def test_addresses_that_are_public_or_not_addresses_are_refused():
+    for text in (
+        "tcp://8.8.8.8:1",
+        "tcp://[2001:4860:4860::8888]:1",
+        "tcp://node1:1",
+        "ipc://x",
+        "x@tcp://10.0.0.1:1\n",
+    ):
+        assert not is_trusted(text), text
+    for text in ("tcp://10.0.0.1:1", "service<2Mu>@tcp://[fd00::2]:26600", url("::1", 5), url("127.0.0.1", 5)):
+        assert is_trusted(text), text
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    before = started_processes()
+    with slurm_cluster() as started:
+        yield started
+    left = started_processes() - before
+    assert not left, f"processes are left: {sorted(left)}"
+
+
+@pytest.fixture
+def slurm(cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+    """The cluster, cleared after a test."""
+    yield cluster
+    cluster.clear()
+
+
+def patient(commands: list[Command], out: Path, *flags: str, job: str = "slurm:nodes=2") -> Command:
+    command = Command("tests.slurm.patient", "--out", str(out), "--job", job, *flags)
+    commands.append(command)
+    return command
+
+
+def test_the_batch_script_quotes_what_it_is_given(tmp_path: Path):
+    job = SlurmJob(nodes=2, partition="a+b", time="1:00:00", gpus=8, setup="source env.sh", image="x/y:1", grace_s=60)
+    command = ["/bin/python", "-m", "mine", "--model", "it's; $(rm -rf /)"]
+    script = job.describe(command, tmp_path)
+    for line in ("--partition=a,b", "--gpus-per-node=8", "--signal=B:USR1@60", "--requeue", "--no-kill"):
+        assert f"#SBATCH {line}\n" in script
+    ran = script[script.index("set -e") :].replace("/bin/python -m mine", "printf '%s\\n'")
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    shown = subprocess.run(["bash"], input=ran.replace("source env.sh", ":"), text=True, capture_output=True)
+    assert shown.stdout.splitlines()[:4] == ["--model", "it's; $(rm -rf /)", "--job", 'allocation:image="x/y:1"']
+
+
+def test_what_could_end_a_directive_is_refused():
+    for text, problem in (
+        ('slurm:partition="a b"', "partition is 'a b'"),
+        ('slurm:account="a;rm"', "account is 'a;rm'"),
+        ("slurm:options=hold", "options has 'hold'"),
+        ("slurm:nodes=0", "nodes is 0"),
+        ("slurm:grace_s=0", "grace_s is 0"),
+        ('allocation:hosts="a+-oProxyCommand=x"', "'-oProxyCommand=x' is not the name of a host"),
+        ("allocation:launcher=ssh", "names no host"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            build_job(text)
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"])
+def test_every_terminal_state_is_an_end(state: str):
+    assert JobState(id="1", state=state).end
+    assert not JobState(id="1", state=state).waits
+
+
+@on_slurm
+def test_a_job_shows_its_place_is_followed_from_two_terminals_and_saves_when_cancelled(
+    slurm: SlurmCluster, commands: list[Command], tmp_path: Path
+):
+    first = slurm.submit("sleep 100", "--nodes=3", "--exclusive")
+    slurm.submit("sleep 100", "--nodes=3", "--exclusive")
+    one = patient(commands, tmp_path / "run")
+    one.wait_for("place 2 of 2 in the queue of batch")
+    two = patient(commands, tmp_path / "run")
+    two.wait_for("runs this command already; following it")
+    slurm.run("scancel", "--user=root", "--state=PENDING", "--name=wrap")
+    slurm.run("scancel", first)
+    for terminal in (one, two):
+        terminal.wait_for(r"goes on from 0 on node\d node\d")
+    one.process.send_signal(signal.SIGINT)
+    assert one.end() == 130
+    assert "saved 1" in one.lines
+    assert two.end() == 129, "the run's own status after SIGHUP"
+    assert "saved 1" in two.lines
+    assert slurm.states("forge_rl") == ["FAILED"], "not requeued"
+
+
+@on_slurm
+def test_a_job_that_is_preempted_or_out_of_time_saves_and_goes_on(
+    slurm: SlurmCluster, commands: list[Command], tmp_path: Path
+):
+    run = patient(commands, tmp_path / "run", job="slurm:nodes=2,time=1,grace_s=45")
+    run.wait_for("goes on from 0")
+    slurm.submit("sleep 1", "--nodes=3", "--exclusive", "--partition=urgent")
+    run.wait_for("is about to end host")
+    run.wait_for("goes on from 1")
+    run.wait_for("goes on from 2")  # 15 s later, 45 before the limit
+    assert run.lines.count("stopped by SIGUSR1") == 2
+    slurm.run("scancel", "--user=root")
+    assert run.end() == 1
+    assert "CANCELLED" in run.lines[-2]
+
+
+@on_slurm
+def test_a_node_that_dies_is_named_and_its_job_goes_on_elsewhere(
+    slurm: SlurmCluster, commands: list[Command], tmp_path: Path
+):
+    run = patient(commands, tmp_path / "run", "--seconds", "1000")
+    *_, second = run.wait_for("goes on from 0").split()
+    slurm.kill_node(second)
+    run.wait_for(f"{second} is lost")
+    run.wait_for(rf"goes on from 0 on (?!.*{second})")
+    slurm.run("scancel", "--user=root", "--signal=HUP", "--batch")
+    assert run.end() == 129
+
+
+@on_slurm
+def test_inside_an_allocation_one_of_several_ranks_leads(slurm: SlurmCluster, commands: list[Command], tmp_path: Path):
+    flags = [
+        sys.executable,
+        "-m",
+        "tests.slurm.patient",
+        "--job",
+        "allocation",
+        "--seconds",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    inside = subprocess.run(["salloc", "--nodes=2", "srun", *flags], capture_output=True, text=True, timeout=100)
+    assert inside.stdout.splitlines().count("goes on from 0 on node1 node2") == 1
+    assert inside.returncode == 0
+    failing = patient(commands, tmp_path / "run", "--seconds", "1", "--fail", job="slurm:nodes=1,exclusive=false")
+    assert failing.end() == 7
