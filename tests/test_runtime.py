@@ -20,7 +20,6 @@ import pytest
 
 from forge_rl.errors import ConfigError, DeadlineError, ForgeError, ReplicaError, ServiceError
 from forge_rl.runtime import replica as replica_module
-from forge_rl.runtime import service as service_module
 from forge_rl.runtime.cluster import THIS_HOST, Cluster, SpawnedMesh
 from forge_rl.runtime.service import Service
 from tests.conftest import ROOT
@@ -373,28 +372,6 @@ def test_replicas_run_on_the_hosts_they_are_given(tmp_path: Path):
             with pytest.raises(ConfigError, match="the scheduler took it back"):
                 other.spawn(FakeActor, host="a", index=0)
             await other.stop()
-            faults.closing = True
-            await service.stop()
-
-    asyncio.run(main())
-
-
-def test_a_process_on_another_machine_is_not_taken_for_one_of_this(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    async def main() -> None:
-        async with cluster_of(tmp_path, "far") as (made, faults):
-            service = Service(new_service_name(), made, faults)
-            replica = service.spawn(FakeActor, host="far")
-            monkeypatch.setattr(service_module, "process_space", lambda: "another machine")
-            await service.watch(replica, deadline_s=LONG_S)
-            assert replica.tree.roots == {}
-            # Monarch tells of its death.
-            hanging = await in_flight(service, "hang")
-            os.kill(await pid_of(service), signal.SIGKILL)
-            with pytest.raises(ServiceError, match="SIGKILL") as caught:
-                await hanging
-            assert (caught.value.service, caught.value.replica, caught.value.call) == (service.name, 0, "hang")
-            assert [(fault.service, fault.replica) for fault in faults.seen] == [(service.name, 0)]
-            assert not replica.alive
             faults.closing = True
             await service.stop()
 

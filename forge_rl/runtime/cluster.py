@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import psutil  # type: ignore[import-untyped]
 
 from forge_rl.errors import ConfigError
+from forge_rl.runtime.host_watcher import HostWatcher
 from forge_rl.runtime.isolation import public_ports
 from forge_rl.runtime.processes import clean_up_after
 from forge_rl.runtime.signals import outlive_stop_signals
@@ -98,6 +99,7 @@ class Cluster:
         self._may_be_public, self._checked = may_be_public, False
         self._hosts = dict(hosts or {})
         self._meshes: dict[str, SpawnedMesh] = {}
+        self._watchers: dict[str, HostWatcher] = {}
         self.lost: dict[str, str] = {}
         """Hosts that are gone for good, with the cause."""
         self.on_lost: list[Callable[[str, str], None]] = []
@@ -127,6 +129,10 @@ class Cluster:
     def may_be_public(self) -> bool:
         """Whether ports may be open to addresses that are not private."""
         return self._may_be_public
+
+    def watcher(self, host: str) -> HostWatcher:
+        """Return the watcher of another host's processes."""
+        return self._watchers.setdefault(host, HostWatcher(host, self))
 
     def lose(self, host: str, cause: str) -> None:
         """Count a host as gone for good: its processes are dead, and nothing is spawned there any more."""
@@ -203,6 +209,7 @@ class Cluster:
 
     async def close(self) -> None:
         """Stop all meshes."""
+        await asyncio.gather(*(watcher.close() for watcher in self._watchers.values()))
         await asyncio.gather(*map(self.stop, list(self._meshes)))
 
 

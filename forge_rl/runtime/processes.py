@@ -24,6 +24,8 @@ import psutil  # type: ignore[import-untyped]
 
 _CLEAN_UP_S = 10.0
 """Seconds allowed for a process that cleans up after killed ones."""
+_STOPPED_INSPECTIONS = 3
+"""Consecutive inspections that must find a process stopped."""
 _NEW_OBJECTS = (100_000, 5, 10)
 """Garbage collection thresholds: new objects, and collections of each generation per collection of the next."""
 _SWITCH_S = 0.0005
@@ -54,6 +56,13 @@ class ProcessTree:
         self.members: dict[int, psutil.Process] = {}
         """The roots and their descendants at the last inspection, by PID."""
         self._pidfds: dict[int, int] = {}
+        self._stopped = 0
+        """Number of consecutive inspections that found a process stopped."""
+
+    @property
+    def mark(self) -> str:
+        """Value of the environment variable."""
+        return self._value
 
     def watch(self, pid: int, on_end: Callable[[int | None], None]) -> None:
         """Add a root; as soon as it exits, `on_end` is called in this event loop with its exit status.
@@ -69,6 +78,11 @@ class ProcessTree:
         """Stop watching; no `on_end` is called any more."""
         for pid in list(self._pidfds):
             self._unwatch(pid)
+
+    def has_been_stopped(self, *, most: int) -> bool:
+        """Return True if three inspections in a row found a process stopped; see `has_stopped`. Call it regularly."""
+        self._stopped = self._stopped + 1 if self.has_stopped(most=most) else 0
+        return self._stopped >= _STOPPED_INSPECTIONS
 
     def has_stopped(self, *, most: int) -> bool:
         """Inspect the roots and up to `most` processes in total, nearest first; return True if any is stopped.

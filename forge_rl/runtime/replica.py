@@ -16,12 +16,13 @@ from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceErro
 from forge_rl.runtime import in_hand
 from forge_rl.runtime.cluster import SpawnedMesh
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.host_watcher import HostWatcher
 from forge_rl.runtime.link import Link
 from forge_rl.runtime.processes import ProcessTree, is_traced
 from forge_rl.runtime.tasks import task_group
 
-_STOPPED_POLLS = 3
-"""Consecutive checks, over a second, that must find a process stopped."""
+STOPPED = "hung: its process was stopped"
+"""Cause of the death of a replica one of whose processes was stopped."""
 _SILENT_POLLS = 60
 """Checks, over 30 s, for which a link may leave its poll unanswered. Counts checks, not seconds, so that nobody is late
 when this process itself was stopped."""
@@ -58,7 +59,7 @@ class Replica:
         meshes: its processes, one mesh per host, in the order of their ranks.
         actor_names: names under which Monarch reports the failure of each.
         actors: Monarch's actor mesh on each of `meshes`, which has no useful type; typed handles wrap it.
-        tree: its processes, if they are on this machine.
+        tree: its processes on this host.
         faults: records its calls.
         on_lost: called with the replica and Monarch's message when a call finds it dead.
     """
@@ -94,6 +95,8 @@ class Replica:
         ]
         """Actor mesh of each rank, and the rank's place there."""
         self.tree = tree
+        self.watchers: dict[str, HostWatcher] = {}
+        """Watchers of its processes on other hosts, by host."""
         self.clock = faults.clock
         """Monotonic seconds."""
         self.state = ReplicaState.STARTING
@@ -112,8 +115,6 @@ class Replica:
         self.busy_s = 0.0
         """Busy seconds not drained yet, including its predecessor's."""
         self.busy_since = self._span_began = 0.0
-        self._stopped_polls = 0
-        """Number of consecutive watchdog checks that found one of its processes stopped."""
         self._faults = faults
         self._on_lost = on_lost
         self.link = Link(
@@ -143,6 +144,12 @@ class Replica:
     def load(self) -> int:
         """Number of calls in flight plus `held`, for routing."""
         return self.in_flight + self.held
+
+    def kill(self) -> None:
+        """Send SIGKILL to its processes, without waiting for them to end."""
+        self.tree.signal_roots(signal.SIGKILL)
+        for watcher in self.watchers.values():
+            watcher.signal(self.tree.mark, signal.SIGKILL)
 
     def fail(self, cause: str) -> None:
         """Mark the replica as dead: calls in flight and later ones raise ReplicaError."""
@@ -245,9 +252,8 @@ class Replica:
     def look_for_hang(self, *, descendants: bool) -> str:
         """Check its processes, and with `descendants` their children, for a hang; return a description, or ""."""
         most = _MOST_PROCESSES if descendants else len(self.tree.roots)
-        self._stopped_polls = self._stopped_polls + 1 if self.tree.has_stopped(most=most) else 0
-        if self._stopped_polls >= _STOPPED_POLLS:
-            return "hung: its process was stopped"
+        if self.tree.has_been_stopped(most=most):
+            return STOPPED
         if not any(map(is_traced, self.tree.roots)):  # a process stopped by a debugger cannot answer
             self.link.silent_polls += self.link.open
         left = max(_SILENT_POLLS, self.may_block_s * _LOOKS_A_SECOND) - self.link.silent_polls

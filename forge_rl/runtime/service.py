@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
-import signal
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -18,8 +17,9 @@ from forge_rl.runtime import in_hand
 from forge_rl.runtime.actor import ServiceActor
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.host_watcher import MARK, Watch
 from forge_rl.runtime.processes import ProcessTree, cause_of, describe_exit, last_error, process_space
-from forge_rl.runtime.replica import Replica, ReplicaState
+from forge_rl.runtime.replica import STOPPED, Replica, ReplicaState
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
 
@@ -31,8 +31,8 @@ _MOST_KILLED = 3
 """Number of replicas that a call, or its task, may kill before it is no longer retried."""
 _POLL_S = 0.5
 """Seconds between checks for hung replicas, which do not exit."""
-_MARK = "FORGE_RL_REPLICA"
-"""Environment variable that marks a replica's processes and all their descendants."""
+_PROBE_S = 1.0
+"""Time for a process to answer once its host's agent does not."""
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ class Service:
         serial, self._spawned[number] = self._spawned[number], self._spawned[number] + 1
         name = f"{self.name}-{number}" + f".{serial}" * bool(serial)
         mark = f"{self._id}/{name}"
-        marked = {**(env or {}), _MARK: mark}
+        marked = {**(env or {}), MARK: mark}
         meshes = [
             self._cluster.spawn(
                 name if part == 0 else f"{name}-{place}",
@@ -164,7 +164,7 @@ class Service:
             meshes=meshes,
             actor_names=names,
             actors=[mesh.procs.spawn(each, actor, *args) for each, mesh in zip(names, meshes, strict=True)],
-            tree=ProcessTree(_MARK, mark),
+            tree=ProcessTree(MARK, mark),
             faults=self._faults,
             on_lost=self._on_lost,
         )
@@ -196,28 +196,45 @@ class Service:
 
         The first replica of an index then serves; a replacement serves once its respawn has finished, a spare never.
         """
-        # PIDs of other machines mean nothing here. Monarch's supervision reports deaths there to calls in flight, after
-        # seconds.
-        near = {THIS_HOST: True}
+        pids: dict[str, dict[int, int]] = {}
         for rank, host in enumerate(replica.hosts):
-            if host not in near:
-                space = await replica.call("process_space", deadline_s=deadline_s, rank=rank)
-                near[host] = space == process_space()
             pid = await replica.call("process_id", deadline_s=deadline_s, rank=rank)
-            if not near[host]:
+            pids.setdefault(host, {})[pid] = rank
+        for host, ranks in pids.items():
+            if host != THIS_HOST:
+                await self._watch_elsewhere(replica, host, ranks)
                 continue
-            try:
-                replica.tree.watch(pid, functools.partial(self._on_process_end, replica, rank))
-            except (psutil.NoSuchProcess, ProcessLookupError):
-                self._on_process_end(replica, rank, None)
-                return
-        if near[replica.host] and self._blames:
+            for pid, rank in ranks.items():
+                try:
+                    replica.tree.watch(pid, functools.partial(self._on_process_end, replica, rank))
+                except (psutil.NoSuchProcess, ProcessLookupError):
+                    self._on_process_end(replica, rank, None)
+                    return
+        near = replica.host == THIS_HOST
+        if self._blames and not near:  # its notes are memory of the machine
+            near = process_space() == await replica.call("process_space", deadline_s=deadline_s, rank=0)
+        if self._blames and near:
             in_hand.create(replica.notes)
             await replica.call("note_in_hand", replica.notes.absolute(), deadline_s=deadline_s, rank=0)
         if self._watching is None:
             self._watching = self.in_background(self._watch_for_hangs(), None, "hangs are no longer detected")
         if not self._is_spare(replica) and (replica.incarnation == 0 or self._respawn is None):
             self._start_serving(replica)
+
+    async def _watch_elsewhere(self, replica: Replica, host: str, ranks: Mapping[int, int]) -> None:
+        """Watch the processes of a replica on another host; `ranks` has their ranks by PID."""
+        watcher = replica.watchers[host] = self._cluster.watcher(host)
+        first = min(ranks.values())
+        await watcher.watch(
+            Watch(
+                mark=replica.tree.mark,
+                pids=list(ranks),
+                descendants=self._descendants,
+                on_end=lambda pid, status: self._on_process_end(replica, ranks[pid], status),
+                on_stopped=lambda: self.mark_failed(replica, STOPPED),
+                probe=lambda: replica.call("process_id", deadline_s=_PROBE_S, rank=first),
+            )
+        )
 
     async def start(self, count: int, start_one: Callable[[int], Coroutine[Any, Any, None]], restart: Restart) -> None:
         """Start `count` replicas concurrently, then supervise them; `start_one` is the `respawn` of `supervise`.
@@ -332,7 +349,7 @@ class Service:
 
     def mark_failed(self, replica: Replica, cause: str) -> None:
         """Mark a replica as dead and kill it, because it hangs or returns garbage."""
-        replica.tree.signal_roots(signal.SIGKILL)
+        replica.kill()
         self._on_death(replica, cause)
 
     def in_background(self, work: Coroutine[Any, Any, None], index: int | None, trouble: str) -> asyncio.Task[None]:
@@ -350,7 +367,7 @@ class Service:
 
     def retire(self, replica: Replica, cause: str) -> None:
         """Kill a healthy replica so that it can be replaced; fails its calls in flight, but records no fault."""
-        replica.tree.signal_roots(signal.SIGKILL)
+        replica.kill()
         replica.fail(cause)
 
     def abandon(self, replica: Replica) -> None:
@@ -363,7 +380,12 @@ class Service:
         await replica.link.close()
         if replica.alive:  # Monarch stops it gracefully; a dead one may hang, and is killed first
             await self._stop_meshes(replica)
-        await asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S)  # including processes unknown to Monarch
+        killing: list[Awaitable[object]] = [
+            watcher.kill(replica.tree.mark, wait_s=_KILL_S) for watcher in replica.watchers.values()
+        ]
+        if THIS_HOST in replica.hosts:
+            killing.append(asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S))
+        await asyncio.gather(*killing)  # including processes unknown to Monarch
         await self._stop_meshes(replica)
         for name in replica.actor_names:
             self._faults.off_failure(name)

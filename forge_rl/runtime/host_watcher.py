@@ -1,0 +1,226 @@
+"""The controller's watch over another host, through an agent there: its processes, and whether it answers at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from forge_rl.errors import ForgeError, ServiceError
+from forge_rl.runtime.processes import cause_of
+
+if TYPE_CHECKING:
+    from forge_rl.runtime.cluster import Cluster
+    from forge_rl.runtime.host_agent import Event
+
+MARK = "FORGE_RL_REPLICA"
+"""Environment variable that marks a replica's processes and all their descendants."""
+_BEAT_S = 1.0
+"""Seconds after which an agent answers even if nothing happened."""
+_LOOK_S = 0.5
+_SILENT_LOOKS = 6
+"""Looks, over 3 s, for which an agent may leave its report unanswered. Counts looks, not seconds, so that nobody is
+late when this process itself was stopped."""
+_PROBE_S = 1.5
+"""Time for the other processes of a host to answer once its agent does not."""
+_CALL_S = 10.0
+_START_S = 120.0
+_RESTART_S = 30.0
+_MOST_RESTARTS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Processes to watch on a host, and what to do about them; each function is called in the event loop."""
+
+    mark: str
+    """Value of MARK in their environment."""
+    pids: Sequence[int]
+    descendants: bool
+    """A stopped descendant counts as well."""
+    on_end: Callable[[int, int | None], None]
+    """Called with the PID and exit status of each process that ends."""
+    on_stopped: Callable[[], None]
+    """Called while one of them is stopped, as by SIGSTOP."""
+    probe: Callable[[], Awaitable[object]]
+    """Returns if the processes answer, and raises a ForgeError if not; soon."""
+
+
+class HostWatcher:
+    """Watches processes of one other host. Its agent starts with the first watch, and is replaced if it dies or hangs.
+
+    A host counts as lost if neither its agent nor any watched process answers: noticed within 5 s.
+
+    Args:
+        host: name of the host.
+        cluster: starts the agent, and is told if the host is lost.
+    """
+
+    def __init__(self, host: str, cluster: Cluster) -> None:
+        self._host = host
+        self._cluster = cluster
+        self._agent: Any = None
+        self._names = (f"agent-{host}-{number}" for number in itertools.count())
+        self._mark = ""
+        """Name and mark of the current agent."""
+        self._starting = asyncio.Lock()
+        self._watched: dict[str, Watch] = {}
+        self._polling: asyncio.Task[None] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
+
+    async def watch(self, watch: Watch) -> None:
+        """Watch processes until they are killed by `kill`.
+
+        Raises:
+            ForgeError: the host is lost, or no agent starts there.
+        """
+        async with self._starting:
+            if self._polling is None:
+                await self._start(_START_S)
+                self._polling = asyncio.get_running_loop().create_task(self._poll())
+        self._watched[watch.mark] = watch
+        with contextlib.suppress(ForgeError):  # then the agent is replaced, and the next one gets all watches
+            await self._watch_again(watch)
+
+    def signal(self, mark: str, number: signal.Signals) -> None:
+        """Have a signal sent to the watched processes with a mark."""
+
+        async def tell() -> None:
+            with contextlib.suppress(ForgeError):
+                await self._call("signal", mark, int(number))
+
+        task = asyncio.get_running_loop().create_task(tell())
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def kill(self, mark: str, *, wait_s: float) -> None:
+        """Kill the processes with a mark and all their descendants, unless the host is lost; ends their watch."""
+        self._watched.pop(mark, None)
+        if self._polling is not None and self._host not in self._cluster.lost:
+            with contextlib.suppress(ForgeError):  # they end with their host or, orphaned, after a minute
+                await self._call("kill", mark, wait_s, deadline_s=wait_s + _CALL_S)
+
+    async def close(self) -> None:
+        """Stop watching; the cluster stops the agent."""
+        tasks = [*self._telling, *([self._polling] if self._polling is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _start(self, deadline_s: float) -> None:
+        """Start an agent.
+
+        Raises:
+            ForgeError: the host is lost, or the agent does not answer.
+        """
+        from forge_rl.runtime.host_agent import HostAgent
+
+        name = next(self._names)
+        mesh = self._cluster.spawn(name, env={MARK: name}, host=self._host)
+        self._agent, self._mark = mesh.procs.spawn("host_agent", HostAgent, MARK), name
+        await self._call("process_id", deadline_s=deadline_s)
+
+    async def _poll(self) -> None:
+        while True:
+            try:
+                events = await self._report()
+            except ServiceError as error:
+                if not await self._replace(error.message):
+                    return
+                continue
+            for event in events:
+                self._handle(event)
+
+    def _handle(self, event: Event) -> None:
+        watch = self._watched.get(event.mark)
+        if watch is None:
+            return
+        if event.pid:
+            watch.on_end(event.pid, event.status)
+        else:
+            watch.on_stopped()
+
+    async def _report(self) -> list[Event]:
+        """Return the agent's next report.
+
+        Raises:
+            ServiceError: it does not answer, or died.
+        """
+        answer = asyncio.ensure_future(self._call("report", _BEAT_S, deadline_s=None))
+        answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # not logged if nobody waits
+        for _ in range(_SILENT_LOOKS):
+            await asyncio.wait((answer,), timeout=_LOOK_S)
+            if answer.done():
+                events: list[Event] = answer.result()
+                return events
+        answer.cancel()
+        raise self._error(f"it has not answered for {_SILENT_LOOKS * _LOOK_S:g} s")
+
+    async def _replace(self, cause: str) -> bool:
+        """Replace an agent that died or hangs, unless its whole host does; return whether the host lives."""
+        if self._watched and not await self._answers():
+            self._cluster.lose(self._host, cause)
+            return False
+        old = self._mark
+        for _ in range(_MOST_RESTARTS):
+            with contextlib.suppress(ForgeError):
+                await self._start(_RESTART_S)
+                break
+        else:
+            self._cluster.lose(self._host, f"{cause}; another agent did not start {_MOST_RESTARTS} times")
+            return False
+        await self.kill(old, wait_s=_CALL_S)
+        await self._cluster.stop(old)
+        for watch in list(self._watched.values()):
+            with contextlib.suppress(ForgeError):
+                await self._watch_again(watch)
+        return True
+
+    async def _answers(self) -> bool:
+        """Return whether any watched process answers."""
+
+        async def ask(watch: Watch) -> bool:
+            try:
+                await watch.probe()
+            except ForgeError:
+                return False
+            return True
+
+        asking = [asyncio.ensure_future(ask(watch)) for watch in list(self._watched.values())]
+        try:
+            return any([await each for each in asyncio.as_completed(asking, timeout=_PROBE_S)])
+        except TimeoutError:
+            return any(each.result() for each in asking if each.done() and not each.cancelled())
+        finally:
+            for each in asking:
+                each.cancel()
+
+    async def _watch_again(self, watch: Watch) -> None:
+        await self._call("watch", watch.mark, list(watch.pids), watch.descendants)
+
+    def _call(self, method: str, *args: object, deadline_s: float | None = _CALL_S) -> Coroutine[Any, Any, Any]:
+        return self._ask(getattr(self._agent, method), args, deadline_s)
+
+    async def _ask(self, endpoint: Any, args: Sequence[object], deadline_s: float | None) -> Any:
+        """Call an endpoint of the agent.
+
+        Raises:
+            ServiceError: it died, raised something, or did not answer in time.
+        """
+
+        async def call() -> Any:
+            return await endpoint.call_one(*args)
+
+        try:
+            return await asyncio.wait_for(call(), deadline_s)
+        except TimeoutError:
+            raise self._error(f"no answer within {deadline_s:g} s") from None
+        except Exception as error:  # Monarch raises several unrelated classes
+            raise self._error(cause_of(str(error))) from error
+
+    def _error(self, message: str) -> ServiceError:
+        return ServiceError(message, service=self._mark, hint="see the agent's log in the run folder")

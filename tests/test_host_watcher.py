@@ -1,0 +1,112 @@
+"""Processes of other hosts: an agent there notices that they end or hang, and ends them. Hosts are Monarch's own."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forge_rl.errors import ServiceError
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.host_agent import is_marked
+from forge_rl.runtime.host_watcher import MARK
+from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.service import Service
+from tests.fake_actors import FakeActor, cluster_of, hosts_of, new_service_name, pid_of, send_signal
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+LONG_S = 120.0
+
+
+async def death_of(replica: Replica) -> str:
+    return await asyncio.wait_for(asyncio.shield(replica.death), LONG_S)
+
+
+async def gone(pid: int) -> None:
+    """Wait until a process has ended, whoever reaps it."""
+    async with asyncio.timeout(LONG_S):
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def agent_of(cluster: Cluster, host: str, before: int = 0) -> int:
+    """The process of a host's agent, once it is another one than before."""
+    async with asyncio.timeout(LONG_S):
+        while True:
+            with contextlib.suppress(ServiceError):
+                if (pid := await cluster.watcher(host)._call("process_id", deadline_s=1.0)) != before:
+                    return int(pid)
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.long
+def test_processes_of_other_hosts_are_watched_and_ended_by_an_agent(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with cluster_of(tmp_path, "a", "b") as (cluster, faults):
+            hosts = {name: psutil.Process(pid) for name, pid in hosts_of(os.getpid()).items()}
+            service = Service(new_service_name(), cluster, faults)
+            service.recoverable = True
+
+            async def start(host: str, index: int | None = None) -> tuple[Replica, int]:
+                replica = service.spawn(FakeActor, host=host, index=index)
+                await service.watch(replica, deadline_s=LONG_S)
+                return replica, await pid_of(service, replica.index)
+
+            # One that is killed, and one that is stopped, which would hold its device for ever.
+            for ending, said in ((signal.SIGKILL, "killed by SIGKILL"), (signal.SIGSTOP, "hung: its process was st")):
+                replica, pid = await start("a", None if not service.replicas else 0)
+                assert replica.tree.roots == {}, "the controller does not watch it itself"
+                send_signal(pid, ending)
+                assert said in await death_of(replica)
+                await gone(pid)
+
+            # An agent that is killed or stopped is replaced, and costs nobody else anything.
+            replica, pid = await start("a", 0)
+            child = await replica.ask("start_child", deadline_s=LONG_S)
+            for ending in (signal.SIGKILL, signal.SIGSTOP):
+                agent = await agent_of(cluster, "a")
+                send_signal(agent, ending)
+                await agent_of(cluster, "a", before=agent)
+                await gone(agent)
+            assert replica.alive
+            assert cluster.hosts == ("local", "a", "b")
+            send_signal(child, signal.SIGSTOP)
+            assert "was stopped" in await death_of(replica), "children count as well"
+            await gone(pid)
+            await service.clean_up(replica)
+            await gone(child)
+
+            # A host all of whose processes are stopped is lost, with everything on it; the other is not.
+            replica, pid = await start("a", 0)
+            other, _ = await start("b")
+            stopped = [hosts["a"], *hosts["a"].children(recursive=True)]
+            for process in stopped:
+                process.suspend()
+            assert await death_of(replica) == "host a is gone: it has not answered for 3 s"
+            assert cluster.hosts == ("local", "b")
+            assert other.alive
+            for process in stopped:
+                process.kill()
+
+            # So is one that is killed.
+            hosts["b"].kill()
+            await death_of(other)
+            async with asyncio.timeout(LONG_S):
+                while "b" in cluster.hosts:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            faults.closing = True
+            await service.stop()
+
+    asyncio.run(check())
+
+
+def test_a_process_whose_pid_was_reused_is_not_taken_for_the_former() -> None:
+    pid = os.getpid()
+    assert not is_marked(pid, MARK, "a/replica-0")
+    assert is_marked(pid, "PATH", psutil.Process().environ()["PATH"])
+    with pytest.raises(psutil.NoSuchProcess):
+        is_marked(2**22 - 1, MARK, "a/replica-0")
