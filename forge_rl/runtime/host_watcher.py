@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 import itertools
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_rl.errors import ForgeError, ServiceError
 from forge_rl.runtime.processes import cause_of
 
 if TYPE_CHECKING:
-    from forge_rl.runtime.cluster import Cluster
     from forge_rl.runtime.host_agent import Event
 
 MARK = "FORGE_RL_REPLICA"
@@ -50,6 +49,18 @@ class Watch:
     """Returns if the processes answer, and raises a ForgeError if not; soon."""
 
 
+class Processes(Protocol):
+    """The part of a Cluster that an agent needs."""
+
+    lost: dict[str, str]
+
+    def spawn(self, name: str, *, env: Mapping[str, str] | None = None, host: str = "") -> Any: ...
+
+    async def stop(self, name: str) -> None: ...
+
+    def lose(self, host: str, cause: str) -> None: ...
+
+
 class HostWatcher:
     """Watches processes of one other host. Its agent starts with the first watch, and is replaced if it dies or hangs.
 
@@ -60,7 +71,7 @@ class HostWatcher:
         cluster: starts the agent, and is told if the host is lost.
     """
 
-    def __init__(self, host: str, cluster: Cluster) -> None:
+    def __init__(self, host: str, cluster: Processes) -> None:
         self._host = host
         self._cluster = cluster
         self._agent: Any = None
