@@ -68,7 +68,7 @@ class HostWatcher:
 
     Args:
         host: name of the host.
-        cluster: starts the agent, and is told if the host is lost.
+        cluster: starts the agent; loses the host if it does not answer.
     """
 
     def __init__(self, host: str, cluster: Processes) -> None:
