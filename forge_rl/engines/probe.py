@@ -1,8 +1,9 @@
-"""Measures this machine's rates in about a second, for predictions of a run's time on it."""
+"""Measures this machine's rates in a few seconds, for predictions of a run's time on it."""
 
 from __future__ import annotations
 
-import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -10,19 +11,22 @@ import torch
 
 from forge_rl.engines.device_types import DEVICE_TYPES, DeviceType
 from forge_rl.engines.devices import device_type
+from forge_rl.engines.factory import thread_environment
 from forge_rl.engines.platform import cpu_cores
 from forge_rl.errors import ConfigError
 from forge_rl.system.memory import host_bytes
+from forge_rl.system.variables import handed_on
 
 _ROWS = 1024
 """Tokens of the measured matrix multiplications, a typical row."""
 _COPIED = 1 << 28
 """Bytes of the measured copy, larger than caches."""
-_REPEATS = 7
+_WHILE_S = 2.0
+_DEADLINE_S = 120.0
 
 
 def this_device(dim: int, hidden: int, dtype: torch.dtype) -> DeviceType:
-    """Return this machine's device type, which is measured on a CPU.
+    """Return this machine's device type, which is measured on a CPU by a process with a trainer's threads.
 
     Args:
         dim: width of the model.
@@ -30,21 +34,17 @@ def this_device(dim: int, hidden: int, dtype: torch.dtype) -> DeviceType:
         dtype: dtype of the trainer's passes.
 
     Raises:
-        ConfigError: its GPUs are not in `DEVICE_TYPES`.
+        ConfigError: its GPUs are not in `DEVICE_TYPES`, or the CPU cannot be measured.
     """
     if device_type() == "cuda":
         return _known_gpu()
-    with torch.inference_mode():
-        wide, narrow = torch.randn(hidden, dim, dtype=dtype), torch.randn(dim, hidden, dtype=dtype)
-        inputs = torch.randn(_ROWS, dim, dtype=dtype)
-
-        def network() -> None:
-            torch.nn.functional.linear(torch.nn.functional.linear(inputs, wide), narrow)
-
-        source = torch.ones(_COPIED // 4)
-        target = torch.empty_like(source)
-        flops = 4.0 * _ROWS * dim * hidden / _median_s(network)
-        bandwidth = 2.0 * _COPIED / _median_s(lambda: target.copy_(source))
+    command = [sys.executable, "-m", __name__, str(dim), str(hidden), str(dtype).removeprefix("torch.")]
+    env = handed_on(thread_environment(1))
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_DEADLINE_S, check=True)
+        flops, bandwidth = map(float, done.stdout.split())
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"this machine could not be measured: {error}", hint="plan with another --on") from error
     return DeviceType(
         name=f"this CPU, {cpu_cores()} cores",
         memory=host_bytes(),
@@ -58,14 +58,29 @@ def this_device(dim: int, hidden: int, dtype: torch.dtype) -> DeviceType:
     )
 
 
-def _median_s(work: Callable[[], object]) -> float:
+def _measure(dim: int, hidden: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the FLOP/s of a feed-forward network's matrices, and the bytes per second of a copy in memory."""
+    with torch.inference_mode():
+        wide, narrow = torch.randn(hidden, dim, dtype=dtype), torch.randn(dim, hidden, dtype=dtype)
+        inputs = torch.randn(_ROWS, dim, dtype=dtype)
+        source = torch.ones(_COPIED // 4)
+        target = torch.empty_like(source)
+
+        def network() -> None:
+            torch.nn.functional.linear(torch.nn.functional.linear(inputs, wide), narrow)
+
+        flops = 4.0 * _ROWS * dim * hidden / _mean_s(network)
+        return flops, 2.0 * _COPIED / _mean_s(lambda: target.copy_(source))
+
+
+def _mean_s(work: Callable[[], object]) -> float:
+    """Return the mean seconds of a call over a while, as other load on the machine comes and goes."""
     work()
-    times = []
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
+    calls, began = 0, time.perf_counter()
+    while (passed := time.perf_counter() - began) < _WHILE_S:
         work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+        calls += 1
+    return passed / calls
 
 
 def _known_gpu() -> DeviceType:
@@ -78,3 +93,8 @@ def _known_gpu() -> DeviceType:
             hint=f"name the most similar type with --on: {', '.join(DEVICE_TYPES)}",
         )
     return min(fitting, key=lambda each: abs(each.memory - properties.total_memory))
+
+
+if __name__ == "__main__":
+    width, inner, name = sys.argv[1:]
+    print(*_measure(int(width), int(inner), getattr(torch, name)))

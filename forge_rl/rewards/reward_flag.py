@@ -13,8 +13,11 @@ from forge_rl.flags.texts import parse, suggest
 from forge_rl.flags.user_code import load
 from forge_rl.rewards.answers import Diversity, Exact, Match, Number
 from forge_rl.rewards.auto import Auto
+from forge_rl.rewards.choice import Choice
 from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.formats import Format, JSONSchema, Regex
+from forge_rl.rewards.function_calls import FunctionCalls
+from forge_rl.rewards.ifeval import IFEval
 from forge_rl.rewards.judge import Judge
 from forge_rl.rewards.lengths import Length, Overlong
 from forge_rl.rewards.maths import Maths
@@ -28,10 +31,13 @@ from forge_rl.rewards.verifiers import ReasoningGymReward
 REWARDS: Mapping[str, Callable[..., RewardFunction]] = {
     "adaptive_length": AdaptiveLength,
     "auto": Auto,
+    "choice": Choice,
     "cosine": CosineLength,
     "diversity": Diversity,
     "exact": Exact,
     "format": Format,
+    "function_calls": FunctionCalls,
+    "ifeval": IFEval,
     "json_schema": JSONSchema,
     "judge": Judge,
     "length": Length,

@@ -1,0 +1,50 @@
+"""One reward per source of a mixture."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge_rl.errors import ConfigError
+from forge_rl.rewards.protocol import RewardFunction, Scored, form_of
+from forge_rl.types import Episode, Task
+
+
+@dataclass(frozen=True)
+class RewardBySource:
+    """Scores each episode by the reward of its task's source.
+
+    reward = RewardBySource({"gsm8k": Number(), "humaneval": UnitTests(tests="test")}, Auto())
+    """
+
+    rewards: Mapping[str, RewardFunction]
+    """Rewards by source name; none may need the whole group."""
+    other: RewardFunction
+    """Reward of all other sources."""
+
+    def __post_init__(self) -> None:
+        for name, reward in [*self.rewards.items(), ("other sources", self.other)]:
+            if form_of(reward) == "group":
+                raise ConfigError(
+                    f"the reward of {name} needs the whole group", hint="choose one that scores single episodes"
+                )
+
+    @property
+    def deadline_s(self) -> float:
+        """Longest deadline of one score among the rewards, at least a minute."""
+        return max(60.0, *(getattr(each, "deadline_s", 0.0) for each in (*self.rewards.values(), self.other)))
+
+    def load(self, folder: Path | None) -> None:
+        """Load each reward that has something to load."""
+        for each in (*self.rewards.values(), self.other):
+            if load := getattr(each, "load", None):
+                load(folder)
+
+    async def __call__(self, task: Task, episode: Episode) -> Scored:
+        """Return the score of the task's reward."""
+        reward = self.rewards.get(task.source, self.other)
+        given = episode if form_of(reward) == "episode" else episode.text
+        found = reward(task, given)  # type: ignore[arg-type]
+        return await found if inspect.isawaitable(found) else found  # type: ignore[return-value]

@@ -1,0 +1,106 @@
+"""Reward for single function calls, as in the Berkeley Function-Calling Leaderboard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from forge_rl.errors import TaskError
+from forge_rl.types import Episode, Score, Task, ToolCall
+
+_IGNORED = str.maketrans(dict.fromkeys(" ,./-_*^") | {"'": '"'})
+"""Characters of strings that do not count in a comparison, as on the leaderboard."""
+_MOST_CALLS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionCalls:
+    """Scores 1.0 if the last answer calls the right functions with accepted arguments, in any order; else 0.0.
+
+        --reward function_calls:truth=ground_truth
+
+    The truth is a list with an object for each call: {"area": {"base": [10], "unit": ["units", ""]}} accepts
+    area(base=10) and area(base=10, unit="units"); "" among the accepted values lets an argument be left out. An empty
+    list means that nothing may be called. Nothing is run. Dots in names count as underscores, which APIs allow.
+    """
+
+    truth: str = "ground_truth"
+    """Entry of the task's truth with the right calls."""
+
+    def __call__(self, task: Task, episode: Episode) -> Score:
+        """Raises TaskError for a task without right calls."""
+        right = self._right(task)
+        calls = episode.turns[-1].calls if episode.turns else ()
+        problem = _compared(right, calls)
+        shown = ", ".join(f"{call.name}({call.arguments:.100})" for call in calls[:8])
+        return Score(total=float(not problem), parts={"calls": float(len(calls))}, answer=shown, feedback=problem)
+
+    def _right(self, task: Task) -> list[Mapping[str, Mapping[str, object]]]:
+        found = task.truth.get(self.truth)
+        if not isinstance(found, list) or not all(
+            isinstance(call, Mapping) and all(isinstance(given, Mapping) for given in call.values()) for call in found
+        ):
+            raise TaskError(
+                f"--reward function_calls: {self.truth!r} of task {task.id!r} is {found!r:.80}",
+                hint='give it as [{"NAME": {"ARGUMENT": [ACCEPTED, ...]}}]',
+            )
+        return [{name: given} for call in found for name, given in call.items()]
+
+
+def _compared(right: Sequence[Mapping[str, Mapping[str, object]]], calls: Sequence[ToolCall]) -> str:
+    """Return how the calls differ from the right ones; "" if they do not."""
+    if len(calls) != len(right) or len(calls) > _MOST_CALLS:
+        return f"{len(calls)} calls instead of {len(right)}"
+    left, problem = list(right), ""
+    for call in calls:
+        problems = [_differs(each, call) for each in left]
+        if "" not in problems:
+            return problems[0]
+        del left[problems.index("")]
+    return problem
+
+
+def _differs(right: Mapping[str, Mapping[str, object]], call: ToolCall) -> str:
+    [(name, accepted)] = right.items()
+    if name.replace(".", "_") != call.name.replace(".", "_"):
+        return f"{call.name} instead of {name}"
+    try:
+        given = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        return f"the arguments of {name} are not JSON"
+    if not isinstance(given, dict):
+        return f"the arguments of {name} are not an object"
+    for key, value in given.items():
+        if key not in accepted:
+            return f"{name} has no argument {key}"
+        if not _is_accepted(value, accepted[key]):
+            return f"{key} of {name} is {value!r:.80}"
+    for key, values in accepted.items():
+        if key not in given and not (isinstance(values, list) and "" in values):
+            return f"{name} lacks {key}"
+    return ""
+
+
+def _is_accepted(value: object, accepted: object, depth: int = 0) -> bool:
+    """Return whether a value equals one of the accepted ones; an object's fields have accepted values of their own."""
+    if depth > 8 or not isinstance(accepted, list):
+        return False
+    for each in accepted:
+        if isinstance(each, Mapping) and isinstance(value, Mapping):
+            known = all(key in each and _is_accepted(inner, each[key], depth + 1) for key, inner in value.items())
+            whole = all(key in value or (isinstance(inner, list) and "" in inner) for key, inner in each.items())
+            if known and whole:
+                return True
+        elif _plain(value) == _plain(each) and isinstance(value, bool) == isinstance(each, bool):
+            return True
+    return False
+
+
+def _plain(value: object, depth: int = 0) -> object:
+    """Return a value in which strings that count as equal are equal."""
+    if isinstance(value, str):
+        return value.translate(_IGNORED).lower()
+    if isinstance(value, list) and depth < 8:
+        return [_plain(each, depth + 1) for each in value]
+    return value

@@ -1,0 +1,336 @@
+"""Reward for instruction following: checks of IFEval's 25 kinds of instructions (https://arxiv.org/abs/2311.07911).
+
+Texts are long and hostile: every check takes linear time, and patterns of a data set are compared as plain text. Where
+Google's reference asks nltk or langdetect, which need downloads or are random, sentences, words and languages are found
+by the rules below.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forge_rl.errors import TaskError
+from forge_rl.flags.texts import suggest
+from forge_rl.types import Score, Task
+
+_LONGEST = 200_000
+"""Characters of an answer that are checked."""
+_WORD = re.compile(r"\w+")
+_TOKEN = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*")
+_STOPS = r".!?\u3002\uff01\uff1f\u0964"
+_END = re.compile(rf"(?<![{_STOPS}])[{_STOPS}]++[\"'\u201d\u2019)\]]*+(?=\s|$)")
+_ABBREVIATIONS = frozenset(
+    ("mr", "mrs", "ms", "dr", "prof", "sr", "jr", "st", "vs", "etc", "e.g", "i.e", "u.s", "a.m", "p.m", "inc", "ltd")
+)
+_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_SCRIPTS = {
+    "ar": "ARABIC", "fa": "ARABIC", "ur": "ARABIC", "bn": "BENGALI", "bg": "CYRILLIC", "el": "GREEK", "gu": "GUJARATI",
+    "he": "HEBREW", "hi": "DEVANAGARI", "ja": "CJK", "kn": "KANNADA", "ko": "HANGUL", "ml": "MALAYALAM",
+    "mr": "DEVANAGARI", "ne": "DEVANAGARI", "pa": "GURMUKHI", "ru": "CYRILLIC", "ta": "TAMIL", "te": "TELUGU",
+    "th": "THAI", "uk": "CYRILLIC", "zh": "CJK",
+}  # fmt: skip
+"""Scripts of languages that are not written in Latin letters; languages that share a script are not told apart."""
+_FUNCTION_WORDS = {
+    "en": "the of and to in is that it for was with as on are this be you have not",
+    "de": "der die und in den von zu das mit sich des auf für ist im dem nicht ein eine als auch es",
+    "es": "de la que el en y los se del las un por con una su para es al lo como más pero",
+    "fr": "de la le et les des en un du une que est pour qui dans par sur au pas plus ce il elle",
+    "it": "di e il che la è per un in una sono non le si da con come anche del della gli ma",
+    "pt": "de a o que e do da em um para é com não uma os no se na por mais as dos como mas",
+    "nl": "de het een en van ik te dat die in is niet op aan met voor zijn er maar om",
+    "fi": "ja on ei se että hän oli mutta tämä kun niin ole joka myös sen mitä kuin ovat olla",
+    "sv": "och det att i en jag som på är av för med till den har inte om ett men",
+    "vi": "và của là có không được cho một các trong người với những này để khi đã từ như",
+    "sw": "ya na wa kwa ni katika za la kuwa hii ambayo kama si yake hiyo pia kila watu",
+    "tr": "ve bir bu da de için ile çok ama olarak daha ne gibi var o en kadar sonra",
+    "pl": "i w na z się nie do to że jest o jak ale po co dla od tak przez",
+    "id": "yang dan di untuk dengan ini itu dari tidak dalam pada adalah akan ke saya bisa juga",
+}
+"""Frequent words of languages in Latin letters."""
+
+Check = Callable[[str, Mapping[str, Any]], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IFEval:
+    """Scores 1.0 if an answer follows all instructions of its prompt, as IFEval's strict accuracy.
+
+        --reward ifeval
+
+    The truth has the columns of google/IFEval: `instruction_id_list`, such as ["punctuation:no_comma"], and `kwargs`,
+    an object for each. Parts: `instructions`, the share that is followed, and `loose`, 1.0 if all are after the first
+    line, the last line, both, or asterisks are removed.
+    """
+
+    partial: bool = False
+    """Score the share of instructions that are followed."""
+
+    def __call__(self, task: Task, text: str) -> Score:
+        """Raises TaskError for a task without instructions, or with an unknown one."""
+        instructions, text = _instructions(task), text[:_LONGEST]
+        failed = [name for name, given in instructions if not follows(name, given, text)]
+        share = 1 - len(failed) / len(instructions)
+        loose = all(any(follows(name, given, each) for each in _loosened(text)) for name, given in instructions)
+        told = f"not followed: {', '.join(failed)}" if failed else ""
+        total = share if self.partial else float(not failed)
+        return Score(total=total, parts={"instructions": share, "loose": float(loose)}, feedback=told)
+
+
+def follows(name: str, given: Mapping[str, Any], text: str) -> bool:
+    """Return whether a text follows one instruction: `follows("punctuation:no_comma", {}, "So")`.
+
+    Raises:
+        KeyError, ValueError, TypeError: the instruction lacks a parameter, or it has another type.
+    """
+    return bool(text.strip()) and CHECKS[name](text, given)
+
+
+def _instructions(task: Task) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the names and parameters of a task's instructions, checked by one trial each."""
+    names, given = task.truth.get("instruction_id_list"), task.truth.get("kwargs")
+    if not isinstance(names, list) or not isinstance(given, list) or not names or len(names) != len(given):
+        raise TaskError(
+            f"--reward ifeval: task {task.id!r} of {task.source!r} has no instructions",
+            hint="its rows need instruction_id_list and kwargs, lists of the same length, as google/IFEval has",
+        )
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for name, each in zip(names, given, strict=True):
+        if name not in CHECKS:
+            hint = suggest(str(name), CHECKS, "instructions")
+            raise TaskError(f"--reward ifeval: task {task.id!r} has the instruction {name!r:.80}", hint=hint)
+        parameters = {key: value for key, value in dict(each or {}).items() if value is not None}
+        try:
+            follows(name, parameters, "one. two.")
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise TaskError(
+                f"--reward ifeval: {name} of task {task.id!r} has {parameters!r:.80}: {error!r}",
+                hint="give the parameters that google/IFEval has",
+            ) from error
+        found.append((name, parameters))
+    return found
+
+
+def _loosened(text: str) -> list[str]:
+    """Return the texts of the loose accuracy: without the first line, the last, both, and each without asterisks."""
+    lines = text.split("\n")
+    texts = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return texts + [each.replace("*", "") for each in texts]
+
+
+def _compared(count: int, relation: object, wanted: object) -> bool:
+    if relation not in ("less than", "at least"):
+        raise ValueError(f"the relation is {relation!r}")
+    return count < int(wanted) if relation == "less than" else count >= int(wanted)  # type: ignore[call-overload,no-any-return]
+
+
+def _strings(value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+        raise TypeError(f"{value!r:.40} is not a list of texts")
+    return value
+
+
+def _existence(text: str, given: Mapping[str, Any]) -> bool:
+    return all(each.lower() in text.lower() for each in _strings(given["keywords"]))
+
+
+def _frequency(text: str, given: Mapping[str, Any]) -> bool:
+    count = text.lower().count(_strings([given["keyword"]])[0].lower())
+    return _compared(count, given["relation"], given["frequency"])
+
+
+def _forbidden(text: str, given: Mapping[str, Any]) -> bool:
+    words = _strings(given["forbidden_words"])
+    return not any(re.search(rf"(?<!\w){re.escape(each)}(?!\w)", text, re.IGNORECASE) for each in words)
+
+
+def _letters(text: str, given: Mapping[str, Any]) -> bool:
+    letter = _strings([given["letter"]])[0].lower()
+    return _compared(text.lower().count(letter), given["let_relation"], given["let_frequency"])
+
+
+def _language(text: str, given: Mapping[str, Any]) -> bool:
+    return _is_in(text, _strings([given["language"]])[0])
+
+
+def _is_in(text: str, language: str) -> bool:
+    """Return whether a text is in a language, by the script of most letters, and by its most frequent words."""
+    language = language.lower().partition("-")[0]
+    if language not in _SCRIPTS and language not in _FUNCTION_WORDS:
+        raise ValueError(f"the language {language!r} is not known")
+    letters = Counter(
+        "CJK" if name.split(" ")[0] in ("CJK", "HIRAGANA", "KATAKANA") else name.split(" ")[0]
+        for letter in text
+        if letter.isalpha() and (name := unicodedata.name(letter, ""))
+    )
+    script = max(letters, key=lambda name: letters[name], default="")
+    if language in _SCRIPTS:
+        return script == _SCRIPTS[language]
+    words = Counter(word.lower() for word in _WORD.findall(text))
+    known = {each: sum(words[word] for word in said.split()) for each, said in _FUNCTION_WORDS.items()}
+    return script == "LATIN" and (known[language] == max(known.values()))
+
+
+def _sentences(text: str, given: Mapping[str, Any]) -> bool:
+    return _compared(count_sentences(text), given["relation"], given["num_sentences"])
+
+
+def count_sentences(text: str) -> int:
+    """Count sentences: ends with a full stop, question or exclamation mark before a blank, not after an abbreviation or
+    a number of a list; text after the last end is one too."""
+    count, begin = 0, 0
+    for end in _END.finditer(text):
+        before = text[max(begin, end.start() - 40) : end.start()]
+        word = before.split()[-1].lower().lstrip("(\"'") if before.strip() else ""
+        is_listed = word.isdecimal() and before.rpartition("\n")[2].strip() == word
+        if end.group()[0] == "." and (word in _ABBREVIATIONS or is_listed):
+            continue
+        if word:
+            count, begin = count + 1, end.end()
+    return count + bool(_WORD.search(text, begin))
+
+
+def _paragraphs(text: str, given: Mapping[str, Any]) -> bool:
+    parts = [each.strip() for each in text.split("***")]
+    inside = parts[1 if not parts[0] else 0 : len(parts) - (len(parts) > 1 and not parts[-1])]
+    return all(inside) and len(inside) == int(given["num_paragraphs"])
+
+
+def _words(text: str, given: Mapping[str, Any]) -> bool:
+    return _compared(len(_WORD.findall(text)), given["relation"], given["num_words"])
+
+
+def _nth_paragraph(text: str, given: Mapping[str, Any]) -> bool:
+    parts = text.split("\n\n")
+    count, place = sum(bool(each.strip()) for each in parts), int(given["nth_paragraph"])
+    wanted = _strings([given["first_word"]])[0].lower()
+    if not 1 <= place <= len(parts) or not (said := parts[place - 1].split()):
+        return False
+    first = said[0].lstrip("'\"").lower()
+    found = re.split(r"[.,?!'\"]", first, maxsplit=1)[0]
+    return count == int(given["num_paragraphs"]) and found == wanted
+
+
+def _placeholders(text: str, given: Mapping[str, Any]) -> bool:
+    found = 0
+    for line in text.split("\n"):
+        end = 0
+        while (begin := line.find("[", end)) >= 0 and (close := line.find("]", begin)) >= 0:
+            found, end = found + 1, close + 1
+    return found >= int(given["num_placeholders"])
+
+
+def _postscript(text: str, given: Mapping[str, Any]) -> bool:
+    marker = _strings([given["postscript_marker"]])[0]
+    patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
+    return re.search(patterns.get(marker, re.escape(marker.lower())), text.lower()) is not None
+
+
+def _bullets(text: str, given: Mapping[str, Any]) -> bool:
+    lines = [line.lstrip() for line in text.split("\n")]
+    found = sum(line.startswith("-") or (line.startswith("*") and line[1:2] not in ("", "*")) for line in lines)
+    return found == int(given["num_bullets"])
+
+
+def _constrained(text: str, given: Mapping[str, Any]) -> bool:
+    return any(answer in text for answer in _ANSWERS)
+
+
+def _highlights(text: str, given: Mapping[str, Any]) -> bool:
+    single, double = re.findall(r"\*([^\n*]*)\*", text), re.findall(r"\*\*([^\n*]*)\*\*", text)
+    return sum(bool(each.strip()) for each in (*single, *double)) >= int(given["num_highlights"])
+
+
+def _sections(text: str, given: Mapping[str, Any]) -> bool:
+    name = re.escape(_strings([given["section_spliter"]])[0].strip())
+    return len(re.findall(rf"{name}\s?\d+", text)) >= int(given["num_sections"])
+
+
+def _json(text: str, given: Mapping[str, Any]) -> bool:
+    inside = text.strip()
+    for mark in ("```json", "```Json", "```JSON", "```"):
+        inside = inside.removeprefix(mark)
+    try:
+        json.loads(inside.removesuffix("```").strip())
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _title(text: str, given: Mapping[str, Any]) -> bool:
+    for line in text.split("\n"):
+        begin, end = line.find("<<"), line.rfind(">>")
+        if 0 <= begin < end and line[begin:end].strip("< >"):
+            return True
+    return False
+
+
+def _two_responses(text: str, given: Mapping[str, Any]) -> bool:
+    parts = [each.strip() for each in text.split("******")]
+    inside = [each for place, each in enumerate(parts) if each or 0 < place < len(parts) - 1]
+    return len(inside) == 2 and all(inside) and inside[0] != inside[1]
+
+
+def _repeat(text: str, given: Mapping[str, Any]) -> bool:
+    return text.strip().lower().startswith(_strings([given["prompt_to_repeat"]])[0].strip().lower())
+
+
+def _ends(text: str, given: Mapping[str, Any]) -> bool:
+    return text.strip().strip('"').lower().endswith(_strings([given["end_phrase"]])[0].strip().lower())
+
+
+def _quoted(text: str, given: Mapping[str, Any]) -> bool:
+    text = text.strip()
+    return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+def _capital_words(text: str, given: Mapping[str, Any]) -> bool:
+    count = sum(word.isupper() for word in _TOKEN.findall(text))
+    return _compared(count, given["capital_relation"], given["capital_frequency"])
+
+
+def _upper(text: str, given: Mapping[str, Any]) -> bool:
+    return text.isupper() and _is_in(text, "en")
+
+
+def _lower(text: str, given: Mapping[str, Any]) -> bool:
+    return text.islower() and _is_in(text, "en")
+
+
+def _no_comma(text: str, given: Mapping[str, Any]) -> bool:
+    return "," not in text
+
+
+CHECKS: Mapping[str, Check] = {
+    "change_case:capital_word_frequency": _capital_words,
+    "change_case:english_capital": _upper,
+    "change_case:english_lowercase": _lower,
+    "combination:repeat_prompt": _repeat,
+    "combination:two_responses": _two_responses,
+    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:constrained_response": _constrained,
+    "detectable_format:json_format": _json,
+    "detectable_format:multiple_sections": _sections,
+    "detectable_format:number_bullet_lists": _bullets,
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:title": _title,
+    "keywords:existence": _existence,
+    "keywords:forbidden_words": _forbidden,
+    "keywords:frequency": _frequency,
+    "keywords:letter_frequency": _letters,
+    "language:response_language": _language,
+    "length_constraints:nth_paragraph_first_word": _nth_paragraph,
+    "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:number_sentences": _sentences,
+    "length_constraints:number_words": _words,
+    "punctuation:no_comma": _no_comma,
+    "startend:end_checker": _ends,
+    "startend:quotation": _quoted,
+}
+"""Checks of a text by the instruction's name in google/IFEval, with its parameters there."""
