@@ -6,6 +6,12 @@ A model is a bundled model's name, a folder, a hub id, a run's folder (for its n
 folder. Models are loaded one at a time. Results are kept in the folder --out, and the same command resumes from there,
 also with more models.
 
+python -m apps.evaluate runs/grpo-1/checkpoints/step-* --benchmark gsm8k humaneval=HumanEval.jsonl
+python -m apps.evaluate runs/grpo-1 --env world.py:Echo --tasks train.jsonl
+
+run well-known benchmarks (--benchmark list describes them), and episodes in an environment or by an agent. Episodes are
+kept whole: forge-rl show OUT/MODEL prints them.
+
 python -m apps.evaluate runs/grpo-1/checkpoints/best --lm-eval arc_easy gsm8k
 python -m apps.evaluate runs/grpo-1 --lm-eval arc_easy --live --limit 200
 
@@ -20,8 +26,9 @@ import hashlib
 import itertools
 import json
 import secrets
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,23 +38,35 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from forge_rl.algorithms.evaluation import Comparison, compare_paired
+from forge_rl.data.benchmarks import BENCHMARKS, benchmark, benchmark_source
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
+from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
-from forge_rl.engines.context import with_longest_context
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.context import positions, with_longest_context
+from forge_rl.envs.env_flag import build_environment, sources_of
+from forge_rl.envs.protocol import AgentEnvironment
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import CheckpointError, ConfigError, ModelError, check_flags
+from forge_rl.gateway import GatewayConfig, GeneratorBackend
+from forge_rl.gateway.tools import ToolParser, parser_for
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
+from forge_rl.rewards.by_source import RewardBySource
+from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.reward_flag import RewardTexts, build_reward
+from forge_rl.rollout.agent_command import AgentCommand
+from forge_rl.rollout.agents import Agent, serving_agents
 from forge_rl.rollout.dispatcher import Dispatcher
 from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.evaluation import EvalTasks, Evaluation, describe_failure, score_set
-from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.attach import attach
 from forge_rl.run.checkpoints import Checkpoints
+from forge_rl.run.evaluated import keep_episodes, keep_scores
 from forge_rl.run.launch import launch
 from forge_rl.run.lm_eval import (
     MOST_CONTEXT,
@@ -64,7 +83,7 @@ from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import interrupted_by, task_group
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
-from forge_rl.services.reward import Reward, parts_of
+from forge_rl.services.reward import Reward, RewardFunction, parts_of
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -75,6 +94,11 @@ from . import gateway
 _WEIGHTS = ("config.json", "*.safetensors", "tokenizer*", "chat_template*")
 """Files of a model that its results depend on."""
 
+_ALL_PAIRS = 3
+"""Number of models up to which each pair is compared."""
+_PROMPT_TOKENS = 2048
+"""Room for a benchmark's prompt."""
+_COMMAND = "command:"
 _OFTEN_CUT = 0.1
 """Share of cut answers above which the user is told."""
 
@@ -87,11 +111,22 @@ Key = tuple[str, str, str]
 class Config:
     """Evaluate models on the same tasks, and compare them."""
 
-    models: tyro.conf.Positional[tuple[str, ...]]
+    models: tyro.conf.Positional[tuple[str, ...]] = ()
     """Names of bundled models, hub ids, or folders of models, runs or checkpoints."""
-    tasks: tuple[str, ...] = (ONE_DIGIT_ADDITION,)
+    tasks: tuple[str, ...] = ()
     """Task sets, each as [NAME=]TASKS[:KEY=VALUE,...]: files, folders, hub ids, FILE.py:NAME, or reasoning-gym data
-    sets, whose held-out part is used. Keys of files name columns: test.jsonl:question=problem,answer=gold"""
+    sets, whose held-out part is used. Keys of files name columns: test.jsonl:question=problem,answer=gold. By default
+    the tasks of --benchmark or of --env, or one-digit additions."""
+    benchmark: tuple[str, ...] = ()
+    """Well-known benchmarks with their own prompts and rewards, each as NAME[@REVISION][=FILE]: from the hub, or from a
+    file with the same rows. list describes them. Raise --evaluation.tasks for all of their tasks."""
+    env: str = ""
+    """Environment, as in training: MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]."""
+    agent: str = ""
+    """Agent that works on the tasks at a gateway: MODULE:FUNCTION or FILE.py:FUNCTION, or a command in any language, as
+    command:PROGRAM ARGUMENTS."""
+    tool_parser: str = ""
+    """Name of vLLM's parser of the models' tool calls; by default chosen by the chat template."""
     data: DataConfig = field(default_factory=DataConfig)
     rewards: RewardTexts = ("auto",)
     evaluation: EvalTasks = field(default_factory=EvalTasks)
@@ -121,6 +156,12 @@ class Config:
     def __post_init__(self) -> None:
         check_flags(self, "--", least={"episodes": 1, "temperature": 0}, below={"temperature": 10})
         check_flags(self.evaluation, "--evaluation.", least={"tasks": 1})
+        if self.lists_benchmarks:
+            return
+        for text in self.benchmark:
+            benchmark(text)
+        if self.agent and self.env:
+            raise ConfigError("--agent and --env both play the episodes", hint="set one of them")
         if not self.models:
             raise ConfigError("no model is named", hint="name one or more, such as smollm2-135m")
         if twice := next((name for name in self.models if self.models.count(name) > 1), ""):
@@ -133,11 +174,24 @@ class Config:
             raise ConfigError(f"--json: the folder {self.json.parent} does not exist", hint="create it, or set another")
 
     @property
+    def lists_benchmarks(self) -> bool:
+        """Whether to only describe the benchmarks."""
+        return "list" in self.benchmark
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """Task sets besides those that --benchmark and --env bring."""
+        return self.tasks or (() if self.benchmark or self.env else (ONE_DIGIT_ADDITION,))
+
+    @property
     def digest(self) -> str:
         """Short digest of everything that results depend on, except the model."""
         engines = {name: getattr(self.generator, name) for name in ("dtype", "max_tokens", "max_model_len")}
         code = code_digests(*parts_of(build_reward(self.rewards)).values())
-        parts = (self.rewards, code, self.episodes, self.temperature, self.seed, engines)
+        worlds = {name: getattr(self, name) for name in ("env", "agent", "tool_parser") if getattr(self, name)}
+        if self.env:
+            code |= code_digests(build_environment(self.env))
+        parts = (self.rewards, code, self.episodes, self.temperature, self.seed, engines, worlds)
         return _digest(json.dumps([as_json(part) for part in parts], sort_keys=True))
 
 
@@ -216,11 +270,15 @@ class Results:
 async def main(config: Config) -> None:
     """Evaluate each model on its unfinished tasks, or with lm-eval, and print scores and comparisons."""
     console = Console(highlight=False, markup=False)
+    if config.lists_benchmarks:
+        print_benchmarks(console)
+        return
     is_lm_eval = bool(config.lm_eval.lm_eval)
     if not is_lm_eval and (open_to := check_isolation(config.isolation)):
         console.print(f"warning: {open_to}", style="yellow")
     sets = {} if is_lm_eval else build_sets(config)
     folders = {name: Path(name) if config.lm_eval.live else find_model(name, config.cache) for name in config.models}
+    config = with_room(config, folders)
     out = config.out or Path("runs") / f"evaluate-{config.digest}"
     make_private(out, CheckpointError)
     _check_settings(out, config)
@@ -242,9 +300,12 @@ async def main(config: Config) -> None:
                 name: {"folder": str(folders[name]), "sets": score(config, sets, found)}
                 for name, found in results.items()
             }
+            for name, model in models.items():
+                if (kept := out / _file_name(name, folders[name])).is_dir():
+                    keep_scores(kept, model["sets"])
             compared = [
                 (first, second, name, found)
-                for first, second in itertools.combinations(config.models, 2)
+                for first, second in pairs_of(config.models)
                 for name, found in compare(sets, results[first], results[second], seed=config.seed).items()
             ]
     short = short_names(config.models)
@@ -267,13 +328,67 @@ def build_sets(config: Config) -> dict[str, tuple[Task, ...]]:
     Raises:
         ForgeError: a file or data set is unknown, named twice, or has no tasks for evaluation.
     """
-    if not config.tasks:
-        raise ConfigError("no tasks are named", hint="set --tasks to at least one data set or file of tasks")
-    sources = config.data.eval_sources(config.tasks, seed=config.seed)
+    sources = config.data.eval_sources(config.sets, seed=config.seed)
+    for text in config.benchmark:
+        source = benchmark_source(text)
+        if source.name in sources:
+            raise ConfigError(f"the set {source.name!r} is named twice", hint=f"name the other one TITLE={source.name}")
+        sources[source.name] = source
+    if not sources:
+        return Mixture(sources_of(build_environment(config.env), config.seed)).eval_sets(config.evaluation.tasks)
     sets = {name: source.held_out(config.evaluation.tasks) for name, source in sources.items()}
     if empty := [name for name, tasks in sets.items() if not tasks]:
         raise ConfigError(f"--tasks {empty[0]} has no tasks for evaluation", hint="leave it out, or set others")
     return sets
+
+
+def pairs_of(models: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the models to compare: each pair, or if there are many, each model with the first."""
+    if len(models) <= _ALL_PAIRS:
+        return list(itertools.combinations(models, 2))
+    return [(models[0], other) for other in models[1:]]
+
+
+def with_room(config: Config, folders: Mapping[str, Path]) -> Config:
+    """Return settings with room for the answers of benchmarks, up to the models' context, unless flags set it."""
+    wanted = max((benchmark(text)[0].max_tokens for text in config.benchmark), default=0)
+    plain, generator = Generator.Config(), config.generator
+    if not wanted or (generator.max_tokens, generator.max_model_len) != (plain.max_tokens, plain.max_model_len):
+        return config
+    most = min(positions(read_architecture(folder)) for folder in folders.values())
+    context = min(most, wanted + _PROMPT_TOKENS)
+    room = replace(generator, max_model_len=context, max_tokens=min(wanted, max(1, context // 2)))
+    return replace(config, generator=room)
+
+
+def reward_of(config: Config) -> RewardFunction:
+    """Build the reward: each benchmark's own, and the one of --reward for all other tasks.
+
+    Raises:
+        ConfigError: a sum of rewards, or one of whole groups, is asked for next to benchmarks.
+    """
+    other = build_reward(config.rewards)
+    if not config.benchmark:
+        return other
+    if isinstance(other, WeightedSum):
+        raise ConfigError(
+            "--reward is a sum, next to --benchmark", hint="evaluate benchmarks in a command of their own"
+        )
+    own: dict[str, Any] = {each.name: build_reward((each.reward,)) for each, _, _ in map(benchmark, config.benchmark)}
+    return RewardBySource(own, other)
+
+
+def print_benchmarks(console: Console) -> None:
+    """Print the benchmarks, their data sets and what they need."""
+    table = _table("benchmarks", "--benchmark NAME, NAME@REVISION of the data set, or NAME=FILE with the same columns")
+    for column in ("name", "data set", "columns", "reward", "answer tokens", "needs"):
+        table.add_column(column, overflow="fold")
+    for each in BENCHMARKS.values():
+        place = " ".join(filter(None, (each.hub, each.config, each.split))) if each.hub else f"files of {each.source}"
+        table.add_row(
+            *(each.name, place, ", ".join(each.columns), each.reward, f"{each.max_tokens:,}", each.needs or "nothing")
+        )
+    console.print(table)
 
 
 def find_model(name: str, cache: Path) -> Path:
@@ -423,13 +538,11 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
         console.print(f"{name}: finished before, in {out}", soft_wrap=True)
         return results
     bar = _progress(console)
-    failed: list[Episode] = []
-    cut: list[Episode] = []
+    ended: dict[str, list[Sequence[Episode]]] = {}
 
     def keep(set_name: str, episodes: Sequence[Episode]) -> None:
         results.add(set_name, episodes)
-        failed.extend(episode for episode in episodes if not episode.outcome.scored)
-        cut.extend(episode for episode in episodes if episode.outcome is Outcome.TRUNCATED)
+        ended.setdefault(set_name, []).append(episodes)
         bar.advance(task)
 
     evaluation = Evaluation(
@@ -440,22 +553,34 @@ async def _evaluate(config: Config, name: str, folder: Path, sets: Sets, out: Pa
         on_task=keep,
     )
     console.print(f"{name}: starting", soft_wrap=True)
-    async with _rollouts(config, folder, out) as rollouts:
-        with bar:
-            task = bar.add_task(name, total=sum(map(len, missing.values())))
-            rollouts.start_evaluation(evaluation)
-            await rollouts.finish_evaluation()
+    whole = out / _file_name(name, folder)
+    try:
+        async with _rollouts(config, folder, out) as rollouts:
+            with bar:
+                task = bar.add_task(name, total=sum(map(len, missing.values())))
+                rollouts.start_evaluation(evaluation)
+                await rollouts.finish_evaluation()
+    finally:
+        await asyncio.to_thread(keep_episodes, whole, config, folder, ended)
+    _warn_of_episodes(config, name, [each for sets in ended.values() for each in itertools.chain(*sets)], console)
+    console.print(f"{name}: forge-rl show {whole} lists its episodes", soft_wrap=True)
+    return results
+
+
+def _warn_of_episodes(config: Config, name: str, episodes: Sequence[Episode], console: Console) -> None:
+    """Warn of failed episodes, and of many that were cut."""
+    failed = [episode for episode in episodes if not episode.outcome.scored]
+    cut = sum(episode.outcome is Outcome.TRUNCATED for episode in episodes)
     if failed:
-        many = f"{len(failed)} of {evaluation.total} episodes failed; run the same command again to retry them"
+        many = f"{len(failed)} of {len(episodes)} episodes failed; run the same command again to retry them"
         text = f"warning: {name}: {many}; {describe_failure(failed[-1])}"
         console.print(visible(text), style="yellow", soft_wrap=True)
-    if len(cut) > _OFTEN_CUT * evaluation.total:
+    if cut > _OFTEN_CUT * len(episodes):
         text = (
-            f"warning: {name}: {len(cut)} of {evaluation.total} answers were cut, by --generator.max-tokens "
+            f"warning: {name}: {cut} of {len(episodes)} answers were cut, by --generator.max-tokens "
             f"{config.generator.max_tokens} or by the context: raise it if answers need more"
         )
         console.print(visible(text), style="yellow", soft_wrap=True)
-    return results
 
 
 @contextlib.asynccontextmanager
@@ -463,20 +588,29 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
     """Run the services for a model inside the context, which their faults interrupt."""
     async with gateway.running_services(out, config.isolation) as services:
         given: Any = (services.cluster, services.faults)
-        scorer = Reward.start(
-            config.reward, *given, function=build_reward(config.rewards), deadline_s=gateway.START_DEADLINE_S
-        )
-        worlds = Environment.start(config.environment, *given, factory=SingleTurn, deadline_s=gateway.START_DEADLINE_S)
+        environment: Any = build_environment(config.env)
+        plays: AgentEnvironment | None = None if callable(environment) else environment
+        function: Any = reward_of(config) if plays is None else plays.reward
+        scorer = Reward.start(config.reward, *given, function=function, deadline_s=gateway.START_DEADLINE_S)
+        factory = SingleTurn if plays is not None or config.agent else environment
+        worlds = Environment.start(config.environment, *given, factory=factory, deadline_s=gateway.START_DEADLINE_S)
         async with task_group() as group:
             starting = group.create_task(services.engines(config.generator, folder, config.seed))
             starting_reward = group.create_task(services.started(scorer))
             starting_worlds = group.create_task(services.started(worlds))
         generator, reward, tokenizer = starting.result(), starting_reward.result(), Tokenizer(folder)
-        tasks = ResumableTaskStream(config.data.build(config.tasks, seed=config.seed))  # nothing is drawn from it
+        runner: RunEpisode
+        if plays is not None or config.agent:
+            backend = GeneratorBackend(generator, folder.name)
+            runner = await services.stack.enter_async_context(_agents(config, plays, backend, tokenizer, reward, out))
+        else:
+            parser = ToolParser(config.tool_parser or parser_for(tokenizer), tokenizer, warn=_warn)
+            runner = EpisodeRunner(tokenizer, starting_worlds.result(), reward, parser.parse)
+        tasks = ResumableTaskStream(config.data.build((ONE_DIGIT_ADDITION,), seed=config.seed))  # nothing is drawn
         scheduler = Scheduler(ScheduleConfig(), groups=1, episodes=1, tasks=tasks)
         rollouts = RolloutExecutor(
             Dispatcher(scheduler, generator, tokenizer),
-            EpisodeRunner(tokenizer, starting_worlds.result(), reward),
+            runner,
             devices=DeviceHandover(generator),
             version=lambda: 0,
             seed=config.seed,
@@ -485,6 +619,32 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
         services.stack.push_async_callback(rollouts.close)
         with interrupted_by(services.faults.raise_fatal):
             yield rollouts
+
+
+@contextlib.asynccontextmanager
+async def _agents(
+    config: Config,
+    plays: AgentEnvironment | None,
+    backend: GeneratorBackend,
+    tokenizer: Tokenizer,
+    reward: Reward,
+    out: Path,
+) -> AsyncIterator[RunEpisode]:
+    """Serve the model to the agent of --agent, or of an environment that plays its own episodes, at a gateway."""
+    settings, logs = GatewayConfig(), out / "logs"
+    agent: Agent | str = config.agent
+    async with contextlib.AsyncExitStack() as stack:
+        if plays is not None:
+            await stack.enter_async_context(plays.serving(logs))
+            agent = plays.agent
+        elif config.agent.startswith(_COMMAND):
+            agent = AgentCommand(config.agent.removeprefix(_COMMAND), settings.agent_limits)
+        serving = serving_agents(agent, settings, backend, tokenizer, reward, warn=_warn, logs=logs)
+        yield await stack.enter_async_context(serving)
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {visible(text)}", file=sys.stderr, flush=True)
 
 
 def _progress(console: Console) -> Progress:

@@ -136,7 +136,9 @@ def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
         ({"json": Path("/nowhere/out.json")}, "the folder /nowhere does not exist"),
         ({"tasks": ("chain_summ",)}, "chain_sum"),
         ({"tasks": ("chain_sum", "chain_sum")}, "given twice"),
-        ({"tasks": ()}, "no tasks are named"),
+        ({"benchmark": ("gsm9k",)}, "there is no benchmark 'gsm9k'"),
+        ({"benchmark": ("bfcl",)}, "--benchmark bfcl=FILE"),
+        ({"agent": "command:true", "env": "game"}, "both play the episodes"),
     ],
 )
 def test_wrong_flags_are_one_clear_message(flags: dict[str, Any], said: str) -> None:
