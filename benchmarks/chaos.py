@@ -16,12 +16,17 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
-from forge_rl.sandbox import DurableSessions, Limits, Pool, cgroups
+from forge_rl.sandbox import DurableSessions, Limits, Pool, Result, cgroups
 from forge_rl.sandbox.host import Host
+from forge_rl.sandbox.pool import Profile
+
+_CELLS = ("import time\nx = [{}]", "time.sleep(0.01); x.append(3 * x[-1] + 1); x[-1]", "len(x)")
+_COMMANDS = ("echo {} > x", "sleep 0.01; echo $((3 * $(tail -n 1 x) + 1)) | tee -a x", "wc -l < x")
+"""The first cell of an episode, those that add a number, and the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +43,13 @@ class Config(BenchmarkConfig):
     """Cells of an episode."""
     seed: int = 0
     """Seed of the kills."""
+    profile: Profile = "standard"
+    """Profile of the sessions; in `process`, each cell is a command line."""
 
 
 def measure(config: Config, report: Report) -> None:
     """Play all episodes, once without kills."""
-    calm = asyncio.run(play_under_chaos(Config(episodes=config.episodes, kills=0, at_once=config.at_once)))
+    calm = asyncio.run(play_under_chaos(replace(config, kills=0)))
     found = asyncio.run(play_under_chaos(config))
     report.results |= found | {"calm_s": calm["seconds"]}
     wrong = found["episodes"] - found["right"]
@@ -58,8 +65,9 @@ async def play_under_chaos(config: Config) -> dict[str, float]:
     right: set[int] = set()
     seen: set[int] = set()
     trees: set[str] = set()
+    first, again, last = _COMMANDS if config.profile == "process" else _CELLS
     began = time.perf_counter()
-    async with Pool(limits=limits, sessions=2 * config.at_once, servers=2, warm=2) as pool:
+    async with Pool(profile=config.profile, limits=limits, sessions=2 * config.at_once, servers=2, warm=2) as pool:
         sessions, left = DurableSessions(pool), iter(range(config.episodes))
         cells = kills = 0
 
@@ -76,13 +84,12 @@ async def play_under_chaos(config: Config) -> dict[str, float]:
             for number in left:
                 async with sessions.open() as session:
                     expected, good = number, True
-                    await session.run(f"import time\nx = [{number}]")
+                    await session.run(first.format(number))
                     for _ in range(config.cells - 1):
                         expected = 3 * expected + 1
-                        result = await session.run("time.sleep(0.01); x.append(3 * x[-1] + 1); x[-1]")
-                        good &= result.value == str(expected)
+                        good &= _shown(await session.run(again)) == str(expected)
                         after_a_cell()
-                    good &= (await session.run("len(x)")).value == str(config.cells)
+                    good &= _shown(await session.run(last)) == str(config.cells)
                     after_a_cell()
                 ended[number] += 1
                 if good:
@@ -103,6 +110,10 @@ async def play_under_chaos(config: Config) -> dict[str, float]:
         "left": float(len(_mounts() - before) + _left(trees, seen)),
         "seconds": time.perf_counter() - began,
     }
+
+
+def _shown(result: Result) -> str:
+    return result.value or result.stdout.strip()
 
 
 def kill(pool: Pool, rng: random.Random) -> None:

@@ -22,11 +22,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from benchmarks.peer_environments import JUPYTER, ROOT, set_up
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.sandbox import Limits, Pool, Session, cgroups
+from forge_rl.sandbox.pool import Profile
 
 _SPARE_FILES = 512
 _KILLED_S = 600.0
@@ -40,6 +40,8 @@ class Config(BenchmarkConfig):
     """Live sessions of the profile `standard`."""
     strict_sessions: int = 1000
     """Live sessions of the profile `strict`."""
+    process_sessions: int = 500
+    """Live sessions of the profile `process`, whose cells are commands under bubblewrap; 0 leaves it out."""
     starting: int = 8
     """Sessions that start at a time in the storm."""
     starts: int = 300
@@ -56,6 +58,23 @@ class Config(BenchmarkConfig):
     """Starts of each peer; 0 leaves the peers out."""
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """Cells, in Python or as commands."""
+
+    prepare: str
+    """Something that a fork copies."""
+    keep: str
+    """Makes a number a session's state."""
+    show: str
+    shown: str
+    cell: str
+
+
+_PYTHON = _Kind("x = list(range(1000))", "state = [{}]", "state", "[{}]", "state[0] + 1")
+_COMMANDS = _Kind("seq 1000 > x", "echo {} > state", "cat state", "{}\n", "read x < state; echo $((x + 1))")
+
+
 def measure(config: Config, report: Report) -> None:
     """Measure the peers, then each profile."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -66,6 +85,8 @@ def measure(config: Config, report: Report) -> None:
         _peers(config, report)
     asyncio.run(_profile(config, report, "standard", config.sessions))
     asyncio.run(_profile(config, report, "strict", config.strict_sessions))
+    if config.process_sessions and shutil.which("bwrap"):
+        asyncio.run(_profile(config, report, "process", config.process_sessions))
     with tempfile.TemporaryDirectory(dir=ROOT.parent) as folder:  # /tmp may be in memory
         asyncio.run(_workspaces(config, report, Path(folder)))
 
@@ -101,8 +122,9 @@ def _run(command: list[str]) -> float:
     return time.perf_counter() - began
 
 
-async def _profile(config: Config, report: Report, profile: Literal["standard", "strict"], count: int) -> None:
-    suffix = "" if profile == "standard" else "_strict"
+async def _profile(config: Config, report: Report, profile: Profile, count: int) -> None:
+    suffix = "" if profile == "standard" else f"_{profile}"
+    kind = _COMMANDS if profile == "process" else _PYTHON
     limits = Limits(memory_bytes=256 << 20, processes=32)
     async with Pool(
         profile=profile, limits=limits, warm=0, starting=config.starting, sessions=count + config.forks + 1
@@ -117,7 +139,7 @@ async def _profile(config: Config, report: Report, profile: Literal["standard", 
         report.results[f"start_p50_ms{suffix}"] = ordered[len(ordered) // 2]
         report.results[f"start_p99_ms{suffix}"] = ordered[len(ordered) * 99 // 100]
         async with pool.session() as session:
-            await session.run("x = list(range(1000))")
+            await session.run(kind.prepare)
             for _ in range(config.forks):
                 began = time.perf_counter()
                 fork = await session.fork()
@@ -130,12 +152,12 @@ async def _profile(config: Config, report: Report, profile: Literal["standard", 
         storm_s = time.perf_counter() - began
         report.results[f"sessions_{count}_s{suffix}"] = storm_s
         report.results[f"starts_per_s_and_core{suffix}"] = count / storm_s / len(os.sched_getaffinity(0))
-        await _answer_with_their_own_state(sessions)
+        await _answer_with_their_own_state(sessions, kind)
         report.results[f"mib_a_session_available{suffix}"] = (before - _available_mib()) / count
         shares = list(_shares_mib(pool))
         report.results[f"mib_a_session_pss{suffix}"] = sum(shares) / count
         began = time.perf_counter()
-        await _cells(sessions, config.cells)
+        await _cells(sessions, config.cells, kind)
         report.results[f"cells_per_s{suffix}"] = config.cells / (time.perf_counter() - began)
 
 
@@ -188,26 +210,26 @@ async def _change(session: Session, at: int, slots: asyncio.Semaphore) -> None:
         raise BenchmarkError(f"session {at}: {result.error.message}")
 
 
-async def _answer_with_their_own_state(sessions: list[Session]) -> None:
+async def _answer_with_their_own_state(sessions: list[Session], kind: _Kind) -> None:
     slots = asyncio.Semaphore(64)
 
     async def ask(at: int, session: Session) -> None:
         async with slots:
-            await session.run(f"state = [{at}]")
+            await session.run(kind.keep.format(at))
         async with slots:
-            answer = await session.run("state")
-        if answer.value != f"[{at}]":
+            answer = await session.run(kind.show)
+        if (answer.value or answer.stdout) != kind.shown.format(at):
             raise BenchmarkError(f"session {at} answered {answer.value!r}, {answer.error}")
 
     await asyncio.gather(*(ask(at, session) for at, session in enumerate(sessions)))
 
 
-async def _cells(sessions: list[Session], count: int) -> None:
+async def _cells(sessions: list[Session], count: int, kind: _Kind) -> None:
     left = iter(range(count))
 
     async def work(mine: list[Session]) -> None:
         for at in left:
-            await mine[at % len(mine)].run("state[0] + 1")
+            await mine[at % len(mine)].run(kind.cell)
 
     workers = min(64, len(sessions))
     await asyncio.gather(*(work(sessions[at::workers]) for at in range(workers)))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,12 +16,14 @@ from types import SimpleNamespace
 
 import pytest
 
+import forge_rl.envs.verifiers
 from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.interpreter import interpreter
 from forge_rl.envs.verifiers import PACKAGE, VerifiersEnv
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.gateway import GatewayConfig, Session
 from forge_rl.rollout.agents import serving_agents
+from forge_rl.sandbox.seccomp import session_filter
 from forge_rl.types import Episode, Outcome, Score, Task
 from tests.commands import Command, metrics, tiny_run
 from tests.fake_backend import FakeBackend, tokenizer
@@ -184,6 +188,40 @@ def test_the_real_package_plays_episodes_at_the_gateway(verifiers_python: str, t
     assert all(each.turns[0].text == "aaxx" for each in played)
     with pytest.raises(ConfigError, match=r"(?s)cannot load 'forge_rl_letters'.*nonsense"):
         VerifiersEnv("forge_rl_letters", python=verifiers_python, nonsense=1).sources(0)
+
+
+@pytest.mark.long
+def test_programs_of_a_harness_are_confined_and_reach_the_policy(
+    verifiers_python: str, tmp_path: Path, nothing_left: None
+):
+    environment = VerifiersEnv("forge_rl_letters", python=verifiers_python, words=30, harness="null")
+    played = asyncio.run(episodes(environment, tmp_path, ["aaxx"], 2))
+    assert [(each.outcome, each.reward) for each in played] == [(Outcome.COMPLETED, 1.0)] * 2
+    (tmp_path / "secret").write_text("top secret")
+    scripts = Path(forge_rl.envs.verifiers.__file__).parent / "peers"
+    probe, given = Path(__file__).parent / "peers" / "confined_probe.py", session_filter(has_network=True).hex()
+    command = [verifiers_python, str(probe), str(scripts), given, str(tmp_path / "secret")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.pop("uid") not in ((os.getuid(), 0) if os.geteuid() == 0 else ())
+    assert found == {
+        "endpoint": repr(b"HTTP/1.0 200 OK\r\n\r\nhello"),
+        "other port": "ConnectionRefusedError",
+        **dict.fromkeys(("secret", "shadow", "environ", "unix socket"), "FileNotFoundError"),
+        **dict.fromkeys(("read link", "write link"), "SandboxError"),
+        "kill": "ProcessLookupError",
+        "variable": "",
+        "processes": True,
+        "write": "OSError",
+        "own": "None",
+        "mount": -1,
+        "unshare": -1,
+        "bpf": -1,
+        "kept": "1\nkept\n",
+        "new": False,
+        "left": False,
+    }
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import itertools
 import json
+import platform
 import subprocess
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from forge_rl.envs.protocol import Policy
 from forge_rl.envs.task_list import TaskList, split
 from forge_rl.envs.worker import Worker
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.sandbox.seccomp import ARCHITECTURES, session_filter
 from forge_rl.system.variables import handed_on
 from forge_rl.types import Episode, Message, Score, Task
 
@@ -46,6 +48,8 @@ class VerifiersEnv:
         workers: number of processes that share the episodes.
         harness: the verifiers harness; by default the environment's own, or else a plain chat loop with the
             environment's tools.
+        confine: run the programs of a harness, and of scoring, under bubblewrap: as a user of their own (if this is
+            root), with their own folder, and without a network but the policy and the environment's tools.
         max_turns: maximum completions of an agent per episode.
         env: additional verifiers configuration, such as {"max_concurrent_agents": 2}.
         eval: taskset options that select the held-out tasks, such as {"split": "test"}.
@@ -63,6 +67,7 @@ class VerifiersEnv:
         package: str = "",
         workers: int = 1,
         harness: str = "",
+        confine: bool = True,
         max_turns: int = 32,
         env: Mapping[str, Any] | None = None,
         eval: Mapping[str, Any] | None = None,
@@ -94,6 +99,8 @@ class VerifiersEnv:
             "harness": harness,
             "max_turns": max_turns,
             "most_tasks": most_tasks,
+            "confine": confine,
+            "filter": session_filter(has_network=True).hex() if platform.machine() in ARCHITECTURES else "",
         }
 
     def sources(self, seed: int) -> dict[str, TaskList]:

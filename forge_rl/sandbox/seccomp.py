@@ -61,6 +61,9 @@ _NEWEST = 462
 """Calls above this number are unknown here and don't exist for a session: programs fall back."""
 _CLONE, _CLONE3, _PRLIMIT, _PRCTL, _IOCTL = (56, 220), (435, 435), (302, 261), (157, 167), (16, 29)
 _SOCKETPAIR, _SENDTO = (53, 199), (44, 206)
+_SOCKET = (41, 198)
+_NETWORK = ((42, 203), (43, 202), (49, 200), (50, 201), (54, 208), (288, 242), (299, 243), (307, 269))
+"""connect, accept, bind, listen, setsockopt, accept4, recvmmsg and sendmmsg."""
 _CHANGE_ATTRIBUTES = ((188, 5), (189, 6), (190, 7), (197, 14), (198, 15), (199, 16))
 """setxattr and removexattr, which sed, cp and mv expect to be missing on many file systems, but not to be refused."""
 _NAMESPACES = 0x7E020000
@@ -122,12 +125,15 @@ def _search(ranges: list[tuple[int, int]], after: int = 0) -> list[_Line]:
     return [(_AT_LEAST, len(left), 0, ranges[middle][0]), *left, *right]
 
 
-def session_filter(machine: str = platform.machine()) -> bytes:
+def session_filter(machine: str = platform.machine(), *, has_network: bool = False) -> bytes:
     """Return the filter as an array of `struct sock_filter`.
 
     Refused calls fail with EPERM, those that change extended attributes with ENOTSUP; `clone3` and unknown ones with
     ENOSYS, so that C libraries fall back to `clone`, whose flags can be checked. Sockets exist only as connected pairs.
     Another architecture's calls kill the process.
+
+    Args:
+        has_network: allow sockets of TCP and UDP, for programs in a network namespace of their own.
 
     Raises:
         KeyError: this machine's architecture has no table.
@@ -139,7 +145,8 @@ def session_filter(machine: str = platform.machine()) -> bytes:
     lines: list[_Line] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     lines += [(_AT_LEAST, 0, 1, 0x40000000), deny]  # x32's numbers
     lines += [(_ABOVE, 0, 1, _NEWEST), _refuse(errno.ENOSYS)]
-    lines += _search(list(_ranges(sorted(numbers[column] for numbers in _ALLOWED.values() if numbers[column] >= 0))))
+    allowed = [*_ALLOWED.values(), *(_NETWORK if has_network else ())]
+    lines += _search(list(_ranges(sorted(numbers[column] for numbers in allowed if numbers[column] >= 0))))
     lines += _only(_CLONE3[column], [_refuse(errno.ENOSYS)])
     for call in _CHANGE_ATTRIBUTES:
         lines += _only(call[column], [_refuse(errno.ENOTSUP)])
@@ -147,11 +154,16 @@ def session_filter(machine: str = platform.machine()) -> bytes:
     lines += _only(_PRLIMIT[column], [_argument(0), (_EQUAL, 0, 1, 0), allow, deny])  # of the caller only
     lines += _only(_PRCTL[column], _one_of(_PRCTLS, 0, errno.EPERM))
     lines += _only(_IOCTL[column], _one_of(_IOCTLS, 1, errno.ENOTTY))
+    if has_network:
+        families = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+        lines += _only(_SOCKET[column], _one_of(families, 0, errno.EAFNOSUPPORT))
     # A datagram socket could send to any address, also one made as a pair; those of other types stay connected.
     kinds: list[_Line] = [_argument(1), (_AND, 0, 0, 0xF), (_EQUAL, 2, 0, socket.SOCK_STREAM)]
     kinds += [(_EQUAL, 1, 0, socket.SOCK_SEQPACKET), deny, allow]
     lines += _only(_SOCKETPAIR[column], [_argument(0), (_EQUAL, 1, 0, socket.AF_UNIX), deny, *kinds])
     unaddressed: list[_Line] = [(_EQUAL, 1, 0, 0), deny]
+    if has_network:
+        lines += _only(_SENDTO[column], [allow])
     lines += _only(_SENDTO[column], [_argument(4), *unaddressed, _argument(4, high=True), *unaddressed, allow])
     lines.append(deny)
     return b"".join(struct.pack("=HBBI", *line) for line in lines)

@@ -31,6 +31,9 @@ from verifiers.v1.interception import server as interception
 from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
+sys.path.insert(0, os.path.dirname(__file__))
+from confined_runtime import confine
+
 CHAT = "forge_rl_chat"
 """Name of the harness below."""
 _GRACE_S = 5.0
@@ -258,6 +261,8 @@ def main() -> None:
     sys.path.append(os.getcwd())
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
     config = json.loads(sys.argv[2])
+    if config["confine"]:
+        confine(config["filter"])
     if sys.argv[1] == "list":
         write_tasks(config, out)
     else:

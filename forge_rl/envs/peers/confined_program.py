@@ -1,0 +1,104 @@
+"""Starts one program as a user of its own, inside of bubblewrap, with a few of the host's addresses; stdlib only.
+
+python -I confined_program.py SETTINGS_JSON COMMAND...
+
+The program finds itself in namespaces without a network. For each address that it may reach, a process here listens on
+the loopback interface and passes bytes to a socket of the host's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import struct
+import sys
+
+MOST_BYTES = 1 << 16
+
+
+def relay(port: int, path: str, listening: socket.socket) -> None:
+    """Pass bytes between connections to a port and the host's socket for it, until this process is killed."""
+    while True:
+        connection, _ = listening.accept()
+        if os.fork():
+            connection.close()
+            continue
+        listening.close()
+        with socket.socket(socket.AF_UNIX) as host:
+            host.connect(path)
+            carry(connection, host)
+        os._exit(0)
+
+
+def carry(one: socket.socket, other: socket.socket) -> None:
+    """Copy both directions until both have ended."""
+    waiting = selectors.DefaultSelector()
+    waiting.register(one, selectors.EVENT_READ, other)
+    waiting.register(other, selectors.EVENT_READ, one)
+    while waiting.get_map():
+        for key, _ in waiting.select():
+            try:
+                data = key.fileobj.recv(MOST_BYTES)
+                key.data.sendall(data)
+            except OSError:
+                return
+            if not data:
+                waiting.unregister(key.fileobj)
+                try:
+                    key.data.shutdown(socket.SHUT_WR)
+                except OSError:
+                    return
+
+
+def listen(ports: dict[str, str]) -> None:
+    """Start a process that listens, and its children that relay, which are reaped by the kernel."""
+    sockets = {}
+    for port in ports:
+        sockets[port] = socket.create_server(("127.0.0.1", int(port)))
+    for port, path in ports.items():
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            null = os.open("/dev/null", os.O_RDWR)
+            for fd in (0, 1, 2):  # else who waits for the end of the program's output waits for this process
+                os.dup2(null, fd)
+            relay(int(port), path, sockets[port])
+    for each in sockets.values():
+        each.close()
+
+
+def become_user(uid: int) -> None:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def filter_calls(program: bytes) -> None:
+    """Apply a seccomp filter for good; bubblewrap has forbidden new privileges."""
+    libc, kept = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(program, len(program))
+    described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(kept))
+    if libc.prctl(22, 2, described, 0, 0) < 0:
+        raise OSError(ctypes.get_errno(), "seccomp")
+
+
+def main() -> None:
+    settings, command = json.loads(sys.argv[1]), sys.argv[2:]
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    if settings["uid"]:
+        become_user(settings["uid"])
+    listen(settings["ports"])
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+    resource.setrlimit(resource.RLIMIT_NPROC, (settings["processes"], settings["processes"]))
+    if settings["filter"]:
+        filter_calls(bytes.fromhex(settings["filter"]))
+    variables = {name: os.environ[name] for name in settings["variables"] if name in os.environ}
+    os.execvpe(command[0], command, {**variables, "HOME": settings["home"], "TMPDIR": "/tmp"})
+
+
+if __name__ == "__main__":
+    main()
