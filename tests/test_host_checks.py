@@ -1,0 +1,79 @@
+"""What is judged of hosts from their facts; and the doctor on real hosts."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from forge_rl.run.host_checks import Clock, Finding, failed_hosts, judge_disk, judge_facts, judge_gap, judge_speeds
+from forge_rl.runtime.host_facts import HostFacts, write_rate
+
+GIB = 1 << 30
+GOOD = HostFacts(
+    versions={"python": "3.11.7", "torch": "2.13.0"},
+    devices=("H100, 81559 MiB",) * 8,
+    driver="580.1",
+    problem="",
+    memory_bytes=64 * GIB,
+    available_bytes=50 * GIB,
+    shm_bytes=32 * GIB,
+    shm_free_bytes=30 * GIB,
+    space="a",
+)
+
+
+def bad(findings: list[Finding]) -> list[tuple[str, str, str]]:
+    assert all(bool(each.hint) == (each.status != "ok") for each in findings), "a hint for each failure"
+    return [(each.check, each.host, each.status) for each in findings if each.status != "ok"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "status"),
+    [
+        ({}, "", ""),
+        ({"versions": {"python": "3.11.7", "torch": "2.12.0"}}, "versions", "fail"),
+        ({"driver": "570.2"}, "devices", "warn"),
+        ({"devices": (), "driver": ""}, "", ""),
+        ({"devices": (), "driver": "", "problem": "No devices were found"}, "devices", "fail"),
+        ({"available_bytes": GIB}, "memory", "fail"),
+        ({"shm_bytes": 64 << 20, "shm_free_bytes": 64 << 20}, "/dev/shm", "fail"),
+        ({"shm_free_bytes": 1000}, "/dev/shm", "fail"),
+    ],
+)
+def test_a_host_that_differs_or_lacks_something_is_named(changes: Mapping[str, object], check: str, status: str):
+    facts = {"local": GOOD, "a": GOOD, "b": replace(GOOD, **changes)}  # type: ignore[arg-type]
+    assert bad(judge_facts(facts, {})) == ([(check, "b", status)] if check else [])
+
+
+def test_a_clock_is_off_only_by_more_than_the_round_trip_explains():
+    clocks = {
+        "a": Clock(offset_s=-0.3, error_s=0.01),
+        "b": Clock(offset_s=1.5, error_s=0.01),
+        "c": Clock(offset_s=1.5, error_s=1.2),
+        "d": Clock(offset_s=-60.0, error_s=0.01),
+    }
+    found = judge_facts(dict.fromkeys(["local", *clocks], GOOD), clocks)
+    assert bad(found) == [("clock", "b", "warn"), ("clock", "d", "fail")]
+    assert failed_hosts(found) == {"d": "clock: -60.000 s, give or take 0.010 s"}
+
+
+def test_a_device_slower_than_its_peers_is_named():
+    speeds = {"a": {"gpu 0": 600e12, "gpu 1": 590e12}, "b": {"gpu 0": 610e12, "gpu 1": 300e12}}
+    (fine, slow) = judge_speeds(speeds, cpu=False)
+    assert (fine.status, slow.status) == ("ok", "fail")
+    assert slow.detail == "gpu 1: 300 TFLOP/s, 50% of the usual 595"
+    assert bad(judge_speeds(speeds, cpu=True)) == [], "on CPUs other programs explain that much"
+
+
+def test_disks_and_gaps_are_judged(tmp_path: Path):
+    assert write_rate(tmp_path, 1 << 20) > 0
+    assert list(tmp_path.iterdir()) == []
+    found = [judge_disk("a", 500 * GIB, 1e9), judge_disk("b", 500 * GIB, 1e6), judge_disk("c", GIB, 1e9)]
+    found += [judge_gap("a", 1e-6, 1e-5, 32), judge_gap("b", 0.3, 1.0, 32), judge_gap("c", float("nan"), 1.0, 32)]
+    assert bad(found) == [
+        ("disk", "b", "warn"),
+        ("disk", "c", "fail"),
+        ("train and decode", "b", "fail"),
+        ("train and decode", "c", "fail"),
+    ]
