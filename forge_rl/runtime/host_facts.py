@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +68,30 @@ class HostFacts:
             shm_free_bytes=free,
             space=process_space(),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Tokens that an engine sampled, with its logprobs."""
+
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    seconds: float
+    """Seconds to sample them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Result of a training step on sampled tokens."""
+
+    mean_gap: float
+    """Mean absolute difference between the engine's logprobs and the trainer's."""
+    most_gap: float
+    """Largest difference."""
+    finite: bool
+    """Whether the gradient was finite, so that an update was made."""
+    seconds: float
 
 
 def _version(*distributions: str) -> str:

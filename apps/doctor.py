@@ -1,0 +1,103 @@
+"""Examine the hosts of a job in minutes, before a run takes hours to find out.
+
+    python -m apps.doctor
+    python -m apps.doctor --job process:2 --quick
+
+Checks that versions are equal, devices and driver, memory and /dev/shm, clocks, that all see the run folder; ports and
+bandwidth between hosts, the disk, each device's speed against its peers, and one training step on what an engine
+decoded, with the gap of their logprobs. Exits with 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.models.bundled import default_cache
+from forge_rl.run.host_checks import Finding
+from forge_rl.run.launch import launch
+from forge_rl.runtime.jobs.flag import build_job
+from forge_rl.runtime.jobs.protocol import Job
+from forge_rl.system.terminal import visible
+
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Examine the hosts of a job, the controller's included."""
+
+    job: str = "local"
+    """Where hosts come from, as of a run: local, process:N, allocation, slurm:... or kubernetes:..."""
+    dry_run: bool = False
+    """Print what --job would start, and exit."""
+    quick: bool = False
+    """Only what takes seconds, and what a run checks by itself: versions, devices, memory, clocks, the folder."""
+    folder: Path = Path("runs")
+    """Folder of runs, which all hosts should see; created if missing."""
+    model: str = "smollm2-135m"
+    """Model to decode and train with: bundled, a local folder that all hosts see, or a hub id."""
+    cache: Path = field(default_factory=default_cache)
+    """Folder of the bundled model, which all hosts should see."""
+    public_ports: bool = False
+    """Let Monarch listen on addresses that are not private. It executes any code it receives."""
+
+    def __post_init__(self) -> None:
+        build_job(self.job)  # checks it
+
+
+class _FailedError(ForgeError):
+    """Some checks failed."""
+
+
+async def main(config: Config) -> None:
+    """Examine the hosts and show what was found.
+
+    Raises:
+        ForgeError: a check failed, or the job gives no hosts.
+    """
+    from forge_rl.models.resolve import resolve_model
+    from forge_rl.run.doctor import examine
+
+    job = build_job(config.job)
+    if not isinstance(job, Job):
+        raise ConfigError(f"--job {config.job} runs a whole command", hint="start it by its command line")
+    console = Console(highlight=False)
+    await asyncio.to_thread(config.folder.mkdir, parents=True, exist_ok=True)
+    model = None if config.quick else await asyncio.to_thread(resolve_model, config.model, config.cache)
+    with console.status("starting") as status:
+        findings = await examine(
+            job,
+            folder=config.folder,
+            model=model.resolve() if model is not None else None,
+            public=config.public_ports,
+            say=lambda text: status.update(visible(text)),
+        )
+    show(findings, console)
+    if failed := [each for each in findings if each.status == "fail"]:
+        hosts = sorted({each.host for each in failed})
+        raise _FailedError(f"{len(failed)} of {len(findings)} checks failed, on {', '.join(hosts)}")
+
+
+def show(findings: list[Finding], console: Console) -> None:
+    """Print a table of findings, those of a check together, with a hint below each that is not good."""
+    table = Table(box=None, header_style="bold")
+    for column in ("check", "host", "", "found"):
+        table.add_column(column, overflow="fold")
+    order = {check: place for place, check in enumerate(dict.fromkeys(each.check for each in findings))}
+    for each in sorted(findings, key=lambda finding: order[finding.check]):
+        found = Text(visible(each.detail))
+        if each.hint:
+            found.append(f"\nhint: {visible(each.hint)}", style="italic")
+        table.add_row(each.check, visible(each.host), Text(each.status, style=_STYLES[each.status]), found)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    launch(Config, main)

@@ -1,0 +1,300 @@
+"""Examines the hosts of a job, before a run takes hours to find out: `python -m apps.doctor`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forge_rl.engines.factory import decode_environment, train_environment
+from forge_rl.errors import ForgeError
+from forge_rl.run.host_checks import Clock, Finding, judge_disk, judge_facts, judge_gap, judge_speeds
+from forge_rl.runtime.cluster import THIS_HOST, Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.host_facts import HostFacts
+from forge_rl.runtime.jobs.protocol import Job, JobListener
+from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.service import Service
+from forge_rl.runtime.tasks import task_group
+from forge_rl.services.host_check_actors import DecodeCheckActor, HostCheckActor, TrainCheckActor
+
+_CALL_S = 60.0
+_START_S = 120.0
+"""Timeout of a process's start, whose imports may come from a slow disk."""
+_CLOCK_TRIES = 5
+_SEEN_S = 10.0
+"""Time in which a file that another host wrote must appear on a shared file system."""
+_WRITTEN = 64 << 20
+_MOVED = 64 << 20
+"""Bytes that are written to a disk, and that are moved between hosts."""
+_SERVICE = "doctor"
+
+Ask = Callable[[str], Awaitable[Finding]]
+
+
+@dataclass(kw_only=True)
+class Examination:
+    """The hosts that answer, what they say, and what was found."""
+
+    cluster: Cluster
+    faults: Faults
+    folder: Path
+    """Folder that all hosts should see."""
+    say: Callable[[str], None]
+    findings: list[Finding] = field(default_factory=list)
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    """A process on each host that answers."""
+    facts: dict[str, HostFacts] = field(default_factory=dict)
+
+    async def each(self, check: str, ask: Ask) -> None:
+        """Ask all hosts, simulated hosts of one machine one after another; note what raises as a failure."""
+        self.say(check)
+        machines: dict[str, list[str]] = {}
+        for host in self.replicas:
+            machines.setdefault(self.facts[host].space if host in self.facts else host, []).append(host)
+
+        async def one_machine(hosts: list[str]) -> None:
+            for host in hosts:
+                self.findings.append(await _judged(check, host, ask(host)))
+
+        async with task_group() as group:
+            for hosts in machines.values():
+                group.create_task(one_machine(hosts))
+
+    async def call(self, host: str, method: str, *args: object) -> Any:
+        """Call the process on a host."""
+        return await self.replicas[host].call(method, *args, deadline_s=_CALL_S)
+
+
+async def examine(
+    job: Job, *, folder: Path, model: Path | None, public: bool, say: Callable[[str], None]
+) -> list[Finding]:
+    """Examine the controller's host and those of a job.
+
+        findings = await examine(build_job("process:2"), folder=Path("runs"), model=None, public=False, say=print)
+
+    Args:
+        folder: existing folder in which the processes' logs are written, and that all hosts should see.
+        model: Hugging Face folder to train and decode with; None leaves out all that takes longer than seconds.
+        public: whether Monarch may listen on addresses that are not private.
+        say: takes what is being done, in a few words.
+
+    Raises:
+        ForgeError: the job gives no hosts.
+    """
+    faults = Faults()
+    faults.install()
+    folder = await asyncio.to_thread(folder.resolve)
+    logs = folder / f".doctor-{secrets.token_hex(4)}"
+    logs.mkdir(mode=0o700)
+    try:
+        async with job.open(JobListener(say=say)) as hosts:
+            cluster = Cluster(logs, hosts, may_be_public=public)
+            examination = Examination(cluster=cluster, faults=faults, folder=folder, say=say)
+            try:
+                async with _asked(examination):
+                    await _examine(examination, model)
+            finally:
+                faults.closing = True
+                await cluster.close()
+        return examination.findings
+    finally:
+        shutil.rmtree(logs, ignore_errors=True)
+
+
+async def _examine(examination: Examination, model: Path | None) -> None:
+    clocks = await ask_facts(examination.replicas, examination.facts)
+    examination.findings += judge_facts(examination.facts, clocks)
+    await examination.each("run folder", lambda host: _folder(examination, host))
+    if model is None:
+        return
+    await examination.each("disk", lambda host: _disk(examination, host))
+    await _network(examination)
+    await _speeds(examination)
+    await examination.each("train and decode", lambda host: _train_and_decode(examination, host, model))
+
+
+@contextlib.asynccontextmanager
+async def _asked(examination: Examination) -> AsyncIterator[None]:
+    """Start a process on each host; one that does not start is a finding."""
+    service = Service(_SERVICE, examination.cluster, examination.faults)
+    service.recoverable = True
+
+    async def start(host: str) -> None:
+        replica = service.spawn(HostCheckActor, host=host)
+        try:
+            await service.watch(replica, deadline_s=_START_S)
+        except ForgeError as error:
+            hint = "see whether the host has this environment at the same paths, and the folder of --folder"
+            problem = Finding(check="start", host=host, status="fail", detail=_line(error), hint=hint)
+            examination.findings.append(problem)
+        else:
+            examination.replicas[host] = replica
+
+    try:
+        examination.say("starting a process on each host")
+        async with task_group() as group:
+            for host in examination.cluster.hosts:
+                group.create_task(start(host))
+        order = examination.cluster.hosts
+        examination.replicas = {host: examination.replicas[host] for host in order if host in examination.replicas}
+        yield
+    finally:
+        examination.faults.closing = True
+        await service.stop()
+
+
+async def ask_facts(replicas: Mapping[str, Replica], facts: dict[str, HostFacts]) -> dict[str, Clock]:
+    """Ask processes for the facts of their hosts, which are added to `facts`; return the clocks of other hosts.
+
+    Raises:
+        ForgeError: a process does not answer.
+    """
+    clocks: dict[str, Clock] = {}
+    for host, replica in replicas.items():
+        facts[host] = await replica.call("facts", deadline_s=_CALL_S)
+        if host == THIS_HOST:
+            continue
+        tries = []
+        for _ in range(_CLOCK_TRIES):
+            before = time.time()
+            there = float(await replica.call("clock", deadline_s=_CALL_S))
+            after = time.time()
+            tries.append(Clock(offset_s=there - (before + after) / 2, error_s=(after - before) / 2))
+        clocks[host] = min(tries, key=lambda clock: clock.error_s)
+    return clocks
+
+
+async def _folder(examination: Examination, host: str) -> Finding:
+    """Have the host copy a file that this one wrote, and look whether the copy appears here."""
+    probe = examination.folder / f".probe-{secrets.token_hex(8)}"
+    answer = probe.with_name(f"{probe.name}-answer")
+    try:
+        await asyncio.to_thread(probe.write_text, probe.name)
+        problem = str(await examination.call(host, "copy_probe", probe, answer))
+        if not problem and not await _appears(answer, probe.name):
+            problem = "what it writes there does not appear here"
+    finally:
+        for path in (probe, answer):
+            path.unlink(missing_ok=True)
+    detail = problem or str(examination.folder)
+    hint = "choose a --folder on a file system that all hosts share" if problem else ""
+    return Finding(check="run folder", host=host, status="fail" if problem else "ok", detail=detail, hint=hint)
+
+
+async def _appears(path: Path, text: str) -> bool:
+    for _ in range(int(_SEEN_S * 10)):
+        with contextlib.suppress(OSError):
+            if await asyncio.to_thread(path.read_text) == text:
+                return True
+        await asyncio.sleep(0.1)
+    return False
+
+
+async def _disk(examination: Examination, host: str) -> Finding:
+    return judge_disk(host, *await examination.call(host, "disk", examination.folder, _WRITTEN))
+
+
+async def _network(examination: Examination) -> None:
+    """Try connections and bandwidth from each host to the next one, and between all."""
+    hosts = list(examination.replicas)
+    if len(hosts) < 2:
+        return
+    alone = len({each.space for each in examination.facts.values()}) == 1
+    nexts = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
+    places = {host: await examination.call(host, "listen", alone) for host in hosts}
+    reached: dict[str, list[tuple[str, int]]] = {}
+
+    async def connect(host: str) -> Finding:
+        to = nexts[host]
+        found = await examination.call(host, "reach", places[to])
+        reached[host] = await examination.call(host, "reach", places[hosts[0]])
+        detail = f"reaches {to} at {found[0][0]}" if found else f"reaches none of {to}'s addresses: {places[to]}"
+        hint = "" if found else "open all ports between the hosts: firewall, NetworkPolicy, security group"
+        return Finding(check="ports", host=host, status="ok" if found else "fail", detail=detail, hint=hint)
+
+    async def fetch(host: str) -> Finding:
+        buffer = await examination.call(nexts[host], "share", _MOVED)
+        rate = await examination.call(host, "fetch", buffer, _MOVED)
+        detail = f"reads {rate / 1e9:.2f} GB/s from {nexts[host]}, by Monarch"
+        return Finding(check="rdma", host=host, status="ok", detail=detail)
+
+    await examination.each("ports", connect)
+    await examination.each("rdma", fetch)
+    for host in hosts:
+        await examination.call(host, "unshare")
+    common = [place for place in reached.get(hosts[-1], []) if all(place in found for found in reached.values())]
+    if common:
+        await _collective(examination, hosts, common[0])
+
+
+async def _collective(examination: Examination, hosts: list[str], place: tuple[str, int]) -> None:
+    """Sum a tensor over all hosts, which meet at an address of the first one."""
+    examination.say("collective")
+    calls = [examination.call(host, "all_reduce", rank, len(hosts), *place, _MOVED) for rank, host in enumerate(hosts)]
+    for host, answer in zip(hosts, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+        if isinstance(answer, float):
+            detail = f"sums {answer / 1e9:.2f} GB/s over {len(hosts)} hosts"
+            examination.findings.append(Finding(check="collective", host=host, status="ok", detail=detail))
+        elif isinstance(answer, ForgeError):
+            hint = answer.hint or "see NCCL_DEBUG=INFO, and whether the interface is the right one"
+            problem = Finding(check="collective", host=host, status="fail", detail=_line(answer), hint=hint)
+            examination.findings.append(problem)
+        elif isinstance(answer, BaseException):
+            raise answer
+
+
+async def _speeds(examination: Examination) -> None:
+    speeds: dict[str, dict[str, float]] = {}
+
+    async def measure(host: str) -> Finding:
+        speeds[host] = await examination.call(host, "speeds")
+        return Finding(check="matmul", host=host, status="ok", detail="")
+
+    before = len(examination.findings)
+    await examination.each("matmul", measure)
+    examination.findings[before:] = [each for each in examination.findings[before:] if each.status == "fail"]
+    examination.findings += judge_speeds(speeds, cpu=not any(facts.devices for facts in examination.facts.values()))
+
+
+async def _train_and_decode(examination: Examination, host: str, model: Path) -> Finding:
+    """Sample with an engine, then train on the tokens in another process, and compare the logprobs."""
+    sampled = await _once(examination, host, DecodeCheckActor, decode_environment(0, replicas=1), "sample", model)
+    trained = await _once(examination, host, TrainCheckActor, train_environment(1), "train", model, sampled)
+    if not trained.finite:
+        hint = "the device computes NaN: leave it out"
+        return Finding(check="train and decode", host=host, status="fail", detail="the gradient is NaN", hint=hint)
+    count = len(sampled.token_ids)
+    return judge_gap(host, trained.mean_gap, trained.most_gap, count)
+
+
+async def _once(
+    examination: Examination, host: str, actor: type, env: Mapping[str, str], method: str, *args: object
+) -> Any:
+    """Call a process of its own on a host, which ends with the call."""
+    service = Service(f"{_SERVICE}-{method}-{host}", examination.cluster, examination.faults)
+    service.recoverable = True
+    try:
+        replica = service.spawn(actor, host=host, env=env)
+        await service.watch(replica, deadline_s=_START_S)
+        return await replica.call(method, *args, deadline_s=_START_S)
+    finally:
+        await service.stop()
+
+
+async def _judged(check: str, host: str, asking: Awaitable[Finding]) -> Finding:
+    try:
+        return await asking
+    except ForgeError as error:
+        hint = error.hint or "leave the host out, or see what else runs there"
+        return Finding(check=check, host=host, status="fail", detail=_line(error), hint=hint)
+
+
+def _line(error: ForgeError) -> str:
+    return " ".join(error.message.split())[:300]
