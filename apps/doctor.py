@@ -24,7 +24,7 @@ from forge_rl.run.host_checks import Finding
 from forge_rl.run.launch import launch
 from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.runtime.jobs.protocol import Job
-from forge_rl.system.terminal import visible
+from forge_rl.system.terminal import clipped, visible
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -38,7 +38,7 @@ class Config:
     dry_run: bool = False
     """Print what --job would start, and exit."""
     quick: bool = False
-    """Only what takes seconds, and what a run checks by itself: versions, devices, memory, clocks, the folder."""
+    """Check only versions, devices, memory, clocks and the folder, which takes seconds."""
     folder: Path = Path("runs")
     """Folder of runs, which all hosts should see; created if missing."""
     model: str = "smollm2-135m"
@@ -57,7 +57,7 @@ class _FailedError(ForgeError):
 
 
 async def main(config: Config) -> None:
-    """Examine the hosts and show what was found.
+    """Examine the hosts and show the findings.
 
     Raises:
         ForgeError: a check failed, or the job gives no hosts.
@@ -86,16 +86,19 @@ async def main(config: Config) -> None:
 
 
 def show(findings: list[Finding], console: Console) -> None:
-    """Print a table of findings, those of a check together, with a hint below each that is not good."""
+    """Print a table of findings, hosts with the same one together, with a hint below each that is not ok."""
     table = Table(box=None, header_style="bold")
     for column in ("check", "host", "", "found"):
         table.add_column(column, overflow="fold")
+    alike: dict[tuple[str, str, str, str], list[str]] = {}
+    for each in findings:
+        alike.setdefault((each.check, each.status, each.detail, each.hint), []).append(each.host)
     order = {check: place for place, check in enumerate(dict.fromkeys(each.check for each in findings))}
-    for each in sorted(findings, key=lambda finding: order[finding.check]):
-        found = Text(visible(each.detail))
-        if each.hint:
-            found.append(f"\nhint: {visible(each.hint)}", style="italic")
-        table.add_row(each.check, visible(each.host), Text(each.status, style=_STYLES[each.status]), found)
+    for (check, status, detail, hint), hosts in sorted(alike.items(), key=lambda item: order[item[0][0]]):
+        found = Text(visible(detail))
+        if hint:
+            found.append(f"\nhint: {visible(hint)}", style="italic")
+        table.add_row(check, clipped(" ".join(hosts), lines=1, width=30), Text(status, style=_STYLES[status]), found)
     console.print(table)
 
 

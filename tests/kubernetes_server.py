@@ -2,13 +2,14 @@
 
 It knows the few requests of `forge_rl.runtime.jobs.pods` and of Monarch's KubernetesJob. It schedules onto one node
 with room for so many pods; checks fields by the models of the official client, as a real server does by its schema;
-and enforces no network policy, no limits, no security context, and no volumes.
+and enforces no network policy, no limits, no security context, and no volumes but /dev/shm (as root).
 """
 
 import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -25,6 +26,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from kubernetes import client
+
+from forge_rl.runtime.jobs.manifests import quantity_bytes
 
 _ROOT = Path(__file__).parent.parent
 _CONTAINER = {"name": "worker", "image": "", "imageID": "", "ready": False, "restartCount": 0}
@@ -115,6 +118,10 @@ class ApiServer:
         env |= {"HOME": pod.folder, "TMPDIR": pod.folder}  # a real pod has a /tmp of its own
         words = [re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], word) for word in container["command"]]
         words[0] = sys.executable
+        if os.geteuid() == 0:  # in a mount namespace of its own, /dev/shm has the size of the pod's volume
+            sizes = [volume["emptyDir"]["sizeLimit"] for volume in pod.manifest["spec"]["volumes"]]
+            mount = f"mount -t tmpfs -o size={quantity_bytes(sizes[0], '')} tmpfs /dev/shm"
+            words = ["unshare", "--mount", "sh", "-c", f"{mount} && exec {shlex.join(words)}"]
         with open(f"{pod.folder}/log", "wb") as log:
             pod.process = subprocess.Popen(words, env=env, cwd=_ROOT, stdout=log, stderr=log, start_new_session=True)
         pod.status.update({"phase": "Running", "podIP": address})

@@ -1,6 +1,8 @@
 """Hosts that are pods: manifests, states of pods, and runs against a stand-in for an API server."""
 
 import asyncio
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -188,7 +190,7 @@ def test_a_run_that_waits_says_why_and_ctrl_c_deletes_what_was_made(cluster: Api
         asyncio.run(wait(job_of(kubeconfig), "never"))
 
 
-@pytest.mark.processes
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_pods_are_hosts_that_run_code_and_one_that_ends_is_lost_by_name(
     cluster: ApiServer, kubeconfig: Path, tmp_path: Path
@@ -223,4 +225,27 @@ def test_pods_are_hosts_that_run_code_and_one_that_ends_is_lost_by_name(
         ("all", "save"),
         ("host2", "PreemptionByScheduler"),
     ]
+    assert (cluster.pods, cluster.policies) == ({}, {})
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a pod a /dev/shm of its own")
+def test_the_doctor_names_what_is_wrong_with_pods(cluster: ApiServer, kubeconfig: Path, tmp_path: Path):
+    """Pods with another version of torch, as far as its metadata say, and with a small /dev/shm."""
+    metadata = tmp_path / "site" / "torch-0.0.1.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.0.1\n")
+    template = tmp_path / "pod.yaml"
+    container = {"name": "worker", "env": [{"name": "PYTHONPATH", "value": str(metadata.parent.parent)}]}
+    template.write_text(json.dumps({"spec": {"containers": [container]}}))
+    job = f"kubernetes:image=x,hosts=1,shm=64Mi,route=direct,kubeconfig={kubeconfig},template={template}"
+    command = [sys.executable, "-m", "apps.doctor", "--quick", "--job", job, "--folder", str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 1, done.stderr
+    assert "error: 2 of 11 checks failed, on host0" in done.stderr
+    rows = {tuple(line.split()[:3]) for line in done.stdout.splitlines()}
+    assert {("versions", "local", "ok"), ("versions", "host0", "fail"), ("/dev/shm", "host0", "fail")} <= rows
+    assert "torch 0.0.1 instead of 2." in done.stdout
+    assert list((tmp_path / "runs").iterdir()) == []
     assert (cluster.pods, cluster.policies) == ({}, {})

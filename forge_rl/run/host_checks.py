@@ -1,4 +1,4 @@
-"""Judges what was found of hosts: which differ from the others, lack something, or are slow."""
+"""Judges the facts and speeds of hosts: which differ from the others, lack something, or are slow."""
 
 from __future__ import annotations
 

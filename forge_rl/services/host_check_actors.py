@@ -81,7 +81,7 @@ class HostCheckActor(ServiceActor):
 
     @concurrent_endpoint
     async def reach(self, places: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return those of another host's addresses to which this one can connect."""
+        """Return another host's addresses to which this one can connect."""
 
         async def connects(place: tuple[str, int]) -> bool:
             with contextlib.suppress(OSError, TimeoutError):

@@ -21,7 +21,7 @@ from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 
 _ROW = 256
 _MATMUL = {"cuda": 8192, "cpu": 1024}
-"""Rows of the square matrices, large enough that launching is no part of the time."""
+"""Rows of the square matrices, large enough that launching takes no noticeable time."""
 _REPEATS = 5
 
 
