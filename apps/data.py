@@ -1,17 +1,26 @@
 """Show tasks as the model will see them, with truth, lengths, duplicates and held-out tasks; starts no engine.
 
 python -m apps.data data/train.jsonl:question=problem,answer=solution chain_sum*0.3
+python -m apps.data --env game --play hand
+
+The second shows what an environment shows the model first, and lets you, or a model, play an episode.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import itertools
 import json
+import secrets
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import tyro
 from rich.console import Console, Group
@@ -22,14 +31,22 @@ from rich.text import Text
 from forge_rl.data.data_config import DataConfig, TaskTexts
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.scan import PromptLengths, Scan, check_tasks
-from forge_rl.errors import ConfigError, check_flags
+from forge_rl.envs.env_flag import build_environment, sources_of
+from forge_rl.envs.play import Answer, play, typed
+from forge_rl.envs.protocol import Observation, Parsed, Step
+from forge_rl.errors import ConfigError, ForgeError, check_flags, check_installed
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.evaluation import EvalTasks
 from forge_rl.run.launch import launch
+from forge_rl.runtime.processes import responsive_loop
+from forge_rl.runtime.tasks import interrupted_by
+from forge_rl.services.generator import Generator
+from forge_rl.system.redaction import without_credentials
 from forge_rl.system.terminal import visible
+from forge_rl.system.variables import api_key
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Task
+from forge_rl.types import Message, Task, ToolCall
 
 _BINS = 10
 _BAR = 40
@@ -65,6 +82,19 @@ class Config:
     """Seed of the tasks' order."""
     show: int = 2
     """Number of tasks to show per source."""
+    env: str = ""
+    """Environment whose first observation to show, as in training; its own tasks, if none are named."""
+    play: Literal["no", "hand", "model"] = "no"
+    """Play the first task in the environment: by hand, a line of stdin for each turn (NAME {"key": "value"} calls a
+    tool, a backslash at the end continues the line), or by a model, --url or else --model in an engine."""
+    url: str = ""
+    """With --play model: an OpenAI-compatible endpoint, up to and including /v1."""
+    url_model: str = "default"
+    """Name of the model in requests to --url."""
+    url_key_env: str = ""
+    """Environment variable with the API key of --url."""
+    turns: int = 10
+    """Maximum turns to play."""
     sample: int = 1000
     """Number of tasks per source whose prompts are measured."""
     parse_control_tokens: bool = False
@@ -75,7 +105,9 @@ class Config:
     """Folder for bundled models, which are built on first use, and for scan results of large files."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"show": 0, "sample": 1, "groups_per_batch": 1})
+        check_flags(self, "--", least={"show": 0, "sample": 1, "groups_per_batch": 1, "turns": 1})
+        if self.play != "no" and not self.env:
+            raise ConfigError(f"--play {self.play} has no environment to play", hint="set --env, such as --env game")
         if self.generator.max_model_len <= self.generator.max_tokens:
             raise ConfigError(
                 f"--generator.max-model-len is {self.generator.max_model_len}",
@@ -84,8 +116,135 @@ class Config:
 
 
 async def main(config: Config) -> None:
-    """Show the tasks."""
-    await asyncio.to_thread(show, config, Console(highlight=False))
+    """Show the tasks, or an environment."""
+    console = Console(highlight=False)
+    if config.env:
+        await show_environment(config, console)
+    else:
+        await asyncio.to_thread(show, config, console)
+
+
+async def show_environment(config: Config, console: Console) -> None:
+    """Show what an environment shows first for some tasks, and play the first task if --play says who.
+
+    Raises:
+        ForgeError: there are no tasks, or the environment or the endpoint fails.
+    """
+    factory: Any = build_environment(config.env)
+    if not callable(factory):
+        raise ConfigError(
+            f"--env {config.env} plays its own episodes", hint="look at some with python -m apps.evaluate --env"
+        )
+    given = (*config.named, *config.tasks)
+    mixture = config.data.build(given, seed=config.seed) if given else Mixture(sources_of(factory, config.seed))
+    folder = await asyncio.to_thread(resolve_model, config.model, config.cache)
+    tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens)
+    tasks = [task for name in mixture for task in (mixture.draw_from(name) for _ in range(max(1, config.show)))]
+    for task in tasks[: 1 if config.play != "no" else None]:
+        console.rule(Text(visible(f"{config.env}, {task.source} {task.id}"), style="bold"), align="left")
+        tell = functools.partial(_tell, console, tokenizer, task)
+        async with _player(config, folder) as player:
+            if player is not None and config.play == "model":
+                player = functools.partial(_saying, console, player)
+            total = await play(factory, task, player, tell, turns=config.turns)
+        if config.play != "no":
+            console.print(f"reward: {'none, the task is scored by --reward' if total is None else f'{total:g}'}")
+
+
+@contextlib.asynccontextmanager
+async def _player(config: Config, folder: Path) -> AsyncIterator[Answer | None]:
+    """Provide who answers: nobody, the person at stdin, or a model."""
+    if config.play == "no":
+        yield None
+    elif config.play == "hand":
+        yield _ask
+    elif config.url:
+        check_installed("--url", "openai", "judge")
+        key = api_key("--url", config.url_key_env)
+        yield functools.partial(_request, config.url, config.url_model, key or "none", config.generator.max_tokens)
+    else:
+        from . import gateway  # which loads the services
+
+        check_installed("--play model", "openai", "judge")
+        key = secrets.token_urlsafe(32)
+        limits = Generator.Config(**vars(config.generator))
+        with tempfile.TemporaryDirectory(prefix="play-") as out, responsive_loop():
+            served = gateway.Config(model=str(folder), port=0, generator=limits, cache=config.cache, out=Path(out))
+            async with gateway.serving(served, key) as (server, _, faults):
+                with interrupted_by(faults.raise_fatal):
+                    yield functools.partial(_request, server.base_url, server.model, key, limits.max_tokens)
+
+
+async def _saying(
+    console: Console, player: Answer, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
+) -> Parsed | None:
+    """Print what a player answers."""
+    if (given := await player(messages, tools)) is not None:
+        content, calls = given
+        shown = "\n".join(filter(None, (content, *(f"{call.name} {call.arguments}" for call in calls))))
+        console.print(Text(visible(f"model: {shown}"), style="green"))
+    return given
+
+
+async def _ask(messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> Parsed | None:
+    """Read an answer from stdin; None at its end."""
+    print("> ", end="", flush=True)
+    lines = [await asyncio.to_thread(sys.stdin.readline)]
+    while lines[-1].endswith("\\\n"):
+        lines.append(await asyncio.to_thread(sys.stdin.readline))
+    if not lines[0]:
+        return None
+    return typed("\n".join(line.rstrip("\n").removesuffix("\\") for line in lines), tools)
+
+
+async def _request(
+    url: str,
+    model: str,
+    key: str,
+    max_tokens: int,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, object]],
+) -> Parsed:
+    """Ask an OpenAI-compatible endpoint.
+
+    Raises:
+        ForgeError: it does not answer, or refuses.
+    """
+    import openai
+
+    given: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    try:
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, timeout=600) as client:
+            found = await client.chat.completions.create(
+                model=model,
+                messages=list(messages),  # type: ignore[arg-type]
+                max_tokens=max_tokens,
+                **given,
+            )
+        said = found.choices[0].message
+    except (openai.OpenAIError, IndexError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ForgeError(f"{without_credentials(url)} did not answer: {why:.300}", hint="check --url") from error
+    calls = [each for each in said.tool_calls or () if each.type == "function"]
+    return said.content or "", tuple(
+        ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments) for call in calls
+    )
+
+
+def _tell(console: Console, tokenizer: Tokenizer, task: Task, seen: Observation | Step) -> None:
+    """Print what the environment showed."""
+    if isinstance(seen, Observation):
+        console.print(_shown(tokenizer, replace(task, messages=seen.messages, tools=seen.tools or task.tools), "shown"))
+        return
+    for call in seen.calls:
+        console.print(Text(visible(f"call {call.name}({call.arguments:.500}) {call.error:.500}"), style="dim"))
+    for message in seen.history or seen.messages:
+        console.print(Text(visible(f"{message.get('role', '')}: {message.get('content', '')}"), style="yellow"))
+    parts = "".join(f", {name} {value:g}" for name, value in seen.parts.items())
+    reward = "" if seen.reward is None else f"reward {seen.reward:g}{parts}"
+    ended = "the episode is over" if seen.done else ""
+    if told := "; ".join(filter(None, (reward, ended))):
+        console.print(Text(visible(told), style="dim"))
 
 
 def show(config: Config, console: Console) -> None:

@@ -5,15 +5,32 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from apps.evaluate import Config, Results, _key, build_sets, compare, find_model, main, score, short_names
+from apps.evaluate import (
+    Config,
+    Results,
+    _key,
+    build_sets,
+    compare,
+    find_model,
+    main,
+    pairs_of,
+    score,
+    short_names,
+    with_room,
+)
+from forge_rl.envs.protocol import Observation, Step
 from forge_rl.errors import ConfigError, ForgeError, ModelError
+from forge_rl.metrics.episode_files import EpisodeFile
+from forge_rl.metrics.recorder import recorded_files
 from forge_rl.rollout.evaluation import EvalTasks
+from forge_rl.run.past_runs import read_run
 from forge_rl.services.generator import Generator
 from forge_rl.types import Episode, Outcome, Score, Task
 from tests.fake_engine import FOLDER, FakeEngine
@@ -148,6 +165,56 @@ def test_wrong_flags_are_one_clear_message(flags: dict[str, Any], said: str) -> 
     assert "hint" in str(caught.value)
 
 
+class Twice:
+    """A world of two turns, which gives 0.25 for the second."""
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.turns = task, 0
+
+    async def reset(self) -> Observation:
+        return Observation(messages=self.task.messages)
+
+    async def step(self, completion: str) -> Step:
+        self.turns += 1
+        if self.turns == 1:
+            return Step(done=False, messages=({"role": "user", "content": "Again!"},))
+        return Step(done=True, reward=0.25)
+
+
+def test_episodes_of_a_world_and_of_a_benchmark_are_scored_and_kept_whole(
+    tiny_model: Path, tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setattr(Generator, "start", partial(Generator.start, actor=FakeEngine))
+    rows = tmp_path / "gsm8k.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) + "\n" for n in range(2)))
+    config = Config(
+        models=(str(tiny_model),), benchmark=(f"gsm8k={rows}",), env="tests.test_evaluate:Twice", out=tmp_path / "out"
+    )
+    asyncio.run(main(config))
+    [folder] = [path.with_suffix("") for path in (tmp_path / "out").glob("*.jsonl")]
+    [(_, _, whole)] = recorded_files(folder)
+    episodes = [EpisodeFile(whole)[place].episode for place in range(2)]
+    assert [episode.reward for episode in episodes] == [0.25, 0.25], "the world's own reward"
+    for episode in episodes:
+        assert episode.turns[1].messages[-1]["content"] == "Again!"
+        assert episode.task.source == "gsm8k"
+
+
+def test_benchmarks_get_room_for_their_answers_unless_flags_set_it(tiny_model: Path) -> None:
+    folders = {"m": tiny_model}
+    config = Config(models=("m",), benchmark=("gsm8k=rows.jsonl",))
+    room = with_room(config, folders).generator
+    assert (room.max_model_len, room.max_tokens) == (512, 256), "half of the tiny model's context"
+    given = replace(config, generator=Generator.Config(max_tokens=64))
+    assert with_room(given, folders) == given
+
+
+def test_with_many_models_each_is_compared_with_the_first() -> None:
+    assert pairs_of(["a", "b", "c"]) == [("a", "b"), ("a", "c"), ("b", "c")]
+    assert pairs_of(["a", "b", "c", "d"]) == [("a", "b"), ("a", "c"), ("a", "d")]
+
+
 def test_models_are_evaluated_once_and_compared_and_the_folder_is_of_one_kind_of_settings(
     tiny_model: Path,
     tmp_path: Path,
@@ -183,6 +250,12 @@ def test_models_are_evaluated_once_and_compared_and_the_folder_is_of_one_kind_of
     shown = capsys.readouterr().out
     assert "± " in shown
     assert "6 of 6 answers were cut, by --generator.max-tokens 16 or by the context" in shown
+    for folder in (path.with_suffix("") for path in (tmp_path / "out").glob("*.jsonl")):
+        [(_, kind, whole)] = recorded_files(folder)
+        assert (kind, len(EpisodeFile(whole))) == ("evaluated", 6)
+        assert EpisodeFile(whole)[0].episode.turns[0].messages[-1]["role"] == "user"
+        assert read_run(folder).step == 0
+        assert "eval/chain_sum/avg@1" in json.loads((folder / "metrics.jsonl").read_text())
 
     began = (tmp_path / "scores.json").read_text()
     asyncio.run(main(config))
