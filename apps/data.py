@@ -39,9 +39,6 @@ from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.evaluation import EvalTasks
 from forge_rl.run.launch import launch
-from forge_rl.runtime.processes import responsive_loop
-from forge_rl.runtime.tasks import interrupted_by
-from forge_rl.services.generator import Generator
 from forge_rl.system.redaction import without_credentials
 from forge_rl.system.terminal import visible
 from forge_rl.system.variables import api_key
@@ -128,7 +125,7 @@ async def show_environment(config: Config, console: Console) -> None:
     """Show what an environment shows first for some tasks, and play the first task if --play says who.
 
     Raises:
-        ForgeError: there are no tasks, or the environment or the endpoint fails.
+        ForgeError: no tasks are named, or the environment or the endpoint fails.
     """
     factory: Any = build_environment(config.env)
     if not callable(factory):
@@ -163,7 +160,11 @@ async def _player(config: Config, folder: Path) -> AsyncIterator[Answer | None]:
         key = api_key("--url", config.url_key_env)
         yield functools.partial(_request, config.url, config.url_model, key or "none", config.generator.max_tokens)
     else:
-        from . import gateway  # which loads the services
+        from forge_rl.runtime.processes import responsive_loop  # these load Monarch and torch
+        from forge_rl.runtime.tasks import interrupted_by
+        from forge_rl.services.generator import Generator
+
+        from . import gateway
 
         check_installed("--play model", "openai", "judge")
         key = secrets.token_urlsafe(32)
