@@ -156,7 +156,7 @@ class _Bench:
         await writer.call("step", deadline_s=_DEADLINE_S)
         self.version += 1
         began = time.perf_counter()
-        async with store.publishing(self.version, self.specs, torch.bfloat16, host=writer.host) as publication:
+        async with store.publishing(self.version, self.specs, torch.bfloat16, hosts=(writer.host,)) as publication:
             reports, extra = await writer.call("write", publication.draft, home, deadline_s=_DEADLINE_S)
             await publication.commit([reports])
         published = time.perf_counter()

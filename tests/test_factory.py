@@ -86,7 +86,8 @@ def test_an_engine_asks_for_a_gpu_by_its_name_in_the_inherited_list(
 def test_an_engine_of_several_gpus_has_those_after_its_predecessors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factory, "device_type", lambda: "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,GPU-9")
-    found = [decode_environment(place, replicas=3, devices=2, first_gpu=2) for place in range(3)]
+    gpus = ("2", "3", "4", "5", "6", "GPU-9")
+    found = [decode_environment(place, replicas=3, devices=2, gpus=gpus) for place in range(3)]
     assert [env["CUDA_VISIBLE_DEVICES"] for env in found] == ["2,3", "4,5", "6,GPU-9"]
 
 

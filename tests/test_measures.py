@@ -49,7 +49,8 @@ def test_threads_of_a_rank_work_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch):
     chosen: list[torch.device] = []
     monkeypatch.setattr(platform, "device_type", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    with platform.device_threads(3, "save", 2) as threads:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with platform.device_threads("save", 2) as threads:
         list(threads.map(len, ["a"]))
     assert set(chosen) == {torch.device("cuda", 3)}
 

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from forge_rl import RunConfig
+from forge_rl.engines.host import HostInfo
 from forge_rl.errors import ConfigError, ReplicaError
 from forge_rl.rollout.placement import DeviceHandover, Placement, shares_devices
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run import services
+from forge_rl.run.placing import place
 from forge_rl.run.preparation import Checked
+from forge_rl.runtime.cluster import THIS_HOST
 
 
 class NotingServices:
@@ -255,7 +258,7 @@ def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
     for name in ("Trainer", "Generator", "WeightStore", "Reward"):
         monkeypatch.setattr(services, name, Started(name.lower()))
     monkeypatch.setattr(services, "gpus", lambda: gpus)
-    monkeypatch.setattr(services, "Cluster", lambda *_, **__: SimpleNamespace(close=lambda: asyncio.sleep(0)))
+    hosts: Any = SimpleNamespace(cluster=None, placed=place(RunConfig(), {THIS_HOST: HostInfo.of_this_host()}))
 
     async def run() -> None:
         reward: Any = len
@@ -268,7 +271,7 @@ def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
         async with asyncio.TaskGroup() as group:
 
             async def opened() -> None:
-                async with services.running_services(prepared, checked, reward=reward, environment=None):
+                async with services.running_services(prepared, checked, hosts, reward=reward, environment=None):
                     pass
 
             group.create_task(opened())

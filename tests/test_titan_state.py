@@ -6,6 +6,7 @@ import json
 import resource
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,10 @@ def run_as_rank(rank: int, base: Path) -> dict[str, Any]:
             drafted = [reserve(drafted[0], base / "segments" / name)]
         torch.distributed.broadcast_object_list(drafted, src=0)
         reports = asyncio.run(transport().write(drafted[0], engine.local_shards(), rank=rank))
+        hosts = ("a", "b")
+        spread = draft(engine.specs(), version=2, dtype=torch.bfloat16, bucket_bytes=4096, hosts=hosts)
+        shards = [replace(each, values=each.values.clone()) for each in engine.shards_of_host(spread, hosts)]
+        results[f"{name} of hosts"] = spread, shards
         published = hf_weights(engine.model)
         save(engine, base / "saved" / name, base / "hf" / name)
         train(engine, range(2, 3), ranks=2)
@@ -278,6 +283,26 @@ def test_the_shards_of_two_ranks_make_a_whole_version(name: str, two_ranks: TwoR
     assert same(found, {name: tensor.bfloat16() for name, tensor in published.items()})
     assert all(entry.fingerprint == fingerprint(found[entry.name], entry.shape) for entry in manifest.tensors)
     assert ("lm_head.weight" in found) == (name == "untied")
+
+
+@pytest.mark.parametrize("name", ["untied", "tied"])
+def test_ranks_of_two_hosts_bring_each_shard_to_the_host_that_writes_its_tensor(name: str, two_ranks: TwoRanks):
+    _, ranks, _ = two_ranks
+    found: dict[str, torch.Tensor] = {}
+    for rank, host in enumerate("ab"):
+        drafted, shards = ranks[rank][f"{name} of hosts"]
+        mine = {bucket.key for bucket in drafted.buckets if bucket.host == host}
+        assert mine
+        entries = {entry.name: entry for entry in drafted.tensors}
+        for name_of, of in itertools.groupby(shards, key=lambda shard: shard.name):
+            entry = entries[name_of]
+            assert entry.bucket in mine
+            whole = found.setdefault(name_of, torch.full(entry.shape, torch.nan, dtype=entry.torch_dtype))
+            for shard in of:
+                place = shard.tensor_slice.of(whole)
+                assert place.isnan().all(), "it comes once"
+                place.copy_(shard.values)
+    assert same(found, {name: tensor.bfloat16() for name, tensor in ranks[0][name][2].items()})
 
 
 @pytest.mark.parametrize("name", ["untied", "tied"])

@@ -31,7 +31,7 @@ def test_a_version_is_published_on_one_host_and_read_on_another(tmp_path: Path, 
             writer, reader = service.replicas
 
             async def publish(version: int, unchanged: tuple[str, ...] = ()) -> Manifest:
-                async with store.publishing(version, specs(unchanged), torch.bfloat16, host="a") as publication:
+                async with store.publishing(version, specs(unchanged), torch.bfloat16, hosts=("a",)) as publication:
                     reports = await writer.call(
                         "write", store.transport("a"), publication.draft, range(RANKS), deadline_s=LONG_S
                     )

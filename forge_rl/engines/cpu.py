@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 from datetime import timedelta
+from typing import ClassVar
 
 import torch.distributed as dist
 
@@ -37,6 +38,19 @@ def release_heap(available: float) -> None:
             ctypes.CDLL(None).malloc_trim(0)
 
 
+def meet_over(interface: str, *, nccl: bool) -> None:
+    """Have gloo and, if asked, NCCL talk over one network interface; call before the process group is created."""
+    OneThreadGloo.interface = interface
+    if nccl and os.environ.get("NCCL_SOCKET_IFNAME") != interface:  # else not, as other threads read the environment
+        os.environ["NCCL_SOCKET_IFNAME"] = interface
+
+
+def chosen_interfaces() -> str:
+    """Return the interfaces that this host's environment names for gloo or NCCL, other than loopback."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", ""), os.environ.get("NCCL_SOCKET_IFNAME", "")
+    return next((each for each in named if each not in ("", "lo")), "")
+
+
 class OneThreadGloo(dist.ProcessGroupGloo):
     """A gloo group with one thread.
 
@@ -45,11 +59,14 @@ class OneThreadGloo(dist.ProcessGroupGloo):
     of two ranks. `torch.distributed` passes on no options for gloo, hence a class.
     """
 
+    interface: ClassVar[str] = ""
+    """Network interface to talk over; by default those in GLOO_SOCKET_IFNAME."""
+
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         options = self._Options()  # type: ignore[attr-defined]  # torch's stubs lack it
         options._threads = 1
         options._timeout = timeout
-        names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        names = self.interface or os.environ.get("GLOO_SOCKET_IFNAME", "")
         options._devices = [self.create_device(interface=name) for name in names.split(",") if name] or [
             self.create_default_device()
         ]

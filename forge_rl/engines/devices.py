@@ -1,4 +1,4 @@
-"""The kind and number of devices of this machine, found without loading torch on a machine without a GPU's driver."""
+"""The kind and number of devices that services run on, found without loading torch without a GPU's driver."""
 
 from __future__ import annotations
 
@@ -6,37 +6,58 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Literal
 
-_ASSUMED: ContextVar[tuple[int, int] | None] = ContextVar("_ASSUMED", default=None)
-"""Number of GPUs, and bytes of each, in the body of `assumed_gpus`."""
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Devices of the hosts of a run."""
+
+    kind: Literal["cuda", "cpu"]
+    gpus: int
+    """Number of GPUs of all hosts."""
+    gpu_bytes: int
+    """Memory of the smallest GPU; 0 without any."""
+
+
+_OF_HOSTS: list[Devices] = []
+"""Devices of other hosts, while they stand for this machine's."""
 
 
 @contextlib.contextmanager
-def assumed_gpus(count: int, each_bytes: int) -> Iterator[None]:
+def standing_for(devices: Devices) -> Iterator[None]:
+    """Have the functions of this module, and `platform.gpu_bytes`, answer for the hosts of a run while the body runs.
+
+    A controller decides what its services do by these, and may have no GPU itself. Processes of services ask their own
+    machine.
+    """
+    _OF_HOSTS.append(devices)
+    try:
+        yield
+    finally:
+        _OF_HOSTS.remove(devices)
+
+
+def assumed_gpus(count: int, each_bytes: int) -> AbstractContextManager[None]:
     """Plan inside the context as if this machine had these GPUs; nothing may be started there.
 
     with assumed_gpus(8, 80 << 30):
         assert device_type() == "cuda"
     """
-    token = _ASSUMED.set((count, each_bytes))
-    try:
-        yield
-    finally:
-        _ASSUMED.reset(token)
+    return standing_for(Devices(kind="cuda", gpus=count, gpu_bytes=each_bytes))
 
 
-def assumed_bytes() -> int | None:
-    """Return the bytes of each GPU that `assumed_gpus` assumes; None outside of it."""
-    assumed = _ASSUMED.get()
-    return assumed[1] if assumed else None
+def hosts_devices() -> Devices | None:
+    """Return the devices that stand for this machine's, if any."""
+    return _OF_HOSTS[-1] if _OF_HOSTS else None
 
 
 def device_type() -> Literal["cuda", "cpu"]:
     """Return the kind of device that services run on."""
-    if _ASSUMED.get():
-        return "cuda"
+    if (asked := hosts_devices()) is not None:
+        return asked.kind
     if not _has_driver():
         return "cpu"
     import torch
@@ -45,9 +66,9 @@ def device_type() -> Literal["cuda", "cpu"]:
 
 
 def gpus() -> int:
-    """Count the GPUs of this machine."""
-    if assumed := _ASSUMED.get():
-        return assumed[0]
+    """Count the GPUs that services run on: of this machine, or of the run's hosts."""
+    if (asked := hosts_devices()) is not None:
+        return asked.gpus
     if device_type() == "cpu":
         return 0
     import torch

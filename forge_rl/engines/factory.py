@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def thread_environment(sharers: int) -> dict[str, str]:
+def thread_environment(sharers: int, cores: int | None = None) -> dict[str, str]:
     """Return environment variables for a process that computes on its share of the machine's cores.
 
     Waiting threads spin for a fraction of a millisecond, then sleep. By default libgomp, which torch loads, has them
@@ -32,39 +32,49 @@ def thread_environment(sharers: int) -> dict[str, str]:
 
     Args:
         sharers: number of processes that share the cores.
+        cores: number of cores of their host; this machine's by default.
     """
     return {
-        "OMP_NUM_THREADS": str(max(1, cpu_cores() // sharers)),
+        "OMP_NUM_THREADS": str(max(1, (cores or cpu_cores()) // sharers)),
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "8000",
     }
 
 
-def train_environment(ranks: int) -> dict[str, str]:
-    """Return environment variables for one of `ranks` trainer ranks on this machine."""
-    return thread_environment(ranks) | HEAP_ENVIRONMENT
+def train_environment(ranks: int, cores: int | None = None) -> dict[str, str]:
+    """Return environment variables for one of `ranks` trainer ranks on a host with `cores`, by default this one's."""
+    return thread_environment(ranks, cores) | HEAP_ENVIRONMENT
 
 
-def decode_environment(place: int, *, replicas: int, devices: int = 1, first_gpu: int = 0) -> dict[str, str]:
+def decode_environment(
+    place: int,
+    *,
+    replicas: int,
+    devices: int = 1,
+    gpus: Sequence[str] = (),
+    cores: int | None = None,
+) -> dict[str, str]:
     """Return environment variables for a decode engine's process.
 
     Args:
-        place: index of the engine; on CUDA, engines take consecutive blocks of GPUs.
-        replicas: number of engines that share the machine's cores.
+        place: index of the engine on its host; on CUDA, engines take consecutive blocks of GPUs.
+        replicas: number of engines that share the host's cores.
         devices: devices per engine.
-        first_gpu: index of the first engine's first GPU.
+        gpus: the host's GPUs for engines, as CUDA_VISIBLE_DEVICES names them there; by default this machine's.
+        cores: number of cores of the host; this machine's by default.
     """
-    env = thread_environment(replicas * devices) | {
+    env = thread_environment(replicas * devices, cores) | {
         # An engine with a single worker runs in its process: it starts sooner and needs no messages between the two.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if device_type() == "cuda":
+    if gpus or device_type() == "cuda":
         # A forked worker would inherit locks held by this process's threads, and no CUDA context survives a fork. The
         # thread count is set because vLLM would leave one thread to fingerprint all repacked weights.
-        names = [visible_gpu(first_gpu + place * devices + number) for number in range(devices)]
+        own = range(place * devices, (place + 1) * devices)
+        names = [gpus[index] if gpus else visible_gpu(index) for index in own]
         return env | {_VISIBLE: ",".join(names), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     # vLLM's sampler compiles two one-line functions even if nothing else is compiled: that delays the first rollout by
     # half a minute to save 3 ms per step.

@@ -11,26 +11,30 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from forge_rl.engines.cpu import OneThreadGloo, release_heap
-from forge_rl.engines.devices import assumed_bytes, device_type
+from forge_rl.engines.devices import device_type, hosts_devices
 from forge_rl.engines.protocol import Dtype, TrainDtype
 from forge_rl.errors import ConfigError
 from forge_rl.system.memory import available_bytes, host_bytes
 
 
-def local_device(rank: int) -> torch.device:
-    """Return the device of a rank: on CUDA a GPU of its own."""
-    return torch.device("cpu") if device_type() == "cpu" else torch.device("cuda", rank)
+def local_device(place: int) -> torch.device:
+    """Return the device of a rank by its place among those on this machine: on CUDA a GPU of its own."""
+    return torch.device("cpu") if device_type() == "cpu" else torch.device("cuda", place)
 
 
-def device_threads(rank: int, name: str, most: int | None = None) -> ThreadPoolExecutor:
-    """Create a thread pool on a rank's device; by default a new thread creates its CUDA context on the first GPU.
+def own_device() -> torch.device:
+    """Return the device that `init_distributed` has given this process, in the thread that called it."""
+    return local_device(0 if device_type() == "cpu" else torch.cuda.current_device())
+
+
+def device_threads(name: str, most: int | None = None) -> ThreadPoolExecutor:
+    """Create a thread pool on this process's device; by default a new thread creates its CUDA context on the first GPU.
 
     Args:
-        rank: rank on this machine.
         name: prefix of the threads' names.
         most: maximum number of threads; Python's default if None.
     """
-    return ThreadPoolExecutor(most, name, _use_device, (local_device(rank),))
+    return ThreadPoolExecutor(most, name, _use_device, (own_device(),))
 
 
 def _use_device(device: torch.device) -> None:
@@ -66,9 +70,9 @@ def cpu_cores() -> int:
 
 
 def gpu_bytes() -> int:
-    """Return the memory of the first GPU in bytes; 0 without a GPU."""
-    if (assumed := assumed_bytes()) is not None:
-        return assumed
+    """Return the memory of the first GPU, or of the smallest one of the run's hosts, in bytes; 0 without a GPU."""
+    if (asked := hosts_devices()) is not None:
+        return asked.gpu_bytes
     return int(torch.cuda.get_device_properties(0).total_memory) if device_type() == "cuda" else 0
 
 
@@ -80,10 +84,13 @@ def release_memory() -> None:
         release_heap(available_bytes() / host_bytes())
 
 
-def init_distributed(rank: int, world_size: int, address: str, port: int) -> None:
+def init_distributed(rank: int, world_size: int, address: str, port: int, *, place: int | None = None) -> None:
     """Join the trainer's process group: NCCL for CUDA, gloo for CPUs. A single rank needs no network.
 
     Rank 0 listens on this address only: torch would listen on all interfaces, without authentication.
+
+    Args:
+        place: the rank's place among those on its host; by default all are on one.
 
     Raises:
         ConfigError: the port cannot be bound or reached.
@@ -92,12 +99,13 @@ def init_distributed(rank: int, world_size: int, address: str, port: int) -> Non
     backend = "cpu:gloo,cuda:nccl" if device_type() == "cuda" else "gloo"
     distributed_c10d.ProcessGroupGloo = OneThreadGloo  # type: ignore[misc]
     if device_type() == "cuda":
-        torch.cuda.set_device(local_device(rank))
+        torch.cuda.set_device(local_device(rank if place is None else place))
     if world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     try:
-        fd = socket.create_server((address, port)).detach() if rank == 0 else None
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        fd = socket.create_server((address, port), family=family).detach() if rank == 0 else None
         store = dist.TCPStore(address, port, world_size, is_master=rank == 0, master_listen_fd=fd)
     except (OSError, RuntimeError, dist.DistError) as error:
         cause = str(error).splitlines()[0]

@@ -6,7 +6,7 @@ pass `tests/engine_conformance.py`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -314,6 +314,14 @@ class TrainEngine(Protocol):
 
     def local_shards(self) -> Iterator[LocalShard]:
         """This rank's part of the published tensors: views that, over all ranks, tile each weight exactly once."""
+
+    def shards_of_host(self, drafted: Manifest, hosts: Sequence[str]) -> Iterable[LocalShard]:
+        """The shards of all ranks, each on a rank of the host on which its tensor's bucket was reserved.
+
+        Args:
+            drafted: manifest with the host of each bucket.
+            hosts: host of each rank.
+        """
 
     def save(self, folder: Path, model: Path, *, version: int) -> Future[None]:
         """Start writing `folder/model` for Hugging Face and `folder/training` to resume from; both exist, empty.

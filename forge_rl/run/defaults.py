@@ -19,6 +19,7 @@ from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError
 from forge_rl.packing.trees import round_up
 from forge_rl.rollout.placement import shares_devices
+from forge_rl.run.placement_flag import read_placement
 from forge_rl.run.run_config import RunConfig
 from forge_rl.services.teachers import engine_settings
 from forge_rl.services.teachers_config import TeachersConfig, as_teachers
@@ -58,7 +59,7 @@ def colocated(config: RunConfig, there: int | None = None) -> bool:
             )
         return False
     return shares_devices(
-        config.placement,
+        read_placement(config.placement).devices,
         ranks=config.trainer.ranks,
         engines=config.generator.replicas * config.generator.devices,
         decodes_while_training=config.schedule.decodes_while_training,
@@ -196,7 +197,8 @@ def choose(
     weights = 2 * architecture.weights // generator.tensor_parallel_size
     wanted = generator.gpu_memory_utilization * gpu or max(_LEAST_SHARE * gpu, 2 * weights)
     stays = trainer.stays_on_device or (turns and not trainer.enable_cpu_offload and beside >= wanted)
-    if config.placement == "auto" and turns and not shared and stays and trainer.ranks == engines:
+    placement = read_placement(config.placement)
+    if placement.devices == "auto" and turns and not shared and stays and trainer.ranks == engines:
         shared = True
         lines.append(
             f"placement colocated: under the {config.schedule.kind} schedule trainer and engines take turns, and both "
@@ -223,8 +225,9 @@ def choose(
         lines.append(
             f"--generator.gpu-memory-utilization {share:g}: of a GPU that engines {'share' if shared else 'have'}"
         )
-    placement = "colocated" if shared else config.placement
-    return replace(config, trainer=trainer, generator=generator, placement=placement), lines
+    if shared and placement.devices != "colocated":
+        config = replace(config, placement=replace(placement, devices="colocated").text)
+    return replace(config, trainer=trainer, generator=generator), lines
 
 
 def _fitted(

@@ -36,6 +36,7 @@ from forge_rl.run.defaults import check_teachers, colocated, with_defaults
 from forge_rl.run.evaluator import HELD_OUT
 from forge_rl.run.metrics_endpoint import address_of, is_loopback, listen
 from forge_rl.run.monitor import RunMonitor
+from forge_rl.run.placing import PlacedServices
 from forge_rl.run.plan import check_state_fits, plan_run, with_spares_that_fit
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, prepare_folder
@@ -107,7 +108,8 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         CheckpointError: the folder is not writable, or another process runs there.
     """
     open_to = check_isolation(config.isolation)
-    colocated(config)  # refuses too few GPUs
+    if config.job == "local":
+        colocated(config)  # refuses too few GPUs
     folder, notes = choose_folder(config, recipe, config.out, code)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, prepare_folder(folder, config, code))
@@ -182,6 +184,7 @@ async def check(
     config: C,
     prepared: Prepared,
     mixture: Mixture,
+    placed: PlacedServices,
     *,
     loss: Loss,
     evaluation: Mapping[str, Sequence[Task]] | None,
@@ -192,6 +195,7 @@ async def check(
     """Refuse models that cannot be trained, laid out or stored, and tasks that cannot be used, before services start.
 
     Args:
+        placed: the hosts of each service.
         loss: determines whether the trainer keeps a frozen reference, or has a value model.
         evaluation: sets to evaluate on; None for the mixture's own.
         critic: settings of a critic, if the run has one.
@@ -245,7 +249,7 @@ async def check(
         model=model,
         reference=reference,
         values=values,
-        shares_devices=colocated(config),
+        shares_devices=colocated(config) and placed.meet,
         sets=sets,
         critic=critic,
         teachers=teachers,

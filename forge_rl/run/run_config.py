@@ -15,9 +15,9 @@ from forge_rl.metrics.alerts import Alerts
 from forge_rl.metrics.recorder import Recording
 from forge_rl.models.bundled import default_cache
 from forge_rl.rollout.evaluation import EvalConfig
-from forge_rl.rollout.placement import Placement
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.metrics_endpoint import address_of
+from forge_rl.run.placement_flag import read_placement
 from forge_rl.run.target import TargetConfig
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.runtime.jobs.flag import build_job
@@ -55,10 +55,12 @@ class RunConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     mixture: Adapting = field(default_factory=Adapting)
     curriculum: Curriculum = field(default_factory=Curriculum)
-    placement: Placement = "auto"
+    placement: str = "auto"
     """colocated: trainer and engines share devices; engines sleep while the trainer trains, and its state is offloaded
     while they decode. separate: each has its own devices. auto: colocated if there are too few GPUs, or if trainer and
-    engines take turns and both fit; separate on CPU, where memory is shared anyway."""
+    engines take turns and both fit; separate on CPU, where memory is shared anyway. Hosts of a --job follow after
+    semicolons, as trainer=HOST+HOST;generator=HOST;environment=HOST;reward=HOST;teachers=HOST, or are in a TOML file
+    with these keys, named here. By default trainer and engines have all hosts, or all with GPUs."""
     job: str = "local"
     """Where the run's processes get their hosts from, as KIND[:KEY=VALUE,...]: local is this machine alone; process:N
     are N hosts simulated by processes of this machine. A config file may have a table [job] instead, with its kind and
@@ -115,6 +117,7 @@ class RunConfig:
         if self.out is not None:
             object.__setattr__(self, "out", Path(self.out))
         build_job(self.job)  # checks it
+        devices = read_placement(self.placement).devices
         if self.trainer.router_replay:
             object.__setattr__(self, "generator", replace(self.generator, routed_experts=True))
         if self.prometheus:
@@ -133,7 +136,7 @@ class RunConfig:
                 "--schedule.dynamic-sampling replaces groups of equal rewards, which all are with --group-size 1",
                 hint="leave it out, or raise --group-size",
             )
-        if self.placement == "colocated" and self.schedule.decodes_while_training:
+        if devices == "colocated" and self.schedule.decodes_while_training:
             raise ConfigError(
                 f"engines decode during training under the schedule {self.schedule.kind}, but --placement is colocated",
                 hint="choose --placement separate, or --schedule.kind pipelined",

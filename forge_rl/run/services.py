@@ -15,10 +15,9 @@ from forge_rl.envs.protocol import EnvFactory
 from forge_rl.errors import ConfigError
 from forge_rl.metrics import Display
 from forge_rl.rollout.placement import DeviceHandover
-from forge_rl.run.defaults import policy_gpus
+from forge_rl.run.hosts import RunHosts
 from forge_rl.run.preparation import Checked, Prepared
 from forge_rl.run.run_config import RunConfig
-from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
@@ -90,6 +89,7 @@ def nothing_generated() -> ConfigError:
 async def running_services(
     prepared: Prepared,
     checked: Checked[C],
+    hosts: RunHosts,
     *,
     reward: RewardFunction | None,
     environment: EnvFactory | None,
@@ -97,19 +97,18 @@ async def running_services(
     """Start all services concurrently, on shared GPUs the trainer after the engines, and stop them after the body.
 
     Args:
+        hosts: where each service starts.
         reward: None if nothing is generated: the trainer then starts alone.
         environment: None if an agent plays the episodes.
 
     Raises:
         ForgeError: a service did not start; the others are stopped.
     """
-    cluster = Cluster((prepared.folder / "logs").resolve(), may_be_public=checked.config.isolation.public_ports)
     started: list[_Started] = []
     try:
-        yield await _start_services(prepared, checked, cluster, started, reward=reward, environment=environment)
+        yield await _start_services(prepared, checked, hosts, started, reward=reward, environment=environment)
     finally:
         stopped = await asyncio.gather(*(service.stop() for service in started), return_exceptions=True)
-        await cluster.close()
         for failure in stopped:
             if isinstance(failure, BaseException):
                 raise failure
@@ -118,13 +117,14 @@ async def running_services(
 async def _start_services(
     prepared: Prepared,
     checked: Checked[C],
-    cluster: Cluster,
+    hosts: RunHosts,
     started: list[_Started],
     *,
     reward: RewardFunction | None,
     environment: EnvFactory | None,
 ) -> Services:
     config, faults, folder = checked.config, prepared.monitor.faults, prepared.folder
+    cluster, placed = hosts.cluster, hosts.placed
     handover: asyncio.Future[DeviceHandover] = asyncio.get_running_loop().create_future()
     generator = weights = scorer = envs = teachers = critic = None
     async with task_group() as group:
@@ -133,10 +133,15 @@ async def _start_services(
             return group.create_task(_start(name, detail, starting, started, prepared.monitor.display))
 
         if reward is not None:
-            generator = begin("generator", _engines(config), _start_generator(checked, cluster, prepared, handover))
+            generator = begin("generator", _engines(config), _start_generator(checked, hosts, prepared, handover))
             expected_bytes = stored_bytes(checked.model) * resolve_dtype(config.generator.dtype).itemsize // 2
             storing = WeightStore.start(
-                config.weights, cluster, faults, deadline_s=_START_DEADLINE_S, expected_bytes=expected_bytes
+                config.weights,
+                cluster,
+                faults,
+                deadline_s=_START_DEADLINE_S,
+                hosts=placed.with_weights,
+                expected_bytes=expected_bytes,
             )
             weights = begin("weights", config.weights.transport, storing)
             scoring = Reward.start(
@@ -146,22 +151,28 @@ async def _start_services(
                 function=reward,
                 deadline_s=_START_DEADLINE_S,
                 folder=(folder / "reward").resolve(),
+                hosts=placed.of("reward"),
             )
             scorer = begin("reward", type(reward).__name__, scoring)
             if environment is not None:
                 kind = getattr(environment, "func", environment)  # a partial of a class
                 acting = Environment.start(
-                    config.environment, cluster, faults, factory=environment, deadline_s=_START_DEADLINE_S
+                    config.environment,
+                    cluster,
+                    faults,
+                    factory=environment,
+                    deadline_s=_START_DEADLINE_S,
+                    hosts=placed.of("environment"),
                 )
                 envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), acting)
             if checked.teachers is not None:
                 models = ", ".join(checked.teachers.models)
-                teachers = begin("teachers", models, _start_teachers(checked, cluster, prepared, policy=generator))
+                teachers = begin("teachers", models, _start_teachers(checked, hosts, prepared, policy=generator))
         ranks = f"torchtitan, {config.trainer.ranks} rank{'s' * (config.trainer.ranks > 1)}"
-        trainer = begin("trainer", ranks, _start_trainer(checked, cluster, prepared, after=generator))
+        trainer = begin("trainer", ranks, _start_trainer(checked, hosts, prepared, after=generator))
         if checked.critic is not None:
             ranks = f"torchtitan, {checked.critic.ranks} rank{'s' * (checked.critic.ranks > 1)}"
-            critic = begin("critic", ranks, _start_critic(checked, cluster, prepared, after=generator))
+            critic = begin("critic", ranks, _start_critic(checked, hosts, prepared, after=generator))
     services = Services(trainer=trainer.result(), critic=critic.result() if critic is not None else None)
     if generator is None or weights is None or scorer is None:
         return services
@@ -198,7 +209,7 @@ def _engines(config: RunConfig) -> str:
 
 
 async def _start_generator(
-    checked: Checked[C], cluster: Cluster, prepared: Prepared, handover: asyncio.Future[DeviceHandover]
+    checked: Checked[C], hosts: RunHosts, prepared: Prepared, handover: asyncio.Future[DeviceHandover]
 ) -> Generator:
     @contextlib.asynccontextmanager
     async def start_engine() -> AsyncIterator[None]:
@@ -208,12 +219,12 @@ async def _start_generator(
 
     return await Generator.start(
         checked.config.generator,
-        cluster,
+        hosts.cluster,
         prepared.monitor.faults,
         model=checked.model,
         seed=checked.config.seed,
         deadline_s=_START_DEADLINE_S,
-        first_gpu=0 if checked.shares_devices else checked.config.trainer.ranks,
+        hosts=hosts.placed.of("generator", _taken(checked, hosts, engines=False)),
         lend=lambda: handover.result().lend(),
         replace=start_engine,
         parse_control_tokens=checked.config.parse_control_tokens,
@@ -221,13 +232,13 @@ async def _start_generator(
 
 
 async def _start_trainer(
-    checked: Checked[C], cluster: Cluster, prepared: Prepared, *, after: asyncio.Task[Generator] | None
+    checked: Checked[C], hosts: RunHosts, prepared: Prepared, *, after: asyncio.Task[Generator] | None
 ) -> Trainer:
     if after is not None and checked.shares_devices and gpus():
         await asyncio.wait((after,))  # vLLM would count the trainer's allocations as its own
     return await Trainer.start(
         checked.config.trainer,
-        cluster,
+        hosts.cluster,
         prepared.monitor.faults,
         model=checked.model,
         resume=prepared.checkpoint.training.resolve() if prepared.checkpoint else None,
@@ -237,18 +248,19 @@ async def _start_trainer(
         total_steps=checked.config.steps,
         skipped=prepared.folder / "skipped",
         deadline_s=_START_DEADLINE_S,
+        hosts=hosts.placed.of("trainer"),
     )
 
 
 async def _start_critic(
-    checked: Checked[C], cluster: Cluster, prepared: Prepared, *, after: asyncio.Task[Generator] | None
+    checked: Checked[C], hosts: RunHosts, prepared: Prepared, *, after: asyncio.Task[Generator] | None
 ) -> Trainer:
     assert checked.critic is not None
     if after is not None and checked.shares_devices and gpus():
         await asyncio.wait((after,))
     return await Trainer.start(
         checked.critic,
-        cluster,
+        hosts.cluster,
         prepared.monitor.faults,
         model=checked.critic_model,
         resume=prepared.checkpoint.critic.resolve() if prepared.checkpoint else None,
@@ -259,23 +271,36 @@ async def _start_critic(
         total_steps=checked.config.steps,
         skipped=prepared.folder / "skipped-critic",
         deadline_s=_START_DEADLINE_S,
+        hosts=hosts.placed.of("trainer"),
     )
 
 
 async def _start_teachers(
-    checked: Checked[C], cluster: Cluster, prepared: Prepared, *, policy: asyncio.Task[Generator]
+    checked: Checked[C], hosts: RunHosts, prepared: Prepared, *, policy: asyncio.Task[Generator]
 ) -> Teachers:
     assert checked.teachers is not None
     config = checked.config
     return await Teachers.start(
         checked.teachers,
         checked.teacher_folders,
-        cluster,
+        hosts.cluster,
         prepared.monitor.faults,
         policy=policy,
         settings=config.generator,
         seed=config.seed,
         deadline_s=_START_DEADLINE_S,
-        first_gpu=policy_gpus(config),
+        hosts=hosts.placed.of("teachers", _taken(checked, hosts, engines=True)),
         warn=prepared.monitor.log.warn,
     )
+
+
+def _taken(checked: Checked[C], hosts: RunHosts, *, engines: bool) -> dict[str, int]:
+    """Return the number of GPUs of each host that ranks take which share them with nobody, and with `engines` those of
+    the policy's engines as well."""
+    config, placed = checked.config, hosts.placed
+    ranks = placed.ranks_on(config.trainer.ranks)
+    if not engines:
+        return {} if checked.shares_devices else ranks
+    both = placed.engines_on(config.generator.replicas, config.generator.devices) if config.starts_engines else {}
+    counts = {host: (ranks.get(host, 0), both.get(host, 0)) for host in ranks | both}
+    return {host: max(each) if checked.shares_devices else sum(each) for host, each in counts.items()}

@@ -21,6 +21,7 @@ from forge_rl.rollout.agents import Agent
 from forge_rl.rollout.examples import ExampleFn
 from forge_rl.run.assembly import assemble
 from forge_rl.run.example_config import ExampleConfig
+from forge_rl.run.hosts import open_hosts
 from forge_rl.run.preparation import check, prepare
 from forge_rl.run.run import Run
 from forge_rl.run.run_config import RunConfig
@@ -125,7 +126,7 @@ class Starting(Generic[C]):
 
     @contextlib.asynccontextmanager
     async def _run(self) -> AsyncIterator[Run[C]]:
-        """Prepare, check, start the services, assemble; and save what a run that is interrupted has done."""
+        """Prepare, acquire hosts, check, start the services, assemble; save what a run that is interrupted has done."""
         try_loss(self.loss, self.mixture.sources)
         if self.teachers is not None:
             self.teachers.check_sources(self.mixture.sources)
@@ -134,10 +135,12 @@ class Starting(Generic[C]):
             monitor, run = prepared.monitor, None
             with monitor.watching():
                 try:
+                    hosts = await stack.enter_async_context(open_hosts(self.config, prepared))
                     checked = await check(
                         self.config,
                         prepared,
                         self.mixture,
+                        hosts.placed,
                         loss=self.loss,
                         evaluation=self.evaluation,
                         critic=self.critic,
@@ -147,7 +150,7 @@ class Starting(Generic[C]):
                     environment = self.environment if self.agent is None and callable(self.environment) else None
                     if not callable(self.environment):
                         await stack.enter_async_context(self.environment.serving(prepared.folder / "logs"))
-                    starting = running_services(prepared, checked, reward=self.reward, environment=environment)
+                    starting = running_services(prepared, checked, hosts, reward=self.reward, environment=environment)
                     services = await stack.enter_async_context(starting)
                     assembling = assemble(
                         prepared,

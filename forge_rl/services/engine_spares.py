@@ -34,6 +34,8 @@ class EngineSpares:
         numbers: numbers of the spares, none of which is a replica's index.
         start_deadline_s: timeout of a spare's start.
         restart: how long to wait after spares that died one after another.
+        host_of: returns the host that a spare must be on to take the place of the engine with a given index; None for
+            any.
         sleep: sleeps for a number of seconds.
     """
 
@@ -46,6 +48,7 @@ class EngineSpares:
         numbers: Sequence[int],
         start_deadline_s: float,
         restart: Restart,
+        host_of: Callable[[int], str | None] = lambda _: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.environment = environment
@@ -54,6 +57,7 @@ class EngineSpares:
         self._numbers = numbers
         self._start_deadline_s = start_deadline_s
         self._restart = restart
+        self._host_of = host_of
         self._sleep = sleep
         self._ready: dict[int, Spare] = {}
         """By number; some may have died since."""
@@ -67,7 +71,9 @@ class EngineSpares:
 
     def take(self, index: int) -> Spare | None:
         """Put a spare in the place of the dead engine with this index; None if no spare is ready."""
-        number = next((number for number, spare in self._ready.items() if spare.replica.alive), None)
+        host = self._host_of(index)
+        living = [(number, spare.replica) for number, spare in self._ready.items() if spare.replica.alive]
+        number = next((number for number, replica in living if host in (None, replica.host)), None)
         if number is None:
             return None
         self._deaths = 0

@@ -25,6 +25,7 @@ from forge_rl.envs.protocol import (
 from forge_rl.errors import ForgeError, ReplayError, ReplicaError, check_flags
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Replica, Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
 from forge_rl.types import Task
@@ -65,18 +66,27 @@ class Environment:
 
     @classmethod
     async def start(
-        cls, config: Config, cluster: Cluster, faults: Faults, *, factory: EnvFactory, deadline_s: float
+        cls,
+        config: Config,
+        cluster: Cluster,
+        faults: Faults,
+        *,
+        factory: EnvFactory,
+        deadline_s: float,
+        hosts: ServiceHosts | None = None,
     ) -> Environment:
-        """Spawn the service with a factory of environments."""
+        """Spawn the service with a factory of environments, on `hosts` or else on this one."""
         if getattr(factory, "in_process", False):
             return cls(config, None, factory)
         # An environment's child processes may run model-written code and exit: no reason to end the replica.
         service = Service("environment", cluster, faults, descendants=False, blames=True)
 
+        seats = Seats(cluster, hosts or ServiceHosts())
+
         async def start_one(index: int) -> None:
             # The user's environment may need API keys.
-            env = {"OMP_NUM_THREADS": "1"}
-            replica = service.spawn(EnvironmentActor, factory, env=env, secrets=True, index=index)
+            env, host = {"OMP_NUM_THREADS": "1"}, seats.take(index).host
+            replica = service.spawn(EnvironmentActor, factory, env=env, secrets=True, host=host, index=index)
             replica.may_block_s = config.deadline_s  # else one blocking environment would end its whole process early
             await service.watch(replica, deadline_s=deadline_s)
 

@@ -26,6 +26,7 @@ from forge_rl.errors import (
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion, validate_chunk, validate_scores
@@ -76,7 +77,7 @@ class Generator:
         model: Path,
         seed: int,
         deadline_s: float,
-        first_gpu: int = 0,
+        hosts: ServiceHosts | None = None,
         lend: Lend = contextlib.nullcontext,
         replace: Lend = contextlib.nullcontext,
         parse_control_tokens: bool = False,
@@ -88,7 +89,7 @@ class Generator:
         Args:
             seed: seed of the engines' random streams.
             deadline_s: timeout of an engine's start, including replacements of dead engines.
-            first_gpu: index of the first engine's first GPU.
+            hosts: hosts of the engines; this one by default.
             lend: gives the engines their devices for a chat, if something else may hold them.
             replace: gives a replacement engine its devices once they are free, and reserves them while it starts.
             parse_control_tokens: as for the Tokenizer, for chats.
@@ -96,9 +97,19 @@ class Generator:
         Raises:
             ConfigError: an engine of several devices cannot hold the model, or there are too few GPUs.
         """
-        check_decode_layout(model, config, engines=config.replicas)
+        if hosts is None:
+            check_decode_layout(model, config, engines=config.replicas)
         service = Service(name, cluster, faults, uniform=True, exit_meanings=EXIT_MEANINGS)
-        processes = _Processes(service=service, config=config, actor=actor, model=model, seed=seed, first_gpu=first_gpu)
+        places = hosts or ServiceHosts()
+        processes = _Processes(
+            service=service,
+            config=config,
+            actor=actor,
+            model=model,
+            seed=seed,
+            places=places,
+            seats=Seats(cluster, places, gpus_each=config.devices),
+        )
         spares = EngineSpares(
             service,
             processes.spawn_spare,
@@ -106,6 +117,7 @@ class Generator:
             numbers=range(config.replicas, config.replicas + config.spares),
             start_deadline_s=deadline_s,
             restart=config.restart,
+            host_of=processes.host_of,
         )
         pool = EnginePool(
             service,
@@ -436,22 +448,35 @@ class _Processes:
     actor: type[ServiceActor]
     model: Path
     seed: int
-    first_gpu: int
+    places: ServiceHosts
+    seats: Seats
 
     def environment(self, index: int) -> dict[str, str]:
         """Return the environment variables of the engine with an index."""
-        config = self.config
-        return decode_environment(index, replicas=config.replicas, devices=config.devices, first_gpu=self.first_gpu)
+        seat = self.seats.take(index)
+        return decode_environment(
+            seat.place,
+            replicas=-(-self.config.replicas // len(self.places.names)),
+            devices=self.config.devices,
+            gpus=self.places.gpus.get(seat.host, ()),
+            cores=self.places.cores.get(seat.host),
+        )
+
+    def host_of(self, index: int) -> str | None:
+        """Return the host that has the GPUs of the engine with an index; None if it may be on any."""
+        return self.seats.take(index).host if self.places.gpus else None
 
     def spawn(self, index: int) -> Replica:
         """Spawn the engine with an index."""
-        args = self._args(index, "replica")
-        return self.service.spawn(self.actor, *args, env=self.environment(index), index=index)
+        args, env = self._args(index, "replica"), self.environment(index)
+        return self.service.spawn(self.actor, *args, env=env, host=self.seats.take(index).host, index=index)
 
     def spawn_spare(self, number: int) -> Replica:
-        """Spawn the spare with a number, without devices."""
-        env = spare_environment(self.environment(0))
-        return self.service.spawn(self.actor, *self._args(number, "spare"), env=env, index=number, spare=True)
+        """Spawn the spare with a number, without devices, beside one of the engines."""
+        like = number % self.config.replicas
+        args, env = self._args(number, "spare"), spare_environment(self.environment(like))
+        host = self.seats.take(like).host
+        return self.service.spawn(self.actor, *args, env=env, host=host, index=number, spare=True)
 
     def _args(self, number: int, kind: str) -> tuple[object, ...]:
         # With the config's own class, engine processes would import this module and everything that a controller needs.

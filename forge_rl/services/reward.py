@@ -18,6 +18,7 @@ from forge_rl.rewards.scorer import with_score
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
@@ -84,17 +85,19 @@ class Reward:
         function: RewardFunction,
         deadline_s: float,
         folder: Path | None = None,
+        hosts: ServiceHosts | None = None,
     ) -> Reward:
         """Spawn the service with a reward function, and a pool for each part that requests its own replicas.
 
         Args:
             folder: storage for functions, such as for a judge's replies.
+            hosts: hosts of the processes; this one by default.
 
         Raises:
             ConfigError: the function cannot be called as a reward.
             ForgeError: raised by a function's `load`.
         """
-        reward = cls(_Setting(config, cluster, faults, folder, deadline_s), function)
+        reward = cls(_Setting(config, cluster, faults, folder, deadline_s, hosts or ServiceHosts()), function)
         try:
             async with task_group() as group:
                 for pool in (reward._shared, *reward._own.values()):
@@ -233,6 +236,7 @@ class _Setting:
     faults: Faults
     folder: Path | None
     deadline_s: float
+    hosts: ServiceHosts
 
 
 class _Pool:
@@ -267,11 +271,15 @@ class _Pool:
     async def start(self) -> None:
         """Spawn the replicas, with the functions loaded."""
         config = self._setting.config
+        seats = Seats(self._setting.cluster, self._setting.hosts)
 
         async def start_one(index: int) -> None:
             # The user's function may call a judge that needs an API key.
             env = {"OMP_NUM_THREADS": str(self._threads)}
-            replica = self.service.spawn(RewardActor, config.deadline_s, index, env=env, secrets=True, index=index)
+            host = seats.take(index).host
+            replica = self.service.spawn(
+                RewardActor, config.deadline_s, index, env=env, secrets=True, host=host, index=index
+            )
             await self.service.watch(replica, deadline_s=self._setting.deadline_s)
             given = None
             while given is not self.given:  # replaced meanwhile

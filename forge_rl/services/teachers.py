@@ -22,6 +22,7 @@ from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import resolve_model
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
 from forge_rl.services.generator_config import GeneratorConfig
@@ -119,7 +120,7 @@ class Teachers:
         settings: GeneratorConfig,
         seed: int,
         deadline_s: float,
-        first_gpu: int,
+        hosts: ServiceHosts,
         warn: Callable[[str], None],
     ) -> Teachers:
         """Start the engines of all teachers but the policy; they serve the weights of their folders.
@@ -128,7 +129,7 @@ class Teachers:
             folders: Hugging Face folder of each of `config.names`.
             policy: starts the policy's generator.
             settings: settings of the policy's engines.
-            first_gpu: index of the first GPU that is free.
+            hosts: hosts of the engines, with the GPUs that are free.
         """
         async with task_group() as group:
             starting = {
@@ -140,7 +141,7 @@ class Teachers:
                         model=folder,
                         seed=seed,
                         deadline_s=deadline_s,
-                        first_gpu=first_gpu + config.replicas * config.devices * number,
+                        hosts=_part_of(hosts, number, -(-config.replicas // len(hosts.names)) * config.devices),
                         name="teacher" if len(folders) == 1 else f"teacher-{number}",
                     )
                 )
@@ -344,6 +345,11 @@ class _Scored:
         beyond = (self.top_ids >= vocab_size).any(axis=1)
         self.top_ids[beyond], self.top_logprobs[beyond] = 0, np.nan
         return self
+
+
+def _part_of(hosts: ServiceHosts, number: int, gpus: int) -> ServiceHosts:
+    """Return the hosts of the teacher with this number, if each teacher takes as many GPUs of each host."""
+    return replace(hosts, gpus={host: each[number * gpus :] for host, each in hosts.gpus.items()})
 
 
 async def _score(

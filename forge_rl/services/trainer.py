@@ -28,10 +28,12 @@ from forge_rl.errors import (
 from forge_rl.metrics import merge_all, reduce
 from forge_rl.packing.rows import Layout, Minibatch, Packed, pack
 from forge_rl.packing.unpacking import values_of_episodes
+from forge_rl.runtime.addresses import meeting_address
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.progress import create_progress, read_progress
 from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.seats import ServiceHosts, ranks_by_host
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.watchdog import NOTICE_S, Watchdog
 from forge_rl.services.trainer_actor import TrainerActor
@@ -64,6 +66,7 @@ class Trainer:
         total_steps: int,
         skipped: Path,
         start_deadline_s: float,
+        may_be_public: bool = False,
     ) -> None:
         self.config = config
         self._service = service
@@ -74,6 +77,7 @@ class Trainer:
         self._skipped = skipped
         self._skipped_in_a_row = 0
         self._start_deadline_s = start_deadline_s
+        self._may_be_public = may_be_public
         self._watchdog = Watchdog(service, config.deadline_s, f"--{service.name}.deadline-s")
         self._unavailable = "it has not started"
         """Reason why the ranks hold no policy; "" while they do."""
@@ -115,6 +119,7 @@ class Trainer:
         deadline_s: float,
         values: bool = False,
         name: str = "trainer",
+        hosts: ServiceHosts | None = None,
     ) -> Trainer:
         """Spawn the ranks and load the policy.
 
@@ -127,13 +132,19 @@ class Trainer:
             deadline_s: timeout of the whole start.
             values: train a value model in place of a policy; see `make_train_engine`.
             name: name of the service, and of its field in the recipe's settings.
+            hosts: hosts of the ranks, split evenly over those that live; this one by default.
+
+        Raises:
+            ConfigError: the hosts cannot hold the ranks, or could meet only over a public address.
         """
         service = Service(name, cluster, faults)
-        env = train_environment(config.ranks)
+        places = hosts or ServiceHosts()
 
         def spawn() -> Replica:
             args = model, trainer.config, reference, config.ranks, values
-            return service.spawn(TrainerActor, *args, ranks=config.ranks, env=env, index=0)
+            ranks = ranks_by_host(config.ranks, places, cluster)
+            env = train_environment(max(ranks.values()), min(map(places.cores.get, ranks), key=lambda n: n or 0))
+            return service.spawn(TrainerActor, *args, ranks=ranks, env=env, index=0)
 
         trainer = cls(
             config,
@@ -144,6 +155,7 @@ class Trainer:
             total_steps=total_steps,
             skipped=skipped,
             start_deadline_s=deadline_s,
+            may_be_public=cluster.may_be_public,
         )
         try:
             await trainer._open(resume)
@@ -410,8 +422,11 @@ class Trainer:
         if self._specs is None:
             self._specs = await self._replica.call("specs", deadline_s=self.config.deadline_s, rank=0)
         version = self.version if self._published is None else self.version + 1
-        async with store.publishing(version, self._specs, getattr(torch, dtype)) as publication:
-            parts = await self._all("publish", store.transport(), publication.draft)
+        transports = {host: store.transport(host) for host in self._replica.hosts}
+        async with store.publishing(
+            version, self._specs, getattr(torch, dtype), hosts=tuple(transports)
+        ) as publication:
+            parts = await self._all("publish", transports, self._replica.hosts, publication.draft)
             self.busy_s += max(seconds for _, seconds in parts)
             try:
                 await publication.commit([reports for reports, _ in parts])
@@ -493,11 +508,14 @@ class Trainer:
         if not self.restarts_left:
             replica.death.add_done_callback(self._on_last_death)
         await self._service.watch(replica, deadline_s=deadline_s)
-        address, port = await replica.call("meeting_point", self.config.port, deadline_s=deadline_s, rank=0)
+        networks = await replica.call_ranks("network", lambda _: (), deadline_s=deadline_s)
+        address = meeting_address(networks, may_be_public=self._may_be_public)
+        port = self.config.port or await replica.call("free_port", address, deadline_s=deadline_s, rank=0)
+        places = [replica.hosts[:rank].count(host) for rank, host in enumerate(replica.hosts)]
         progress = _progress_of(replica).absolute()
         create_progress(progress)
         started = await self._watchdog.call(
-            replica, "setup", lambda rank: (rank, address, port, resume, progress), deadline_s
+            replica, "setup", lambda rank: (rank, places[rank], address, port, resume, progress), deadline_s
         )
         self.version, self.updates, self.parameters = started[0]
         self._published, self._skipped_in_a_row = None, 0

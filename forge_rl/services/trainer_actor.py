@@ -7,6 +7,7 @@ import functools
 import socket
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.algorithms.protocol import Loss
+from forge_rl.engines.cpu import chosen_interfaces, meet_over
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import make_train_engine
 from forge_rl.engines.optimizer import OptimizerConfig
@@ -23,6 +25,7 @@ from forge_rl.engines.platform import device_threads, init_distributed
 from forge_rl.engines.protocol import TrainEngine, TrainSettings
 from forge_rl.errors import ForgeError, LossError
 from forge_rl.metrics import Value
+from forge_rl.runtime.addresses import Network, interface_towards
 from forge_rl.runtime.progress import ProgressWriter
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.runtime.signals import outlive_stop_signals
@@ -44,28 +47,35 @@ class TrainerActor(ServiceActor):
         self._progress = ProgressWriter(None)
 
     @concurrent_endpoint
-    async def meeting_point(self, port: int) -> tuple[str, int]:
-        """Return the rendezvous address and port of the ranks; called on rank 0."""
-        address = "127.0.0.1"  # all ranks are on one host
-        if port:
-            return address, port
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            return address, probe.getsockname()[1]
+    async def network(self) -> Network:
+        """Return how other hosts can reach this one."""
+        return Network.of_this_host(chosen_interfaces())
+
+    @concurrent_endpoint
+    async def free_port(self, address: str) -> int:
+        """Return a free port at an address of this host, where the ranks meet; called on rank 0."""
+        with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            port: int = probe.getsockname()[1]
+            return port
 
     @concurrent_endpoint
     async def setup(
-        self, rank: int, address: str, port: int, resume: Path | None, progress: Path
+        self, rank: int, place: int, address: str, port: int, resume: Path | None, progress: Path
     ) -> tuple[int, int, int]:
         """Load the policy; return its version, number of updates, and number of parameters.
 
-        The first rank writes the progress of its steps to the file `progress`, if it is there.
+        Args:
+            place: the rank's place among those on this host.
+            address, port: where the ranks meet, on the host of rank 0.
+            progress: file to which the first rank writes the progress of its steps, if it is there.
         """
         outlive_stop_signals(with_programs=True)  # a step to finish before the run saves may still be compiling
         async with self._lock:
             self._progress = ProgressWriter(None if rank else progress)
-            init_distributed(rank, self._ranks, address, port)
-            asyncio.get_running_loop().set_default_executor(device_threads(rank, "trainer"))  # for asyncio.to_thread
+            if self._ranks > 1:
+                meet_over(interface_towards(address), nccl=device_type() == "cuda")
+            init_distributed(rank, self._ranks, address, port, place=place)
+            asyncio.get_running_loop().set_default_executor(device_threads("trainer"))
             self._engine = self._make_engine()
             warm_up()
             version = self._engine.load_training_state(resume) if resume is not None else 0
@@ -148,11 +158,23 @@ class TrainerActor(ServiceActor):
         return self.engine.specs()
 
     @concurrent_endpoint
-    async def publish(self, transport: Transport, drafted: Manifest) -> tuple[list[ShardReport], float]:
-        """Write this rank's shards; returns reports of the writes, and the seconds taken."""
+    async def publish(
+        self, transports: Mapping[str, Transport], hosts: Sequence[str], drafted: Manifest
+    ) -> tuple[list[ShardReport], float]:
+        """Write this rank's shards or, with several hosts, those of all ranks that its host has memory for.
+
+        Args:
+            transports: the transport on each host.
+            hosts: host of each rank.
+
+        Returns:
+            Reports of the writes, and the seconds taken.
+        """
         async with self._lock:
-            began = time.monotonic()
-            reports = await transport.write(drafted, self.engine.local_shards(), rank=self.engine.rank)
+            began, rank = time.monotonic(), self.engine.rank
+            several = len(transports) > 1
+            shards = self.engine.shards_of_host(drafted, hosts) if several else self.engine.local_shards()
+            reports = await transports[hosts[rank]].write(drafted, shards, rank=rank)
             return reports, time.monotonic() - began
 
     @concurrent_endpoint

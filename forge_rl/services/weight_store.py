@@ -109,7 +109,7 @@ class WeightStore:
 
     @contextlib.asynccontextmanager
     async def publishing(
-        self, version: int, specs: Sequence[TensorSpec], dtype: torch.dtype, *, host: str = THIS_HOST
+        self, version: int, specs: Sequence[TensorSpec], dtype: torch.dtype, *, hosts: Sequence[str] = (THIS_HOST,)
     ) -> AsyncIterator[Publication]:
         """Reserve a version and its memory; if the body fails before the commit, the version never becomes visible.
 
@@ -117,18 +117,24 @@ class WeightStore:
             version: its number, higher than all others.
             specs: every tensor of the model.
             dtype: dtype of the published tensors.
-            host: the host of the trainer's ranks.
+            hosts: hosts of the trainer's ranks; each writes its share of the buckets.
 
         Raises:
             WeightsError: the version already exists, is older than the latest, or does not fit.
         """
-        transport = self._transports[host]
+        transport = self._transports[hosts[0]]
         base, freed, epoch = await self._call("begin", version)
         drafted, publication = None, None
         try:
             await self._unless_it_dies("free", transport.free(freed))
             drafted = draft(
-                specs, version=version, dtype=dtype, base=base, bucket_bytes=self._bucket_bytes, epoch=epoch
+                specs,
+                version=version,
+                dtype=dtype,
+                base=base,
+                bucket_bytes=self._bucket_bytes,
+                epoch=epoch,
+                hosts=hosts,
             )
             drafted = await self._unless_it_dies("reserve", transport.reserve(drafted))
             publication = Publication(drafted, self._call)

@@ -60,7 +60,7 @@ class Bucket:
     """VERSION/NUMBER, with the version that wrote it; VERSION/EPOCH.NUMBER after a rollback."""
     bytes: int
     host: str = ""
-    """Host on which it was written."""
+    """Host on which it is written."""
     segment: SegmentRef | None = None
     """Segment on that host; None if the transport stores buckets differently."""
 
@@ -215,6 +215,7 @@ def draft(
     base: Manifest | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     epoch: int = 0,
+    hosts: Sequence[str] = ("",),
 ) -> Manifest:
     """Lay out a version: the tensors to write, and their places in buckets.
 
@@ -227,6 +228,7 @@ def draft(
         base: the previous version, whose buckets keep the unchanged tensors.
         bucket_bytes: maximum size of a bucket.
         epoch: the store's current epoch.
+        hosts: hosts of the trainer's ranks; each gets an equal share of the bytes to write, in whole buckets.
 
     Raises:
         WeightsError: the list of tensors is empty, or two have the same name.
@@ -256,9 +258,15 @@ def draft(
             sizes[key] += _aligned(placed[spec.name])
     entries = tuple(placed[spec.name] for spec in specs)
     shared = dict.fromkeys(entry.bucket for entry in entries if not is_of(entry.bucket, version))
-    buckets = [Bucket(key=key, bytes=size) for key, size in sizes.items()] + [older[key] for key in shared]
+    filled = dict.fromkeys(hosts, 0)
+    buckets = []
+    for key, size in sizes.items():
+        host = min(filled, key=filled.__getitem__)
+        filled[host] += size
+        buckets.append(Bucket(key=key, bytes=size, host=host))
+    buckets += [older[key] for key in shared]
     if shared and sum(bucket.bytes for bucket in buckets) > _MOST_SHARED * sum(map(_aligned, entries)):
-        return draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes, epoch=epoch)
+        return draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes, epoch=epoch, hosts=hosts)
     return Manifest(version=version, tensors=entries, buckets=tuple(buckets), epoch=epoch)
 
 

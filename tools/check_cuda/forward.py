@@ -162,7 +162,7 @@ def fake_cuda(ranks: int, backend: Any) -> Iterator[None]:
         for module in (platform, model, parallel):
             put(module, "device_type", lambda: "cuda")
         for module in (platform, train):
-            put(module, "local_device", lambda rank: torch.device("cuda", 0))
+            put(module, "own_device", lambda: torch.device("cuda", 0))
         put(AllToAllTokenDispatcher, "_sync_token_count_exchange", _unknown_splits)
         put(AllToAllTokenDispatcher, "_dispatch_token_exchange", _even_splits(AllToAllTokenDispatcher))
         put(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

@@ -37,7 +37,7 @@ class CheckpointWriter:
     """
 
     def __init__(self) -> None:
-        self._thread = device_threads(dist.get_rank(), "save", 1)
+        self._thread = device_threads("save", 1)
         self._group: dist.ProcessGroup | None = None
         self._last: Future[None] | None = None
 

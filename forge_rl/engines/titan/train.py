@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +24,10 @@ from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.memory import adds_up_once
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.platform import local_device, release_memory, resolve_dtype
+from forge_rl.engines.platform import own_device, release_memory, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.diagnostics import measure_tokens
+from forge_rl.engines.titan.exchange import shards_of_own_host
 from forge_rl.engines.titan.host_memory import OffloadedTensors
 from forge_rl.engines.titan.inputs import RowInputs, minibatch_statistics
 from forge_rl.engines.titan.least_loaded import rank_loads
@@ -42,7 +43,7 @@ from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics import EffectiveShare, Max, Mean, Sum, Value
 from forge_rl.packing.rows import Minibatch, Row
-from forge_rl.weights.manifest import TensorSpec
+from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
 
 _Compared: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -56,7 +57,7 @@ class TitanEngine:
         self.rank = dist.get_rank()
         self.updates = self.planned = 0
         self.architecture = read_architecture(folder)
-        self.device = local_device(self.rank)
+        self.device = own_device()
         if self.device.type == "cuda":
             compile_once()
         self._folder = folder
@@ -337,6 +338,9 @@ class TitanEngine:
         self.onload()
         release_memory()  # engines are about to need the memory of the step's peak
         return local_shards(self.model)
+
+    def shards_of_host(self, drafted: Manifest, hosts: Sequence[str]) -> Iterable[LocalShard]:
+        return shards_of_own_host(drafted, self.local_shards(), hosts, self.device)
 
     def specs(self) -> tuple[TensorSpec, ...]:
         return specs(self.model)

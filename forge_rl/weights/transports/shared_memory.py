@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,15 +35,22 @@ class SharedMemoryTransport:
         self._volumes = dict(volumes)
 
     async def reserve(self, drafted: Manifest) -> Manifest:
-        sizes = {bucket.key: bucket.bytes for bucket in drafted.written}
-        refs: dict[str, SegmentRef] = await self._ask(self._host, "reserve", sizes)
-        return replace(
-            drafted,
-            buckets=tuple(
-                replace(bucket, host=self._host, segment=refs[bucket.key]) if bucket.key in refs else bucket
-                for bucket in drafted.buckets
-            ),
-        )
+        sizes: dict[str, dict[str, int]] = defaultdict(dict)
+        for bucket in drafted.written:
+            sizes[bucket.host or self._host][bucket.key] = bucket.bytes
+        reserved: dict[str, tuple[str, SegmentRef]] = {}
+        try:
+            for host, of_host in sizes.items():
+                refs = await self._ask(host, "reserve", of_host)
+                reserved |= {key: (host, ref) for key, ref in refs.items()}
+        except BaseException:
+            await self.free(reserved)
+            raise
+        placed = {
+            bucket.key: replace(bucket, host=reserved[bucket.key][0], segment=reserved[bucket.key][1])
+            for bucket in drafted.written
+        }
+        return replace(drafted, buckets=tuple(placed.get(bucket.key, bucket) for bucket in drafted.buckets))
 
     async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
         return await asyncio.to_thread(self._write, drafted, list(to_write(drafted, shards)))
@@ -71,7 +79,8 @@ class SharedMemoryTransport:
                     group.create_task(self._ask(host, "free", tuple(keys)))
 
     def _write(self, drafted: Manifest, placed: Sequence[tuple[TensorEntry, LocalShard]]) -> list[ShardReport]:
-        buckets = {bucket.key: _place(bucket, self._host) for bucket in drafted.written}
+        wanted = {entry.bucket for entry, _ in placed}
+        buckets = {bucket.key: _place(bucket, self._host) for bucket in drafted.written if bucket.key in wanted}
         with contextlib.ExitStack() as stack:
             for folder in {Path(ref.path).parent for ref in buckets.values()}:
                 stack.enter_context(writing(folder))
@@ -103,6 +112,6 @@ def _place(bucket: Bucket, host: str) -> SegmentRef:
     if bucket.segment is None or bucket.host != host:
         raise WeightsError(
             f"bucket {bucket.key} was reserved on host {bucket.host!r}, and this rank is on {host!r}",
-            hint="keep all of the trainer's ranks on one host",
+            hint="publish with the hosts of all ranks",
         )
     return bucket.segment

@@ -1,0 +1,139 @@
+"""Opens the job of a run, asks its hosts what they have, and places the services."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from forge_rl.engines.devices import standing_for
+from forge_rl.engines.host import HostInfo
+from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.models.resolve import resolve_model
+from forge_rl.run.placing import PlacedServices, place
+from forge_rl.run.preparation import Prepared
+from forge_rl.run.run_config import RunConfig
+from forge_rl.run.run_dir import write_json
+from forge_rl.runtime.cluster import THIS_HOST, Cluster
+from forge_rl.runtime.jobs.flag import build_job
+from forge_rl.runtime.jobs.protocol import Job, JobListener
+from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.service import Service
+from forge_rl.runtime.tasks import task_group
+from forge_rl.services.host_actor import HostActor
+
+_ASK_DEADLINE_S = 300.0
+"""Timeout of a host's answers, including the start of a process there."""
+_SEEN_S = 10.0
+"""Time in which a file that another host wrote must appear on a shared file system."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHosts:
+    """The hosts of a run, with its services placed on them."""
+
+    cluster: Cluster
+    placed: PlacedServices
+
+
+@contextlib.asynccontextmanager
+async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[RunHosts]:
+    """Acquire the job's hosts while the body runs, and place the services on them.
+
+    Raises:
+        ConfigError: the job gives no hosts to this process, or the placement does not fit them.
+        CheckpointError: a host does not see the run's folder.
+        ForgeError: the job cannot start, or a host does not answer.
+    """
+    job, monitor = build_job(config.job), prepared.monitor
+    if not isinstance(job, Job):
+        raise ConfigError(f"--job {config.job} runs a whole command", hint="start the recipe by its command line")
+    lost: dict[str, str] = {}
+    made: list[Cluster] = []
+
+    def lose(host: str, cause: str) -> None:
+        lost[host] = cause
+        monitor.log.warn(f"host {host} is gone: {cause}")
+        for cluster in made:
+            cluster.lose(host, cause)
+
+    def say(text: str) -> None:
+        monitor.display.startup("hosts", "starting", text)
+
+    logs = (prepared.folder / "logs").resolve()
+    async with job.open(JobListener(say=say, lost=lose)) as hosts:
+        cluster = Cluster(logs, hosts, may_be_public=config.isolation.public_ports)
+        made.append(cluster)
+        for host, cause in lost.items():
+            cluster.lose(host, cause)
+        infos = {THIS_HOST: HostInfo.of_this_host()}
+        if hosts:
+            say(f"asking {', '.join(cluster.hosts[1:])}")
+            progress = monitor.display.progress
+            model = await asyncio.to_thread(resolve_model, config.model, config.cache, progress)
+            infos |= await _ask(cluster, prepared, model.resolve())
+        placed = place(config, infos)
+        if hosts:
+            monitor.display.startup("hosts", "ready", ", ".join(cluster.hosts[1:]))
+            for line in placed.lines():
+                monitor.log.event(line)
+            described = {name: dataclasses.asdict(info) for name, info in infos.items()}
+            write_json(prepared.folder / "hosts.json", {"hosts": described, "services": dict(placed.hosts)})
+        try:
+            with standing_for(placed.devices) if hosts else contextlib.nullcontext():
+                yield RunHosts(cluster=cluster, placed=placed)
+        finally:
+            await cluster.close()
+
+
+async def _ask(cluster: Cluster, prepared: Prepared, model: Path) -> dict[str, HostInfo]:
+    """Start a process on each host that tells what it has, and check that it sees the run's folder and the model's."""
+    service = Service("host", cluster, prepared.monitor.faults)
+    service.recoverable = True
+    probe = prepared.folder.resolve() / f".probe-{secrets.token_hex(8)}"
+    try:
+        probe.write_text(probe.name)
+        async with task_group() as group:
+            asked = {
+                host: group.create_task(_ask_one(service, service.spawn(HostActor, host=host), probe, model))
+                for host in cluster.hosts[1:]
+            }
+        return {host: task.result() for host, task in asked.items()}
+    finally:
+        await service.stop()
+        for path in probe.parent.glob(f"{probe.name}*"):
+            path.unlink(missing_ok=True)
+
+
+async def _ask_one(service: Service, replica: Replica, probe: Path, model: Path) -> HostInfo:
+    await service.watch(replica, deadline_s=_ASK_DEADLINE_S)
+    answer = probe.with_name(f"{probe.name}-{replica.index}")
+    problem = await replica.call("answer_probe", probe, answer, deadline_s=_ASK_DEADLINE_S)
+    if not problem and not await _appears(answer, probe.name):
+        problem = "what it writes there does not appear here"
+    if problem:
+        raise CheckpointError(
+            f"host {replica.host} does not see the run's folder {probe.parent}: {problem}",
+            hint="choose an --out on a file system that all hosts share",
+        )
+    if await replica.call("missing", (model,), deadline_s=_ASK_DEADLINE_S):
+        raise CheckpointError(
+            f"host {replica.host} does not see the model's folder {model}",
+            hint="put --cache, or the model itself, on a file system that all hosts share",
+        )
+    info: HostInfo = await replica.call("info", deadline_s=_ASK_DEADLINE_S)
+    return info
+
+
+async def _appears(path: Path, text: str) -> bool:
+    """Wait until a file holds a text."""
+    for _ in range(int(_SEEN_S * 10)):
+        with contextlib.suppress(OSError):
+            if await asyncio.to_thread(path.read_text) == text:
+                return True
+        await asyncio.sleep(0.1)
+    return False

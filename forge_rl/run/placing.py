@@ -1,0 +1,137 @@
+"""Places the services of a run on its hosts: what the user chose, and a default for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from forge_rl.engines.devices import Devices
+from forge_rl.engines.host import HostInfo
+from forge_rl.errors import ConfigError
+from forge_rl.run.placement_flag import SERVICES, read_placement
+from forge_rl.run.run_config import RunConfig
+from forge_rl.runtime.cluster import THIS_HOST
+from forge_rl.runtime.seats import ServiceHosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedServices:
+    """Hosts of each service, by name of the service, and what each host has."""
+
+    hosts: Mapping[str, tuple[str, ...]]
+    infos: Mapping[str, HostInfo]
+
+    def of(self, service: str, taken: Mapping[str, int] | None = None) -> ServiceHosts:
+        """Return the hosts of a service with its part of them.
+
+        Args:
+            taken: number of GPUs that other services take, by host.
+        """
+        names = self.hosts[service]
+        alike = [self.infos[name].space for name in names]
+        return ServiceHosts(
+            names=names,
+            gpus={name: self.infos[name].gpus[(taken or {}).get(name, 0) :] for name in names if self.infos[name].gpus},
+            # Hosts that are processes of one machine share its cores.
+            cores={
+                name: max(1, self.infos[name].cores // alike.count(space))
+                for name, space in zip(names, alike, strict=True)
+            },
+        )
+
+    @property
+    def with_weights(self) -> tuple[str, ...]:
+        """Hosts of the weight store: the controller's first, which holds the index, then all with ranks or engines."""
+        named = (self.hosts[service] for service in ("trainer", "generator"))
+        return tuple(dict.fromkeys([THIS_HOST, *(host for names in named for host in names)]))
+
+    @property
+    def devices(self) -> Devices:
+        """Devices of the hosts with ranks or engines.
+
+        Raises:
+            ConfigError: some of them have GPUs and others none.
+        """
+        infos = {host: self.infos[host] for host in (*self.hosts["trainer"], *self.hosts["generator"])}
+        if len(kinds := {info.kind for info in infos.values()}) > 1:
+            without = ", ".join(host for host, info in infos.items() if info.kind == "cpu")
+            raise ConfigError(
+                f"the trainer and the engines have hosts with GPUs, and without: {without}",
+                hint="name hosts with GPUs for both in --placement",
+            )
+        [kind] = kinds
+        return Devices(
+            kind=kind,
+            gpus=sum(len(info.gpus) for info in infos.values()),
+            gpu_bytes=min(info.gpu_bytes for info in infos.values()),
+        )
+
+    def ranks_on(self, ranks: int) -> dict[str, int]:
+        """Return the number of the trainer's ranks on each of its hosts."""
+        return dict.fromkeys(self.hosts["trainer"], ranks // len(self.hosts["trainer"]))
+
+    def engines_on(self, replicas: int, devices: int) -> dict[str, int]:
+        """Return the number of devices of engines on each of their hosts, at most."""
+        hosts = self.hosts["generator"]
+        return dict.fromkeys(hosts, -(-replicas // len(hosts)) * devices)
+
+    @property
+    def meet(self) -> bool:
+        """Whether a host has both ranks and engines."""
+        return not {*self.hosts["trainer"]}.isdisjoint(self.hosts["generator"])
+
+    def lines(self) -> list[str]:
+        """Describe the placement, a line for each host with services."""
+        return [
+            f"host {name}: {', '.join(services)} ({self.infos[name].describe()})"
+            for name in self.infos
+            if (services := [service for service, hosts in self.hosts.items() if name in hosts])
+        ]
+
+
+def place(config: RunConfig, infos: Mapping[str, HostInfo]) -> PlacedServices:
+    """Choose the hosts of each service.
+
+    Without a choice, trainer and engines are on all hosts of the job, or all with GPUs if there are any; rewards and
+    environments on hosts without GPUs if others have some, else on the controller's.
+
+    Args:
+        infos: all hosts by name, the controller's first.
+
+    Raises:
+        ConfigError: --placement names a host that does not exist, or the trainer's ranks cannot be split evenly.
+    """
+    chosen = read_placement(config.placement).hosts
+    for service, names in chosen.items():
+        if unknown := [name for name in names if name not in infos]:
+            raise ConfigError(
+                f"--placement gives {service} the host {unknown[0]!r}, which the job has not",
+                hint=f"its hosts are {', '.join(infos)}",
+            )
+    others = [name for name in infos if name != THIS_HOST]
+    with_gpus = [name for name in others if infos[name].gpus]
+    workers = tuple(with_gpus or others or [THIS_HOST])
+    idle = tuple(name for name in others if name not in with_gpus) if with_gpus else ()
+    trainer = chosen.get("trainer") or _trainer_hosts(config.trainer.ranks, workers, infos)
+    if config.trainer.ranks % len(trainer):
+        raise ConfigError(
+            f"{config.trainer.ranks} trainer ranks cannot be split evenly over the hosts {', '.join(trainer)}",
+            hint=f"set --trainer.ranks to a multiple of {len(trainer)}, or change --placement",
+        )
+    # Engines without a choice go first to hosts that have no ranks.
+    apart = tuple(sorted(workers, key=lambda name: name in trainer))
+    defaults = {"trainer": trainer, "generator": apart, "teachers": chosen.get("generator", apart)}
+    defaults |= dict.fromkeys(("reward", "environment"), idle or (THIS_HOST,))
+    has_teachers = getattr(config, "teachers", None) is not None
+    services = [name for name in SERVICES if name != "teachers" or has_teachers]
+    return PlacedServices(hosts={name: chosen.get(name, defaults[name]) for name in services}, infos=infos)
+
+
+def _trainer_hosts(ranks: int, workers: Sequence[str], infos: Mapping[str, HostInfo]) -> tuple[str, ...]:
+    """Return the hosts of the ranks: with GPUs as few as hold them, else as many as split them evenly."""
+    gpus = [len(infos[name].gpus) for name in workers]
+    counts = [count for count in range(1, len(workers) + 1) if ranks % count == 0]
+    if any(gpus):
+        fitting = [count for count in counts if ranks // count <= min(gpus[:count])]
+        return tuple(workers[: min(fitting, default=1)])
+    return tuple(workers[: max(counts)])

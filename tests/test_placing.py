@@ -1,0 +1,147 @@
+"""Which service has which hosts, and where ranks of several hosts meet: pure functions, and tables of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from forge_rl.engines.devices import Devices, device_type, gpus, standing_for
+from forge_rl.engines.host import HostInfo
+from forge_rl.errors import ConfigError
+from forge_rl.run.placement_flag import PlacementChoice, read_placement
+from forge_rl.run.placing import PlacedServices, place
+from forge_rl.run.run_config import RunConfig
+from forge_rl.runtime.addresses import Address, Network, interface_towards, meeting_address
+from forge_rl.runtime.cluster import THIS_HOST, Cluster
+from forge_rl.runtime.seats import Seat, Seats, ServiceHosts, ranks_by_host
+from forge_rl.services.trainer_config import TrainerConfig
+
+CPU = HostInfo(kind="cpu", gpus=(), gpu_bytes=0, cores=8, memory_bytes=1 << 34, space="machine 0")
+GPU = replace(CPU, kind="cuda", gpus=("0", "1", "5", "GPU-7"), gpu_bytes=80 << 30, cores=64)
+
+
+def hosts(**infos: HostInfo) -> dict[str, HostInfo]:
+    """A controller without GPUs, and hosts on machines of their own."""
+    named = {THIS_HOST: CPU} | infos
+    return {name: replace(info, space=name) for name, info in named.items()}
+
+
+def placed(infos: dict[str, HostInfo], ranks: int = 1, placement: str = "auto") -> PlacedServices:
+    return place(RunConfig(placement=placement, trainer=TrainerConfig(ranks=ranks)), infos)
+
+
+def test_a_placement_is_a_word_a_table_in_a_line_or_a_file(tmp_path: Path):
+    chosen = PlacementChoice(devices="separate", hosts={"trainer": ("a", "b"), "reward": ("c",)})
+    (tmp_path / "placement.toml").write_text('devices = "separate"\ntrainer = ["a", "b"]\nreward = "c"\n')
+    for text in ("separate; trainer=a+b; reward=c", chosen.text, str(tmp_path / "placement.toml")):
+        assert read_placement(text) == chosen
+    assert (read_placement("colocated").text, read_placement("").devices) == ("colocated", "auto")
+    for text, problem in (
+        ("shared", "'shared' is no placement"),
+        ("trianer=a", "no service 'trianer'"),
+        ("trainer=", "trainer has the hosts ''"),
+        ("trainer=a+a", "trainer has the hosts 'a\\+a'"),
+        (str(tmp_path / "none.toml"), "No such file"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            RunConfig(placement=text)
+
+
+@pytest.mark.parametrize(
+    ("infos", "ranks", "trainer", "generator", "reward"),
+    [
+        (hosts(), 2, [THIS_HOST], [THIS_HOST], [THIS_HOST]),
+        (hosts(a=CPU, b=CPU), 1, ["a"], ["b", "a"], [THIS_HOST]),  # engines go first where no ranks are
+        (hosts(a=CPU, b=CPU, c=CPU), 4, ["a", "b"], ["c", "a", "b"], [THIS_HOST]),
+        (hosts(a=GPU, b=GPU), 4, ["a"], ["b", "a"], [THIS_HOST]),  # as few as hold them
+        (hosts(a=GPU, b=GPU, c=CPU), 8, ["a", "b"], ["a", "b"], ["c"]),  # rewards where no GPU waits for them
+    ],
+)
+def test_a_default_uses_all_hosts(
+    infos: dict[str, HostInfo], ranks: int, trainer: list[str], generator: list[str], reward: list[str]
+):
+    found = placed(infos, ranks)
+    chosen = {"trainer": trainer, "generator": generator, "reward": reward, "environment": reward}
+    assert found.hosts == {name: tuple(each) for name, each in chosen.items()}
+
+
+def test_a_choice_wins_and_is_checked():
+    infos = hosts(a=GPU, b=GPU, c=CPU)
+    found = placed(infos, 2, "trainer=b+a;environment=a")
+    assert (found.hosts["trainer"], found.hosts["environment"]) == (("b", "a"), ("a",))
+    assert found.with_weights == (THIS_HOST, "b", "a")
+    assert (found.devices, found.meet) == (Devices(kind="cuda", gpus=8, gpu_bytes=80 << 30), True)
+    assert found.of("generator", {"a": 1}).gpus == {"a": ("1", "5", "GPU-7"), "b": GPU.gpus}
+    assert "host c: reward (8 cores, 16 GiB)" in found.lines()
+    for text, problem in (
+        ("trainer=d", "gives trainer the host 'd'"),
+        ("trainer=a+b+c", "2 trainer ranks cannot be split evenly"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            placed(infos, 2, text)
+    with pytest.raises(ConfigError, match="with GPUs, and without: c"):
+        _ = placed(infos, 2, "generator=c").devices
+
+
+def test_hosts_of_one_machine_share_its_cores():
+    infos = {name: replace(CPU, cores=9) for name in (THIS_HOST, "a", "b")}
+    assert placed(infos, 2).of("trainer").cores == {"a": 4, "b": 4}
+
+
+def test_devices_of_the_hosts_stand_for_those_of_the_controller():
+    with standing_for(Devices(kind="cuda", gpus=16, gpu_bytes=1)):
+        assert (device_type(), gpus()) == ("cuda", 16)
+    assert device_type() == "cpu"
+
+
+def cluster_without(*lost: str) -> Cluster:
+    return cast(Any, type("Lost", (), {"lost": dict.fromkeys(lost, "it is gone")}))
+
+
+def test_replicas_are_spread_and_move_when_their_host_is_gone():
+    cluster = cluster_without()
+    seats = Seats(cluster, ServiceHosts(names=("a", "b"), gpus={"a": GPU.gpus, "b": GPU.gpus}), gpus_each=2)
+    first = [seats.take(index) for index in range(3)]
+    assert first == [Seat(host="a", place=0), Seat(host="b", place=0), Seat(host="a", place=1)]
+    assert seats.take(2) == first[2], "a replacement starts where its predecessor was"
+    cluster.lost["a"] = "killed"
+    assert seats.take(0) == Seat(host="b", place=1)
+    with pytest.raises(ConfigError, match="no host has room for another replica; gone are a"):
+        seats.take(2)
+
+    alone = ServiceHosts(names=("a", "b", "c"), gpus={"a": GPU.gpus, "b": GPU.gpus, "c": GPU.gpus})
+    assert ranks_by_host(6, alone, cluster_without()) == {"a": 2, "b": 2, "c": 2}
+    assert ranks_by_host(6, alone, cluster_without("b")) == {"a": 3, "c": 3}
+    assert ranks_by_host(4, alone, cluster_without("a")) == {"b": 2, "c": 2}
+    with pytest.raises(ConfigError, match="6 ranks do not fit on the hosts c; gone are a, b"):
+        ranks_by_host(6, alone, cluster_without("a", "b"))
+
+
+def network(space: str, *addresses: str) -> Network:
+    """Addresses as INTERFACE:IP/PREFIX."""
+    parts = [each.replace("/", ":").split(":") for each in addresses]
+    found = tuple(Address(interface=name, ip=ip, prefix=int(prefix)) for name, ip, prefix in parts)
+    return Network(space=space, addresses=found)
+
+
+def test_ranks_meet_at_a_private_address_that_all_hosts_have_a_way_to():
+    one = network("m1", "eth0:8.8.8.8/24", "eth1:192.168.7.1/24", "ib0:10.0.0.1/16")
+    two = network("m2", "eth0:8.8.8.9/24", "ib0:10.0.3.2/16")
+    assert meeting_address([one, one]) == "127.0.0.1", "one machine needs no network"
+    assert meeting_address([one, two]) == "10.0.0.1"
+    assert meeting_address([two, network("m3", "eth0:10.9.0.1/16")]) == "10.0.3.2", "by a router"
+    public = network("m4", "eth0:8.8.4.4/24")
+    with pytest.raises(ConfigError, match=r"only at 8\.8\.4\.4, which is public"):
+        meeting_address([public, one])
+    assert meeting_address([public, one], may_be_public=True) == "8.8.4.4"
+    with pytest.raises(ConfigError, match="no address that other hosts can reach"):
+        meeting_address([network("m5"), one])
+
+
+def test_a_rank_finds_its_own_interface_to_the_meeting_point():
+    assert interface_towards("127.0.0.1") == "lo"
+    for address in Network.of_this_host().addresses:
+        assert interface_towards(address.ip) == address.interface
