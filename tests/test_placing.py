@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -98,7 +99,8 @@ def test_devices_of_the_hosts_stand_for_those_of_the_controller():
 
 
 def cluster_without(*lost: str) -> Cluster:
-    return cast(Any, type("Lost", (), {"lost": dict.fromkeys(lost, "it is gone")}))
+    names = [THIS_HOST, *(name for name in "abc" if name not in lost)]
+    return cast(Any, SimpleNamespace(lost=dict.fromkeys(lost, "it is gone"), hosts=names))
 
 
 def test_replicas_are_spread_and_move_when_their_host_is_gone():
@@ -118,6 +120,10 @@ def test_replicas_are_spread_and_move_when_their_host_is_gone():
     assert ranks_by_host(4, alone, cluster_without("a")) == {"b": 2, "c": 2}
     with pytest.raises(ConfigError, match="6 ranks do not fit on the hosts c; gone are a, b"):
         ranks_by_host(6, alone, cluster_without("a", "b"))
+    cpu = ServiceHosts(names=("a",))
+    assert Seats(cluster_without("a"), cpu).take(0) == Seat(host="b", place=0)
+    assert ranks_by_host(2, cpu, cluster_without("a")) == {"b": 1, "c": 1}
+    assert ranks_by_host(2, cpu, cluster_without("a", "b", "c")) == {THIS_HOST: 2}
 
 
 def network(space: str, *addresses: str) -> Network:

@@ -102,6 +102,7 @@ class Cluster:
         self._watchers: dict[str, HostWatcher] = {}
         self.lost: dict[str, str] = {}
         """Hosts that are gone for good, with the cause."""
+        self._loss = asyncio.Event()
         self.on_lost: list[Callable[[str, str], None]] = []
         """Called with the name of a host that is gone, and the cause."""
         if THIS_HOST in self._hosts:
@@ -138,8 +139,18 @@ class Cluster:
         """Count a host as gone for good: its processes are dead, and nothing is spawned there any more."""
         if host in self._hosts and host not in self.lost:
             self.lost[host] = cause
+            self._loss.set()
+            self._loss = asyncio.Event()
             for listener in list(self.on_lost):
                 listener(host, cause)
+
+    async def is_lost(self, host: str, *, within_s: float) -> bool:
+        """Wait for some seconds until a host is known to be gone for good; returns whether it is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while host not in self.lost:
+                    await self._loss.wait()
+        return host in self.lost
 
     def spawn(
         self,

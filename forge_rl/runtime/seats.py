@@ -33,6 +33,8 @@ class Seat:
 class Seats:
     """Spreads the replicas of a service over its hosts, and moves those of a host that is gone.
 
+    If all are gone, and it needs no GPUs, they move to other hosts of the run.
+
         seats = Seats(cluster, ServiceHosts(names=("a", "b")))
         host = seats.take(0).host
 
@@ -62,7 +64,7 @@ class Seats:
 
     def _free(self) -> Seat:
         """Return the first free seat on the living host with the fewest replicas."""
-        living = [host for host in self._hosts.names if host not in self._cluster.lost]
+        living = _living(self._hosts, self._cluster)
         taken = {host: {seat.place for seat in self._taken.values() if seat.host == host} for host in living}
         for host in sorted(living, key=lambda each: len(taken[each])):
             place = next(number for number in range(len(self._taken) + 1) if number not in taken[host])
@@ -79,10 +81,12 @@ class Seats:
 def ranks_by_host(ranks: int, hosts: ServiceHosts, cluster: Cluster) -> dict[str, int]:
     """Split the ranks of one replica evenly over as many of the living hosts as possible, in their order.
 
+    Without GPUs, other hosts of the run stand in for those that are gone.
+
     Raises:
         ConfigError: they do not fit on the hosts that are left.
     """
-    living = [host for host in hosts.names if host not in cluster.lost]
+    living = _living(hosts, cluster)
     for count in range(len(living), 0, -1):
         each = ranks // count
         room = [host for host in living if host not in hosts.gpus or each <= len(hosts.gpus[host])]
@@ -94,3 +98,11 @@ def ranks_by_host(ranks: int, hosts: ServiceHosts, cluster: Cluster) -> dict[str
         + (f"; gone are {gone}" if gone else ""),
         hint="start the same command again with other hosts or fewer --trainer.ranks: it resumes from its checkpoint",
     )
+
+
+def _living(hosts: ServiceHosts, cluster: Cluster) -> list[str]:
+    """Return the hosts of a service that live or, if none does and it needs no GPUs, all others of the run."""
+    living = [host for host in hosts.names if host not in cluster.lost]
+    if living or hosts.gpus:
+        return living
+    return [host for host in cluster.hosts if host != THIS_HOST] or [THIS_HOST]

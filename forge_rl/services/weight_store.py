@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from forge_rl.errors import ForgeError, ServiceError, WeightsError
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.weight_store_actor import Holder, WeightStoreActor
@@ -23,6 +25,9 @@ from forge_rl.weights.transports.protocol import Transport
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from forge_rl.weights.transports.torchstore import INSTALL, TorchStoreTransport
 from forge_rl.weights.volume import problem, reclaim
+
+_LOST_S = 5.0
+"""Time after the death of a volume in which the job may say that its whole host is gone."""
 
 T = TypeVar("T")
 
@@ -49,7 +54,9 @@ class WeightStore:
         folders: Sequence[Path] = (),
     ) -> None:
         self._service = service
-        self._transports = transports
+        self._transports = dict(transports)
+        self._deciding: set[asyncio.Task[None]] = set()
+        """Decisions in progress about volumes that died."""
         self._bucket_bytes = bucket_bytes
         self._deadline_s = 600.0
         self.folders = tuple(folders)
@@ -93,6 +100,7 @@ class WeightStore:
         if name == "torchstore":
             shared = await TorchStoreTransport.open(service.replicas[0].meshes[0].procs)
             return cls(service, dict.fromkeys(hosts, shared), bucket_bytes=bucket_bytes, choice=choice)
+        service.recoverable = len(hosts) > 1
         volumes = {host: replica.actor for host, replica in zip(hosts, service.replicas, strict=True)}
         folders = []
         for replica in service.replicas:
@@ -101,10 +109,19 @@ class WeightStore:
             if reclaimed:
                 choice += f"; {reclaimed / 2**30:.1f} GiB that a killed run had left were freed"
         transports = {host: SharedMemoryTransport(host, volumes) for host in hosts}
-        return cls(service, transports, bucket_bytes=bucket_bytes, choice=choice, folders=folders)
+        store = cls(service, transports, bucket_bytes=bucket_bytes, choice=choice, folders=folders)
+        for replica in service.replicas:
+            replica.death.add_done_callback(functools.partial(store._on_death, replica, cluster, faults))
+        return store
 
     def transport(self, host: str = THIS_HOST) -> Transport:
-        """Return the transport for processes on a host; it can be pickled."""
+        """Return the transport for processes on a host; it can be pickled.
+
+        Raises:
+            WeightsError: the host is gone.
+        """
+        if host not in self._transports:
+            raise WeightsError(f"the weight store has no host {host!r}, or no more", hint="see the run's events")
         return self._transports[host]
 
     @contextlib.asynccontextmanager
@@ -122,8 +139,10 @@ class WeightStore:
         Raises:
             WeightsError: the version already exists, is older than the latest, or does not fit.
         """
-        transport = self._transports[hosts[0]]
+        transport = self.transport(hosts[0])
         base, freed, epoch = await self._call("begin", version)
+        if base is not None and any(bucket.host and bucket.host not in self._transports for bucket in base.buckets):
+            base = None  # what a lost host held is written again
         drafted, publication = None, None
         try:
             await self._unless_it_dies("free", transport.free(freed))
@@ -192,12 +211,33 @@ class WeightStore:
 
     async def stop(self) -> None:
         """Stop the store; its versions are lost."""
+        self._service.recoverable = False
+        for task in self._deciding:
+            task.cancel()
         living = [replica for replica in self._service.replicas if replica.alive]
         closing = [replica.call("close", deadline_s=10.0) for replica in living]
         await asyncio.gather(*closing, return_exceptions=True)
         await self._service.stop()
         if any(folder.exists() for folder in self.folders):  # left by a killed process
             reclaim(self.folders[0].parent.parent)
+
+    def _on_death(self, replica: Replica, cluster: Cluster, faults: Faults, death: asyncio.Future[str]) -> None:
+        if self._service.recoverable:
+            deciding = asyncio.get_running_loop().create_task(self._decide(replica, cluster, faults, death.result()))
+            self._deciding.add(deciding)
+            deciding.add_done_callback(self._deciding.discard)
+
+    async def _decide(self, replica: Replica, cluster: Cluster, faults: Faults, cause: str) -> None:
+        """Forget the volume of a host that is gone; any other death ends the run."""
+        is_index = replica is self._service.replicas[0]
+        if not is_index and await cluster.is_lost(replica.host, within_s=_LOST_S):
+            del self._transports[replica.host]
+            volumes = {each.host: each.actor for each in self._service.replicas if each.host in self._transports}
+            for host in self._transports:
+                self._transports[host] = SharedMemoryTransport(host, volumes)
+        else:
+            self._service.abandon(replica)
+            faults.record("weights", replica.index, cause)
 
     async def _call(self, method: str, *args: object) -> Any:
         """Call the index."""
@@ -213,7 +253,7 @@ class WeightStore:
             ServiceError: a process of the store died.
         """
         task = asyncio.ensure_future(work)
-        replicas = self._service.replicas
+        replicas = [replica for replica in self._service.replicas if replica.host in self._transports]
         ends: list[asyncio.Future[Any]] = [task, *(replica.death for replica in replicas)]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
