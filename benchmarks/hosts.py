@@ -139,7 +139,7 @@ async def _fan_out(
     """Publish a version and bring it to hosts; returns the seconds, and how many copies left the writer's host."""
     await writer.call("step", deadline_s=_DEADLINE_S)
     specs = [TensorSpec(name=name, shape=shape) for name, shape in shapes]
-    async with store.publishing(version, specs, torch.bfloat16, host=_WRITER) as publication:
+    async with store.publishing(version, specs, torch.bfloat16, hosts=(_WRITER,)) as publication:
         reports, _ = await writer.call("write", publication.draft, store.transport(_WRITER), deadline_s=_DEADLINE_S)
         await publication.commit([reports])
     async with store.lease(version) as manifest:

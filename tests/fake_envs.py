@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.types import Task
 
 
@@ -138,3 +139,9 @@ class Alone:
         most = self._here
         self._here -= 1
         return float(most)
+
+
+class Elsewhere(SingleTurn):
+    """One turn, in a process of its own."""
+
+    in_process = False

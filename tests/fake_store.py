@@ -86,6 +86,7 @@ class SharedProcess:
 
     def __init__(self, logs: Path) -> None:
         self._cluster = Cluster(logs)
+        self.on_lost = self._cluster.on_lost
 
     async def start(self) -> None:
         faults = Faults()

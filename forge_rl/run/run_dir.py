@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import fnmatch
 import functools
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -27,6 +29,7 @@ from forge_rl.run.target import TargetConfig
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.system.folders import make_private
 from forge_rl.system.redaction import is_secret, without_credentials
+from forge_rl.system.terminal import visible
 
 _LIBRARY = Path(__file__).parent.parent
 _UNSAID = (
@@ -115,14 +118,7 @@ def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None 
     try:
         make_private(folder, CheckpointError)
         (folder / "logs").mkdir(exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(lock)
-            raise CheckpointError(
-                f"another process runs in {folder}", hint="wait for it, stop it, or choose another --out"
-            ) from None
+        lock = _locked(folder)
         write_json(folder / "config.json", as_json(config))
         write_json(folder / "versions.json", {**versions(), "code": dict(code or {})})
     except OSError as error:
@@ -130,6 +126,33 @@ def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None 
             f"the run folder {folder} cannot be written: {error.strerror or error}",
             hint="free space, or choose another --out",
         ) from error
+    return lock
+
+
+def _locked(folder: Path) -> int:
+    """Lock a run's folder against other processes, on any host that shares it, and note there who holds it.
+
+    Raises:
+        CheckpointError: another process runs there, or the file system has no locks.
+    """
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks only what is open for writing
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
+        os.close(lock)
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            by = f": {visible(holder)}" if holder else ""
+            raise CheckpointError(
+                f"another process runs in {folder}{by}", hint="wait for it, stop it, or choose another --out"
+            ) from None
+        raise CheckpointError(
+            f"{folder} cannot be locked, so that two processes could write to it: {error.strerror or error}",
+            hint="choose an --out on a file system with locks: a local one, NFS with its lock service, or Lustre "
+            "mounted with flock",
+        ) from None
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return lock
 
 
