@@ -67,3 +67,18 @@ def test_a_run_over_four_hosts_goes_on_when_two_of_them_are_killed(
     assert not command.strays()
     assert not forgotten(before)
     assert not list(out.glob(".probe*"))
+
+
+def test_ranks_on_two_hosts_take_the_same_steps_as_on_one(commands: list[Command], tiny_model: Path, tmp_path: Path):
+    rows = [{"question": f"What is {n} + {m}?", "answer": str(n + m)} for n in range(1, 5) for m in range(1, 9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = ("--tasks", str(tmp_path / "rows.jsonl"), "--trainer.ranks", "2", "--trainer.optimizer.lr", "1e-3")
+    common += ("--evaluation.every", "0", "--steps", "4", "--checkpoint-every", "4")
+    losses = []
+    for name, job in (("one", ("local",)), ("two", ("process:2", "--placement", "trainer=host1+host0"))):
+        out = tmp_path / name
+        command = tiny_run(commands, tiny_model, out, *common, "--job", *job, recipe="recipes.sft")
+        assert command.end(240) == 0, command.output
+        losses.append([row["loss"] for row in metrics(out) if "loss" in row])
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]

@@ -12,12 +12,14 @@ import pytest
 from forge_rl.engines.devices import Devices, device_type, gpus, standing_for
 from forge_rl.engines.host import HostInfo
 from forge_rl.errors import ConfigError
+from forge_rl.run.hosts import RunHosts, device_defaults
 from forge_rl.run.placement_flag import PlacementChoice, read_placement
 from forge_rl.run.placing import PlacedServices, place
 from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.addresses import Address, Network, interface_towards, meeting_address
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.seats import Seat, Seats, ServiceHosts, ranks_by_host
+from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.trainer_config import TrainerConfig
 
 CPU = HostInfo(kind="cpu", gpus=(), gpu_bytes=0, cores=8, memory_bytes=1 << 34, space="machine 0")
@@ -41,8 +43,8 @@ def test_a_placement_is_a_word_a_table_in_a_line_or_a_file(tmp_path: Path):
         assert read_placement(text) == chosen
     assert (read_placement("colocated").text, read_placement("").devices) == ("colocated", "auto")
     for text, problem in (
-        ("shared", "'shared' is no placement"),
-        ("trianer=a", "no service 'trianer'"),
+        ("shared", "'shared' is not a placement"),
+        ("trianer=a", "'trianer' is not a service"),
         ("trainer=", "trainer has the hosts ''"),
         ("trainer=a+a", "trainer has the hosts 'a\\+a'"),
         (str(tmp_path / "none.toml"), "No such file"),
@@ -96,6 +98,17 @@ def test_devices_of_the_hosts_stand_for_those_of_the_controller():
     with standing_for(Devices(kind="cuda", gpus=16, gpu_bytes=1)):
         assert (device_type(), gpus()) == ("cuda", 16)
     assert device_type() == "cpu"
+
+
+def test_settings_with_the_controllers_default_get_the_hosts():
+    given = RunConfig(generator=GeneratorConfig(max_num_seqs=8))
+    found = RunHosts(cluster=cluster_without(), placed=placed(hosts()), defaults=device_defaults())
+    assert found.adapted(given) is given
+    with standing_for(Devices(kind="cuda", gpus=16, gpu_bytes=1)):
+        there = found.adapted(given)
+    assert (given.trainer.seq_len, given.generator.gpu_memory_utilization) == (1024, 0.4)
+    assert (there.trainer.seq_len, there.generator.gpu_memory_utilization) == (0, 0)
+    assert there.generator.max_num_seqs == 8
 
 
 def cluster_without(*lost: str) -> Cluster:

@@ -1,4 +1,4 @@
-"""Opens the job of a run, asks its hosts what they have, and places the services."""
+"""Opens the job of a run, asks its hosts for their devices, and places the services."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from forge_rl.engines.devices import standing_for
 from forge_rl.engines.host import HostInfo
@@ -24,7 +25,11 @@ from forge_rl.runtime.jobs.protocol import Job, JobListener
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
+from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.host_actor import HostActor
+from forge_rl.services.trainer_config import TrainerConfig
+
+C = TypeVar("C", bound=RunConfig)
 
 _ASK_DEADLINE_S = 300.0
 """Timeout of a host's answers, including the start of a process there."""
@@ -38,6 +43,27 @@ class RunHosts:
 
     cluster: Cluster
     placed: PlacedServices
+    defaults: Mapping[str, Mapping[str, Any]]
+    """Defaults on the controller of settings whose defaults depend on the kind of device, by field of the config."""
+
+    def adapted(self, config: C) -> C:
+        """Return the settings with the hosts' defaults where they have the controller's."""
+        if (theirs := device_defaults()) == self.defaults:
+            return config
+        parts = {}
+        for part, own in self.defaults.items():
+            before = getattr(config, part)
+            kept = {name for name, value in own.items() if getattr(before, name) != value}
+            changes = {name: value for name, value in theirs[part].items() if name not in kept}
+            parts[part] = dataclasses.replace(before, **changes)
+        return dataclasses.replace(config, **parts)
+
+
+def device_defaults() -> dict[str, dict[str, Any]]:
+    """Return the defaults of settings that depend on the kind of device, by field of the config."""
+    trainer, generator = TrainerConfig(), GeneratorConfig()
+    names = "max_num_seqs", "gpu_memory_utilization"
+    return {"trainer": {"seq_len": trainer.seq_len}, "generator": {name: getattr(generator, name) for name in names}}
 
 
 @contextlib.asynccontextmanager
@@ -66,6 +92,7 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
 
     logs = (prepared.folder / "logs").resolve()
     async with job.open(JobListener(say=say, lost=lose)) as hosts:
+        defaults = device_defaults()
         cluster = Cluster(logs, hosts, may_be_public=config.isolation.public_ports)
         made.append(cluster)
         for host, cause in lost.items():
@@ -85,13 +112,13 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
             write_json(prepared.folder / "hosts.json", {"hosts": described, "services": dict(placed.hosts)})
         try:
             with standing_for(placed.devices) if hosts else contextlib.nullcontext():
-                yield RunHosts(cluster=cluster, placed=placed)
+                yield RunHosts(cluster=cluster, placed=placed, defaults=defaults)
         finally:
             await cluster.close()
 
 
 async def _ask(cluster: Cluster, prepared: Prepared, model: Path) -> dict[str, HostInfo]:
-    """Start a process on each host that tells what it has, and check that it sees the run's folder and the model's."""
+    """Return each host's devices and memory, after checking that it sees the run's folder and the model's."""
     service = Service("host", cluster, prepared.monitor.faults)
     service.recoverable = True
     probe = prepared.folder.resolve() / f".probe-{secrets.token_hex(8)}"

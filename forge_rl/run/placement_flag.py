@@ -52,9 +52,9 @@ def read_placement(text: str) -> PlacementChoice:
             devices = cast(Placement, values[0])
             continue
         if key == _MODE:
-            raise ConfigError(f"--placement: {'+'.join(values)!r} is no placement of devices", hint=_FORM)
+            raise ConfigError(f"--placement: {'+'.join(values)!r} is not a placement of devices", hint=_FORM)
         if key not in SERVICES:
-            raise ConfigError(f"--placement: there is no service {key!r}", hint=suggest(key, SERVICES, "services"))
+            raise ConfigError(f"--placement: {key!r} is not a service", hint=suggest(key, SERVICES, "services"))
         if not values or len(set(values)) < len(values):
             raise ConfigError(f"--placement: {key} has the hosts {'+'.join(values)!r}", hint="name each host once")
         hosts[key] = values

@@ -295,8 +295,8 @@ async def _start_teachers(
 
 
 def _taken(checked: Checked[C], hosts: RunHosts, *, engines: bool) -> dict[str, int]:
-    """Return the number of GPUs of each host that ranks take which share them with nobody, and with `engines` those of
-    the policy's engines as well."""
+    """Return the number of GPUs of each host that are not free: the trainer's unless engines share them, and with
+    `engines` the policy's engines' as well."""
     config, placed = checked.config, hosts.placed
     ranks = placed.ranks_on(config.trainer.ranks)
     if not engines:

@@ -137,7 +137,7 @@ class Starting(Generic[C]):
                 try:
                     hosts = await stack.enter_async_context(open_hosts(self.config, prepared))
                     checked = await check(
-                        self.config,
+                        hosts.adapted(self.config),
                         prepared,
                         self.mixture,
                         hosts.placed,

@@ -90,7 +90,7 @@ def interface_towards(address: str) -> str:
     """Return the name of this host's interface over which an address is reached.
 
     Raises:
-        ConfigError: there is no way to it.
+        ConfigError: no interface leads there.
     """
     if ipaddress.ip_address(address).is_loopback:
         return "lo"
@@ -112,7 +112,7 @@ def _addresses(*, inner: bool = False) -> Iterator[Address]:
     """Yield the addresses of all interfaces that are up, without loopback and link-local ones.
 
     Args:
-        inner: also yield those of bridges to containers.
+        inner: also yield addresses of bridges to containers.
     """
     up = {name for name, status in psutil.net_if_stats().items() if status.isup}
     for name, found in sorted(psutil.net_if_addrs().items()):

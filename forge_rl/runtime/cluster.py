@@ -186,7 +186,8 @@ class Cluster:
             command = default_bootstrap_cmd().with_env({**_changes(host), **temporary, **(env or {})})
             place = this_host() if host == THIS_HOST else self._hosts[host].slice(hosts=0)
             # Checked only before the first spawn: later this process may itself listen publicly, as a gateway.
-            if not (self._may_be_public or self._checked) and (ports := public_ports(psutil.Process())):
+            checked = self._may_be_public or self._checked
+            if not checked and (ports := public_ports(psutil.Process(), with_hosts=bool(self._hosts))):
                 raise ConfigError(
                     f"Monarch listens on {', '.join(ports)}, where other machines can reach it, and executes any "
                     "code it receives",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from dataclasses import dataclass
@@ -70,7 +71,17 @@ def other_people(definitions: Path = Path("/etc/login.defs")) -> list[str]:
     return sorted(names[uid] for uid in people - {os.getuid()})
 
 
-def public_ports(process: psutil.Process) -> list[str]:
-    """Return the non-loopback addresses and ports on which a process listens for TCP connections."""
+def public_ports(process: psutil.Process, *, with_hosts: bool = False) -> list[str]:
+    """Return the non-loopback addresses and ports on which a process listens for TCP connections.
+
+    Args:
+        with_hosts: leave out private addresses, over which the hosts of a run must reach it.
+    """
+
+    def is_public(text: str) -> bool:
+        address = ipaddress.ip_address(text.partition("%")[0])
+        return address.is_global or address.is_unspecified or not with_hosts
+
     found = [each.laddr for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-    return [f"{address.ip}:{address.port}" for address in found if not _LOOPBACK.match(address.ip)]
+    reached = [address for address in found if not _LOOPBACK.match(address.ip) and is_public(address.ip)]
+    return [f"{address.ip}:{address.port}" for address in reached]

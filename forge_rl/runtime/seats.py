@@ -31,7 +31,7 @@ class Seat:
 
 
 class Seats:
-    """Spreads the replicas of a service over its hosts, and moves those of a host that is gone.
+    """Spreads the replicas of a service over its hosts, and moves them when a host is gone.
 
     If all are gone, and it needs no GPUs, they move to other hosts of the run.
 

@@ -472,7 +472,7 @@ class _Processes:
         return self.service.spawn(self.actor, *args, env=env, host=self.seats.take(index).host, index=index)
 
     def spawn_spare(self, number: int) -> Replica:
-        """Spawn the spare with a number, without devices, beside one of the engines."""
+        """Spawn the spare with a number, without devices, on the host of an engine."""
         like = number % self.config.replicas
         args, env = self._args(number, "spare"), spare_environment(self.environment(like))
         host = self.seats.take(like).host

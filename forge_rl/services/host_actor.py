@@ -1,4 +1,4 @@
-"""Asks a host what it has, and which of the run's files it sees."""
+"""An actor on each host at the start of a run, which reports the host's devices and the files that it sees."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HostActor(ServiceActor):
 
     @concurrent_endpoint
     async def missing(self, paths: Sequence[Path]) -> list[Path]:
-        """Return those of the paths that this host does not see."""
+        """Return the paths that this host does not see."""
         return [path for path in paths if not path.exists()]
 
     @concurrent_endpoint

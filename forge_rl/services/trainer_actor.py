@@ -161,7 +161,7 @@ class TrainerActor(ServiceActor):
     async def publish(
         self, transports: Mapping[str, Transport], hosts: Sequence[str], drafted: Manifest
     ) -> tuple[list[ShardReport], float]:
-        """Write this rank's shards or, with several hosts, those of all ranks that its host has memory for.
+        """Write this rank's shards or, with several hosts, the shards of tensors that its host has memory for.
 
         Args:
             transports: the transport on each host.

@@ -241,7 +241,9 @@ def test_who_is_a_person_is_for_the_machine_to_say(tmp_path: Path):
 
 def test_ports_that_other_machines_reach_are_told_from_those_of_the_loopback_interface():
     with socket.create_server(("127.0.0.1", 0)), socket.create_server(("0.0.0.0", 0)) as public:
-        assert public_ports(psutil.Process()) == [f"0.0.0.0:{public.getsockname()[1]}"]
+        for with_hosts in (False, True):
+            found = public_ports(psutil.Process(), with_hosts=with_hosts)
+            assert found == [f"0.0.0.0:{public.getsockname()[1]}"]
     assert public_ports(psutil.Process()) == []
 
 
