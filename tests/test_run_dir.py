@@ -1,7 +1,10 @@
 """The run folder: continued by the same command, refused to another one."""
 
+import errno
+import fcntl
 import importlib
 import json
+import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -165,8 +168,18 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
     prepare_folder(tmp_path / "run", Config())
-    with pytest.raises(CheckpointError, match="another process"):
+    with pytest.raises(CheckpointError, match=f"another process runs in .*: process {os.getpid()} on "):
         prepare_folder(tmp_path / "run", Config())
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def flock(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(CheckpointError, match="cannot be locked, .*: No locks available") as caught:
+        prepare_folder(tmp_path / "run", Config())
+    assert "NFS" in caught.value.hint
 
 
 def test_too_little_space_and_an_unwritable_folder_are_clear_errors(tmp_path: Path) -> None:
