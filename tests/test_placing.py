@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import pytest
 
 from forge_rl.engines.devices import Devices, device_type, gpus, standing_for
 from forge_rl.engines.host import HostInfo
-from forge_rl.errors import ConfigError
+from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.run import hosts as hosts_module
 from forge_rl.run.hosts import RunHosts, device_defaults
 from forge_rl.run.placement_flag import PlacementChoice, read_placement
 from forge_rl.run.placing import PlacedServices, place
@@ -164,3 +166,38 @@ def test_a_rank_finds_its_own_interface_to_the_meeting_point():
     assert interface_towards("127.0.0.1") == "lo"
     for address in Network.of_this_host().addresses:
         assert interface_towards(address.ip) == address.interface
+
+
+@pytest.mark.parametrize(
+    ("answers", "problem"),
+    [
+        ({"answer_probe": "Permission denied"}, "host a does not see the run's folder .*: Permission denied"),
+        ({"answer_probe": ""}, "host a does not see the run's folder .*: what it writes there does not appear here"),
+        ({"answer_probe": "", "missing": [Path("model")]}, "host a does not see the model's folder model"),
+        ({"answer_probe": "", "missing": []}, ""),
+    ],
+)
+def test_a_host_that_does_not_see_the_runs_files_is_named(
+    answers: dict[str, object], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(hosts_module, "_SEEN_S", 0.2)
+    probe = tmp_path / ".probe"
+
+    async def call(method: str, *args: Path, deadline_s: float) -> object:
+        if method == "answer_probe" and "missing" in answers:
+            args[1].write_text(probe.name)
+        return CPU if method == "info" else answers[method]
+
+    async def watch(*_: object, **__: object) -> None: ...
+
+    asking = hosts_module._ask_one(
+        cast(Any, SimpleNamespace(watch=watch)),
+        cast(Any, SimpleNamespace(call=call, index=0, host="a")),
+        probe,
+        Path("model"),
+    )
+    if problem:
+        with pytest.raises(CheckpointError, match=problem):
+            asyncio.run(asking)
+    else:
+        assert asyncio.run(asking) == CPU

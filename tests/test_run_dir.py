@@ -177,7 +177,7 @@ def test_a_file_system_without_locks_is_not_taken_for_another_process(tmp_path: 
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(CheckpointError, match="cannot be locked, .*: No locks available") as caught:
+    with pytest.raises(CheckpointError, match=r"cannot be locked, .*: No locks available") as caught:
         prepare_folder(tmp_path / "run", Config())
     assert "NFS" in caught.value.hint
 
