@@ -140,14 +140,17 @@ def test_a_job_that_is_preempted_or_out_of_time_saves_and_goes_on(
 
 
 @on_slurm
-def test_a_node_that_dies_is_named_and_its_job_goes_on_elsewhere(
+def test_a_node_that_dies_is_named_and_its_job_goes_on_elsewhere_even_if_it_held_the_controller(
     slurm: SlurmCluster, commands: list[Command], tmp_path: Path
 ):
     run = patient(commands, tmp_path / "run", "--seconds", "1000")
     *_, second = run.wait_for("goes on from 0").split()
     slurm.kill_node(second)
     run.wait_for(f"{second} is lost")
-    run.wait_for(rf"goes on from 0 on (?!.*{second})")
+    *_, first, _ = run.wait_for(rf"goes on from 0 on (?!.*{second})").split()
+    slurm.start(second)
+    slurm.kill_node(first)
+    run.wait_for(rf"goes on from 0 on (?!.*{first})")
     slurm.run("scancel", "--user=root", "--signal=HUP", "--batch")
     assert run.end() == 129
 

@@ -49,6 +49,8 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 SlurmdTimeout=4
+MessageTimeout=3
+TCPTimeout=1
 KillWait=20
 MinJobAge=300
 GresTypes=gpu
@@ -121,11 +123,14 @@ class SlurmCluster:
         return found
 
     def kill_node(self, node: str) -> None:
-        """Kill every process of a node at once, its daemon and steps first."""
-        found = [*self._steps(node), *self.processes(node)]
-        for process in found:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        """Kill every process of a node at once."""
+        found = set(self.processes(node))
+        for step in self._steps(node):
+            found |= {step, *step.children(recursive=True)}
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # first none of them can still act
+            for process in found:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(number)
         self.daemons.pop(node).wait()
 
     def _steps(self, node: str) -> list[psutil.Process]:

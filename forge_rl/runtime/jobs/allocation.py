@@ -96,6 +96,8 @@ class AllocationJob:
         places = await asyncio.to_thread(node_addresses, ",".join(names)) if self._is_slurm else names
         controller = own_address(places, self.interface, may_be_public=self.public)
         commands = {name: self._command(name, controller) for name in names}
+        if self._is_slurm and len(names) > 1:  # if the first node dies, nobody but the others can tell Slurm
+            commands[names[-1]] += ["--watch", os.environ["SLURM_JOB_ID"]]
         kept = {name: value for name, value in os.environ.items() if name.startswith(_SCHEDULER)}
         lost = _once_each(listener.lost)
         async with launched_hosts(

@@ -1,6 +1,6 @@
 """One Monarch host of an allocation, started there by a launcher such as srun.
 
-python -m forge_rl.runtime.jobs.host CONTROLLER [--interface NAME] [--public]
+python -m forge_rl.runtime.jobs.host CONTROLLER [--interface NAME] [--public] [--watch JOB]
 
 It listens on this machine's address towards CONTROLLER, an IP address, and writes one JSON object a line to stdout,
 after a mark: {"address": ...} once it listens, then {"notice": "SIGTERM"} for each signal by which a scheduler says
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ import psutil  # type: ignore[import-untyped]
 from forge_rl.errors import ForgeError
 from forge_rl.runtime.cluster import quiet_stderr, set_defaults
 from forge_rl.runtime.jobs.addresses import own_address, url
+from forge_rl.runtime.jobs.slurm_queue import requeue_without_controller
 from forge_rl.runtime.monarch_log import secure_monarch_log
 from forge_rl.runtime.processes import clean_up_after
 
@@ -31,6 +33,8 @@ MARK = "forge_rl host: "
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 _ATTEMPTS = 5
 _LOOK_S = 0.1
+_WATCH_S = 15.0
+"""Seconds between questions to Slurm."""
 
 
 def main() -> None:
@@ -39,6 +43,7 @@ def main() -> None:
     parser.add_argument("controller")
     parser.add_argument("--interface", default="")
     parser.add_argument("--public", action="store_true")
+    parser.add_argument("--watch", metavar="JOB", default="")
     flags = parser.parse_args()
     os.environ["TMPDIR"] = scratch = tempfile.mkdtemp(prefix="host-")  # short, for socket names
     clean_up_after([scratch])
@@ -52,12 +57,22 @@ def main() -> None:
         sys.exit(f"error: {error}")
     for number in _NOTICES:
         signal.signal(number, _notice)  # Monarch may have set its own
-    while os.read(0, 4096):
-        pass
+    _wait(flags.watch)
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     os._exit(0)  # Monarch's threads still run
+
+
+def _wait(job: str) -> None:
+    """Return when stdin ends; meanwhile requeue a Slurm job whose controller is gone, unless it is ""."""
+    while True:
+        ready, _, _ = select.select([0], [], [], _WATCH_S if job else None)
+        if ready and not os.read(0, 4096):
+            return
+        if not ready:
+            with contextlib.suppress(ForgeError):  # slurmctld restarts; it is asked again
+                requeue_without_controller(job)
 
 
 def _serve(ip: str) -> str:

@@ -24,6 +24,8 @@ _OPTION = re.compile(r"[\w.,:=+@/%\[\]()*-]*", flags=re.ASCII)
 """What may stand in a directive of the batch script."""
 _CHUNK_BYTES = 1 << 16
 _LOOK_S = 1.0
+_REQUEUED = ("NODE_FAIL", "PREEMPTED", "TIMEOUT", "BOOT_FAIL")
+"""Ends after which Slurm may start a job again."""
 _ASK_S, _ASK_LESS_S = 1.0, 10.0
 """Seconds between questions to Slurm: at first, and at most."""
 _SCRIPT = """\
@@ -143,11 +145,12 @@ class SlurmJob:
 
     def _follow(self, name: str, job: JobState, log: _Log, say: Callable[[str], None]) -> int:
         """Show a job's place in the queue, then its log; return its exit status."""
-        said, every_s, ask_at = "", _ASK_S, 0.0
-        while not job.end:
+        said, every_s, ask_at, ends = "", _ASK_S, 0.0, 0
+        while ends < 2:  # Slurm may requeue a job that it has just counted as dead
             log.show()
             if time.monotonic() >= ask_at:
                 before, job = job, _again(name, job)
+                ends = 0 if not job.end else ends + 1 if job.state in _REQUEUED else 2
                 told = slurm_queue.describe_wait(job) if job.waits else _describe(job)
                 if told != said:
                     say(said := told)

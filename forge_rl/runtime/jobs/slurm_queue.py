@@ -131,6 +131,16 @@ def node_names(nodes: str) -> list[str]:
     return ask_slurm("scontrol", "show", "hostnames", nodes).split()
 
 
+def requeue_without_controller(id: str) -> None:
+    """Requeue a job whose first node is gone, and with it the batch script.
+
+    Slurm leaves the other nodes to such a job until its time limit, since it was submitted with --no-kill.
+    """
+    first, _, nodes = ask_slurm("squeue", "--noheader", f"--jobs={id}", "--format=%B|%N").strip().partition("|")
+    if nodes and first not in node_names(nodes):
+        ask_slurm("scontrol", "requeue", id)
+
+
 def dead_nodes(names: str) -> dict[str, str]:
     """Return those of the named nodes that Slurm does not count on any more, with their states."""
     answer = ask_slurm(
