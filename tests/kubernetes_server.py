@@ -224,7 +224,9 @@ class _Requests(BaseHTTPRequestHandler):
         path, query = self.parts()
         self.body()
         if path.startswith(_POLICY_GROUP):
-            found = self.cluster.policies.pop(path.rpartition("/")[2], None)
+            with self.cluster.changed:
+                found = self.cluster.policies.pop(path.rpartition("/")[2], None)
+                self.cluster.changed.notify_all()
             return self.send(200, {}) if found else self.refuse(404, "not found")
         for name in self.selected(query.get("labelSelector", "")):
             self.cluster.delete(name, float(query.get("gracePeriodSeconds", "30")))

@@ -1,13 +1,19 @@
 """What is judged of hosts from their facts; and the doctor on real hosts."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from forge_rl.models.bundled import bundled_model, default_cache
+from forge_rl.run.doctor import examine
 from forge_rl.run.host_checks import Clock, Finding, failed_hosts, judge_disk, judge_facts, judge_gap, judge_speeds
 from forge_rl.runtime.host_facts import HostFacts, write_rate
+from forge_rl.runtime.jobs.flag import build_job
+from forge_rl.runtime.jobs.protocol import Job
+from tests.tiny import make_tiny_model
 
 GIB = 1 << 30
 GOOD = HostFacts(
@@ -77,3 +83,39 @@ def test_disks_and_gaps_are_judged(tmp_path: Path):
         ("train and decode", "b", "fail"),
         ("train and decode", "c", "fail"),
     ]
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("nothing_left")
+def test_the_doctor_finds_nothing_wrong_with_good_hosts(tmp_path: Path):
+    """It starts an engine and a trainer, and moves bytes between hosts."""
+
+    async def main() -> list[Finding]:
+        job = build_job("process:1")
+        assert isinstance(job, Job)
+        model = make_tiny_model(tmp_path / "model", bundled_model(default_cache()))
+        (tmp_path / "runs").mkdir()
+        return await examine(job, folder=tmp_path / "runs", model=model, public=False, say=lambda text: None)
+
+    findings = asyncio.run(main())
+    speeds = ("matmul", "disk", "clock")  # of a machine that may be busy
+    assert [each for each in findings if each.status != "ok" and each.check not in speeds] == []
+    checks = [
+        "versions",
+        "devices",
+        "memory",
+        "/dev/shm",
+        "run folder",
+        "disk",
+        "ports",
+        "rdma",
+        "collective",
+        "matmul",
+    ]
+    for host in ("local", "host0"):
+        found = [each.check for each in findings if each.host == host and each.check in checks]
+        assert found == checks
+    (learned,) = [each for each in findings if each.check == "train and decode"]
+    assert learned.detail.startswith("logprob gap ")
+    assert learned.detail.endswith("over 32 tokens")
+    assert list((tmp_path / "runs").iterdir()) == []

@@ -249,3 +249,40 @@ def test_the_doctor_names_what_is_wrong_with_pods(cluster: ApiServer, kubeconfig
     assert "torch 0.0.1 instead of 2." in done.stdout
     assert list((tmp_path / "runs").iterdir()) == []
     assert (cluster.pods, cluster.policies) == ({}, {})
+
+
+def test_a_controller_in_a_pod_owns_the_others_and_carries_the_runs_label():
+    job = KubernetesHosts(image="x", name="grpo")
+    policy, pods = job.manifests()
+    own = {"metadata": {"name": "controller", "uid": "u", "labels": {"forge-rl-run": "grpo"}}}
+    job._adopt(own, policy, pods)
+    for model, manifest in (("V1NetworkPolicy", policy), ("V1Pod", pods[0])):
+        (owner,) = manifest["metadata"]["ownerReferences"]
+        assert (owner["name"], owner["uid"]) == ("controller", "u")
+        assert unknown_fields(manifest, model) == []
+    job._adopt(None, policy, pods)  # it may not ask
+    with pytest.raises(ConfigError, match="lacks the label forge-rl-run=grpo"):
+        job._adopt({"metadata": {"name": "controller", "uid": "u"}}, policy, pods)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("nothing_left")
+def test_pods_are_deleted_when_the_controller_is_killed(cluster: ApiServer, kubeconfig: Path):
+    cluster.broken_images = ("broken",)
+    code = (
+        "import asyncio, pathlib\n"
+        "from forge_rl.runtime.jobs.kubernetes import *\n"
+        f"job = KubernetesHosts(image='broken', kubeconfig=pathlib.Path({str(kubeconfig)!r}), route='direct')\n"
+        "async def main():\n"
+        "    async with job.open(JobListener(say=lambda text: print(text, flush=True))): pass\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as controller:
+        assert controller.stdout is not None
+        for line in controller.stdout:
+            if "ImagePullBackOff" in line:
+                break
+        controller.kill()
+    with cluster.changed:
+        assert cluster.changed.wait_for(lambda: not cluster.pods and not cluster.policies, timeout=30)
+    psutil.wait_procs(psutil.Process().children(), timeout=10)
