@@ -294,7 +294,7 @@ def test_pods_are_deleted_when_the_controller_is_killed(cluster: ApiServer, kube
 @pytest.mark.usefixtures("nothing_left")
 def test_a_whole_run_trains_on_one_pod_and_decodes_on_another(cluster: ApiServer, kubeconfig: Path, tmp_path: Path):
     model, out = make_tiny_model(tmp_path / "model", bundled_model(default_cache())), tmp_path / "run"
-    job = f"kubernetes:image=x,hosts=2,name=tiny,shm=1Gi,route=direct,kubeconfig={kubeconfig}"
+    job = f"kubernetes:image=x,hosts=2,name=tiny,shm=4Gi,route=direct,kubeconfig={kubeconfig}"
     placement = "trainer=host0;generator=host1;environment=local;reward=local"
     flags = ["--model", str(model), "--out", str(out), "--steps", "2", "--job", job, "--placement", placement]
     flags += ["--generator.max-tokens", "16", "--evaluation.every", "0", "--trainer.seq-len", "256"]

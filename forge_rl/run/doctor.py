@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import secrets
 import shutil
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,20 +13,20 @@ from typing import Any
 
 from forge_rl.engines.factory import decode_environment, train_environment
 from forge_rl.errors import ForgeError
-from forge_rl.run.host_checks import Clock, Finding, judge_disk, judge_facts, judge_gap, judge_speeds
+from forge_rl.run.host_checks import Finding, judge_disk, judge_facts, judge_gap, judge_speeds
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.host_facts import HostFacts
+from forge_rl.runtime.host_facts import Clock, HostFacts
 from forge_rl.runtime.jobs.protocol import Job, JobListener
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
+from forge_rl.services.host_actor import ask_facts
 from forge_rl.services.host_check_actors import DecodeCheckActor, HostCheckActor, TrainCheckActor
 
 _CALL_S = 60.0
 _START_S = 120.0
 """Timeout of a process's start, whose imports may come from a slow disk."""
-_CLOCK_TRIES = 5
 _SEEN_S = 10.0
 """Time in which a file that another host wrote must appear on a shared file system."""
 _WRITTEN = 64 << 20
@@ -113,7 +112,11 @@ async def examine(
 
 
 async def _examine(examination: Examination, model: Path | None) -> None:
-    clocks = await ask_facts(examination.replicas, examination.facts)
+    clocks: dict[str, Clock] = {}
+    for host, replica in examination.replicas.items():
+        examination.facts[host], clock = await ask_facts(replica, deadline_s=_CALL_S)
+        if host != THIS_HOST:
+            clocks[host] = clock
     examination.findings += judge_facts(examination.facts, clocks)
     await examination.each("run folder", lambda host: _folder(examination, host))
     if model is None:
@@ -156,34 +159,13 @@ async def _asked(examination: Examination) -> AsyncIterator[None]:
         await service.stop()
 
 
-async def ask_facts(replicas: Mapping[str, Replica], facts: dict[str, HostFacts]) -> dict[str, Clock]:
-    """Ask processes for the facts of their hosts, which are added to `facts`; return the clocks of other hosts.
-
-    Raises:
-        ForgeError: a process does not answer.
-    """
-    clocks: dict[str, Clock] = {}
-    for host, replica in replicas.items():
-        facts[host] = await replica.call("facts", deadline_s=_CALL_S)
-        if host == THIS_HOST:
-            continue
-        tries = []
-        for _ in range(_CLOCK_TRIES):
-            before = time.time()
-            there = float(await replica.call("clock", deadline_s=_CALL_S))
-            after = time.time()
-            tries.append(Clock(offset_s=there - (before + after) / 2, error_s=(after - before) / 2))
-        clocks[host] = min(tries, key=lambda clock: clock.error_s)
-    return clocks
-
-
 async def _folder(examination: Examination, host: str) -> Finding:
     """Have the host copy a file that this one wrote, and look whether the copy appears here."""
     probe = examination.folder / f".probe-{secrets.token_hex(8)}"
     answer = probe.with_name(f"{probe.name}-answer")
     try:
         await asyncio.to_thread(probe.write_text, probe.name)
-        problem = str(await examination.call(host, "copy_probe", probe, answer))
+        problem = str(await examination.call(host, "answer_probe", probe, answer))
         if not problem and not await _appears(answer, probe.name):
             problem = "what it writes there does not appear here"
     finally:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from forge_rl.runtime.host_facts import HostFacts
+from forge_rl.runtime.host_facts import Clock, HostFacts
 
 _GIB = 1 << 30
 LEAST_AVAILABLE_BYTES = 2 * _GIB
@@ -37,16 +37,6 @@ class Finding:
     status: Literal["ok", "warn", "fail"]
     detail: str
     hint: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clock:
-    """A host's clock compared with the controller's."""
-
-    offset_s: float
-    """Positive if the host's clock is ahead."""
-    error_s: float
-    """Half of the round trip, by which the offset may be wrong."""
 
 
 def judge_facts(facts: Mapping[str, HostFacts], clocks: Mapping[str, Clock]) -> list[Finding]:

@@ -6,33 +6,39 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from forge_rl.engines.devices import standing_for
 from forge_rl.engines.host import HostInfo
-from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.errors import CheckpointError, ConfigError, ForgeError
 from forge_rl.models.resolve import resolve_model
+from forge_rl.run.host_checks import failed_hosts, judge_facts
+from forge_rl.run.placement_flag import read_placement
 from forge_rl.run.placing import PlacedServices, place
 from forge_rl.run.preparation import Prepared
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.run_dir import write_json
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
+from forge_rl.runtime.host_facts import Clock, HostFacts
 from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.runtime.jobs.protocol import Job, JobListener
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator_config import GeneratorConfig
-from forge_rl.services.host_actor import HostActor
+from forge_rl.services.host_actor import HostActor, ask_facts
 from forge_rl.services.trainer_config import TrainerConfig
 
 C = TypeVar("C", bound=RunConfig)
+Answer = tuple[HostInfo, HostFacts, Clock] | CheckpointError
+"""What a host has, and how its clock stands; or why it does not see the run's files."""
 
 _ASK_DEADLINE_S = 300.0
 """Timeout of a host's answers, including the start of a process there."""
+_HINT = "repair it, or leave it out of --placement; python -m apps.doctor shows more"
 _SEEN_S = 10.0
 """Time in which a file that another host wrote must appear on a shared file system."""
 
@@ -102,7 +108,7 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
             say(f"asking {', '.join(cluster.hosts[1:])}")
             progress = monitor.display.progress
             model = await asyncio.to_thread(resolve_model, config.model, config.cache, progress)
-            infos |= await _ask(cluster, prepared, model.resolve())
+            infos |= _sound(config, cluster, await _ask(cluster, prepared, model.resolve()), monitor.log.warn)
         placed = place(config, infos)
         if hosts:
             monitor.display.startup("hosts", "ready", ", ".join(cluster.hosts[1:]))
@@ -117,8 +123,34 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
             await cluster.close()
 
 
-async def _ask(cluster: Cluster, prepared: Prepared, model: Path) -> dict[str, HostInfo]:
-    """Return each host's devices and memory, after checking that it sees the run's folder and the model's."""
+def _sound(
+    config: RunConfig, cluster: Cluster, answers: Mapping[str, Answer], warn: Callable[[str], None]
+) -> dict[str, HostInfo]:
+    """Return what the sound hosts have; leave out those that fail the quick checks, with a warning.
+
+    Raises:
+        ForgeError: --placement names a host that fails, or all hosts of the job fail.
+    """
+    answered = {host: answer for host, answer in answers.items() if not isinstance(answer, CheckpointError)}
+    facts = {THIS_HOST: HostFacts.of_this_host()} | {host: facts for host, (_, facts, _) in answered.items()}
+    found = judge_facts(facts, {host: clock for host, (_, _, clock) in answered.items()})
+    failed: dict[str, ForgeError] = {
+        host: ConfigError(f"host {host} fails the checks at the start: {cause}", hint=_HINT)
+        for host, cause in failed_hosts(found).items()
+        if host != THIS_HOST
+    }
+    failed |= {host: answer for host, answer in answers.items() if isinstance(answer, CheckpointError)}
+    named = {name for names in read_placement(config.placement).hosts.values() for name in names}
+    for host, error in failed.items():
+        if host in named or len(failed) == len(answers):
+            raise error
+        warn(f"{error.message}; the run goes on without it")
+        cluster.lose(host, error.message)
+    return {host: info for host, (info, _, _) in answered.items() if host not in failed}
+
+
+async def _ask(cluster: Cluster, prepared: Prepared, model: Path) -> dict[str, Answer]:
+    """Return what each host has, or why it does not see the run's folder or the model's."""
     service = Service("host", cluster, prepared.monitor.faults)
     service.recoverable = True
     probe = prepared.folder.resolve() / f".probe-{secrets.token_hex(8)}"
@@ -126,7 +158,7 @@ async def _ask(cluster: Cluster, prepared: Prepared, model: Path) -> dict[str, H
         probe.write_text(probe.name)
         async with task_group() as group:
             asked = {
-                host: group.create_task(_ask_one(service, service.spawn(HostActor, host=host), probe, model))
+                host: group.create_task(_examine_one(service, service.spawn(HostActor, host=host), probe, model))
                 for host in cluster.hosts[1:]
             }
         return {host: task.result() for host, task in asked.items()}
@@ -134,6 +166,14 @@ async def _ask(cluster: Cluster, prepared: Prepared, model: Path) -> dict[str, H
         await service.stop()
         for path in probe.parent.glob(f"{probe.name}*"):
             path.unlink(missing_ok=True)
+
+
+async def _examine_one(service: Service, replica: Replica, probe: Path, model: Path) -> Answer:
+    try:
+        info = await _ask_one(service, replica, probe, model)
+    except CheckpointError as error:
+        return error
+    return info, *await ask_facts(replica, deadline_s=_ASK_DEADLINE_S)
 
 
 async def _ask_one(service: Service, replica: Replica, probe: Path, model: Path) -> HostInfo:

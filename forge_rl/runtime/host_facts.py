@@ -71,6 +71,16 @@ class HostFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Clock:
+    """A host's clock compared with the controller's."""
+
+    offset_s: float
+    """Positive if the host's clock is ahead."""
+    error_s: float
+    """Half of the round trip, by which the offset may be wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sampled:
     """Tokens that an engine sampled, with its logprobs."""
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.engines.host import HostInfo
+from forge_rl.runtime.host_facts import Clock, HostFacts
+from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import ServiceActor
+
+_CLOCK_TRIES = 5
 
 
 class HostActor(ServiceActor):
@@ -19,6 +24,15 @@ class HostActor(ServiceActor):
     @concurrent_endpoint
     async def info(self) -> HostInfo:
         return HostInfo.of_this_host()
+
+    @concurrent_endpoint
+    async def facts(self) -> HostFacts:
+        return await asyncio.to_thread(HostFacts.of_this_host)
+
+    @concurrent_endpoint
+    async def clock(self) -> float:
+        """Return the host's time, in seconds since 1970."""
+        return time.time()
 
     @concurrent_endpoint
     async def missing(self, paths: Sequence[Path]) -> list[Path]:
@@ -37,3 +51,19 @@ class HostActor(ServiceActor):
         except OSError as error:
             return str(error.strerror or error)
         return ""
+
+
+async def ask_facts(replica: Replica, *, deadline_s: float) -> tuple[HostFacts, Clock]:
+    """Ask a HostActor for the facts of its host, and compare its clock with this one's.
+
+    Raises:
+        ForgeError: it does not answer.
+    """
+    facts: HostFacts = await replica.call("facts", deadline_s=deadline_s)
+    tries = []
+    for _ in range(_CLOCK_TRIES):
+        before = time.time()
+        there: float = await replica.call("clock", deadline_s=deadline_s)
+        after = time.time()
+        tries.append(Clock(offset_s=there - (before + after) / 2, error_s=(after - before) / 2))
+    return facts, min(tries, key=lambda clock: clock.error_s)

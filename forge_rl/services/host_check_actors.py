@@ -16,8 +16,9 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 from monarch.actor import concurrent_endpoint
 
-from forge_rl.runtime.host_facts import HostFacts, Sampled, Trained, write_rate
+from forge_rl.runtime.host_facts import Sampled, Trained, write_rate
 from forge_rl.runtime.service import ServiceActor
+from forge_rl.services.host_actor import HostActor
 from forge_rl.system.variables import set_here
 
 _CONNECT_S = 3.0
@@ -25,30 +26,12 @@ _DECODED = 32
 _RDMA_TIMEOUT_S = 60
 
 
-class HostCheckActor(ServiceActor):
-    """Tells what its host has, and how fast it is. Loads torch only when speeds are measured."""
+class HostCheckActor(HostActor):
+    """Reports what its host has, and how fast it is. Loads torch only when speeds are measured."""
 
     def __init__(self) -> None:
         self._listeners: list[socket.socket] = []
         self._shared: tuple[Any, Any] | None = None
-
-    @concurrent_endpoint
-    async def facts(self) -> HostFacts:
-        return await asyncio.to_thread(HostFacts.of_this_host)
-
-    @concurrent_endpoint
-    async def clock(self) -> float:
-        """Return the host's time, in seconds since 1970."""
-        return time.time()
-
-    @concurrent_endpoint
-    async def copy_probe(self, probe: Path, answer: Path) -> str:
-        """Copy a file of the controller's to another one, which the controller reads; return "", or the problem."""
-        try:
-            await asyncio.to_thread(shutil.copyfile, probe, answer)
-        except OSError as error:
-            return str(error.strerror or error)
-        return ""
 
     @concurrent_endpoint
     async def disk(self, folder: Path, size: int) -> tuple[int, float]:
