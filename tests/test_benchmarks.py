@@ -201,6 +201,7 @@ def test_function_calls_are_compared_with_the_accepted_ones(tmp_path: Path) -> N
     calls = call("g", o={}), call("f", x=[1, "ab"]), call("f", x=1)
     assert score_of("bfcl", parallel, "", calls) == 1.0, "in any order"
     assert score_of("bfcl", parallel, "", (*calls[:2], call("f", x=2))) == 0.0
+    assert score_of("bfcl", parallel, "", (*calls[:2], call("f", x=True))) == 0.0, "true is not 1"
 
 
 @pytest.mark.parametrize(

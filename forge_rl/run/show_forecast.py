@@ -57,6 +57,8 @@ def show_forecast(config: RunConfig) -> None:
     _show_memory(console, found, machines)
     _show_times(console, found, policy, machines)
     _show_assumptions(console, machines)
+    if getattr(config, "critic", None) is not None or getattr(config, "teachers", None) is not None:
+        console.print("not counted: the critic, or the teachers", style="yellow")
 
 
 def _folder(config: RunConfig) -> Path:
