@@ -45,7 +45,7 @@ from forge_rl.run.launch import launch
 from forge_rl.sandbox import Limits, Pool, SandboxError, Session
 from forge_rl.sandbox.network import named_addresses
 from forge_rl.sandbox.pool import Profile
-from forge_rl.sandbox.wire import WireError, limits_from_json, result_to_json, unpacked
+from forge_rl.sandbox.providers.wire import WireError, limits_from_json, result_to_json, unpacked
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
 

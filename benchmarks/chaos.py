@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
-from forge_rl.sandbox import DurableSessions, Limits, Pool, Result, cgroups
+from forge_rl.sandbox import DurableSessions, Limits, Pool, Result
 from forge_rl.sandbox.host import Host
+from forge_rl.sandbox.inside import cgroups
 from forge_rl.sandbox.pool import Profile
 
 _CELLS = ("import time\nx = [{}]", "time.sleep(0.01); x.append(3 * x[-1] + 1); x[-1]", "len(x)")

@@ -25,7 +25,8 @@ from pathlib import Path
 
 from benchmarks.peer_environments import JUPYTER, ROOT, set_up
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
-from forge_rl.sandbox import Limits, Pool, Session, cgroups
+from forge_rl.sandbox import Limits, Pool, Session
+from forge_rl.sandbox.inside import cgroups
 from forge_rl.sandbox.pool import Profile
 
 _SPARE_FILES = 512

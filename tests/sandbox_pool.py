@@ -160,7 +160,7 @@ def only_pytest(folder: Path) -> Path:
 
 def left_in_cgroups(name: str = "forge_rl-sandbox") -> list[Path]:
     """Folders of sandbox servers' cgroups."""
-    from forge_rl.sandbox import cgroups
+    from forge_rl.sandbox.inside import cgroups
 
     found = []
     for one in cgroups.here():

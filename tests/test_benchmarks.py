@@ -17,7 +17,7 @@ from forge_rl.rewards.by_source import RewardBySource
 from forge_rl.rewards.choice import chosen_letter
 from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.reward_flag import build_reward
-from forge_rl.sandbox.server import missing_layers
+from forge_rl.sandbox.inside.server import missing_layers
 from forge_rl.sandbox.shared import default_profile
 from forge_rl.types import Episode, Score, Task, ToolCall, Turn
 

@@ -18,7 +18,7 @@ from forge_rl.criteria import read_criteria
 from forge_rl.data.sources import Columns
 from forge_rl.flags.command_line import parse
 from forge_rl.rewards.reward_flag import REWARDS, build_reward
-from forge_rl.sandbox.server import missing_layers
+from forge_rl.sandbox.inside.server import missing_layers
 from forge_rl.sandbox.shared import default_profile
 from recipes.grpo import Config
 from tests.commands import Command, metrics

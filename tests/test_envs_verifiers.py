@@ -23,7 +23,7 @@ from forge_rl.envs.verifiers import PACKAGE, VerifiersEnv
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.gateway import GatewayConfig, Session
 from forge_rl.rollout.agents import serving_agents
-from forge_rl.sandbox.seccomp import session_filter
+from forge_rl.sandbox.inside.seccomp import session_filter
 from forge_rl.types import Episode, Outcome, Score, Task
 from tests.commands import Command, metrics, tiny_run
 from tests.fake_backend import FakeBackend, tokenizer

@@ -11,7 +11,7 @@ import pytest
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import SandboxError
-from forge_rl.sandbox.repositories import RepositoryStore
+from forge_rl.sandbox.workspaces.repositories import RepositoryStore
 
 
 def git(folder: Path, *arguments: str, data: bytes | None = None) -> str:
@@ -180,7 +180,7 @@ def test_what_was_used_longest_ago_is_evicted_and_nothing_in_use(repository: Pat
 def test_an_interrupted_process_leaves_nothing_half_and_two_at_once_make_one(repository: Path, tmp_path: Path):
     revision = git(repository, "rev-parse", "HEAD")
     code = (
-        "import asyncio, os, sys, pathlib\nfrom forge_rl.sandbox.repositories import RepositoryStore\n"
+        "import asyncio, os, sys, pathlib\nfrom forge_rl.sandbox.workspaces.repositories import RepositoryStore\n"
         "store = RepositoryStore(pathlib.Path(sys.argv[1]))\n"
         "if len(sys.argv) > 4: store._link = lambda *_: os._exit(9)\n"
         "async def main():\n"

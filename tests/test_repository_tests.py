@@ -10,8 +10,8 @@ import pytest
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox import Limits, SandboxError
-from forge_rl.sandbox.changes import Change, Entry
-from forge_rl.sandbox.repository_tests import RepositoryTests, Verdict
+from forge_rl.sandbox.workspaces.changes import Change, Entry
+from forge_rl.sandbox.workspaces.repository_tests import RepositoryTests, Verdict
 from tests.sandbox_pool import SharedPool, only_pytest, opened_pool
 
 RIGHT, WRONG = "def add(a, b):\n    return a + b\n", "def add(a, b):\n    return 7\n"

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox import Limits, Pool, SandboxError, cells, cgroups
+from forge_rl.sandbox import Limits, Pool, SandboxError
+from forge_rl.sandbox.inside import cells, cgroups
 from forge_rl.sandbox.limits import MEDIA_TYPES
 from tests.sandbox_pool import LIMITS, SharedPool, left_in_cgroups
 

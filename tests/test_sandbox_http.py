@@ -22,7 +22,7 @@ from apps.sandbox import Config, SandboxServer
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.errors import ApiError
 from forge_rl.sandbox import CellError, Image, Limits, RemotePool, Result, SandboxError, SandboxPool, Usage
-from forge_rl.sandbox.wire import WireError, result_from_json, result_to_json
+from forge_rl.sandbox.providers.wire import WireError, result_from_json, result_to_json
 from tests.sandbox_pool import left_in_cgroups
 
 LIMITS = Limits(wall_s=20, memory_bytes=96 << 20, processes=24, scratch_bytes=4 << 20, transfer_bytes=64 << 10)

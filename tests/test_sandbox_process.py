@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox import Limits, Pool, Result, SandboxError, commands, languages
+from forge_rl.sandbox import Limits, Pool, Result, SandboxError, languages
+from forge_rl.sandbox.inside import commands
 from tests.sandbox_pool import LIMITS, SharedPool, left_in_cgroups
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.sandbox import commands
+from forge_rl.sandbox.inside import commands
 from tests.security.other_user import NOBODY, needs_root, python_of_all
 
 GUEST = Path(__file__).parent / "unified_guest.sh"

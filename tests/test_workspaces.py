@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.sandbox import SandboxError, bodies, kernel
-from forge_rl.sandbox.changes import Change, Changes, Entry, OpenFolder, read_changes
-from forge_rl.sandbox.diffs import diff_text
+from forge_rl.sandbox import SandboxError, bodies
+from forge_rl.sandbox.inside import kernel
+from forge_rl.sandbox.workspaces.changes import Change, Changes, Entry, OpenFolder, read_changes
+from forge_rl.sandbox.workspaces.diffs import diff_text
 from tests.sandbox_pool import LIMITS, SharedPool
 
 FILE = stat.S_IFREG | 0o644

@@ -17,10 +17,10 @@ from forge_rl.envs.tool import Tool
 from forge_rl.envs.tools import ToolSettings
 from forge_rl.errors import ConfigError, TaskError, check_flags
 from forge_rl.sandbox import Checkout, Limits, RepositoryStore, SandboxError, Session, shared_pool
-from forge_rl.sandbox.changes import Change
 from forge_rl.sandbox.durable import DivergedError, repeatable
 from forge_rl.sandbox.fences import SHELL
-from forge_rl.sandbox.repository_tests import RepositoryTests, Verdict
+from forge_rl.sandbox.workspaces.changes import Change
+from forge_rl.sandbox.workspaces.repository_tests import RepositoryTests, Verdict
 from forge_rl.types import Message, Task, ToolCall
 
 _INSTRUCTION = (
@@ -56,7 +56,7 @@ class RepositoryEnv:
     completion with commands in fenced blocks, or a call of the tool `shell`, runs them in the episode's workspace,
     without a network; any other completion ends the episode. Then the tests run in a fresh session, on what the model
     changed outside of tests: the reward is 1.0 if all pass, else 0.0, and its part `tests_passed` is the share that
-    pass. `forge_rl.sandbox.repository_tests` lists the protections.
+    pass. `forge_rl.sandbox.workspaces.repository_tests` lists the protections.
 
     Args:
         file: the tasks.

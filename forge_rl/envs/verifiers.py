@@ -18,7 +18,7 @@ from forge_rl.envs.protocol import Policy
 from forge_rl.envs.task_list import TaskList, split
 from forge_rl.envs.worker import Worker
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.sandbox.seccomp import ARCHITECTURES, session_filter
+from forge_rl.sandbox.inside.seccomp import ARCHITECTURES, session_filter
 from forge_rl.system.variables import handed_on
 from forge_rl.types import Episode, Message, Score, Task
 

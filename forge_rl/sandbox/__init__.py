@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from forge_rl.sandbox.durable import DurableSession as DurableSession
     from forge_rl.sandbox.durable import DurableSessions as DurableSessions
-    from forge_rl.sandbox.e2b import E2BPool as E2BPool
     from forge_rl.sandbox.limits import CellError as CellError
     from forge_rl.sandbox.limits import Image as Image
     from forge_rl.sandbox.limits import Limits as Limits
@@ -24,22 +23,23 @@ if TYPE_CHECKING:
     from forge_rl.sandbox.pool import Pool as Pool
     from forge_rl.sandbox.protocol import SandboxPool as SandboxPool
     from forge_rl.sandbox.protocol import SandboxSession as SandboxSession
-    from forge_rl.sandbox.remote import RemotePool as RemotePool
-    from forge_rl.sandbox.repositories import Checkout as Checkout
-    from forge_rl.sandbox.repositories import RepositoryStore as RepositoryStore
+    from forge_rl.sandbox.providers.e2b import E2BPool as E2BPool
+    from forge_rl.sandbox.providers.remote import RemotePool as RemotePool
     from forge_rl.sandbox.session import Session as Session
     from forge_rl.sandbox.shared import run_code as run_code
     from forge_rl.sandbox.shared import shared_pool as shared_pool
+    from forge_rl.sandbox.workspaces.repositories import Checkout as Checkout
+    from forge_rl.sandbox.workspaces.repositories import RepositoryStore as RepositoryStore
 
 _HOMES = {
     **dict.fromkeys(("CellError", "Image", "Limits", "Result", "SandboxError", "Usage"), "limits"),
     **dict.fromkeys(("DurableSession", "DurableSessions"), "durable"),
-    "E2BPool": "e2b",
+    "E2BPool": "providers.e2b",
     "Pool": "pool",
-    "RemotePool": "remote",
+    "RemotePool": "providers.remote",
     "SandboxPool": "protocol",
     "SandboxSession": "protocol",
-    **dict.fromkeys(("Checkout", "RepositoryStore"), "repositories"),
+    **dict.fromkeys(("Checkout", "RepositoryStore"), "workspaces.repositories"),
     "Session": "session",
     **dict.fromkeys(("run_code", "shared_pool"), "shared"),
 }

@@ -8,12 +8,12 @@ import os
 import socket
 from dataclasses import dataclass, replace
 
-from forge_rl.sandbox import frames, kernel
-from forge_rl.sandbox.changes import OpenFolder
 from forge_rl.sandbox.host import Host, Watched, readable, writable
+from forge_rl.sandbox.inside import frames, kernel
+from forge_rl.sandbox.inside.overlays import fork_name
 from forge_rl.sandbox.limits import CellError, Limits, SandboxError
 from forge_rl.sandbox.network import Network
-from forge_rl.sandbox.overlays import fork_name
+from forge_rl.sandbox.workspaces.changes import OpenFolder
 
 _READY_S, _FORK_S, _CAUSE_S = 60.0, 30.0, 2.0
 _WORKSPACE = "workspace"

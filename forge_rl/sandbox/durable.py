@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forge_rl.sandbox import cells
+from forge_rl.sandbox.inside import cells
 from forge_rl.sandbox.limits import Limits, Result, SandboxError, Usage
 from forge_rl.sandbox.pool import Pool
+from forge_rl.sandbox.providers.wire import WireError, result_from_json, result_to_json
 from forge_rl.sandbox.session import Session
-from forge_rl.sandbox.wire import WireError, result_from_json, result_to_json
 from forge_rl.system.result_cache import ResultCache, content_key
 
 T = TypeVar("T")

@@ -13,14 +13,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from forge_rl.sandbox import cgroups
+from forge_rl.sandbox.inside import cgroups
+from forge_rl.sandbox.inside.server import missing_layers
 from forge_rl.sandbox.limits import Limits, SandboxError
-from forge_rl.sandbox.server import missing_layers
 
 _ROOT = str(Path(__file__).resolve().parents[2])
 _PROGRAM = """import sys
 sys.path.insert(0, sys.argv[1])
-from forge_rl.sandbox.server import main
+from forge_rl.sandbox.inside.server import main
 main(*map(int, sys.argv[2:]))"""
 _MOST_MESSAGE = 1 << 16
 _START_S, _END_S = 60.0, 20.0

@@ -16,7 +16,7 @@ import socket
 from collections.abc import Iterable, Iterator
 
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox.frames import MOST_ADDRESS
+from forge_rl.sandbox.inside.frames import MOST_ADDRESS
 
 _DIAL_S = 10.0
 _CONNECTIONS = 16

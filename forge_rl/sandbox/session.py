@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from dataclasses import replace
 
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox import frames
 from forge_rl.sandbox.bodies import MOST_HARNESS_TEXT, Body, receive, send, why_ended
-from forge_rl.sandbox.changes import APPLY, LEFT_OUT, Change, Changes, packed, read_changes
-from forge_rl.sandbox.commands import HOME
-from forge_rl.sandbox.diffs import diff_text
+from forge_rl.sandbox.inside import frames
+from forge_rl.sandbox.inside.commands import HOME
 from forge_rl.sandbox.limits import MEDIA_TYPES, CellError, Image, Limits, Result, SandboxError, Usage
+from forge_rl.sandbox.workspaces.changes import APPLY, LEFT_OUT, Change, Changes, packed, read_changes
+from forge_rl.sandbox.workspaces.diffs import diff_text
 
 _GRACE_S = 2.0
 """Time beyond a cell's limit in which the session may still interrupt it and keep its state."""

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_rl.sandbox import SandboxError, seccomp
+from forge_rl.sandbox import SandboxError
+from forge_rl.sandbox.inside import seccomp
 from tests.sandbox_pool import LIMITS, SharedPool
 
 CALL = """import ctypes, os

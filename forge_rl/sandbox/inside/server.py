@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from forge_rl.sandbox import cells, cgroups, commands, frames, kernel, overlays, seccomp, surroundings
+from forge_rl.sandbox.inside import cells, cgroups, commands, frames, kernel, overlays, seccomp, surroundings
 
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "USER": "sandbox", "LOGNAME": "sandbox"}
 _LEAST_UID, _UIDS = 0x40000000, 0x10000

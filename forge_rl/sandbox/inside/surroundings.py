@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from forge_rl.sandbox import commands, kernel, overlays
+from forge_rl.sandbox.inside import commands, kernel, overlays
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """What a session can read and execute, besides Python."""

@@ -12,7 +12,7 @@ import signal
 import stat
 from collections.abc import Iterator, Sequence
 
-from forge_rl.sandbox import kernel
+from forge_rl.sandbox.inside import kernel
 
 HIDDEN = ("/base", "/changes", "/merged")
 """Empty folders of the server's root, only root's, where parts of an overlay are mounted while it is made."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from forge_rl.errors import check_flags
 from forge_rl.sandbox.limits import CellError, Image, Limits, Result, SandboxError, Usage
-from forge_rl.sandbox.web import HttpError, WebClient, json_object
-from forge_rl.sandbox.wire import WireError, image_of
+from forge_rl.sandbox.providers.web import HttpError, WebClient, json_object
+from forge_rl.sandbox.providers.wire import WireError, image_of
 from forge_rl.system.variables import api_key as key_in
 
 _KERNEL_PORT, _FILES_PORT = 49999, 49983

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.limits import Limits, Result, SandboxError
-from forge_rl.sandbox.web import HttpError, WebClient, json_object
-from forge_rl.sandbox.wire import WireError, limits_from_json, result_from_json, unpacked
+from forge_rl.sandbox.providers.web import HttpError, WebClient, json_object
+from forge_rl.sandbox.providers.wire import WireError, limits_from_json, result_from_json, unpacked
 from forge_rl.system.variables import api_key as key_in
 
 _REQUEST_S, _START_S, _RENEW_S, _GRACE_S = 60.0, 120.0, 20.0, 60.0

@@ -6,7 +6,7 @@ import hashlib
 import stat
 from collections.abc import Iterator, Sequence
 
-from forge_rl.sandbox.changes import Change, Changes, Entry
+from forge_rl.sandbox.workspaces.changes import Change, Changes, Entry
 
 _CONTEXT = 3
 _MOST_EDITS = 500

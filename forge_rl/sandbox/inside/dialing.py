@@ -11,7 +11,7 @@ import os
 import socket
 from typing import Any
 
-from forge_rl.sandbox.frames import MOST_ADDRESS
+from forge_rl.sandbox.inside.frames import MOST_ADDRESS
 
 _Plain = socket.socket
 _channel: socket.socket | None = None

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from forge_rl.sandbox import cells, cgroups, frames, kernel
+from forge_rl.sandbox.inside import cells, cgroups, frames, kernel
 
 HOME, WORKSPACE = "/home/sandbox", "/workspace"
 INSIDE_UID = 1000

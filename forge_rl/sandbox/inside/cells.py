@@ -23,7 +23,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
-from forge_rl.sandbox import dialing, frames, kernel
+from forge_rl.sandbox.inside import dialing, frames, kernel
 
 _MOST_TRACEBACK = 8192
 _MOST_GIVEN = 8

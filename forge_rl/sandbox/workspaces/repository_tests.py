@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forge_rl.errors import ConfigError
-from forge_rl.sandbox.changes import Change
 from forge_rl.sandbox.limits import Result, SandboxError
 from forge_rl.sandbox.session import Session
+from forge_rl.sandbox.workspaces.changes import Change
 
 PROTECTED = (
     *("test_*.py", "*_test.py", "conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"),

@@ -1,0 +1,1 @@
+"""Sandboxes elsewhere: behind HTTP, or rented."""
