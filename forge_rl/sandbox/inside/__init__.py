@@ -1,1 +1,1 @@
-"""What runs in the fork server and in its sessions: imports nothing of this library but what is in this folder."""
+"""Code of the fork server and its sessions, which imports no other part of this library."""

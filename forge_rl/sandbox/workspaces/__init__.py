@@ -1,1 +1,1 @@
-"""Workspaces: what sessions changed in them, checkouts of repositories, and tests of what was changed."""
+"""Workspaces: changes of sessions, checkouts of repositories, and tests of changes."""
