@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 import httpx
 import verifiers.v1 as vf
+from confined_runtime import confine  # beside this script
 from openai import APIStatusError, AsyncOpenAI
 from verifiers.v1.clients import EvalClient, EvalClientConfig, ModelContext
 from verifiers.v1.dialects.chat import message_to_wire
@@ -30,9 +31,6 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from verifiers.v1.interception import server as interception
 from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-
-sys.path.insert(0, os.path.dirname(__file__))
-from confined_runtime import confine
 
 CHAT = "forge_rl_chat"
 """Name of the harness below."""
