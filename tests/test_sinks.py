@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -372,6 +373,15 @@ class FakeWandb:
         assert len(edges) == len(counts) + 1
         return ("histogram", counts, edges)
 
+    def Table(self, *, columns: list[str], data: list[list[object]]) -> object:
+        assert all(len(row) == len(columns) for row in data)
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
+    def Html(self, data: str, *, inject: bool, data_is_not_path: bool) -> object:
+        assert not inject
+        assert data_is_not_path
+        return data
+
     def _finish(self) -> None:
         self.finished += 1
 
@@ -404,6 +414,52 @@ def test_wandb_gets_a_histogram_in_its_own_form_and_none_that_is_empty(
     sink.start(info(tmp_path))
     sink.log(1, {"lag/hist": Histogram({0: 5, 2: 1}), "empty": Histogram({}), "loss": 0.5})
     assert fake.logged == [(1, {"lag/hist": ("histogram", [5, 0, 1], [-0.5, 0.5, 1.5, 2.5]), "loss": 0.5})]
+
+
+def hostile_batch(episodes: int = 40) -> Batch:
+    made = tuple(episode(f"t{n}", n / 4, "<script>alert(1)</script> \x1b[2J " + "z" * 9000) for n in range(episodes))
+    return Batch(groups=(Group(task=made[0].task, episodes=made),), version=0)
+
+
+def test_wandb_gets_a_bounded_table_of_episodes_and_one_as_a_page_at_some_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sink = WandbSink("papers")
+    sink.start(replace(info(tmp_path), steps=500))
+    for step in range(1, 22):
+        sink.log(step, {"loss": 0.5}, hostile_batch())
+    sampled = [step for step, values in fake.logged if "episodes/table" in values]
+    assert sampled == [1, 11, 21]
+    table: Any = fake.logged[0][1]["episodes/table"]
+    assert len(table) == 8
+    assert (table[1]["source"], table[1]["reward"]) == ("arith", 1.25)
+    assert len(str(table)) < 8 * 9000
+    page = str(fake.logged[0][1]["episodes/first"])
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "\x1b" not in page + str(table)
+
+
+def test_tensorboard_has_the_settings_and_some_episodes_as_text(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(tmp_path)
+    sink.start(replace(info(tmp_path), config={"seed": 7, "model": "tiny", "tasks": ["a", "b"], "none": None}))
+    sink.log(1, {"loss": 0.5}, hostile_batch(3))
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [f"episodes/{n}/text_summary" in events.Tags()["tensors"] for n in range(4)] == [True] * 3 + [False]
+    (shown,) = events.Tensors("episodes/0/text_summary")
+    text = shown.tensor_proto.string_val[0].decode()
+    assert all(line.startswith("    ") for line in text.splitlines())
+    assert "<script>" in text, "as text: TensorBoard renders Markdown"
+    assert "\x1b" not in text
+    settings = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert b"tasks" in settings
+    assert b"seed" in settings
 
 
 class Recorder(Sink):

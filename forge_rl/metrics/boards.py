@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import re
 import secrets
 from collections.abc import Iterator, Mapping
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import check_installed
-from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, writing
+from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, episode_sample, writing
 from forge_rl.metrics.values import Histogram
+from forge_rl.system.terminal import visible
 from forge_rl.types import Batch
 
 if TYPE_CHECKING:
@@ -19,8 +21,19 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
+_SAMPLED_STEPS = 50
+"""About how many steps of a run have samples of episodes."""
+_SAMPLED_EPISODES = 8
+_MOST_LETTERS = 4000
+"""Most letters of each text of a sample."""
+_COLUMNS = ("task", "source", "prompt", "conversation", "answer", "reward", "outcome", "turns", "tokens")
+_COMPARED = ("reward/mean", "held_out", "loss", "entropy", "tokens/completion_mean")
+"""Metrics by which TensorBoard compares the settings of runs."""
+
+
 class TensorBoardSink(Sink):
-    """Draws a curve for each metric; a resumed run hides entries after the step it resumed from.
+    """Draws a curve for each metric, and shows settings, events and samples of episodes; a resumed run hides entries
+    after the step it resumed from.
 
     Raises:
         CheckpointError: the disk is full, or the folder is not writable.
@@ -32,6 +45,25 @@ class TensorBoardSink(Sink):
         self._folder = folder
         self._writer: SummaryWriter | None = None
         self._step = 0
+        self._steps = 1
+
+    def start(self, info: RunInfo) -> None:
+        super().start(info)
+        self._steps = info.steps
+        if info.step == 0:
+            self._show_settings(info)
+
+    def _show_settings(self, info: RunInfo) -> None:
+        """Write the settings for the page that compares runs by them."""
+        from torch.utils.tensorboard.summary import hparams
+
+        shown = {
+            name: value if isinstance(value, bool | int | float) else str(value)[:_MOST_LETTERS]
+            for name, value in info.config.items()
+        }
+        with self._writing() as writer:
+            for summary in hparams(shown, dict.fromkeys(_COMPARED, 0.0)):
+                writer.file_writer.add_summary(summary)
 
     def rollback(self, step: int) -> None:
         self.close()
@@ -59,6 +91,8 @@ class TensorBoardSink(Sink):
                         bucket_counts=[0, *counts],
                         global_step=step,
                     )
+            for place, row in enumerate(_samples(step, self._steps, batch)):
+                writer.add_text(f"episodes/{place}", _verbatim(row), step)
 
     def event(self, text: str, level: Level) -> None:
         with self._writing() as writer:
@@ -86,7 +120,8 @@ class TensorBoardSink(Sink):
 
 
 class WandbSink(Sink):
-    """Logs to Weights & Biases; a resumed run continues the same W&B run.
+    """Logs to Weights & Biases, with the settings, and at about 50 steps a table of episodes and one of them as a page;
+    a resumed run continues the same W&B run.
 
     The W&B run is named after the run folder. W&B cannot rewind, so steps repeated after a resume keep their first
     values, and late evaluation results are drawn at the current step together with their own `eval/step`. Events are
@@ -105,8 +140,10 @@ class WandbSink(Sink):
         self._project = project
         self._run: wandb.Run | None = None
         self._step = 0
+        self._steps = 1
 
     def start(self, info: RunInfo) -> None:
+        self._steps = info.steps
         self._run = self._wandb.init(
             project=self._project,
             name=info.folder.name,
@@ -123,6 +160,11 @@ class WandbSink(Sink):
             for name, value in values.items()
             if not isinstance(value, Histogram) or value.counts
         }
+        if samples := _samples(step, self._steps, batch):
+            rows = [[row.get(name) for name in _COLUMNS] for row in samples]
+            drawn["episodes/table"] = self._wandb.Table(columns=list(_COLUMNS), data=rows)
+            page = f"<pre style='white-space: pre-wrap'>{html.escape(_text(samples[0]))}</pre>"
+            drawn["episodes/first"] = self._wandb.Html(page, inject=False, data_is_not_path=True)
         if step < self._step:
             drawn["eval/step"] = step
         self._step = max(self._step, step)
@@ -132,6 +174,31 @@ class WandbSink(Sink):
         if self._run is not None:
             run, self._run = self._run, None
             run.finish()
+
+
+def _samples(step: int, steps: int, batch: Batch | None) -> list[dict[str, object]]:
+    """Describe a few episodes of a batch, spread evenly over it; [] for most steps of a long run."""
+    if batch is None or (step - 1) % max(1, steps // _SAMPLED_STEPS):
+        return []
+    episodes = batch.episodes
+    chosen = min(_SAMPLED_EPISODES, len(episodes))
+    rows = (episode_sample(episodes[place * len(episodes) // chosen]) for place in range(chosen))
+    return [
+        {name: visible(value[:_MOST_LETTERS]) if isinstance(value, str) else value for name, value in row.items()}
+        for row in rows
+    ]
+
+
+def _text(row: Mapping[str, object]) -> str:
+    """Write a sample as text."""
+    about = ", ".join(f"{name} {row[name]}" for name in ("source", "task", "reward", "outcome", "turns", "tokens"))
+    said = row.get("conversation") or f"{row['prompt']}\n\nassistant: {row['answer']}"
+    return f"{about}\n\n{said}"
+
+
+def _verbatim(row: Mapping[str, object]) -> str:
+    """Write a sample as Markdown that shows its text as it is."""
+    return "\n".join(f"    {line}" for line in _text(row).splitlines())
 
 
 def _run_id(info: RunInfo) -> str:
