@@ -173,7 +173,8 @@ def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
     for place, turn in enumerate(episode.turns):
         tokens = slice(first, first := first + len(turn.token_ids))
         several = f", segment {segments[place] + 1} of {len(episode.runs)}" if len(episode.runs) > 1 else ""
-        console.print(Text(f"\nturn {place + 1} of {len(episode.turns)}{several}", "bold"))
+        of = f", {clipped(turn.agent, lines=1, width=40)}" if turn.agent else ""
+        console.print(Text(f"\nturn {place + 1} of {len(episode.turns)}{several}{of}", "bold"))
         for message in turn.messages:
             _print_message(console, message)
         _print_message(console, {"role": "assistant", "content": turn.text})
@@ -210,6 +211,9 @@ def _numbers(record: RecordedEpisode, turn: Turn, tokens: slice, place: int) -> 
     gaps = None if record.trainer_gaps is None else np.abs(record.trainer_gaps[tokens])
     if gaps is not None and np.isfinite(gaps).any():
         said.append(f"gap {number(float(np.nanmean(gaps)))}, at most {number(float(np.nanmax(gaps)))}")
+    entropies = None if record.entropies is None else record.entropies[tokens]
+    if entropies is not None and np.isfinite(entropies).any():
+        said.append(f"entropy {number(float(np.nanmean(entropies)))} on average")
     score = record.episode.score
     if score is not None and place < len(score.turns):
         said.append(f"value {number(score.turns[place])}")

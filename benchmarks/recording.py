@@ -59,7 +59,7 @@ class Config(BenchmarkConfig):
 
 
 class WaitingRank(ServiceActor):
-    """A trainer's rank that waits, and then answers with logprobs near the engine's, if asked."""
+    """A trainer's rank that waits, and then answers with logprobs near the engine's and with entropies, if asked."""
 
     @concurrent_endpoint
     async def step(self, seconds: float, scored: bool) -> list[npt.NDArray[np.float32]]:
@@ -67,7 +67,9 @@ class WaitingRank(ServiceActor):
         found = []
         for row in self.take_parcel():
             if scored:
-                found.append(row.behaviour.numpy() + drawn.normal(0, 1e-2, len(row)).astype(np.float32))
+                logprobs = row.behaviour.numpy() + drawn.normal(0, 1e-2, len(row)).astype(np.float32)
+                entropies = drawn.exponential(0.6, len(row)).astype(np.float32)
+                found.append(np.stack([logprobs, entropies], axis=1))
         await asyncio.sleep(until - time.monotonic())
         return found
 

@@ -133,6 +133,8 @@ class Turn(ByValue):
     starts a segment. A raw prompt has the role "prompt"."""
     calls: tuple[ToolCall, ...] = ()
     """Tool calls that were parsed from the completion."""
+    agent: str = ""
+    """Name of the agent or sub-agent that asked for it, as it gave it to the gateway; "" if it gave none."""
     seconds: float = field(default=0.0, compare=False)
     """Wall time of the completion in seconds, including the wait for an engine."""
     response_s: float = field(default=0.0, compare=False)
@@ -220,6 +222,8 @@ class Episode:
     """Cause of the error if the outcome is one; the first failure if scoring was retried."""
     seconds: float = 0.0
     """Wall time in seconds from the first request to the score."""
+    began: float = field(default=0.0, compare=False)
+    """Unix time at which it began; 0 if unknown."""
     _runs: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     """Indices of the turns of each segment."""
 

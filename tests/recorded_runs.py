@@ -69,6 +69,7 @@ class Talk:
                 messages=tuple(messages),
                 calls=calls,
                 truncated=truncated,
+                agent=of if of != "agent" else "",
                 seconds=float(self._drawn.exponential(1.0)) + 0.2,
                 response_s=response_s,
             )
@@ -77,7 +78,9 @@ class Talk:
     def episode(self, task: Task, reward: float, *, parts: dict[str, float] | None = None, **fields: object) -> Episode:
         score = Score(total=reward, parts=parts or {"correct": reward}, answer=self.turns[-1].text.split()[-1])
         seconds = sum(turn.seconds + turn.response_s for turn in self.turns)
-        return Episode(task=task, turns=tuple(self.turns), score=score, seconds=seconds, **fields)  # type: ignore[arg-type]
+        began = 1764115200.0 + self._version * 30 + seconds % 3
+        fields |= {"turns": tuple(self.turns), "score": score, "seconds": seconds, "began": began}
+        return Episode(task=task, **fields)  # type: ignore[arg-type]
 
 
 def task_of(source: str, number: int, question: str, answer: str, system: str = "") -> Task:
@@ -195,6 +198,7 @@ def recorded_run(
                         episode=episode,
                         advantages=None if kind_ == "evaluated" else advantages,
                         trainer_gaps=None if uniform else gaps,
+                        entropies=None if uniform else 20 * np.abs(gaps),
                         trained=None if uniform else np.ones(count, np.bool_),
                     )
                 )

@@ -59,6 +59,17 @@ def segments(turns: tuple[Turn, ...]) -> tuple[Any, ...]:
     return Episode(task=Task(id="1", source="s", messages=(HI,)), turns=turns).segments
 
 
+def test_turns_have_the_names_that_agents_give_themselves():
+    async def check() -> None:
+        async with agent_of(FakeBackend(["one", "two", "three"])) as agent:
+            await agent.ask([HI])
+            await agent.ask([HI], extra_headers={"x-agent-name": "researcher"})
+            await agent.ask([HI], extra_headers={"x-agent-name": "x" * 500})
+            assert [turn.agent for turn in agent.session.close()] == ["", "researcher", "x" * 80]
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_conversation_goes_on_from_the_engines_own_tokens(stream: bool):
     async def check() -> None:

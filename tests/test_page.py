@@ -255,7 +255,7 @@ def test_a_run_of_each_kind_is_read_in_a_browser(
     if kind == "tools":
         assert "error: ValueError" in tab.value("document.querySelector('.call.failed').innerText")
     if kind == "agent":
-        assert "segment 2 of 2" in tab.value("document.querySelector('#turn-2').innerText")
+        assert "segment 2 of 2, helper" in tab.value("document.querySelector('#turn-2').innerText")
     tab.value(f"location.hash = 'episode/0/{name}?view=tokens&colour=logprob'")
     tab.wait_for("document.querySelector('.token')")
     colour = tab.value("getComputedStyle(document.querySelector('.token')).backgroundColor")
@@ -264,6 +264,17 @@ def test_a_run_of_each_kind_is_read_in_a_browser(
     assert alpha == pytest.approx(0.8 * min(1, -logprob / 3), abs=0.01)
     tab.move_to("document.querySelector('.token')")
     tab.wait_for("document.querySelector('.inspector').innerText.includes('probability')")
+    if (entropies := episode["turns"][0]["entropies"]) is not None:
+        assert "entropy" in tab.value("document.querySelector('.inspector').innerText")
+        tab.value(f"location.hash = 'episode/0/{name}?view=tokens&colour=entropy'")
+        colour = "getComputedStyle(document.querySelector('.token')).backgroundColor"
+        tab.wait_for(f"{colour}.startsWith('rgba(150, 70, 200')")
+        alpha = float(tab.value(colour).rstrip(")").split(",")[-1])
+        assert alpha == pytest.approx(0.8 * min(1, entropies[0] / 3), abs=0.01)
+    tab.value("location.hash = 'timeline/0/'")
+    tab.wait_for("document.querySelector('.length')")
+    margins = tab.value("[...document.querySelectorAll('.length')].map((bar) => parseFloat(bar.style.marginLeft))")
+    assert min(margins) == 0 < max(margins) < 100, "bars begin where their episodes did"
     tab.value("location.hash = 'faults/0/'")
     tab.wait_for("document.querySelector('main.faults')")
     assert "killed by SIGKILL" in tab.value("document.body.innerText")

@@ -24,6 +24,9 @@ from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, ToolCall
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J \u202egnp.exe <script>alert(1)</script> \ud800 <|im_end|>"
 
+BEGAN = 1764115200.25
+HELP = {"role": "system", "content": "You help."}
+
 
 def turn(prompt: list[int], answer: list[int], **fields: object) -> Turn:
     given: dict[str, object] = {"logprobs": [-0.1 * (1 + at) for at in range(len(answer))], "text": "answer"}
@@ -37,15 +40,19 @@ def played(task: Task, reward: float = 0.5, text: str = "7") -> Episode:
     tool = {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "error: add needs b"}
     turns = (
         turn([1, 2, 3], [4, 5], messages=task.messages, calls=(asked,), seconds=0.5, response_s=0.26, text="calls"),
-        turn([9, 9], [8], messages=({"role": "system", "content": "You help."},), text="the sub-agent's"),
+        turn(
+            [9, 9], [8], messages=({"role": "system", "content": "You help."},), text="the sub-agent's", agent="helper"
+        ),
         turn([1, 2, 3, 4, 5, 6], [7, 2], messages=(tool,), truncated=True, text=text),
-        turn([9, 9, 8, 1], [5], messages=({"role": "user", "content": "more"},), logprobs=[np.nan]),
+        turn([9, 9, 8, 1], [5], messages=({"role": "user", "content": "more"},), logprobs=[np.nan], agent="helper"),
     )
     values = [[0.0, 1.0], [0.5], [1.0, 1.0], [0.25]]
     score = Score(
         total=reward, parts={"right": reward, "brief": 0.0}, turns=(0.0, 1.0, 0.0, 2.0), tokens=values, answer="7"
     )
-    return Episode(task=task, turns=turns, score=score, output=text, outcome=Outcome.TRUNCATED, seconds=2.5)
+    return Episode(
+        task=task, turns=turns, score=score, output=text, outcome=Outcome.TRUNCATED, seconds=2.5, began=BEGAN
+    )
 
 
 def task_of(number: int) -> Task:
@@ -82,7 +89,9 @@ def test_an_episode_comes_back_as_it_was(tmp_path: Path) -> None:
     assert (first.seconds, first.response_s, first.calls[0].seconds) == (0.5, 0.26, 0.25)
     assert second.episode.score is not None
     assert [list(values) for values in second.episode.score.tokens] == [[0.0, 1.0], [0.5], [1.0, 1.0], [0.25]]
-    assert (second.advantages, second.trainer_gaps, second.trained) == (None, None, None)
+    assert [turn.agent for turn in second.episode.turns] == ["", "helper", "", "helper"]
+    assert second.episode.began == 1764115200.25
+    assert (second.advantages, second.trainer_gaps, second.entropies, second.trained) == (None, None, None, None)
     with pytest.raises(IndexError):
         file[4]
 
@@ -99,7 +108,10 @@ def test_advantages_and_trainer_logprobs_find_their_tokens(tmp_path: Path) -> No
     layout, advantages = Layout(seq_len=64), torch.tensor([[-1.0, 1.0], [0.0, 0.0]])
     packed = pack(batch, advantages, layout)
     # The trainer scores each token a hundredth of its id above the engine.
-    scored = [(row.behaviour + row.targets / 100).numpy().astype(np.float32) for row in packed.rows]
+    scored = [
+        torch.stack([row.behaviour + row.targets / 100, row.targets / 10], dim=1).numpy().astype(np.float32)
+        for row in packed.rows
+    ]
     file = written(tmp_path, *trained_episodes(1, batch, packed, scored))
     record = file[1]
     generated = [4, 5, 8, 7, 2, 5]  # turn after turn
@@ -110,6 +122,9 @@ def test_advantages_and_trainer_logprobs_find_their_tokens(tmp_path: Path) -> No
     assert record.trainer_gaps is not None
     np.testing.assert_allclose(record.trainer_gaps[:5], np.array(generated[:5]) / 100, rtol=2**-8)
     assert np.isnan(record.trainer_gaps[5])
+    assert record.entropies is not None
+    np.testing.assert_allclose(record.entropies[:5], np.array(generated[:5]) / 10, rtol=2**-8)
+    assert np.isnan(record.entropies[5])
     left_out = file[2]
     assert left_out.trained is None, "its group is uniform"
     assert [row["advantage"] for row in file.listing()] == [-1.0, 1.0, 0.0, 0.0]

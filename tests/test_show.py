@@ -86,7 +86,7 @@ def test_an_episode_is_printed_whole(tmp_path: Path) -> None:
         'turn 1 of 4, segment 1 of 2 user 1 + 4? assistant calls calls add {"a": 3} 0.2s error: add needs b',
         "3 + 2 tokens; versions 3 to 4; logprob -0.15 on average; gap 0.375, at most 0.5; value 0;",
         "0.5s to answer, 0.3s for the response",
-        "turn 2 of 4, segment 2 of 2 system You help. assistant the sub-agent's",
+        "turn 2 of 4, segment 2 of 2, helper system You help. assistant the sub-agent's",
         "turn 3 of 4, segment 1 of 2 tool error: add needs b assistant 7 6 + 2 tokens, truncated;",
     ):
         assert part in text, text

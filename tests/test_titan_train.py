@@ -147,9 +147,12 @@ def test_the_gap_is_of_tokens_that_these_weights_produced_and_the_drift_of_all_o
     scored = list[torch.Tensor]()
     two = {"temperature": 1.0, "total_updates": TOTAL_UPDATES, "version": None, "scored": scored}
     before = engine.logprobs(rows, temperature=1.0)
-    engine.train_batch([minibatch], LOSS, epochs=2, **two)  # type: ignore[arg-type]
+    metrics, _ = engine.train_batch([minibatch], LOSS, epochs=2, **two)  # type: ignore[arg-type]
     assert len(scored) == len(rows), "of the first epoch"
-    assert all(torch.equal(found, expected) for found, expected in zip(scored, before, strict=True))
+    assert all(torch.equal(found[:, 0], expected) for found, expected in zip(scored, before, strict=True))
+    assert metrics is not None
+    entropies = torch.cat([found[row.mask, 1] for row, found in zip(rows, scored, strict=True)])
+    assert reduce(metrics)["entropy"] == pytest.approx(float(entropies.mean()), rel=1e-6)
     # After an update the weights are no published version any more.
     assert all("logprob_drift" in each and "logprob_gap" not in each for each in (second, *updates(None)))
 

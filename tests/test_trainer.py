@@ -148,7 +148,8 @@ def check_scored(trainer: Trainer, laid: Packed, before: Sequence[torch.Tensor],
     assert of is laid
     assert len(found) == len(laid.rows) > 1
     for row, scored, expected in list(zip(laid.rows, found, before, strict=True))[:rows]:
-        assert np.allclose(scored[row.mask], expected[row.mask], atol=1e-6)
+        assert np.allclose(scored[row.mask, 0], expected[row.mask], atol=1e-6)
+        assert (scored[row.mask, 1] > 0).all(), "entropies"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -241,8 +241,8 @@ class TrainEngine(Protocol):
             temperature: sampling temperature of the episodes.
             total_updates: minibatches of the whole run, for the learning rate schedule.
             version: published version of these weights; None if they were updated since.
-            scored: gets, for each row of the first epoch, the logprobs `[L]` of its targets just before its update, in
-                host memory and as `logprobs` returns them.
+            scored: gets, for each row of the first epoch, `[L, 2]`, the logprobs of its targets just before its update,
+                as `logprobs` returns them, and the entropies of their distributions in nats; in host memory.
             progress: called after each microbatch with the number of those done and of all in this batch.
 
         Returns:

@@ -200,7 +200,9 @@ class EngineClient:
             answer = _message(choice) if prompt.digest else None
             session.record(
                 choice.turn(
-                    trained=own or self._agent_sampling == "trained", calls=answer.calls if answer is not None else ()
+                    trained=own or self._agent_sampling == "trained",
+                    agent=state.agent,
+                    calls=answer.calls if answer is not None else (),
                 ),
                 digest=extend_digest(prompt.digest, answer) if answer is not None else None,
                 text=prompt.text + choice.full_text if prompt.text is not None else None,

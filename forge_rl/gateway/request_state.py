@@ -108,10 +108,11 @@ class Choice:
         """Return all text and tokens so far."""
         return Added(text=self.text, token_ids=self.ids, logprobs=None if self.top is None else self.logprobs)
 
-    def turn(self, *, trained: bool, calls: tuple[ToolCall, ...] = ()) -> Turn:
+    def turn(self, *, trained: bool, agent: str = "", calls: tuple[ToolCall, ...] = ()) -> Turn:
         """Return the completion as a turn; if it is not trained on, its logprobs are NaN, which packing masks.
 
         Args:
+            agent: name of the agent that asked for it.
             calls: tool calls that were parsed from it.
         """
         text = self.tokenizer.decode(self.ids)
@@ -123,6 +124,7 @@ class Choice:
             logprobs=self._behaviour if trained else np.full(len(self.ids), math.nan, np.float32),
             versions=self._versions,
             text=text,
+            agent=agent,
             truncated=self.finish == "length",
             messages=self.prompt.messages,
             calls=calls,
@@ -168,6 +170,8 @@ class RequestState:
 
     session: Session | None
     """The request's session; None outside of sessions."""
+    agent: str = ""
+    """Name that the client gave itself; "" if it gave none."""
     model: str = ""
     """The model's name as the client wrote it."""
     param: str = ""

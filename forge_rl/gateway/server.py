@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from forge_rl.gateway.vllm_server import VLLMServer
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", ANTHROPIC_PATH, f"{ANTHROPIC_PATH}/count_tokens")
+AGENT_HEADER = "x-agent-name"
+"""Header by which an agent names itself or its sub-agent, which tells their turns apart in kept episodes."""
+_MOST_NAME = 80
 _LONG_TOKENS = 2048
 """Number of tokens from which responses are encoded in a thread."""
 
@@ -220,7 +223,8 @@ class Gateway:
         running = self._running if session is None else session.running
         try:
             body = b"".join([part async for part in request.stream()])
-            work = self._serve(path, body, session, writer)
+            agent = request.headers.get(AGENT_HEADER, "")[:_MOST_NAME]
+            work = self._serve(path, body, session, writer, agent)
             del body  # else it stays in memory until the response is done
             await http.while_connected(work, receive, running)
             status = 200
@@ -240,11 +244,13 @@ class Gateway:
             first = writer.started_s - began if writer.is_stream and writer.started_s is not None else None
             self._metrics.request(path, status, time.monotonic() - began, first)
 
-    async def _serve(self, path: str, body: bytes, session: Session | None, writer: http.ResponseWriter) -> None:
+    async def _serve(
+        self, path: str, body: bytes, session: Session | None, writer: http.ResponseWriter, agent: str
+    ) -> None:
         if self._closing or (session is not None and session.closed):
             raise ApiError(503, "the session or the server was closed", code="closed")
         assert self._vllm is not None
-        state = RequestState(session=session)
+        state = RequestState(session=session, agent=agent)
         REQUEST.set(state)
         request = await self._vllm.read(path, body, state, self._check_model)
         del body

@@ -25,7 +25,7 @@ Kind = Literal["trained", "evaluated", "failed"]
 KINDS: tuple[Kind, ...] = ("trained", "evaluated", "failed")
 SCALARS = (
     *("step", "kind", "set", "group", "index", "version", "source", "task", "outcome", "problem", "seconds"),
-    *("reward", "advantage", "tokens", "turn_count", "answer"),
+    *("began", "reward", "advantage", "tokens", "turn_count", "answer"),
 )
 """Columns with one value for each episode, which list episodes without reading their tokens."""
 _GROUP_TOKENS = 1 << 18
@@ -60,6 +60,9 @@ class RecordedEpisode:
     trainer_gaps: npt.NDArray[np.float32] | None = None
     """[T], the trainer's logprob just before the token's first update, minus the engine's; NaN where the loss did not
     see the token; None if unknown."""
+    entropies: npt.NDArray[np.float32] | None = None
+    """[T], nats, entropy of the trainer's distribution of the token just before its first update; NaN where the loss
+    did not see the token; None if unknown."""
     trained: npt.NDArray[np.bool_] | None = None
     """[T], True where the loss saw the token; None if it saw none."""
 
@@ -97,7 +100,10 @@ _REPEATED = (
     *(f"{name}.list.element" for name in ("versions", "advantages", "values", "trained")),
 )
 """Columns whose values repeat, which are stored as indices."""
-_NUMBERS = ("context_ids.list.element.list.element", "logprobs.list.element", "trainer_gaps.list.element")
+_NUMBERS = (
+    "context_ids.list.element.list.element",
+    *(f"{name}.list.element" for name in ("logprobs", "trainer_gaps", "entropies")),
+)
 """Columns of numbers whose bytes are stored apart, the first of each value, then the second: the high ones repeat."""
 
 
@@ -110,6 +116,7 @@ def _schema() -> pa.Schema:
         "segment": count,
         "start": count,
         "tokens": count,
+        "agent": text,
         "truncated": pa.bool_(),
         "seconds": real,
         "response_s": real,
@@ -135,6 +142,7 @@ def _schema() -> pa.Schema:
         "problem": text,
         "output": text,
         "seconds": real,
+        "began": real,
         "reward": real,
         "parts": pa.map_(text, real),
         "answer": text,
@@ -148,6 +156,7 @@ def _schema() -> pa.Schema:
         "versions": pa.list_(count),
         "trained": pa.list_(pa.bool_()),
         "trainer_gaps": pa.list_(pa.float32()),
+        "entropies": pa.list_(pa.float32()),
         "advantages": pa.list_(pa.float32()),
         "values": pa.list_(pa.float32()),
     }
@@ -192,6 +201,7 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
         "problem": [episode.problem for episode in episodes],
         "output": [episode.output for episode in episodes],
         "seconds": [episode.seconds for episode in episodes],
+        "began": [episode.began or None for episode in episodes],
         "reward": [episode.score.total if episode.score else None for episode in episodes],
         "parts": [
             [(_encodable(name), float(value)) for name, value in episode.score.parts.items()] if episode.score else []
@@ -220,6 +230,7 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
         "versions": _number_lists([_joined([t.versions for t in e.turns], np.int32) for e in episodes], np.int32),
         "trained": _number_lists([each.trained for each in records], np.bool_),
         "trainer_gaps": _number_lists([_rounded(each.trainer_gaps) for each in records], np.float32),
+        "entropies": _number_lists([_rounded(each.entropies) for each in records], np.float32),
         "advantages": _number_lists([_rounded(each.advantages) for each in records], np.float32),
         "values": _number_lists([_rounded(each) for each in values], np.float32),
     }
@@ -235,6 +246,7 @@ def _turns(episode: Episode) -> Iterator[dict[str, object]]:
             "segment": segments[place],
             "start": len(turn.prompt_ids),
             "tokens": len(turn.token_ids),
+            "agent": _encodable(turn.agent),
             "truncated": turn.truncated,
             "seconds": turn.seconds,
             "response_s": turn.response_s,
@@ -416,7 +428,8 @@ class EpisodeFile:
         return ForgeError(f"{self.path} cannot be read: {first:.200}", hint="it is damaged, or not a file of episodes")
 
 
-_ARRAYS = ("context_ids", "logprobs", "versions", "trained", "trainer_gaps", "advantages", "values")
+_OPTIONAL = ("trained", "trainer_gaps", "entropies", "advantages", "values")
+_ARRAYS = ("context_ids", "logprobs", "versions", *_OPTIONAL)
 """Columns that are read as arrays."""
 
 
@@ -444,9 +457,7 @@ def _record(row: Mapping[str, Any]) -> RecordedEpisode:
     total = int(ends[-1])
     for name in ("logprobs", "versions"):
         _check(len(row[name]) == total, f"{name} do not fit the turns")
-    optional = {
-        name: row[name] if len(row[name]) else None for name in ("trained", "trainer_gaps", "advantages", "values")
-    }
+    optional = {name: row[name] if len(row[name]) else None for name in _OPTIONAL}
     for name, values in optional.items():
         _check(values is None or len(values) == total, f"{name} do not fit the turns")
     turns = []
@@ -461,6 +472,7 @@ def _record(row: Mapping[str, Any]) -> RecordedEpisode:
                 logprobs=row["logprobs"][first:end],
                 versions=row["versions"][first:end],
                 text=turn["text"],
+                agent=turn["agent"],
                 truncated=turn["truncated"],
                 messages=tuple(_objects(turn["messages"])),
                 calls=tuple(ToolCall(**call) for call in turn["calls"]),
@@ -491,9 +503,11 @@ def _record(row: Mapping[str, Any]) -> RecordedEpisode:
             outcome=Outcome(row["outcome"]),
             problem=row["problem"],
             seconds=row["seconds"],
+            began=row["began"] or 0.0,
         ),
         advantages=optional["advantages"],
         trainer_gaps=optional["trainer_gaps"],
+        entropies=optional["entropies"],
         trained=optional["trained"],
     )
 

@@ -91,7 +91,7 @@ class AgentEpisodeRunner:
             SpendingError: a judge's budget is spent.
             AgentStartError: the agent's processes keep failing at start.
         """
-        began = time.monotonic()
+        began, began_at = time.monotonic(), time.time()
         session = self.gateway.open(task.id, sampling=client.sampling)
         with self.backend.connected(session, client):
             outcome, result, problem = await self._work(task, session, client)
@@ -99,7 +99,7 @@ class AgentEpisodeRunner:
         episode = Episode(task=task, turns=session.turns, outcome=outcome, problem=problem, output=text)
         if outcome.scored:
             episode = await scored(episode, self.reward, own)
-        return episode.updated(seconds=time.monotonic() - began)
+        return episode.updated(seconds=time.monotonic() - began, began=began_at)
 
     async def _work(self, task: Task, session: Session, client: PolicyClient) -> tuple[Outcome, str | Score, str]:
         """Run the agent and close the session; return the outcome, a text or score, and the problem, "" if none."""

@@ -40,6 +40,7 @@ class EpisodeRunner:
     parse: Parse | None = None
     """Parses tool calls from turns if the task has tools."""
     clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
 
     async def __call__(self, task: Task, decode: Callable[[TokenIds], Awaitable[Turn]]) -> Episode:
         """Run one episode. Failures of services become outcomes; errors of `decode`, except dead engines, are raised.
@@ -49,7 +50,7 @@ class EpisodeRunner:
             ContextError: the task's prompt leaves no room for an answer. In later turns, the episode is truncated.
             SpendingError: a judge's spending limit is reached.
         """
-        began = self.clock()
+        began, began_at = self.clock(), self.wall_clock()
         turns: list[Turn] = []
         given: list[tuple[float | None, Mapping[str, float]]] = []  # per step: reward and its parts
         session: EnvSession | LocalSession | None = None
@@ -104,7 +105,7 @@ class EpisodeRunner:
                 outcome = Outcome.MODEL_ERROR
             episode = Episode(task=task, turns=tuple(turns), output=step.output, outcome=outcome)
             episode = await scored(episode, self.reward, _own_score(given, len(turns)))
-        return episode.updated(seconds=self.clock() - began)
+        return episode.updated(seconds=self.clock() - began, began=began_at)
 
     def _next_prompt(self, turn: Turn, step: Step, tools: Tools, calls: Sequence[ToolCall]) -> TokenIds:
         """Return the next prompt: everything so far plus the new messages, or a new history."""

@@ -21,33 +21,31 @@ def trained_episodes(
 
     Args:
         packed: the packed batch; None leaves advantages unknown.
-        scored: for each row of `packed`, `[L]`, the trainer's logprobs of the targets; None leaves gaps unknown.
+        scored: for each row of `packed`, `[L, 2]`, the trainer's logprobs of the targets and the entropies of their
+            distributions; None leaves gaps and entropies unknown.
     """
     found: Mapping[int, torch.Tensor] = {}
     if packed is not None:
-        known = (
-            [torch.from_numpy(each) for each in scored]
-            if scored is not None
-            else [row.behaviour for row in packed.rows]
-        )
         found = unpack(
             packed,
             [
-                torch.stack([row.advantages, logprobs - row.behaviour], dim=1)
-                for row, logprobs in zip(packed.rows, known, strict=True)
+                torch.stack([row.advantages, logprobs - row.behaviour, entropies], dim=1)
+                for row, (logprobs, entropies) in zip(packed.rows, _scores(packed, scored), strict=True)
             ],
         )
     size = len(batch.groups[0].episodes) if batch.groups else 1
     for place, episode in enumerate(batch.episodes):
         advantages: npt.NDArray[np.float32] | None = None
         gaps: npt.NDArray[np.float32] | None = None
+        entropies: npt.NDArray[np.float32] | None = None
         trained: npt.NDArray[np.bool_] | None = None
         if packed is not None:
             logprobs = np.concatenate([np.zeros(0, np.float32), *(turn.logprobs for turn in episode.turns)])
             advantages, gaps = np.zeros(len(logprobs), np.float32), np.full(len(logprobs), np.nan, np.float32)
+            entropies = gaps.copy()
             if place in found:
                 trained = np.isfinite(logprobs)
-                advantages[trained], gaps[trained] = found[place].numpy().T
+                advantages[trained], gaps[trained], entropies[trained] = found[place].numpy().T
         yield RecordedEpisode(
             step=step,
             kind="trained",
@@ -57,8 +55,17 @@ def trained_episodes(
             episode=episode,
             advantages=advantages,
             trainer_gaps=None if scored is None else gaps,
+            entropies=None if scored is None else entropies,
             trained=trained,
         )
+
+
+def _scores(packed: Packed, scored: Sequence[npt.NDArray[np.float32]] | None) -> Iterator[torch.Tensor]:
+    """Yield the logprobs and entropies of each row, [2, L]; the engines' logprobs and no entropies if unknown."""
+    if scored is not None:
+        yield from (torch.from_numpy(each).T for each in scored)
+    else:
+        yield from (torch.stack([row.behaviour, torch.full_like(row.behaviour, np.nan)]) for row in packed.rows)
 
 
 def evaluated_episodes(step: int, results: Mapping[str, Sequence[Sequence[Episode]]]) -> Iterator[RecordedEpisode]:

@@ -98,10 +98,10 @@ class Trainer:
         self.busy_s = 0.0
         """Seconds of computation since the controller last reset this to 0."""
         self.keeps_logprobs = False
-        """Whether each step also fetches the trained tokens' logprobs."""
+        """Whether each step also fetches the trained tokens' logprobs and entropies."""
         self.scored: tuple[Packed, list[npt.NDArray[np.float32]]] | None = None
-        """The last step's packed batch and, for each of its rows, `[L]`, the logprobs of the targets just before their
-        first update; None without `keeps_logprobs`."""
+        """The last step's packed batch and, for each of its rows, `[L, 2]`, the logprobs of the targets just before
+        their first update and the entropies of their distributions; None without `keeps_logprobs`."""
 
     @classmethod
     async def start(

@@ -190,7 +190,7 @@ class TitanEngine:
         """Take one update; returns {} if there is nothing to train on, None if the gradient is not finite.
 
         `scored` has each row's logprobs under the reference and proximal policy, if the loss needs them; `kept` gets
-        this policy's; `advance` is called after each row; for `version` see `LossInputs`.
+        this policy's, and entropies; `advance` is called after each row; for `version` see `LossInputs`.
         """
         lr = self._settings.optimizer.lr_at(self.planned, total_updates)
         self.planned += 1
@@ -206,7 +206,8 @@ class TitanEngine:
             if (loaded := rank_loads(self.model)) is not None:
                 loads.append(loaded)
             if kept is not None:
-                kept.append(inputs.logprobs.detach())
+                assert inputs.entropy is not None, "each row is scored with it"
+                kept.append(torch.stack([inputs.logprobs, inputs.entropy], dim=1).detach())
             measure_tokens(inputs, tokens, measures, version)
             row_loss.backward()
             measures.add("loss", Mean, row_loss.detach(), share)

@@ -93,6 +93,7 @@ def _turn(
     return {
         "messages": [_message(each) for each in turn.messages[: room.take("messages", len(turn.messages))]],
         "text": _clipped(turn.text),
+        "agent": clip(turn.agent, 80),
         "calls": [
             {
                 "name": _clipped(call.name),
@@ -115,6 +116,7 @@ def _turn(
         "versions": _numbers(turn.versions[:count]),
         "trained": _numbers(own(record.trained)),
         "gaps": _numbers(own(record.trainer_gaps)),
+        "entropies": _numbers(own(record.entropies)),
         "advantages": _numbers(own(record.advantages)),
         "values": _numbers(None if values is None else np.asarray(values, np.float32)[:count]),
     }

@@ -173,6 +173,7 @@ class RunData:
             listed["columns"][name], listed["texts"][name] = coded(texts, letters)
         for name in _NUMBERS:
             listed["columns"][name] = [rounded(value) for _, _, columns in found for value in columns[name]]
+        listed["columns"]["since"] = [rounded(each) for _, _, columns in found for each in _since(columns["began"])]
         return listed, problems
 
     def _listed(self, path: Path) -> dict[str, list[Any]] | None:
@@ -187,6 +188,12 @@ class RunData:
                 columns = error.message
             known = self._columns[path] = state, columns
         return None if isinstance(known[1], str) else known[1]
+
+
+def _since(began: list[float | None]) -> list[float | None]:
+    """Return the seconds from the start of the first episode of a file to each one's."""
+    first = min((each for each in began if each is not None), default=0.0)
+    return [None if each is None else each - first for each in began]
 
 
 def _numbers_of(row: dict[str, Any]) -> dict[str, object]:

@@ -5,13 +5,14 @@ const CHUNK = 4000;
 const COLOURS = [
   ["logprob", "logprob", "the darker, the less probable the token was for the engine"],
   ["gap", "gap", "trainer's logprob minus the engine's: red is above 0, blue below"],
+  ["entropy", "entropy", "the darker, the more tokens the trainer thought possible"],
   ["advantage", "advantage", "green raises the token's probability, red lowers it"],
   ["version", "version", "one colour for each version of the weights"],
   ["mask", "mask", "green: the loss saw the token"],
   ["value", "value", "what the reward credits the token with: green is above 0, red below"],
 ];
 
-/** @typedef {{text: string, id: number, turn: number, logprob: number | null, gap: number | null, advantage: number | null, version: number | null, mask: number | null, value: number | null}} Token */
+/** @typedef {{text: string, id: number, turn: number, logprob: number | null, gap: number | null, entropy: number | null, advantage: number | null, version: number | null, mask: number | null, value: number | null}} Token */
 
 /** @param {any} values @param {number} at @returns {number | null} */
 const numberAt = (values, at) => (Array.isArray(values) ? values[at] : values ?? null);
@@ -24,6 +25,7 @@ function tokensOf(turn, number) {
     turn: number,
     logprob: numberAt(turn.logprobs, at),
     gap: numberAt(turn.gaps, at),
+    entropy: numberAt(turn.entropies, at),
     advantage: numberAt(turn.advantages, at),
     version: numberAt(turn.versions, at),
     mask: turn.trained === null ? 0 : numberAt(turn.trained, at),
@@ -41,7 +43,7 @@ function painter(of, tokens) {
   /** @param {number | null} value @param {number} scale @param {string} above @param {string} below */
   const two = (value, scale, above, below) =>
     value === null || value === 0 ? "transparent" : `rgba(${value > 0 ? above : below}, ${(0.08 + 0.67 * Math.min(1, Math.abs(value) / scale)).toFixed(2)})`;
-  const [green, red, blue, orange] = ["40, 165, 80", "220, 60, 60", "60, 110, 230", "235, 130, 20"];
+  const [green, red, blue, orange, purple] = ["40, 165, 80", "220, 60, 60", "60, 110, 230", "235, 130, 20", "150, 70, 200"];
   switch (of) {
     case "gap": {
       const scale = Math.max(scaleOf("gap"), 0.01);
@@ -59,6 +61,8 @@ function painter(of, tokens) {
       const versions = [...new Set(tokens.map((token) => token.version))].sort((a, b) => (a ?? 0) - (b ?? 0));
       return (token) => (token.version === null || token.version < 0 ? "transparent" : `${PALETTE[versions.indexOf(token.version) % PALETTE.length]}66`);
     }
+    case "entropy":
+      return (token) => (token.entropy === null ? "transparent" : `rgba(${purple}, ${(0.8 * Math.min(1, token.entropy / 3)).toFixed(2)})`);
     case "mask":
       return (token) => (token.mask ? `rgba(${green}, 0.35)` : "transparent");
     default:
@@ -168,7 +172,7 @@ const folded = (title, text) => el("details", null, el("summary", null, title), 
 
 /** @param {any} turn @param {number} at @param {any} episode */
 function turnTitle(turn, at, episode) {
-  const segment = episode.segments > 1 ? `, segment ${turn.segment + 1} of ${episode.segments}` : "";
+  const segment = (episode.segments > 1 ? `, segment ${turn.segment + 1} of ${episode.segments}` : "") + (turn.agent ? `, ${visible(turn.agent)}` : "");
   const facts = [
     `${turn.prompt_tokens} + ${turn.count} tokens${turn.truncated ? ", truncated" : ""}`,
     `${duration(turn.seconds)} to answer`,
@@ -301,6 +305,7 @@ function inspected(token, episode) {
     ["trainer's", token.gap === null || token.logprob === null ? "" : num(token.logprob + token.gap)],
     ["gap", num(token.gap)],
     ["ratio", token.gap === null ? "" : num(Math.exp(token.gap))],
+    ["entropy", num(token.entropy)],
     ["advantage", num(token.advantage)],
     ["value", num(token.value)],
     ["version", token.version === null || token.version < 0 ? "given" : String(token.version)],

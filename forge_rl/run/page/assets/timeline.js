@@ -40,8 +40,10 @@ function timelineView(main, place, store) {
   }
   const [median, most] = [quantile(seconds, 0.5), /** @type {number} */ (seconds.at(-1))];
   const limit = Math.max(2 * median, 0.05);
+  const beginOf = (/** @type {number} */ at) => run.number("since", at) ?? 0;
+  const span = places.reduce((last, at) => Math.max(last, beginOf(at) + (run.number("seconds", at) ?? 0)), 1e-9);
   const slow = seconds.filter((value) => value > limit).length;
-  main.append(el("p", { class: "dim" }, `median ${duration(median)}, 90th percentile ${duration(quantile(seconds, 0.9))}, longest ${duration(most)}; ${slow} stragglers took more than twice the median`));
+  main.append(el("p", { class: "dim" }, `median ${duration(median)}, 90th percentile ${duration(quantile(seconds, 0.9))}, longest ${duration(most)}; ${slow} stragglers took more than twice the median; a bar begins where its episode did`));
   const slowest = places.sort((a, b) => (run.number("seconds", b) ?? 0) - (run.number("seconds", a) ?? 0)).slice(0, 60);
   browsed = { run: place.run, names: slowest.map((at) => run.name(at)) };
   for (const at of slowest) {
@@ -51,7 +53,7 @@ function timelineView(main, place, store) {
         "a",
         { class: "took", href: link("episode", place.run, run.name(at)) },
         el("span", { class: "name" }, run.name(at)),
-        el("span", { class: "track" }, el("span", { class: `length${took > limit ? " slow" : ""}`, style: { width: `${Math.max(0.3, (100 * took) / most)}%` } })),
+        el("span", { class: "track" }, el("span", { class: `length${took > limit ? " slow" : ""}`, style: { "margin-left": `${(100 * beginOf(at)) / span}%`, width: `${Math.max(0.3, (100 * took) / span)}%` } })),
         el("span", { class: "right" }, duration(took)),
         el("span", { class: "right wide" }, `${counted(run.number("turn_count", at), "turn")}, ${counted(run.number("tokens", at), "token")}`),
       ),
