@@ -86,6 +86,7 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
         raise ConfigError(f"--job {config.job} runs a whole command", hint="start the recipe by its command line")
     lost: dict[str, str] = {}
     made: list[Cluster] = []
+    placed: PlacedServices | None = None
 
     def lose(host: str, cause: str) -> None:
         lost[host] = cause
@@ -94,7 +95,10 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
             cluster.lose(host, cause)
 
     def say(text: str) -> None:
-        monitor.display.startup("hosts", "starting", text)
+        if placed is None:
+            monitor.display.startup("hosts", "starting", text)
+        else:
+            monitor.log.warn(text)
 
     logs = (prepared.folder / "logs").resolve()
     async with job.open(JobListener(say=say, lost=lose)) as hosts:

@@ -105,7 +105,7 @@ class AllocationJob:
             JobListener(say=listener.say, lost=lost),
             ending=functools.partial(save_at_notice, listener),
             controller=controller,
-            env={**handed_on(kept), "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "60s"},
+            env=handed_on(kept),
             may_be_public=self.public,
         ) as hosts:
             with _watching_nodes(names, lost) if self._is_slurm else contextlib.nullcontext():

@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--public", action="store_true")
     parser.add_argument("--watch", metavar="JOB", default="")
     flags = parser.parse_args()
+    os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "60s")  # ssh passes no variables on
     os.environ["TMPDIR"] = scratch = tempfile.mkdtemp(prefix="host-")  # short, for socket names
     clean_up_after([scratch])
     for number in _NOTICES:

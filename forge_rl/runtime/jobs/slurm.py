@@ -117,9 +117,9 @@ class SlurmJob:
         """
         name, log = _name_of(folder), _Log(folder / _LOG)
         try:
+            job = slurm_queue.find_job(name)
             make_private(folder, CheckpointError)
             (folder / _LOG.parent).mkdir(exist_ok=True)
-            job = slurm_queue.find_job(name)
             if job is not None and not job.end:
                 say(f"Slurm job {job.id} runs this command already; following it. Ctrl-C cancels it")
             else:
