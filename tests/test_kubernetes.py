@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("kubernetes")
 
 from forge_rl.errors import ConfigError, InfrastructureError
-from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.jobs.flag import build_job
@@ -25,9 +24,9 @@ from forge_rl.runtime.jobs.manifests import merge, quantity_bytes
 from forge_rl.runtime.jobs.pods import PodState, judge
 from forge_rl.runtime.jobs.protocol import JobListener
 from forge_rl.runtime.service import Service
+from tests.commands import Command, metrics, tiny_run
 from tests.fake_actors import FakeActor, new_service_name, pid_of
 from tests.kubernetes_server import ApiServer, serving, unknown_fields
-from tests.tiny import make_tiny_model
 
 
 @pytest.fixture
@@ -292,18 +291,23 @@ def test_pods_are_deleted_when_the_controller_is_killed(cluster: ApiServer, kube
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
-def test_a_whole_run_trains_on_one_pod_and_decodes_on_another(cluster: ApiServer, kubeconfig: Path, tmp_path: Path):
-    model, out = make_tiny_model(tmp_path / "model", bundled_model(default_cache())), tmp_path / "run"
-    job = f"kubernetes:image=x,hosts=2,name=tiny,shm=4Gi,route=direct,kubeconfig={kubeconfig}"
-    placement = "trainer=host0;generator=host1;environment=local;reward=local"
-    flags = ["--model", str(model), "--out", str(out), "--steps", "2", "--job", job, "--placement", placement]
-    flags += ["--generator.max-tokens", "16", "--evaluation.every", "0", "--trainer.seq-len", "256"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.tiny", *flags], capture_output=True, text=True, timeout=400, check=False
+def test_a_whole_run_trains_on_one_pod_and_decodes_on_another(
+    cluster: ApiServer, kubeconfig: Path, commands: list[Command], tiny_model: Path, tmp_path: Path
+):
+    """Each pod has a /dev/shm of its own, if the tests run as root: weights travel between them."""
+    out = tmp_path / "run"
+    command = tiny_run(
+        commands,
+        tiny_model,
+        out,
+        *("--job", f"kubernetes:image=x,hosts=2,name=tiny,shm=4Gi,route=direct,kubeconfig={kubeconfig}"),
+        *("--placement", "trainer=host0;generator=host1;environment=local;reward=local"),
+        *("--steps", "3", "--evaluation.every", "0"),
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in metrics if "trainer/loss" in each or "loss" in each] == [1, 2], metrics
-    hosts = json.loads((out / "hosts.json").read_text())["services"]
-    assert (hosts["trainer"], hosts["generator"]) == (["host0"], ["host1"])
+    assert command.end(400) == 0, command.output
+    rows = [row for row in metrics(out) if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows), "the engine has the trainer's weights"
+    services = json.loads((out / "hosts.json").read_text())["services"]
+    assert (services["trainer"], services["generator"]) == (["host0"], ["host1"])
     assert (cluster.pods, cluster.policies) == ({}, {})
