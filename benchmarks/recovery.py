@@ -39,6 +39,8 @@ from forge_rl.types import Batch, Episode, Task
 
 _SIGNALS = {"": signal.SIGKILL, "_stopped": signal.SIGSTOP}
 """Signals by result suffix."""
+_SPARE_PATIENCE_S = 900.0
+"""Timeout of a spare engine's start, which has low priority."""
 _IN_THE_MIDDLE = 16
 """Minimum tokens of a request that is worth interrupting."""
 
@@ -55,8 +57,10 @@ class Config(BenchmarkConfig):
     """Number of runs with spares, one after the other. One without follows."""
     spares: int = 1
     """Number of spare engines that stand by before each signal."""
-    repeats: int = LEAST_REPEATS
-    """Number of kills, and of stops, in each run."""
+    repeats: int = 2
+    """Number of kills, and of stops, in each of these runs."""
+    cold_repeats: int = LEAST_REPEATS
+    """Number of kills, and of stops, in the run without spares."""
     requests: int = 16
     """Concurrent episodes on both engines together; each engine has room for all of them."""
     interrupted: int = 4
@@ -71,10 +75,14 @@ class Config(BenchmarkConfig):
     """One kill: checks that everything runs; measures nothing."""
 
     def __post_init__(self) -> None:
-        if self.repeats < LEAST_REPEATS and not self.smoke:
-            raise BenchmarkError(
-                f"--repeats is {self.repeats}, too few for a median", hint=f"set --repeats to {LEAST_REPEATS} or more"
-            )
+        for flag, count in {
+            "runs times --repeats": self.runs * self.repeats,
+            "cold-repeats": self.cold_repeats,
+        }.items():
+            if count < LEAST_REPEATS and not self.smoke:
+                raise BenchmarkError(
+                    f"--{flag} is {count}, too few for a median", hint=f"raise it to {LEAST_REPEATS} or more"
+                )
         if self.runs < 1 or self.spares < 1:
             raise BenchmarkError(f"--runs is {self.runs}, --spares is {self.spares}", hint="set both to 1 or more")
         if not 1 <= self.interrupted <= self.requests // 2:
@@ -136,8 +144,7 @@ class _Bench:
     async def interrupt(self, victim: int, number: signal.Signals) -> dict[str, float]:
         """Send an engine a signal and measure the recovery: seconds and counts."""
         watched, faults = self._watched, self._served.faults
-        generator = self._served.generator
-        await watched.until(lambda: generator.spares == generator.config.spares, "a spare engine that stands by")
+        await watched.until(self._has_spares, "a spare engine that stands by", patience_s=_SPARE_PATIENCE_S)
         await watched.until(lambda: self._in_the_middle(victim), "a rollout that keeps the engine busy")
         (pid,) = self._served.generator._service.replicas[victim].tree.roots
         watched.asked, noted = [], len(faults.seen)
@@ -177,13 +184,22 @@ class _Bench:
         self._made[id(episode)] = ((task.id, client.episode.index), episode)
         return episode
 
+    def _has_spares(self) -> bool:
+        generator = self._served.generator
+        return generator.spares == generator.config.spares
+
     def _in_the_middle(self, victim: int) -> bool:
         """Return True if a batch is far from complete and the engine has enough requests worth interrupting."""
         done, groups = self._rollouts.status().groups_done, self.config.groups
         decoded = sum(r.engine == victim and len(r.token_ids) >= _IN_THE_MIDDLE for r in self._watched.running)
         whole = len(self._watched.engines()) == self._served.generator.config.replicas
-        spares = self._served.generator.spares == self._served.generator.config.spares
-        return self._rolling and whole and spares and done <= groups // 2 and decoded >= self.config.interrupted
+        return (
+            self._rolling
+            and whole
+            and self._has_spares()
+            and done <= groups // 2
+            and decoded >= self.config.interrupted
+        )
 
     def _again(self, interrupted: Sequence[Request]) -> list[float]:
         """Return the times at which interrupted requests got a token from another engine, unless already finished."""
@@ -253,7 +269,8 @@ async def _one_run(config: Config, report: Report, found: dict[str, list[float]]
         bench = _Bench(config, served)
         async with task_group() as running:
             running.create_task(bench.deliver())
-            for repeat in range(1 if config.smoke else config.repeats):
+            repeats = config.repeats if spares else config.cold_repeats
+            for repeat in range(1 if config.smoke else repeats):
                 for suffix, number in signals.items():
                     row = await bench.interrupt(repeat % 2, number)
                     print(f"{number.name}: " + "  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)

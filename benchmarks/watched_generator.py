@@ -110,16 +110,16 @@ class Watched:
         """Wake the waiters in `until`."""
         self._stirred.set()
 
-    async def until(self, holds: Callable[[], bool], what: str) -> None:
+    async def until(self, holds: Callable[[], bool], what: str, *, patience_s: float = _PATIENCE_S) -> None:
         """Wait until a condition holds.
 
         Raises:
             BenchmarkError: it did not hold in time.
         """
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(patience_s):
                 while not holds():
                     self._stirred.clear()
                     await self._stirred.wait()
         except TimeoutError:
-            raise BenchmarkError(f"after {_PATIENCE_S:g} s, {what} had not happened") from None
+            raise BenchmarkError(f"after {patience_s:g} s, {what} had not happened") from None

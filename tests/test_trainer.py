@@ -23,6 +23,7 @@ from forge_rl.errors import ConfigError, ForgeError, LossError
 from forge_rl.packing.rows import Packed
 from forge_rl.packing.unpacking import unpack
 from forge_rl.run.run_config import RunConfig
+from forge_rl.runtime.replica import Replica
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.weight_store import WeightStore
@@ -40,7 +41,7 @@ RANKS = 2
 
 @contextlib.asynccontextmanager
 async def open_trainer(
-    folder: Path, *frozen: str, ranks: int = RANKS, **settings: Any
+    folder: Path, *frozen: str, ranks: int = RANKS, after: asyncio.Future[None] | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Trainer, WeightStore]]:
     """A trainer on a random model, and a store whose segments lie in the folder."""
     (folder / "shm").mkdir()
@@ -61,6 +62,7 @@ async def open_trainer(
             total_steps=3,
             skipped=folder / "skipped",
             deadline_s=120,
+            after=after,
         )
         stack.push_async_callback(trainer.stop)
         yield trainer, store
@@ -73,13 +75,29 @@ async def read(store: WeightStore) -> tuple[Manifest, dict[str, torch.Tensor]]:
         return manifest, await read_version(store.transport(), manifest)
 
 
-def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path):
+def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = make_model(tmp_path / "hf")
     start = {name: parameter.detach() for name, parameter in model.named_parameters()}
     frozen = {name for name in start if "layers.0" in name or "embed_tokens" in name}
 
     async def run() -> None:
-        async with open_trainer(tmp_path, "model.layers.0.*", "model.embed_tokens.*") as (trainer, store):
+        after = asyncio.get_running_loop().create_future()
+        calls: list[str] = []
+        call = Replica.call
+
+        async def recorded(self: Replica, method: str, *args: object, **how: Any) -> Any:
+            calls.append(method)
+            result = await call(self, method, *args, **how)
+            if method == "prepare" and calls.count("prepare") == RANKS and not after.done():
+                asyncio.get_running_loop().call_later(0.2, calls.append, "after")
+                asyncio.get_running_loop().call_later(0.2, after.set_result, None)
+            return result
+
+        monkeypatch.setattr(Replica, "call", recorded)
+        frozen_names = "model.layers.0.*", "model.embed_tokens.*"
+        async with open_trainer(tmp_path, *frozen_names, after=after) as (trainer, store):
+            assert calls.index("prepare") < calls.index("after") < calls.index("setup"), "it imports, and waits"
+            monkeypatch.undo()
             assert await trainer.publish(store, dtype="bfloat16") == 0
             first, weights = await read(store)
             assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {

@@ -130,6 +130,11 @@ def plan_training(
     )
 
 
+def import_train_engine() -> None:
+    """Import what a train engine needs, without touching a device."""
+    importlib.import_module("forge_rl.engines.titan.train")
+
+
 def make_train_engine(
     folder: Path, settings: TrainSettings, *, reference: bool = False, values: bool = False
 ) -> TrainEngine:

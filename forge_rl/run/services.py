@@ -234,8 +234,6 @@ async def _start_generator(
 async def _start_trainer(
     checked: Checked[C], hosts: RunHosts, prepared: Prepared, *, after: asyncio.Task[Generator] | None
 ) -> Trainer:
-    if after is not None and checked.shares_devices and gpus():
-        await asyncio.wait((after,))  # vLLM would count the trainer's allocations as its own
     return await Trainer.start(
         checked.config.trainer,
         hosts.cluster,
@@ -249,15 +247,19 @@ async def _start_trainer(
         skipped=prepared.folder / "skipped",
         deadline_s=_START_DEADLINE_S,
         hosts=hosts.placed.of("trainer"),
+        after=_devices_free(checked, after),
     )
+
+
+def _devices_free(checked: Checked[C], engines: asyncio.Task[Generator] | None) -> asyncio.Task[Generator] | None:
+    """Return what trainers wait for before they allocate memory: vLLM would count theirs as its own."""
+    return engines if checked.shares_devices and gpus() else None
 
 
 async def _start_critic(
     checked: Checked[C], hosts: RunHosts, prepared: Prepared, *, after: asyncio.Task[Generator] | None
 ) -> Trainer:
     assert checked.critic is not None
-    if after is not None and checked.shares_devices and gpus():
-        await asyncio.wait((after,))
     return await Trainer.start(
         checked.critic,
         hosts.cluster,
@@ -272,6 +274,7 @@ async def _start_critic(
         skipped=prepared.folder / "skipped-critic",
         deadline_s=_START_DEADLINE_S,
         hosts=hosts.placed.of("trainer"),
+        after=_devices_free(checked, after),
     )
 
 

@@ -120,6 +120,7 @@ class Trainer:
         values: bool = False,
         name: str = "trainer",
         hosts: ServiceHosts | None = None,
+        after: asyncio.Future[Any] | None = None,
     ) -> Trainer:
         """Spawn the ranks and load the policy.
 
@@ -133,6 +134,7 @@ class Trainer:
             values: train a value model in place of a policy; see `make_train_engine`.
             name: name of the service, and of its field in the recipe's settings.
             hosts: hosts of the ranks, split evenly over those that live; this one by default.
+            after: must be done, with whatever result, before the ranks touch their devices; meanwhile they import.
 
         Raises:
             ConfigError: the hosts cannot hold the ranks, or could meet only over a public address.
@@ -158,7 +160,7 @@ class Trainer:
             may_be_public=cluster.may_be_public,
         )
         try:
-            await trainer._open(resume)
+            await trainer._open(resume, after)
         except BaseException:
             await service.stop()
             raise
@@ -502,12 +504,15 @@ class Trainer:
             f"{self.parameters / 1e6:.0f} M parameters  {self.config.ranks} rank(s)  {self.config.dtype}"
         )
 
-    async def _open(self, resume: Path | None) -> None:
-        """Spawn the ranks and load the policy."""
+    async def _open(self, resume: Path | None, after: asyncio.Future[Any] | None = None) -> None:
+        """Spawn the ranks and, once `after` is done, load the policy."""
         deadline_s, replica = self._start_deadline_s, self._spawn()
         if not self.restarts_left:
             replica.death.add_done_callback(self._on_last_death)
         await self._service.watch(replica, deadline_s=deadline_s)
+        if after is not None:
+            await replica.call_ranks("prepare", lambda _: (), deadline_s=deadline_s)
+            await asyncio.wait((after,))
         networks = await replica.call_ranks("network", lambda _: (), deadline_s=deadline_s)
         address = meeting_address(networks, may_be_public=self._may_be_public)
         port = self.config.port or await replica.call("free_port", address, deadline_s=deadline_s, rank=0)

@@ -19,7 +19,7 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.cpu import chosen_interfaces, meet_over
 from forge_rl.engines.devices import device_type
-from forge_rl.engines.factory import make_train_engine
+from forge_rl.engines.factory import import_train_engine, make_train_engine
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import device_threads, init_distributed
 from forge_rl.engines.protocol import TrainEngine, TrainSettings
@@ -45,6 +45,11 @@ class TrainerActor(ServiceActor):
         self._lock = asyncio.Lock()
         self._saved: Future[None] | None = None
         self._progress = ProgressWriter(None)
+
+    @concurrent_endpoint
+    async def prepare(self) -> None:
+        """Import what training needs, without touching a device."""
+        await asyncio.to_thread(import_train_engine)
 
     @concurrent_endpoint
     async def network(self) -> Network:
