@@ -25,6 +25,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.services.weight_store_actor import Holder, WeightStoreActor
+from forge_rl.services.weight_store_recovery import StoreRecovery
 from forge_rl.weights.fingerprints import Move, fingerprint
 from forge_rl.weights.manifest import Manifest, SegmentRef, ShardReport, TensorSpec
 from forge_rl.weights.segment import readable
@@ -132,9 +133,10 @@ async def open_shared(shm: Path, *, keep_versions: int = 2, keep_bytes: int = 1 
     service = Service("weights", shared_process(), Faults())  # type: ignore[arg-type]
     replica = service.spawn(WatchedStoreActor, "local", shm, keep_versions, keep_bytes)
     volumes = {"local": replica.actor}
-    folder, _ = await replica.call("open_volume", volumes, deadline_s=60)
-    transports = {"local": SharedMemoryTransport("local", volumes)}
-    store = WeightStore(service, transports, bucket_bytes=BUCKET_BYTES, choice="", folders=[folder])
+    recovery = StoreRecovery(service, WeightStore.Config(shm=shm), shared_process(), ["local"], 60)  # type: ignore[arg-type]
+    recovery.folders["local"], _ = await replica.call("open_volume", volumes, deadline_s=60)
+    recovery.transports["local"] = SharedMemoryTransport("local", volumes)
+    store = WeightStore(service, recovery, bucket_bytes=BUCKET_BYTES, choice="")
     return WatchedStore(store, service)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from forge_rl.errors import ServiceError, WeightsError
+from forge_rl.runtime.supervision import Restart
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import Manifest
 from forge_rl.weights.segment import readable
@@ -134,33 +135,73 @@ def test_the_lease_of_a_reader_that_is_killed_ends(tmp_path: Path, shm: Path):
     run(main())
 
 
-def test_a_store_that_dies_is_named_at_once_and_leaves_nothing(tmp_path: Path, shm: Path):
+def test_a_store_that_dies_is_started_again_with_its_versions_and_leases(tmp_path: Path, shm: Path):
     async def main() -> None:
         async with real(tmp_path, shm) as (store, users, faults):
-            manifest = await publish(store, 1)
-            mapped = [readable(bucket.segment) for bucket in manifest.buckets if bucket.segment]
-            holding = asyncio.create_task(hold(store, users, 1))
-            await use(users, "halfway")
+            await publish(store, 1)
+            await publish(store, 2)
             reserve = store.transport().reserve
+            transport = store.transport()
 
             async def kill_and_reserve(drafted: Manifest) -> Manifest:
                 os.kill(store_process, signal.SIGKILL)
                 return await reserve(drafted)
 
             store_process = await pid_of(store._service)
-            store.transport().reserve = kill_and_reserve  # type: ignore[method-assign]
-            async with asyncio.timeout(5):
-                for call, work in (
-                    ("reserve", publish(store, 2)),
-                    ("rollback", store.rollback(0)),
-                    ("begin", publish(store, 2)),
-                    ("lease", store.lease().__aenter__()),
-                ):
-                    with pytest.raises(ServiceError, match="SIGKILL") as caught:
+            async with store.lease(1) as held:
+                transport.reserve = kill_and_reserve  # type: ignore[method-assign]
+                with pytest.raises(ServiceError, match="SIGKILL") as caught:
+                    await asyncio.wait_for(publish(store, 3), 20)
+                assert (caught.value.service, caught.value.replica, caught.value.call) == ("weights", 0, "reserve")
+                assert "weights-0.log" in caught.value.hint
+
+                # Its successor holds the same bytes at the same places; calls that wait for it get what they ask for.
+                assert await latest(store) == 2
+                assert await pid_of(store._service) != store_process
+                async with store.lease() as manifest:
+                    assert await read(store.transport(), manifest) == all_of(2)
+                for version in (3, 4, 5):
+                    await publish(store, version)
+                assert all(exist(held))
+                assert await read(store.transport(), held) == all_of(1)
+                assert len(segments(shm)) == 3 * 2
+            await publish(store, 6)
+            assert len(segments(shm)) == 2 * 2
+            assert [(fault.service, fault.fatal, fault.recovered_s is None) for fault in faults.seen] == [
+                ("weights", False, False)
+            ]
+
+            # What was rolled back stays forgotten, also by a later successor.
+            await store.rollback(5)
+            os.kill(await pid_of(store._service), signal.SIGKILL)
+            assert await latest(store) == 5
+            await publish(store, 6, all_of(60))
+            async with store.lease() as manifest:
+                assert (manifest.version, manifest.epoch) == (6, 1)
+                assert await read(store.transport(), manifest) == all_of(60)
+            await users.stop()
+            faults.closing = True
+            await store.stop()
+            assert nothing_in(shm)
+            with pytest.raises(ServiceError, match="weights, call rollback: it has been stopped"):
+                await store.rollback(0)
+
+    run(main())
+
+
+def test_a_store_that_may_not_be_started_again_is_named_at_once_and_leaves_nothing(tmp_path: Path, shm: Path):
+    async def main() -> None:
+        async with real(tmp_path, shm, restart=Restart(max_restarts=0)) as (store, users, faults):
+            manifest = await publish(store, 1)
+            mapped = [readable(bucket.segment) for bucket in manifest.buckets if bucket.segment]
+            holding = asyncio.create_task(hold(store, users, 1))
+            await use(users, "halfway")
+            os.kill(await pid_of(store._service), signal.SIGKILL)
+            async with asyncio.timeout(10):
+                for work in (store.rollback(0), publish(store, 2), store.lease().__aenter__()):
+                    with pytest.raises(ServiceError, match="SIGKILL"):
                         await work
-                    assert (caught.value.service, caught.value.replica, caught.value.call) == ("weights", 0, call)
-                    assert "weights-0.log" in caught.value.hint
-            assert [(fault.service, fault.replica) for fault in faults.seen] == [("weights", 0)]
+            assert faults.fatal is not None
             assert len(segments(shm)) == 2
 
             # Who has mapped a version keeps it; so does a reader in another process.
@@ -171,8 +212,6 @@ def test_a_store_that_dies_is_named_at_once_and_leaves_nothing(tmp_path: Path, s
             faults.closing = True
             await store.stop()
             assert nothing_in(shm)
-            with pytest.raises(ServiceError, match="weights, call rollback: it has been stopped"):
-                await store.rollback(0)
 
     run(main())
 

@@ -199,11 +199,12 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
 
             # In the middle of a publish; a restart that fails is told, and can be tried again.
             await step(trainer, 3)
-            good = store._transports
-            store._transports = {"local": DeadlyTransport("local", good["local"]._volumes)}  # type: ignore[attr-defined]
+            good = store._recovery.transports
+            deadly = DeadlyTransport("local", good["local"]._volumes)  # type: ignore[attr-defined]
+            store._recovery.transports = {"local": deadly}
             with pytest.raises(ReplicaError, match=r"call publish: rank 1: .*SIGKILL"):
                 await asyncio.wait_for(trainer.publish(store, dtype="float32"), 30)
-            store._transports = good
+            store._recovery.transports = good
             assert await latest(store) == 1
             dead = trainer._service.replicas[0]
             (tmp_path / "empty").mkdir()

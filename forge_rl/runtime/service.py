@@ -343,6 +343,18 @@ class Service:
         """Wait until a replica next starts to serve or dies, or a spare stands by, dies or is adopted."""
         await self._changed.wait()
 
+    async def returned(self, index: int) -> Replica:
+        """Return the replica of an index once it serves, after its death once its successor does.
+
+        Raises:
+            ServiceError: it is not replaced any more; gives the causes.
+        """
+        while not (replica := self.replicas[index]).serving:
+            if self._stopping or replica.state is ReplicaState.ABANDONED:
+                raise ServiceError(self._causes_of_end(), service=self.name, replica=index, hint=f"see {replica.log}")
+            await self._changed.wait()
+        return replica
+
     def drain_busy_s(self) -> list[float]:
         """Return, by index, the seconds since the last call of this during which a replica had calls in flight."""
         return [replica.drain_busy_s() for replica in self.replicas]

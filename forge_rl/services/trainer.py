@@ -416,9 +416,21 @@ class Trainer:
     async def publish(self, store: WeightStore, *, dtype: str) -> int:
         """Publish the current weights to the store as a new version; `dtype` is "float32" or "bfloat16".
 
+        If a process of the store dies meanwhile, the version is published again once its successor serves.
+
         Returns:
             The version, once it is committed and visible to readers.
         """
+        while True:
+            deaths = store.deaths
+            try:
+                return await self._publish(store, dtype)
+            except ForgeError:
+                if not self.alive or store.deaths == deaths:
+                    raise
+            await store.returned()
+
+    async def _publish(self, store: WeightStore, dtype: str) -> int:
         import torch
 
         if self._specs is None:

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from forge_rl.errors import ForgeError, ServiceError, WeightsError
+from forge_rl.errors import ForgeError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.replica import Replica
-from forge_rl.runtime.service import Service
+from forge_rl.runtime.service import Replica, Service
 from forge_rl.runtime.tasks import task_group
-from forge_rl.services.weight_store_actor import Holder, WeightStoreActor
+from forge_rl.services.weight_mirror import WeightMirror
+from forge_rl.services.weight_store_actor import Holder
 from forge_rl.services.weight_store_config import WeightStoreConfig
+from forge_rl.services.weight_store_recovery import StoreRecovery
+from forge_rl.weights.delta_files import DeltaFolder
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
 from forge_rl.weights.transports.protocol import Transport
-from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from forge_rl.weights.transports.torchstore import INSTALL, TorchStoreTransport
 from forge_rl.weights.volume import problem, reclaim
-
-_LOST_S = 5.0
-"""Time after the death of a volume in which the job may say that its whole host is gone."""
 
 T = TypeVar("T")
 
@@ -47,20 +44,17 @@ class WeightStore:
     def __init__(
         self,
         service: Service,
-        transports: Mapping[str, Transport],
+        recovery: StoreRecovery,
         *,
         bucket_bytes: int,
         choice: str,
-        folders: Sequence[Path] = (),
+        mirror: WeightMirror | None = None,
     ) -> None:
         self._service = service
-        self._transports = dict(transports)
-        self._deciding: set[asyncio.Task[None]] = set()
-        """Decisions in progress about volumes that died."""
+        self._recovery = recovery
         self._bucket_bytes = bucket_bytes
+        self._mirror = mirror
         self._deadline_s = 600.0
-        self.folders = tuple(folders)
-        """Shared-memory folder of each host's volume."""
         self.choice = choice
         """Sentence that names the chosen transport and the reason."""
 
@@ -90,29 +84,26 @@ class WeightStore:
         """
         name, choice = _choose(config, expected_bytes * config.keep_versions)
         bucket_bytes = config.bucket_mib << 20
+        if config.mirror:
+            DeltaFolder(config.mirror)  # a mistake in the address is told now
         service = Service("weights", cluster, faults)
-        kept = config.keep_versions, int(config.keep_gib * (1 << 30))
+        recovery = StoreRecovery(service, config, cluster, hosts, deadline_s)
+        imports = TorchStoreTransport.imports if name == "torchstore" else ()
         async with task_group() as group:
-            for host in hosts:
-                imports = TorchStoreTransport.imports if name == "torchstore" else ()
-                replica = service.spawn(WeightStoreActor, host, config.shm, *kept, host=host, imports=imports)
-                group.create_task(service.watch(replica, deadline_s=deadline_s))
-        if name == "torchstore":
+            for index in range(len(hosts)):
+                group.create_task(recovery.spawn(index, imports))
+        mirror = await WeightMirror.open(config, cluster, faults, host=hosts[0], deadline_s=deadline_s)
+        if name == "torchstore":  # whose versions are lost with its process
             shared = await TorchStoreTransport.open(service.replicas[0].meshes[0].procs)
-            return cls(service, dict.fromkeys(hosts, shared), bucket_bytes=bucket_bytes, choice=choice)
-        service.recoverable = len(hosts) > 1
-        volumes = {host: replica.actor for host, replica in zip(hosts, service.replicas, strict=True)}
-        folders = []
-        for replica in service.replicas:
-            folder, reclaimed = await replica.call("open_volume", volumes, deadline_s=deadline_s)
-            folders.append(folder)
-            if reclaimed:
-                choice += f"; {reclaimed / 2**30:.1f} GiB that a killed run had left were freed"
-        transports = {host: SharedMemoryTransport(host, volumes) for host in hosts}
-        store = cls(service, transports, bucket_bytes=bucket_bytes, choice=choice, folders=folders)
-        for replica in service.replicas:
-            replica.death.add_done_callback(functools.partial(store._on_death, replica, cluster, faults))
-        return store
+            recovery.transports |= dict.fromkeys(hosts, shared)
+        elif reclaimed := await recovery.open():
+            choice += f"; {reclaimed / 2**30:.1f} GiB that a killed run had left were freed"
+        return cls(service, recovery, bucket_bytes=bucket_bytes, choice=choice, mirror=mirror)
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Shared-memory folder of each host's volume."""
+        return tuple(self._recovery.folders.values())
 
     def transport(self, host: str = THIS_HOST) -> Transport:
         """Return the transport for processes on a host; it can be pickled.
@@ -120,9 +111,9 @@ class WeightStore:
         Raises:
             WeightsError: the host is gone.
         """
-        if host not in self._transports:
+        if host not in self._recovery.transports:
             raise WeightsError(f"the weight store has no host {host!r}, or no more", hint="see the run's events")
-        return self._transports[host]
+        return self._recovery.transports[host]
 
     @contextlib.asynccontextmanager
     async def publishing(
@@ -139,13 +130,13 @@ class WeightStore:
         Raises:
             WeightsError: the version already exists, is older than the latest, or does not fit.
         """
-        transport = self.transport(hosts[0])
         base, freed, epoch = await self._call("begin", version)
-        if base is not None and any(bucket.host and bucket.host not in self._transports for bucket in base.buckets):
+        transport, living = self.transport(hosts[0]), self._recovery.transports
+        if base is not None and any(bucket.host and bucket.host not in living for bucket in base.buckets):
             base = None  # what a lost host held is written again
         drafted, publication = None, None
         try:
-            await self._unless_it_dies("free", transport.free(freed))
+            await self._unless_it_dies("free", hosts, transport.free(freed))
             drafted = draft(
                 specs,
                 version=version,
@@ -155,11 +146,13 @@ class WeightStore:
                 epoch=epoch,
                 hosts=hosts,
             )
-            drafted = await self._unless_it_dies("reserve", transport.reserve(drafted))
-            publication = Publication(drafted, self._call)
+            drafted = await self._unless_it_dies("reserve", hosts, transport.reserve(drafted))
+            publication = Publication(drafted, self._commit)
             yield publication
             if not publication.committed:
                 raise WeightsError(f"version {version} was not committed")
+            if self._mirror is not None:
+                self._mirror.note(self.lease(), transport)
         except BaseException:
             if publication is not None and publication.committed:
                 raise
@@ -175,6 +168,7 @@ class WeightStore:
         in progress can no longer be committed.
         """
         await self._call("rollback", version)
+        self._recovery.note_rollback(version)
 
     @contextlib.asynccontextmanager
     async def lease(self, version: int | None = None) -> AsyncIterator[Manifest]:
@@ -184,8 +178,11 @@ class WeightStore:
         """
         lease = secrets.token_hex(8)
         try:
-            yield await self._call("lease", version, lease, Holder.this_process())
+            manifest = await self._call("lease", version, lease, Holder.this_process())
+            self._recovery.leases[lease] = manifest
+            yield manifest
         finally:  # even if cancelled before the reply
+            self._recovery.leases.pop(lease, None)
             with contextlib.suppress(ForgeError):  # a dead store holds no leases, and the next call reports its death
                 await self._call("release", lease)
 
@@ -199,21 +196,28 @@ class WeightStore:
                 group.create_task(self._prefetch(manifest, host))
 
     async def _prefetch(self, manifest: Manifest, host: str) -> None:
-        with contextlib.suppress(WeightsError):
-            await self._transports[host].prefetch(manifest)
+        deaths = self.deaths
+        with contextlib.suppress(ForgeError):
+            try:
+                await self.transport(host).prefetch(manifest)
+            except WeightsError:
+                if self.deaths == deaths:
+                    raise
+                await self.returned(host)
+                await self.transport(host).prefetch(manifest)
 
     async def received(self) -> dict[str, dict[str, int]]:
         """Return the bytes that each host has received from each other one so far."""
         return {
             replica.host: await replica.call("received", deadline_s=self._deadline_s)
             for replica in self._service.replicas
+            if replica.alive
         }
 
     async def stop(self) -> None:
         """Stop the store; its versions are lost."""
-        self._service.recoverable = False
-        for task in self._deciding:
-            task.cancel()
+        if self._mirror is not None:
+            await self._mirror.stop()
         living = [replica for replica in self._service.replicas if replica.alive]
         closing = [replica.call("close", deadline_s=10.0) for replica in living]
         await asyncio.gather(*closing, return_exceptions=True)
@@ -221,39 +225,46 @@ class WeightStore:
         if any(folder.exists() for folder in self.folders):  # left by a killed process
             reclaim(self.folders[0].parent.parent)
 
-    def _on_death(self, replica: Replica, cluster: Cluster, faults: Faults, death: asyncio.Future[str]) -> None:
-        if self._service.recoverable:
-            deciding = asyncio.get_running_loop().create_task(self._decide(replica, cluster, faults, death.result()))
-            self._deciding.add(deciding)
-            deciding.add_done_callback(self._deciding.discard)
+    @property
+    def deaths(self) -> int:
+        """Number of times that a process of the store has died."""
+        return sum(replica.incarnation + (not replica.alive) for replica in self._service.replicas)
 
-    async def _decide(self, replica: Replica, cluster: Cluster, faults: Faults, cause: str) -> None:
-        """Forget the volume of a host that is gone; any other death ends the run."""
-        is_index = replica is self._service.replicas[0]
-        if not is_index and await cluster.is_lost(replica.host, within_s=_LOST_S):
-            del self._transports[replica.host]
-            volumes = {each.host: each.actor for each in self._service.replicas if each.host in self._transports}
-            for host in self._transports:
-                self._transports[host] = SharedMemoryTransport(host, volumes)
-        else:
-            self._service.abandon(replica)
-            faults.record("weights", replica.index, cause)
+    async def returned(self, host: str = THIS_HOST) -> None:
+        """Wait until the index and a host's process serve, after a death until the successor does.
+
+        Raises:
+            ServiceError: one is not replaced any more.
+        """
+        for replica in self._needed((host,)):
+            await self._service.returned(replica.index)
+
+    def _needed(self, hosts: Sequence[str]) -> list[Replica]:
+        """Processes without which hosts cannot write versions."""
+        return [each for each in self._service.replicas if not each.index or each.host in hosts]
 
     async def _call(self, method: str, *args: object) -> Any:
-        """Call the index."""
-        if not self._service.replicas:
-            raise ServiceError("it has been stopped", service="weights", call=method, hint="start the run again")
-        return await self._service.replicas[0].call(method, *args, deadline_s=self._deadline_s)
+        """Call the index; if its process dies, call its successor, which remembers the same versions."""
+        while self._service.replicas:
+            replica = await self._service.returned(0)
+            with contextlib.suppress(ReplicaError):
+                return await replica.call(method, *args, deadline_s=self._deadline_s)
+        raise ServiceError("it has been stopped", service="weights", call=method, hint="start the run again")
 
-    async def _unless_it_dies(self, method: str, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for a transport, but fail immediately when a process of the store dies, which it notices only after
-        seconds.
+    async def _commit(self, manifest: Manifest) -> None:
+        """Commit a version to the index that it was begun in."""
+        await self._service.replicas[0].call("commit", manifest, deadline_s=self._deadline_s)
+        self._recovery.note_commit(manifest)
+
+    async def _unless_it_dies(self, method: str, hosts: Sequence[str], work: Coroutine[Any, Any, T]) -> T:
+        """Wait for a transport, but fail immediately when a process dies that it needs, which it notices only
+        after seconds.
 
         Raises:
             ServiceError: a process of the store died.
         """
         task = asyncio.ensure_future(work)
-        replicas = [replica for replica in self._service.replicas if replica.host in self._transports]
+        replicas = self._needed(hosts)
         ends: list[asyncio.Future[Any]] = [task, *(replica.death for replica in replicas)]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -270,11 +281,11 @@ class Publication:
 
     Args:
         drafted: manifest of the buckets to write, and where.
-        call: calls the index of versions.
+        commit: makes its manifest visible.
     """
 
-    def __init__(self, drafted: Manifest, call: Callable[..., Awaitable[object]]) -> None:
-        self._call = call
+    def __init__(self, drafted: Manifest, commit: Callable[[Manifest], Coroutine[Any, Any, None]]) -> None:
+        self._commit = commit
         self.draft = drafted
         """Manifest without fingerprints, for `Transport.write` on every rank."""
         self.committed = False
@@ -289,7 +300,7 @@ class Publication:
             WeightsError: the ranks did not write exactly the draft's contents.
         """
         manifest = complete(self.draft, ranks)
-        committing = asyncio.ensure_future(self._call("commit", manifest))
+        committing = asyncio.ensure_future(self._commit(manifest))
         try:
             await asyncio.shield(committing)
         finally:  # a cancelled commit may still become visible, and the next publisher must know

@@ -83,23 +83,58 @@ class WeightStoreActor(ServiceActor):
         """Keys of buckets that the next publisher frees before it begins, as the holder of an ended lease may be
         dead."""
         self._watched: set[Holder] = set()
+        self._volumes: dict[str, Any] = {}
+        """Actor of each host's volume, the index's first."""
         self._volume: Volume | None = None
         self._puller: Puller | None = None
         self._shared = Shared()
 
     @concurrent_endpoint
-    async def open_volume(self, volumes: Mapping[str, Any]) -> tuple[Path, int]:
-        """Create the host's folder in shared memory.
+    async def open_volume(
+        self, volumes: Mapping[str, Any], left: Path | None = None, held: Mapping[str, SegmentRef] | None = None
+    ) -> tuple[Path, int]:
+        """Create the host's folder in shared memory, or continue with one that a dead process left; see `Volume`.
 
         Returns:
             The folder, and the bytes reclaimed from a killed run.
         """
         if len(volumes) > 1:  # hosts map segments for one another; import torch before the first pull
             await asyncio.to_thread(importlib.import_module, "torch")
-        self._volume = Volume(self._shm)
+        self._volumes = dict(volumes)
+        self._volume = Volume(self._shm, left=left, held=held)
         self._fanout = Fanout(len(volumes))
-        self._puller = Puller(self._host, self._volume, _Peers(self._host, volumes, self._free))
+        self._puller = Puller(self._host, self._volume, _Peers(self._host, self._volumes, self._free))
         return self._volume.folder, self._volume.reclaimed
+
+    @concurrent_endpoint
+    async def holds(self, refs: Mapping[str, SegmentRef]) -> tuple[str, ...]:
+        """Return the keys of those segments that this host still has."""
+        return tuple(key for key, ref in refs.items() if self.volume.find(key) == ref)
+
+    @concurrent_endpoint
+    async def restore(
+        self, versions: tuple[Manifest, ...], leases: Mapping[str, Manifest], holder: Holder, epoch: int
+    ) -> None:
+        """Take over the index of a process that died; see `VersionIndex.restore`.
+
+        Args:
+            holder: the holder of all leases.
+        """
+        self._retire(self._index.restore(versions, leases, epoch=epoch))
+        self._leases = dict.fromkeys(leases, holder)
+        self._watch(holder)
+
+    @concurrent_endpoint
+    async def meet(self, host: str, volume: Any, kept: tuple[str, ...] | None) -> None:
+        """Take note of the new process of a host, which has no copies.
+
+        Args:
+            kept: keys of the buckets that its index knows; copies of others are freed. None if it has no index.
+        """
+        self._volumes[host] = volume
+        self._fanout.leave(host)
+        if kept is not None:
+            await self._free(set(self.puller.known) - {*kept})
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -209,16 +244,20 @@ class WeightStoreActor(ServiceActor):
     @concurrent_endpoint
     async def lease(self, version: int | None, lease: str, holder: Holder) -> Manifest:
         manifest = self._index.lease(lease, version)
-        if holder.space == process_space() and holder not in self._watched:
-            self._watched.add(holder)
-            loop = asyncio.get_running_loop()
-            when_process_ends(holder.pid, lambda: loop.call_soon_threadsafe(self._end_leases, holder))
+        self._watch(holder)
         self._leases[lease] = holder
         return manifest
 
     @concurrent_endpoint
     async def release(self, lease: str) -> None:
         self._release(lease)
+
+    def _watch(self, holder: Holder) -> None:
+        """End a process's leases when it ends."""
+        if holder.space == process_space() and holder not in self._watched:
+            self._watched.add(holder)
+            loop = asyncio.get_running_loop()
+            when_process_ends(holder.pid, lambda: loop.call_soon_threadsafe(self._end_leases, holder))
 
     def _end_leases(self, holder: Holder) -> None:
         self._watched.discard(holder)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from forge_rl.errors import check_flags
+from forge_rl.runtime.supervision import Restart
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,15 @@ class WeightStoreConfig:
     """Number of newest versions to keep, including the one being written; versions being read are kept as well."""
     keep_gib: float = 64.0
     """Maximum memory of kept versions; the newest is always kept."""
+    restart: Restart = field(default_factory=Restart)
+    """How the store's processes are restarted if they die; versions survive in shared memory."""
+    mirror: str = ""
+    """Address to which versions are also written, for engines elsewhere: a folder in any of fsspec's file systems, such
+    as s3://bucket/run, which only this run writes to. It gets what changed of each version, and now and then a whole
+    one."""
+    mirror_full_every: int = 20
+    """Number of versions after which one is written to --weights.mirror whole again."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--weights.", least={"keep_versions": 1, "bucket_mib": 1}, above={"keep_gib": 0})
+        least = {"keep_versions": 1, "bucket_mib": 1, "mirror_full_every": 1}
+        check_flags(self, "--weights.", least=least, above={"keep_gib": 0})

@@ -22,9 +22,6 @@ from forge_rl.weights.transports.protocol import LocalShard, Transport
 if TYPE_CHECKING:
     import torch
 
-FULL_EVERY = 20
-"""Number of versions after which one is written whole again."""
-
 _PART_BYTES = 64 << 20
 """Size from which a part is written."""
 _KEPT_FULL = 2
@@ -48,7 +45,7 @@ class DeltaPublisher:
         WeightsError: there is no such file system.
     """
 
-    def __init__(self, address: str, *, full_every: int = FULL_EVERY) -> None:
+    def __init__(self, address: str, *, full_every: int = 20) -> None:
         self._folder = DeltaFolder(address)
         self._full_every = full_every
         self._full: list[int] = []

@@ -75,6 +75,21 @@ def renew(ref: SegmentRef) -> SegmentRef:
         os.close(fd)
 
 
+def is_whole(ref: SegmentRef) -> bool:
+    """True if the segment's file is there and matches the reference."""
+    try:
+        fd = os.open(ref.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        size = os.fstat(fd).st_size
+        return os.pread(fd, _HEADER.size, 0) == _HEADER.pack(_MAGIC, bytes.fromhex(ref.token), ref.bytes) and (
+            size == PAGE + ref.bytes
+        )
+    finally:
+        os.close(fd)
+
+
 def readable(ref: SegmentRef) -> torch.Tensor:
     """Map a segment's bytes read-only, `[bytes] uint8`.
 

@@ -6,7 +6,7 @@ reuses their numbers. Versions of older epochs stay until their readers release 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from forge_rl.errors import WeightsError
 from forge_rl.weights.manifest import Manifest
@@ -40,6 +40,14 @@ class VersionIndex:
     def latest(self) -> int | None:
         """Newest committed version; None before the first."""
         return max(self._versions, default=None)
+
+    def restore(self, versions: Iterable[Manifest], leases: Mapping[str, Manifest], *, epoch: int) -> tuple[str, ...]:
+        """Begin with the versions and leases of an index that was lost; versions beyond the limits are retired."""
+        self.epoch = epoch
+        self._versions = {manifest.version: manifest for manifest in versions}
+        self._leases = dict(leases)
+        self._needed = _buckets([*self._versions.values(), *self._leases.values()])
+        return self._retire()
 
     def begin(self, version: int) -> tuple[Manifest | None, tuple[str, ...]]:
         """Reserve a version for writing; retires versions right away to make room for it.

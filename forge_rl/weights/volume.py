@@ -1,8 +1,9 @@
 """One host's share of the store: a private folder in shared memory with reusable segments.
 
 The folder belongs to one process, which locks the file `lock` in it while it lives. A folder whose lock is free was
-left by a killed process, and the next volume on the host removes it. Writers hold a shared lock on the folder: segments
-freed meanwhile are not reused until they finish, as a rank of an abandoned publish may still be writing to them.
+left by a killed process: its successor continues with it, else the next volume on the host removes it. Writers hold a
+shared lock on the folder: segments freed meanwhile are not reused until they finish, as a rank of an abandoned publish
+may still be writing to them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from forge_rl.errors import WeightsError
 from forge_rl.system.memory import available_bytes
 from forge_rl.weights.manifest import SegmentRef
-from forge_rl.weights.segment import PAGE, create, release, renew
+from forge_rl.weights.segment import PAGE, create, is_whole, release, renew
 
 _LOCK = "lock"
 
@@ -29,21 +30,26 @@ class Volume:
 
     Args:
         root: a folder in shared memory, such as /dev/shm.
+        left: folder of a volume whose process died, to continue with, if it is still there.
+        held: segments by key that it had, as far as they are needed; those that are whole are kept, and nothing else.
 
     Raises:
         WeightsError: the folder cannot be used.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, left: Path | None = None, held: Mapping[str, SegmentRef] | None = None) -> None:
+        with _home(root) as home:
+            self.folder, self._lock = _take_over(left) or _make(home)
         self.reclaimed = reclaim(root)
         """Bytes reclaimed from killed processes."""
-        with _home(root) as home:
-            self.folder = home / secrets.token_hex(16)
-            self.folder.mkdir(mode=0o700)
-            self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._root = root
-        self._used: dict[str, SegmentRef] = {}
+        self._used = {
+            key: ref for key, ref in (held or {}).items() if Path(ref.path).parent == self.folder and is_whole(ref)
+        }
+        kept = {_LOCK, *(Path(ref.path).name for ref in self._used.values())}
+        for path in self.folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
         self._freed: list[SegmentRef] = []
         """Freed segments that may still be written to."""
         self._spare: list[SegmentRef] = []
@@ -132,6 +138,31 @@ class Volume:
         for ref in self._spare:
             _remove(ref)
         self._spare.clear()
+
+
+def _make(home: Path) -> tuple[Path, int]:
+    """Make a volume's folder; returns it with its lock."""
+    folder = home / secrets.token_hex(16)
+    folder.mkdir(mode=0o700)
+    lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
+def _take_over(folder: Path | None) -> tuple[Path, int] | None:
+    """Lock the folder of a process that died; None if it is gone, or the process lives."""
+    if folder is None:
+        return None
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        return None
+    return folder, lock
 
 
 @contextlib.contextmanager

@@ -170,6 +170,11 @@ class Puller:
         """True if the bucket was pulled, or is on its way."""
         return key in self._buckets
 
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Keys of the buckets that were pulled, or are on their way."""
+        return tuple(self._buckets)
+
     async def bucket(self, key: str) -> SegmentRef:
         """Return a bucket's segment on this host, once complete and checked; call `pull` first.
 

@@ -76,7 +76,14 @@ class SharedMemoryTransport:
         if keys:
             async with asyncio.TaskGroup() as group:
                 for host in self._volumes:
-                    group.create_task(self._ask(host, "free", tuple(keys)))
+                    group.create_task(self._free(host, tuple(keys)))
+
+    async def _free(self, host: str, keys: Sequence[str]) -> None:
+        try:
+            await self._ask(host, "free", keys)
+        except WeightsError:
+            if host == self._host:  # copies on another host have ended with its process
+                raise
 
     def _write(self, drafted: Manifest, placed: Sequence[tuple[TensorEntry, LocalShard]]) -> list[ShardReport]:
         wanted = {entry.bucket for entry, _ in placed}

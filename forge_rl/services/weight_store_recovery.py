@@ -1,0 +1,139 @@
+"""Replaces processes of the weight store that died; versions survive in the shared memory that they left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.service import Replica, Service
+from forge_rl.services.weight_store_actor import Holder, WeightStoreActor
+from forge_rl.services.weight_store_config import WeightStoreConfig
+from forge_rl.weights.manifest import Manifest
+from forge_rl.weights.transports.protocol import Transport
+from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
+
+_CALL_S = 60.0
+_LOST_S = 5.0
+"""Time after the death of a process in which the job may say that its whole host is gone."""
+_MOST_REMEMBERED = 8
+"""Number of newest versions whose manifests are remembered; the store keeps fewer, or leases are remembered anyway."""
+
+
+class StoreRecovery:
+    """Starts the store's processes and their successors, and remembers what the index needs to begin again.
+
+    A successor continues with the segments of its host that match the remembered manifests. If it has the index, the
+    versions whose buckets are all there are published again, under their numbers and with their leases; readers of a
+    version go on. If another run has removed the segments meanwhile, their versions are lost.
+
+    Args:
+        service: the store's service, without replicas.
+        config: settings of the store.
+        cluster: tells which hosts are lost; they have no successors.
+        hosts: hosts of its processes; the first one has the index.
+        deadline_s: timeout of a process's start.
+    """
+
+    def __init__(
+        self, service: Service, config: WeightStoreConfig, cluster: Cluster, hosts: Sequence[str], deadline_s: float
+    ) -> None:
+        self.transports: dict[str, Transport] = {}
+        """Transport of each host that is not lost, for its processes."""
+        self.folders: dict[str, Path] = {}
+        """Shared-memory folder of each host's volume."""
+        self.leases: dict[str, Manifest] = {}
+        """Leases of this process, by name."""
+        self.epoch = 0
+        """Number of rollbacks so far."""
+        self._service = service
+        self._config = config
+        self._cluster = cluster
+        self._hosts = tuple(hosts)
+        self._deadline_s = deadline_s
+        self._versions: dict[int, Manifest] = {}
+        self._lost: set[str] = set()
+        """Hosts that are gone, with what they held."""
+
+    async def spawn(self, index: int, imports: Sequence[str] = ()) -> Replica:
+        """Spawn the process of a host, by its place in `hosts`."""
+        config, host = self._config, self._hosts[index]
+        kept = config.keep_versions, int(config.keep_gib * (1 << 30))
+        replica = self._service.spawn(
+            WeightStoreActor, host, config.shm, *kept, host=host, imports=imports, index=index
+        )
+        await self._service.watch(replica, deadline_s=self._deadline_s)
+        return replica
+
+    async def open(self) -> int:
+        """Create all volumes, and supervise their processes; returns the bytes reclaimed from killed runs."""
+        reclaimed = 0
+        for host, replica in zip(self._hosts, self._service.replicas, strict=True):
+            self.folders[host], freed = await replica.call("open_volume", self._meet(), deadline_s=self._deadline_s)
+            reclaimed += freed
+        self._service.supervise(self._respawn, self._config.restart)
+        return reclaimed
+
+    def note_commit(self, manifest: Manifest) -> None:
+        """Remember a version that became visible."""
+        self._versions[manifest.version] = manifest
+        for version in sorted(self._versions)[:-_MOST_REMEMBERED]:
+            del self._versions[version]
+
+    def note_rollback(self, version: int) -> None:
+        """Forget later versions."""
+        self.epoch += 1
+        self._versions = {number: each for number, each in self._versions.items() if number <= version}
+
+    def _meet(self) -> dict[str, object]:
+        """Make transports to the present processes; returns their actors by host, the index's first."""
+        volumes = {
+            host: replica.actor
+            for host, replica in zip(self._hosts, self._service.replicas, strict=True)
+            if host not in self._lost
+        }
+        self.transports.clear()
+        self.transports |= {host: SharedMemoryTransport(host, volumes) for host in volumes}
+        return volumes
+
+    async def _respawn(self, index: int) -> None:
+        """Start the successor of a dead process, and let it continue where that one ended."""
+        host = self._hosts[index]
+        if index and await self._cluster.is_lost(host, within_s=_LOST_S):
+            self._lost.add(host)
+            self._meet()
+            self._service.abandon(self._service.replicas[index])
+            await asyncio.Event().wait()  # until the service is stopped: nothing can be started there
+        remembered = [*self._versions.values(), *self.leases.values()]
+        held = {
+            bucket.key: bucket.segment
+            for manifest in remembered
+            for bucket in manifest.buckets
+            if bucket.host == host and bucket.segment is not None
+        }
+        replica = await self.spawn(index)
+        volumes = self._meet()
+        self.folders[host], _ = await replica.call(
+            "open_volume", volumes, self.folders[host], held, deadline_s=self._deadline_s
+        )
+        kept: tuple[str, ...] | None = None
+        if not index:
+            versions, leases = dict(self._versions), dict(self.leases)
+            whole = await self._whole([*versions.values(), *leases.values()])
+            versions = {number: each for number, each in versions.items() if each in whole}
+            leases = {name: each for name, each in leases.items() if each in whole}
+            restored = tuple(versions.values()), leases, Holder.this_process(), self.epoch
+            await replica.call("restore", *restored, deadline_s=_CALL_S)
+            kept = tuple({key for manifest in whole for key in manifest.keys})
+        others = [each for each in self._service.replicas if each is not replica and each.alive]
+        await asyncio.gather(*(each.call("meet", host, replica.actor, kept, deadline_s=_CALL_S) for each in others))
+
+    async def _whole(self, manifests: Sequence[Manifest]) -> list[Manifest]:
+        """Versions whose buckets are all there."""
+        found: set[tuple[str, str]] = set()
+        for host, replica in zip(self._hosts, self._service.replicas, strict=True):
+            if replica.alive:
+                refs = {b.key: b.segment for each in manifests for b in each.buckets if b.host == host}
+                found |= {(host, key) for key in await replica.call("holds", refs, deadline_s=_CALL_S)}
+        return [each for each in manifests if all((bucket.host, bucket.key) in found for bucket in each.buckets)]
