@@ -109,6 +109,7 @@ def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
         ("reward", 0, signal.SIGKILL, "SIGKILL"),
         ("reward", 1, signal.SIGSTOP, "hung: its process was stopped"),
         ("generator", 0, signal.SIGSTOP, "hung: its process was stopped"),
+        ("weights", 0, signal.SIGKILL, "SIGKILL"),
         ("trainer", 0, signal.SIGKILL, ""),
     ]
     random.Random(0).shuffle(faults)
