@@ -56,7 +56,8 @@ class Config(BenchmarkConfig):
     lr: float = 1e-6
     """Learning rate of the updates."""
     smoke: bool = False
-    """A few MiB to 1 and 2 hosts, one repeat, no trainer: checks that everything runs; measures nothing."""
+    """A few MiB to 1 and 2 hosts, also simulated, one repeat, no trainer: checks that everything runs; measures
+    nothing."""
 
     def __post_init__(self) -> None:
         if self.repeats < LEAST_REPEATS:
@@ -160,7 +161,7 @@ def _sent(manifest: Manifest) -> int:
 
 
 def _simulate(config: Config, report: Report, link: Link, name: str, size: int) -> None:
-    hosts = config.simulated_hosts
+    hosts = HOSTS[1] if config.smoke else config.simulated_hosts
     one, many = simulate(link, size, 1), simulate(link, size, hosts)
     star = simulate(link, size, hosts, from_writer=True)
     death = simulate(link, size, hosts, death=True)
