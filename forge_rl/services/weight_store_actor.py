@@ -100,7 +100,7 @@ class WeightStoreActor(ServiceActor):
         """
         if len(volumes) > 1:  # hosts map segments for one another; import torch before the first pull
             await asyncio.to_thread(importlib.import_module, "torch")
-        self._volumes = dict(volumes)
+        self._volumes = {**volumes, **self._volumes}  # of others that started meanwhile
         self._volume = Volume(self._shm, left=left, held=held)
         self._fanout = Fanout(len(volumes))
         self._puller = Puller(self._host, self._volume, _Peers(self._host, self._volumes, self._free))
@@ -133,8 +133,8 @@ class WeightStoreActor(ServiceActor):
         """
         self._volumes[host] = volume
         self._fanout.leave(host)
-        if kept is not None:
-            await self._free(set(self.puller.known) - {*kept})
+        if kept is not None and self._puller is not None:
+            await self._free(set(self._puller.known) - {*kept})
 
     @concurrent_endpoint
     async def close(self) -> None:

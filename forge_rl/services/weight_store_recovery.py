@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from forge_rl.errors import ServiceError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.service import Replica, Service
 from forge_rl.services.weight_store_actor import Holder, WeightStoreActor
@@ -132,8 +134,12 @@ class StoreRecovery:
     async def _whole(self, manifests: Sequence[Manifest]) -> list[Manifest]:
         """Versions whose buckets are all there."""
         found: set[tuple[str, str]] = set()
-        for host, replica in zip(self._hosts, self._service.replicas, strict=True):
-            if replica.alive:
-                refs = {b.key: b.segment for each in manifests for b in each.buckets if b.host == host}
+        for index, host in enumerate(self._hosts):
+            refs = {b.key: b.segment for each in manifests for b in each.buckets if b.host == host}
+            if not refs:
+                continue
+            with contextlib.suppress(ServiceError):  # a host that is lost
+                # Its process may have died as well, and then continues too.
+                replica = self._service.replicas[0] if not index else await self._service.returned(index)
                 found |= {(host, key) for key in await replica.call("holds", refs, deadline_s=_CALL_S)}
         return [each for each in manifests if all((bucket.host, bucket.key) in found for bucket in each.buckets)]
