@@ -52,7 +52,7 @@ class MirrorActor(ServiceActor):
 
 
 class WeightMirror:
-    """Writes the latest version while the run goes on; if they come too fast, it skips some.
+    """Writes the latest version, again and again; if versions come too fast, it skips some.
 
     A version that cannot be written is a fault, which ends with the next one that can; it does not stop the run.
     """
