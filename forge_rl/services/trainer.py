@@ -436,10 +436,9 @@ class Trainer:
         if self._specs is None:
             self._specs = await self._replica.call("specs", deadline_s=self.config.deadline_s, rank=0)
         version = self.version if self._published is None else self.version + 1
-        transports = {host: store.transport(host) for host in self._replica.hosts}
-        async with store.publishing(
-            version, self._specs, getattr(torch, dtype), hosts=tuple(transports)
-        ) as publication:
+        hosts = tuple(dict.fromkeys(self._replica.hosts))
+        async with store.publishing(version, self._specs, getattr(torch, dtype), hosts=hosts) as publication:
+            transports = {host: store.transport(host) for host in hosts}
             parts = await self._all("publish", transports, self._replica.hosts, publication.draft)
             self.busy_s += max(seconds for _, seconds in parts)
             try:
