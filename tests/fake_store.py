@@ -22,6 +22,7 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.errors import WeightsError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.replica import ReplicaState
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.services.weight_store_actor import Holder, WeightStoreActor
@@ -132,6 +133,7 @@ async def open_shared(shm: Path, *, keep_versions: int = 2, keep_bytes: int = 1 
     """A store in the shared process."""
     service = Service("weights", shared_process(), Faults())  # type: ignore[arg-type]
     replica = service.spawn(WatchedStoreActor, "local", shm, keep_versions, keep_bytes)
+    replica.state = ReplicaState.SERVING
     volumes = {"local": replica.actor}
     recovery = StoreRecovery(service, WeightStore.Config(shm=shm), shared_process(), ["local"], 60)  # type: ignore[arg-type]
     recovery.folders["local"], _ = await replica.call("open_volume", volumes, deadline_s=60)
