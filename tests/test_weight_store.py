@@ -119,16 +119,14 @@ def test_a_version_that_was_forgotten_or_cancelled_is_never_seen(shm: Path):
 def test_a_publish_that_is_cancelled_while_it_commits_knows_whether_it_was_committed(shm: Path):
     async def main() -> None:
         async with shared(shm) as (store, _):
-            call, sent, answered = store._call, asyncio.Event(), asyncio.Event()
+            commit, sent, answered = store._commit, asyncio.Event(), asyncio.Event()
 
-            async def slow(method: str, *args: object) -> object:
-                answer = await call(method, *args)
-                if method == "commit":
-                    sent.set()
-                    await answered.wait()
-                return answer
+            async def slow(manifest: Manifest) -> None:
+                await commit(manifest)
+                sent.set()
+                await answered.wait()
 
-            store._call = slow  # type: ignore[method-assign]
+            store._commit = slow  # type: ignore[method-assign]
             made: list[module.Publication] = []
 
             async def cancelled() -> None:
