@@ -16,6 +16,7 @@ from forge_rl.services import weight_store as module
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.services.weight_store_actor import Holder
 from forge_rl.weights import volume as volume_module
+from forge_rl.weights.manifest import Manifest
 from forge_rl.weights.segment import PAGE, writable
 from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from forge_rl.weights.transports.torchstore import TorchStoreTransport
