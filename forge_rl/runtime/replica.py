@@ -86,6 +86,8 @@ class Replica:
         """Host and log file of rank 0."""
         self.hosts = tuple(each.host for each in meshes for _ in range(each.ranks))
         """Host of each rank."""
+        self.logs = tuple(each.log for each in meshes for _ in range(each.ranks))
+        """Log file of each rank."""
         self.ranks = len(self.hosts)
         self.actor_names = tuple(actor_names)
         self.actor = actors[0]

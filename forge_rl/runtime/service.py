@@ -428,7 +428,7 @@ class Service:
 
     def _on_process_end(self, replica: Replica, rank: int, status: int | None) -> None:
         cause = describe_exit(status, self._exit_meanings)
-        if status is not None and status > 0 and (error := last_error(replica.log)):
+        if status is not None and status > 0 and (error := last_error(replica.logs[rank])):
             cause += f": {error}"
         self._on_death(replica, f"rank {rank}: {cause}" if replica.ranks > 1 else cause)
 
