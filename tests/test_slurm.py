@@ -1,5 +1,6 @@
 """`--job slurm` and `--job allocation` on a real Slurm of three nodes on this machine."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from forge_rl.runtime.jobs.addresses import is_trusted, own_address, url
 from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.runtime.jobs.slurm import SlurmJob
 from forge_rl.runtime.jobs.slurm_queue import JobState
-from tests.commands import Command
+from tests.commands import Command, metrics, tiny_run
 from tests.conftest import started_processes
 from tests.slurm.cluster import SlurmCluster, missing, slurm_cluster
 
@@ -121,6 +122,19 @@ def test_a_job_shows_its_place_is_followed_from_two_terminals_and_saves_when_can
     assert two.end() == 129, "the run's own status after SIGHUP"
     assert "saved 1" in two.lines
     assert slurm.states("forge_rl") == ["FAILED"], "not requeued"
+
+
+@on_slurm
+def test_a_whole_run_has_trainer_ranks_and_engines_on_two_nodes(
+    slurm: SlurmCluster, commands: list[Command], tiny_model: Path, tmp_path: Path
+):
+    flags = ("--steps", "2", "--trainer.ranks", "2", "--generator.replicas", "2", "--evaluation.every", "0")
+    run = tiny_run(commands, tiny_model, tmp_path / "run", *flags, "--job", "slurm:nodes=2,partition=batch,time=20")
+    assert run.end(400) == 0, run.output
+    hosts = json.loads((tmp_path / "run" / "hosts.json").read_text())["services"]
+    assert hosts["trainer"] == hosts["generator"] == ["node1", "node2"]
+    assert {each["step"] for each in metrics(tmp_path / "run")} >= {1, 2}
+    assert slurm.states("forge_rl") == ["COMPLETED"]
 
 
 @on_slurm
