@@ -54,7 +54,7 @@ def train_once(model: Path, sampled: Sampled) -> Trained:
     seconds = time.perf_counter() - began
     rows = [row for minibatch in minibatches for row in minibatch.rows]
     gaps = torch.cat(
-        [(mine.float().cpu() - row.behaviour).abs()[row.mask] for row, mine in zip(rows, scored, strict=True)]
+        [(mine[:, 0].float().cpu() - row.behaviour).abs()[row.mask] for row, mine in zip(rows, scored, strict=True)]
     )
     return Trained(
         mean_gap=float(gaps.mean()),
