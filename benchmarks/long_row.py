@@ -34,7 +34,7 @@ def row_of(tokens: int, vocab: int) -> Row:
         token_ids=token_ids,
         positions=torch.arange(tokens),
         trees=whole,
-        branches=whole + 1,
+        until=whole + tokens,
         targets=token_ids.roll(-1),
         mask=torch.ones(tokens, dtype=torch.bool),
         behaviour=torch.full((tokens,), -10.0),

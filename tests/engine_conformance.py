@@ -529,7 +529,7 @@ def logprobs_score_the_next_token(trainers: Trainers) -> None:
         token_ids=ids,
         positions=torch.arange(len(ids)),
         trees=zeros,
-        branches=zeros,
+        until=zeros + len(ids),
         targets=torch.cat([ids[1:], ids[:1]]),
         mask=(torch.arange(len(ids)) >= 5) & (torch.arange(len(ids)) < len(ids) - 1),
         behaviour=torch.zeros(len(ids)),

@@ -190,7 +190,7 @@ def make_model(folder: Path, family: str = "llama", **config: object) -> torch.n
 
 def empty_row() -> Row:
     """Rows of a rank where there are fewer trees than ranks: one token of padding."""
-    fields = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1, "turns": -1, "lengths": 1}
+    fields = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1, "turns": -1, "lengths": 1, "until": 1}
     whole = packed(batch_of([(0.0, [([1], [2])]), (1.0, [([1], [3])])])).rows[0].tensors()
     return Row(**{name: torch.full((1,), fields.get(name, 0)).to(value.dtype) for name, value in whole.items()})
 

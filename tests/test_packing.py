@@ -69,8 +69,8 @@ def test_every_field_of_a_hand_worked_row():
     assert row.token_ids.tolist() == [10, 11, 12, 20, 21, 12, 30, 0]
     assert row.positions.tolist() == [0, 1, 2, 3, 4, 2, 3, 0]
     assert row.trees.tolist() == [0, 0, 0, 0, 0, 0, 0, -1]
-    assert row.branches.tolist() == [0, 0, 1, 1, 1, 2, 2, 0]
-    assert row.targets.tolist() == [11, 0, 20, 21, EOS, 30, EOS, 0]
+    assert row.until.tolist() == [7, 7, 5, 5, 5, 7, 7, 8]
+    assert row.targets.tolist() == [11, 12, 20, 21, EOS, 30, EOS, 0]
     assert row.mask.tolist() == [False, False, True, True, True, True, True, False]
     assert row.behaviour.tolist() == [0, 0, -0.25, -1.25, -2.25, -0.75, -1.75, 0]
     assert row.advantages.tolist() == [0, 0, -0.5, -0.5, -0.5, 0.5, 0.5, 0]
@@ -87,7 +87,7 @@ def test_the_dtypes_of_a_row():
     (row,) = packed(batch_of(simple([[20], [30]], [10, 11]))).rows
     for name in ("token_ids", "positions", "targets"):
         assert getattr(row, name).dtype == torch.int64
-    for name in ("trees", "branches", "episodes", "versions", "segments", "turns", "lengths"):
+    for name in ("trees", "until", "episodes", "versions", "segments", "turns", "lengths"):
         assert getattr(row, name).dtype == torch.int32
     for name in ("behaviour", "advantages"):
         assert getattr(row, name).dtype == torch.float32
@@ -111,8 +111,8 @@ def test_the_dense_mask_of_a_hand_worked_row():
 
 def test_attends_answers_for_single_positions():
     (row,) = packed(batch_of(simple([[20, 21], [30, 31]], [10, 11]))).rows
-    assert attends(row.trees, row.branches, torch.tensor(4), torch.tensor(3))
-    assert not attends(row.trees, row.branches, torch.tensor(4), torch.tensor(2))
+    assert attends(row.until, torch.tensor(4), torch.tensor(3))
+    assert not attends(row.until, torch.tensor(4), torch.tensor(2))
 
 
 def test_without_sharing_every_segment_is_a_tree():
@@ -121,7 +121,7 @@ def test_without_sharing_every_segment_is_a_tree():
     (row,) = packed(batch, Layout(share_prefixes=False)).rows
     assert row.token_ids.tolist() == [10, 11, 12, 20, 21, 10, 11, 12, 30]
     assert row.trees.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
-    assert row.branches.tolist() == [1] * 9
+    assert row.until.tolist() == [5] * 5 + [9] * 4
     assert row.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
     assert row.targets.tolist() == [11, 12, 20, 21, EOS, 11, 12, 30, EOS]
 
@@ -144,7 +144,7 @@ def test_tool_answers_are_context_and_not_targets():
     turns = [turn([10, 11], [20, 21], logprob=-1.0), turn([10, 11, 20, 21, 90, 91], [22], logprob=-7.0)]
     (row,) = packed(batch_of([(0.0, turns), (1.0, [turn([10, 11], [30])])])).rows
     assert row.token_ids.tolist() == [10, 11, 20, 21, 90, 91, 11]
-    assert row.targets.tolist() == [0, 20, 21, 90, 91, 22, 30]
+    assert row.targets.tolist() == [11, 20, 21, 90, 91, 22, 30]
     assert row.mask.tolist() == [False, True, True, False, False, True, True]
     assert row.behaviour.tolist() == [0, -1, -2, 0, 0, -7, -0.5]
     assert row.advantages.tolist() == [0, -0.5, -0.5, 0, 0, -0.5, 0.5]
@@ -156,20 +156,41 @@ def test_tool_answers_are_context_and_not_targets():
 def test_a_rewritten_history_is_a_branch_of_the_same_episode():
     turns = [turn([10, 11, 12], [20, 21]), turn([10, 11, 13], [22])]
     (row,) = packed(batch_of([(0.0, turns), (1.0, [turn([10, 11, 12], [30])])])).rows
-    assert row.token_ids.tolist() == [10, 11, 12, 20, 13, 12]
-    assert row.branches.tolist() == [0, 0, 1, 1, 2, 3]
-    assert row.episodes.tolist() == [-1, -1, 0, 0, 0, 1]
-    assert row.segments.tolist() == [-1, -1, 0, 0, 1, 0]
-    assert row.advantages.tolist() == [0, 0, -0.5, -0.5, -0.5, 0.5]
+    assert row.token_ids.tolist() == [10, 11, 12, 20, 12, 13]
+    assert row.until.tolist() == [6, 6, 4, 4, 5, 6]
+    assert row.targets.tolist() == [11, 0, 20, 21, 30, 22]
+    assert row.episodes.tolist() == [-1, -1, 0, 0, 1, 0]
+    assert row.segments.tolist() == [-1, -1, 0, 0, 0, 1]
+    assert row.advantages.tolist() == [0, 0, -0.5, -0.5, 0.5, -0.5]
+
+
+def test_histories_that_go_on_differently_share_every_level():
+    whole = [10, 11, 12, 20, 21, 30, 31]
+    turns = [
+        *(turn(whole[:3], [20, 21]), turn(whole, [22])),
+        turn([*whole[:-1], 40, 41], [23]),  # another end of the history
+        turn([*whole, 22, 50], [24]),
+    ]
+    (row,) = packed(batch_of([(0.0, turns), (1.0, [turn(whole[:3], [60])])])).rows
+    # The second segment has 20 21 in its history. 30 and 12 are computed twice, as what follows them has two values.
+    assert row.token_ids.tolist() == [10, 11, 12, 20, 21, 30, 31, 22, 50, 30, 40, 41, 12]
+    assert row.positions.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 5, 6, 7, 2]
+    assert row.until.tolist() == [13, 13, 12, 12, 12, 9, 9, 9, 9, 12, 12, 12, 13]
+    assert row.targets.tolist() == [11, 12, 20, 21, 30, 31, 22, 50, 24, 40, 41, 23, 60]
+    assert row.mask.int().tolist() == [0, 0, 1, 1, 0, 0, 1, 0, 1, 0, 0, 1, 1]
+    assert row.observed.int().tolist() == [0, 0, 0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0]
+    assert row.turns.tolist() == [-1, -1, 0, 0, -1, -1, 1, -1, 3, -1, -1, 2, 0]
+    assert row.episodes.tolist() == [-1, -1, 0, 0, 0, 0, 0, 0, 0, -1, -1, 0, 1]
+    assert row.segments.tolist() == [-1, -1, 0, 0, -1, -1, 0, -1, 0, -1, -1, 1, 0]
 
 
 def test_segments_of_little_in_common_do_not_shorten_the_prefix_of_the_others():
     long, other = [*range(10, 40)], [10, *range(50, 80)]
     batch = batch_of([(0.0, [turn(long, [1])]), (1.0, [turn(other, [1])]), (2.0, [turn(long, [3])])])
     (row,) = packed(batch).rows
-    # long: 29 shared and two branches of 1; other: alone with 31
-    assert len(row) == 29 + 1 + 1 + 31
-    assert row.branches[row.trees == 0].tolist() == [0] * 29 + [1, 2]
+    # all: 1 shared; long: 28 more, and two branches of 1; other: 30
+    assert len(row) == 1 + 28 + 1 + 1 + 30
+    assert row.until.tolist() == [61] + [31] * 28 + [30, 31] + [61] * 30
 
 
 def test_uniform_groups_are_left_out_and_the_others_keep_their_index():

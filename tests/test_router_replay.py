@@ -17,7 +17,7 @@ from forge_rl.engines.titan.routing import routers, set_routing
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics import reduce
-from forge_rl.packing.rows import Packed
+from forge_rl.packing.rows import Packed, Row
 from forge_rl.run.run_config import RunConfig
 from forge_rl.services.trainer import Trainer
 from forge_rl.types import Batch
@@ -68,6 +68,15 @@ def own_choices(engine: TitanEngine, laid: Packed) -> Packed:
     return replace(laid, minibatches=(replace(laid.minibatches[0], rows=tuple(rows)),))
 
 
+def branches_of(row: Row, tree: int) -> torch.Tensor:
+    """The branch of each token of a tree with one level: 0 in the prefix that they share, 1 and up after it."""
+    positions = row.positions[row.trees == tree]
+    begins = positions.diff(prepend=positions.new_tensor([-1])) != 1
+    prefix = int(positions[begins].max()) if begins.any() else 0
+    begins[prefix] = True
+    return begins.cumsum(0)
+
+
 def test_rows_carry_the_experts_of_each_input_token() -> None:
     unknown = (1, 1)  # an episode of the second group
     draw = random_experts()
@@ -80,7 +89,7 @@ def test_rows_carry_the_experts_of_each_input_token() -> None:
         assert row.routed.shape == (len(row), LAYERS, TOP_K)
         assert (row.routed[row.trees < 0] == -1).all()
         for tree in range(int(row.trees.max()) + 1):
-            branches = row.branches[row.trees == tree]
+            branches = branches_of(row, tree)
             here = (row.trees == tree).nonzero()[:, 0]
             episodes = [int(row.episodes[here[branches == b]].max()) for b in range(1, int(branches.max()) + 1)]
             known = [e for e in episodes if divmod(e, 3) != unknown]
@@ -93,7 +102,7 @@ def test_rows_carry_the_experts_of_each_input_token() -> None:
                 assert row.routed[own].tolist() == expected.tolist()
                 checked += len(own)
     assert checked == sum(int((row.trees >= 0).sum()) for row in laid.rows)
-    assert any((row.branches[row.trees >= 0] == 0).any() for row in laid.rows), "prefixes are shared"
+    assert any((branches_of(row, 0) == 0).any() for row in laid.rows), "prefixes are shared"
     assert all(row.routed is None for row in packed(random_batch(0, vocab=43)).rows)
 
 
@@ -177,7 +186,7 @@ def test_a_replay_of_other_experts_is_what_transformers_computes_with_them(tmp_p
         row = next(row for row in laid.rows if (row.episodes == index).any())
         tree = int(row.trees[(row.episodes == index)][0])
         assert row.routed is not None
-        prefix = row.routed[(row.trees == tree) & (row.branches == 0)]
+        prefix = row.routed[row.trees == tree][branches_of(row, tree) == 0]
         routed[: len(prefix)] = prefix.long()
         ids = torch.tensor(segment.token_ids, dtype=torch.int64)
         expected[index] = theirs.logprobs(ids, routed)[torch.tensor(segment.trained[1:])]

@@ -87,7 +87,7 @@ def row_of(token_ids: torch.Tensor) -> Row:
         token_ids=token_ids,
         positions=torch.arange(length),
         trees=zeros,
-        branches=zeros,
+        until=zeros + len(token_ids),
         targets=torch.zeros(length, dtype=torch.int64),
         mask=torch.zeros(length, dtype=torch.bool),
         behaviour=torch.zeros(length),
@@ -187,7 +187,7 @@ def test_attention_by_tree_and_in_blocks_is_attention_under_the_whole_mask(
     (row,) = laid.rows
     masks = attention_mask(row)
     trees = row.trees.tolist()
-    assert [len(mask.branches) for mask in masks] == [trees.count(tree) for tree in dict.fromkeys(trees)]
+    assert [len(mask.until) for mask in masks] == [trees.count(tree) for tree in dict.fromkeys(trees)]
     assert len(masks) >= 3
     sizes = [bias.nbytes for mask in masks for _, _, bias in mask.blocks(torch.float32) if bias is not None]
     assert max(sizes) <= mask_bytes
@@ -249,12 +249,13 @@ def test_attention_of_a_part_of_a_row_to_all_its_keys_is_that_of_the_whole(
     queries: slice, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(attention, "MASK_BYTES", 1400)
-    trees, branches = ([0] * 50, [1] * 30, [2] * 7, [-1] * 5), ([0] * 20, [1] * 10, [2] * 20, [0] * 10, [1] * 20)
+    trees = ([0] * 50, [1] * 30, [2] * 7, [-1] * 5)
+    until = ([50] * 20, [30] * 10, [50] * 20, [80] * 30, [87] * 7, [92] * 5)
     row = replace(
         empty_row(),
         token_ids=torch.zeros(92),
         trees=torch.tensor([each for part in trees for each in part]),
-        branches=torch.tensor([each for part in branches for each in part] + [0] * 12),
+        until=torch.tensor([each for part in until for each in part]),
     )
     q, k, v = (torch.randn(1, heads, 92, 8) for heads in (4, 2, 2))
     whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(row), enable_gqa=True)
@@ -266,16 +267,14 @@ def test_attention_of_a_part_of_a_row_to_all_its_keys_is_that_of_the_whole(
 def test_a_row_of_one_branch_has_no_mask_and_keeps_none(size: int):
     at = torch.arange(size)
 
-    def mask_of(branch: int, *, branched: bool, window: int | None = None) -> attention.TreeMask:
-        branches = torch.full((size,), branch, dtype=torch.int32)
-        return attention.TreeMask(
-            first=0, branches=branches, queries=size, branched=branched, positions=at, window=window
-        )
+    def mask_of(*, branched: bool, window: int | None = None) -> attention.TreeMask:
+        until = torch.full((size,), size, dtype=torch.int32)
+        return attention.TreeMask(first=0, until=until, queries=size, branched=branched, positions=at, window=window)
 
-    mask = mask_of(0, branched=False, window=size)
+    mask = mask_of(branched=False, window=size)
     assert [bias for _, _, bias in mask.blocks(torch.float32)] == [None]
-    assert all(bias is not None for *_, bias in mask_of(0, branched=False, window=size - 1).blocks(torch.float32))
-    branched = mask_of(1, branched=True)
+    assert all(bias is not None for *_, bias in mask_of(branched=False, window=size - 1).blocks(torch.float32))
+    branched = mask_of(branched=True)
     biases = [bias for _, _, bias in branched.blocks(torch.float32) if bias is not None]
     assert sum(bias.numel() for bias in biases) < size * size * 0.8, "keys past a block are left out"
     assert branched._kept == {}
@@ -365,7 +364,7 @@ def test_padding_changes_nothing(tmp_path: Path):
     engine = engine_of(tmp_path)
     (row,) = packed(random_batch(6, vocab=43, groups=1)).rows
     length = len(row)
-    fill = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1}
+    fill = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1, "until": length + 9}
     padded = replace(
         row,
         **{

@@ -1,7 +1,7 @@
-"""Packing: lays a scored batch into rows in which the episodes of a group share their prompt.
+"""Packing: lays a scored batch into rows in which the segments of a group share every common prefix.
 
-A tree is a prefix shared by several segments, stored and computed once, and one branch for the rest of each segment. A
-row holds whole trees. The attention mask (`attends`) lets a branch see only its prefix and itself.
+Segments of a group form a tree: what several begin with is stored and computed once, at every level. A tree is laid out
+depth first, so that all that follows a position is one range (`Row.until`), which the attention mask (`attends`) needs.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class Row:
     token_ids: torch.Tensor
     """int64; 0 in padding."""
     positions: torch.Tensor
-    """int64, position within the token's segment: each tree starts at 0, each branch where its prefix ends."""
+    """int64, position within the token's segment, which starts at 0."""
     trees: torch.Tensor
     """int32, index of the token's tree, from 0 in each row; -1 in padding."""
-    branches: torch.Tensor
-    """int32, 0 for the shared prefix and padding, 1 and up for the branches of a tree."""
+    until: torch.Tensor
+    """int32, end of the positions that see this one: those from here on that have it in their prefix."""
     targets: torch.Tensor
-    """int64, next token in the same prefix or branch; 0 where there is none."""
+    """int64, next token; 0 where there is none, or where segments go on differently."""
     mask: torch.Tensor
     """bool, True where the target is trained."""
     behaviour: torch.Tensor
@@ -176,15 +176,13 @@ class Packed:
         return sum(len(row) for row in self.rows)
 
 
-def attends(trees: torch.Tensor, branches: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def attends(until: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Return True where the query at index q of a row sees the key at index k; bool, broadcast shape of q and k.
 
-    It does iff k <= q, both are in the same tree, and the key is in the shared prefix or the query's branch. Padding
-    sees only padding, so that no softmax is empty. Serves as FlexAttention's mask_mod and, by broadcasting, as
-    dense_mask. `trees` and `branches` are fields of the Row.
+    It does iff the key is in the query's prefix, or the query itself: k <= q < until[k], see `Row.until`. Padding sees
+    only padding, so that no softmax is empty. Serves as FlexAttention's mask_mod and, by broadcasting, as dense_mask.
     """
-    seen = (branches[k] == 0) | (branches[k] == branches[q])
-    return (k <= q) & (trees[k] == trees[q]) & seen
+    return (k <= q) & (q < until[k])
 
 
 def dense_mask(row: Row, first: int = 0, end: int | None = None) -> torch.Tensor:
@@ -193,7 +191,7 @@ def dense_mask(row: Row, first: int = 0, end: int | None = None) -> torch.Tensor
     With `first` and `end`, return the mask among those tokens only.
     """
     index = torch.arange(first, len(row) if end is None else end, device=row.trees.device)
-    return attends(row.trees, row.branches, index[:, None], index[None, :])
+    return attends(row.until, index[:, None], index[None, :])
 
 
 Columns: TypeAlias = Mapping[str, Sequence[Sequence[npt.NDArray[Any]]]]
@@ -213,8 +211,8 @@ def pack(
 
         packed = pack(batch, batch_advantages(batch), run.trainer.layout)
 
-    The shared prefix of a tree ends before the token that predicts the first completion token of any of its branches,
-    so each trained token is the target of exactly one position. Tokens after the last trained token's predictor are
+    Each trained token is the target of exactly one position: a position is shared unless several segments train its
+    next token, or one does and another goes on differently. Tokens after the last trained token's predictor are
     dropped, as nothing depends on them. Completion tokens without a finite logprob are masked and counted in
     unscored_tokens.
 
@@ -371,7 +369,7 @@ _PADDING = (
     dict.fromkeys(("token_ids", "positions", "targets"), np.int64(0))
     | dict.fromkeys(("trees", "versions", "episodes", "segments", "turns"), np.int32(-1))
     | dict.fromkeys(("behaviour", "advantages"), np.float32(0))
-    | {"branches": np.int32(0), "lengths": np.int32(1), "mask": np.bool_(False), "observed": np.bool_(False)}
+    | {"until": np.int32(0), "lengths": np.int32(1), "mask": np.bool_(False), "observed": np.bool_(False)}
 )
 """Padding value and dtype of each field of a row."""
 
@@ -393,37 +391,49 @@ def _row(
     at = 0
     for t, tree in enumerate(trees):
         row["trees"][at : at + tree.size] = t
-        shared = slice(at, at + tree.prefix)
-        row["token_ids"][shared] = tree.branches[0].token_ids[: tree.prefix]
-        row["positions"][shared] = np.arange(tree.prefix)
-        # The last shared token has a different next token in each branch, so it has no target.
-        row["targets"][at : at + max(0, tree.prefix - 1)] = tree.branches[0].token_ids[1 : tree.prefix]
-        # A branch may have been recomputed under other weights; the first known routing is used.
-        known = next((branch.routed for branch in tree.branches if branch.routed is not None), None)
-        if known is not None:
-            row["routed"][shared] = known[: tree.prefix]
-        at += tree.prefix
-        for b, branch in enumerate(tree.branches, start=1):
-            following = slice(tree.prefix + 1, None)
-            here = slice(at, at + branch.inputs - tree.prefix)
-            trained = branch.mask[following]
-            row["token_ids"][here] = branch.token_ids[tree.prefix : branch.inputs]
-            row["positions"][here] = np.arange(tree.prefix, branch.inputs)
-            row["branches"][here] = b
-            row["targets"][here] = branch.token_ids[following]
-            row["mask"][here] = trained
-            row["behaviour"][here] = branch.behaviour[following]
-            row["advantages"][here] = branch.advantages[following]
-            row["versions"][here] = branch.versions[following]
-            row["turns"][here] = branch.turns[following]
-            row["observed"][here] = branch.observed[following]
-            for name, values in branch.columns.items():
-                columns[name][here][trained] = values[following][trained]
-            if branch.routed is not None:
-                row["routed"][here] = branch.routed[tree.prefix : branch.inputs]
-            row["lengths"][here][trained] = lengths[branch.episode]
-            row["episodes"][here][trained | branch.observed[following]] = branch.episode
-            row["segments"][here][trained] = branch.segment
+        path = np.zeros(0, np.int64)
+        for branch, shared in zip(tree.branches, tree.shared, strict=True):
+            row["until"][path[shared:]] = at
+            here = slice(at, at + branch.inputs - shared)
+            path = np.concatenate([path[:shared], np.arange(here.start, here.stop)])
+            _lay_branch(row, columns, branch, shared, path)
+            row["lengths"][path[branch.mask[1:]]] = lengths[branch.episode]
             at = here.stop
+        row["until"][path] = at
+    row["until"][at:] = length
     read = {name: torch.from_numpy(values) for name, values in row.items()}
     return Row(**read, columns={name: torch.from_numpy(values) for name, values in columns.items()})
+
+
+def _lay_branch(
+    row: Mapping[str, npt.NDArray[Any]],
+    columns: Mapping[str, npt.NDArray[Any]],
+    branch: Branch,
+    shared: int,
+    path: npt.NDArray[np.int64],
+) -> None:
+    """Write a segment into a row: its own tokens, and what it claims of the shared ones.
+
+    Args:
+        shared: number of its positions that are in the row already.
+        path: index in the row of each of its positions, [inputs].
+    """
+    here = path[shared:]
+    row["token_ids"][here] = branch.token_ids[shared : branch.inputs]
+    row["positions"][here] = np.arange(shared, branch.inputs)
+    row["targets"][here] = branch.token_ids[shared + 1 :]
+    if shared and row["targets"][path[shared - 1]] != branch.token_ids[shared]:
+        row["targets"][path[shared - 1]] = 0  # another segment goes on differently
+    trained, claimed = path[branch.mask[1:]], path[branch.claims[1:]]
+    row["mask"][trained] = True
+    row["observed"][path[branch.observed[1:]]] = True
+    for name in ("behaviour", "advantages", "versions", "turns"):
+        row[name][trained] = getattr(branch, name)[branch.mask]
+    row["segments"][trained] = branch.segment
+    row["episodes"][claimed] = branch.episode
+    for name, values in branch.columns.items():
+        columns[name][trained] = values[branch.mask]
+    if branch.routed is not None:
+        # A segment may have been recomputed under other weights: the first known routing of a position is used.
+        unknown = (row["routed"][path] == -1).all(axis=(1, 2))
+        row["routed"][path[unknown]] = branch.routed[: branch.inputs][unknown]

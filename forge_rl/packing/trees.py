@@ -1,12 +1,12 @@
-"""Prefix trees: groups segments that share a prefix, and assigns the trees to rows of similar length."""
+"""Prefix trees: groups segments that share prefixes, and assigns the trees to rows of similar length."""
 
 from __future__ import annotations
 
 import heapq
 import math
-import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -41,42 +41,85 @@ class Branch:
         """Number of positions without sharing: the last token is only a target."""
         return len(self.token_ids) - 1
 
-    @property
-    def shareable(self) -> int:
-        """Number of tokens that may be in a shared prefix: all before the first target's predictor."""
-        return int(self.mask.argmax()) - 1
+    @cached_property
+    def claims(self) -> npt.NDArray[np.bool_]:
+        """[T], True for tokens of which the row has this segment's values."""
+        claims: npt.NDArray[np.bool_] = self.mask | self.observed
+        return claims
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """A shared prefix and the branches that continue it."""
+    """Segments of a group that share prefixes, or some of them: a tree of any depth.
+
+    They are in such an order that those below a point of the tree are neighbours. So how much each shares with the one
+    before describes the whole tree.
+    """
 
     key: tuple[int, int]
     """Indexes of the group and of the tree in it, kept by the pieces of a split tree."""
-    prefix: int
-    """Number of tokens of the shared prefix."""
-    branches: tuple[Branch, ...]
+    whole: tuple[Branch, ...]
+    """All segments of the tree."""
+    shares: tuple[int, ...]
+    """Number of positions that each segment of the whole tree shares with the one before; 0 for the first."""
+    chosen: tuple[int, ...]
+    """Indexes of the segments that this tree holds, ascending."""
 
     @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Segments that this tree holds."""
+        return tuple(self.whole[index] for index in self.chosen)
+
+    @cached_property
+    def shared(self) -> tuple[int, ...]:
+        """Number of positions that each segment shares with the one before it here; 0 for the first."""
+        ranges = pairwise(self.chosen)
+        return (0, *(min(self.shares[before + 1 : index + 1]) for before, index in ranges))
+
+    @cached_property
     def size(self) -> int:
-        return self.prefix + sum(branch.inputs - self.prefix for branch in self.branches)
+        """Number of positions."""
+        return sum(branch.inputs - shared for branch, shared in zip(self.branches, self.shared, strict=True))
 
     def split(self, parts: int) -> list[Tree]:
-        """Split into pieces of similar size, each with its own copy of the prefix and at least one branch."""
-        bins = _balance([branch.inputs - self.prefix for branch in self.branches], min(parts, len(self.branches)))
-        return [replace(self, branches=tuple(self.branches[i] for i in sorted(bin_))) for bin_ in bins if bin_]
+        """Split into pieces of similar size, each with its own copy of their common prefix and at least one segment."""
+        parts = min(parts, len(self.chosen))
+        if parts <= 1:
+            return [self]
+        if len(set(self.shared[1:])) == 1:  # one prefix: segments can be dealt in any way
+            bins = _balance([branch.inputs - self.shared[1] for branch in self.branches], parts)
+            return [self._piece(sorted(bin_)) for bin_ in bins if bin_]
+        low, high = max(branch.inputs for branch in self.branches), self.size
+        while low < high:  # the smallest limit that takes no more parts
+            middle = (low + high) // 2
+            low, high = (low, middle) if len(self._runs(middle)) <= parts else (middle + 1, high)
+        return self._runs(low)
 
     def fit(self, limit: int) -> list[Tree]:
-        """Split into as few pieces as possible of at most limit tokens, which no single branch exceeds."""
-        for parts in range(1, len(self.branches) + 1):
+        """Split into as few pieces as possible of at most limit tokens, which no single segment exceeds."""
+        if len(set(self.shared[1:])) > 1:
+            return self._runs(limit)
+        for parts in range(1, len(self.chosen) + 1):
             pieces = self.split(parts)
             if max(piece.size for piece in pieces) <= limit:
                 return pieces
-        raise AssertionError(f"a branch of tree {self.key} is longer than {limit} tokens")
+        raise AssertionError(f"a segment of tree {self.key} is longer than {limit} tokens")
 
+    def _runs(self, limit: int) -> list[Tree]:
+        """Split between neighbours, into as few pieces of at most limit tokens as that allows."""
+        runs: list[list[int]] = []
+        size = 0
+        for place, (branch, shared) in enumerate(zip(self.branches, self.shared, strict=True)):
+            if runs and size + branch.inputs - shared <= limit:
+                runs[-1].append(place)
+                size += branch.inputs - shared
+            else:
+                runs.append([place])
+                size = branch.inputs
+        return [self._piece(run) for run in runs]
 
-_place = operator.attrgetter("episode", "segment")
-"""Sort key of branches: their order in the batch."""
+    def _piece(self, places: Sequence[int]) -> Tree:
+        return replace(self, chosen=tuple(self.chosen[place] for place in places))
 
 
 def make_branch(
@@ -111,41 +154,41 @@ def make_branch(
 
 
 def build_trees(branches: list[Branch], group: int, *, share_prefixes: bool) -> list[Tree]:
-    """Partition the segments of a group, with this index, into trees so that sharing saves the most tokens.
-
-    In lexicographic order, a run of segments shares the shortest prefix common to neighbours, so a small dynamic
-    program finds the best partition into runs. best[j] covers the first j segments: the most tokens saved, and the
-    start and prefix of the last run.
-    """
+    """Lay the segments of a group, with this index, into trees, one for all that share their first positions."""
     if not share_prefixes:
-        return [Tree((group, i), 0, (branch,)) for i, branch in enumerate(branches)]
-    branches = sorted(branches, key=lambda b: b.token_ids[: b.shareable].astype(">i4").tobytes())
-    common = [_common_prefix(a.token_ids[: a.shareable], b.token_ids[: b.shareable]) for a, b in pairwise(branches)]
-    best = [(0, 0, 0)]
-    for j in range(1, len(branches) + 1):
-        options = [(best[j - 1][0], j - 1, 0)]
-        prefix = branches[j - 1].shareable
-        for i in range(j - 2, -1, -1):
-            prefix = min(prefix, common[i])
-            if prefix == 0:
-                break
-            options.append((best[i][0] + (j - i - 1) * prefix, i, prefix))
-        best.append(max(options, key=lambda option: option[0]))
-    runs: list[tuple[int, tuple[Branch, ...]]] = []
-    end = len(branches)
-    while end:
-        _, start, prefix = best[end]
-        runs.append((prefix, tuple(sorted(branches[start:end], key=_place))))
-        end = start
-    runs.sort(key=lambda run: _place(run[1][0]))
-    return [Tree((group, i), prefix, run) for i, (prefix, run) in enumerate(runs)]
+        return [Tree((group, i), (branch,), (0,), (0,)) for i, branch in enumerate(branches)]
+    # In lexicographic order, a segment shares most with its neighbour.
+    ordered = sorted(branches, key=lambda b: (b.token_ids.astype(">i4").tobytes(), b.episode, b.segment))
+    shares: list[int] = []
+    tokens, claims = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+    for branch in ordered:
+        shared = _shared(tokens, claims, branch)
+        shares.append(shared)
+        claimed = branch.claims.copy()
+        if shared:
+            claimed[: shared + 1] |= claims[: shared + 1]
+        tokens, claims = branch.token_ids, claimed
+    starts = [index for index, shared in enumerate(shares) if shared == 0]
+    spans = list(zip(starts, [*starts[1:], len(ordered)], strict=True))
+    spans.sort(key=lambda span: min((branch.episode, branch.segment) for branch in ordered[span[0] : span[1]]))
+    return [
+        Tree((group, i), tuple(ordered[start:end]), tuple(shares[start:end]), tuple(range(end - start)))
+        for i, (start, end) in enumerate(spans)
+    ]
 
 
-def _common_prefix(a: npt.NDArray[np.int32], b: npt.NDArray[np.int32]) -> int:
-    """Return the length of the common prefix."""
-    size = min(len(a), len(b))
-    differs = a[:size] != b[:size]
-    return int(differs.argmax()) if differs.any() else size
+def _shared(tokens: npt.NDArray[np.int32], claims: npt.NDArray[np.bool_], branch: Branch) -> int:
+    """Return the number of positions that a segment shares with the path before it.
+
+    A position has one target. So it is shared as long as tokens are equal and at most one of both claims the next one,
+    and not if the next ones differ and one of them is claimed.
+    """
+    size = min(len(tokens), len(branch.token_ids))
+    ends = (tokens[:size] != branch.token_ids[:size]) | (claims[:size] & branch.claims[:size])
+    if not ends.any():
+        return max(0, size - 1)  # the last token of the shorter one is only a target
+    end = int(ends.argmax())
+    return max(0, end - int(claims[end] or branch.claims[end]))
 
 
 def assign_rows(trees: list[Tree], *, seq_len: int, shares: int) -> list[list[Tree]]:
@@ -205,11 +248,11 @@ def _balance(sizes: list[int], bins: int) -> list[list[int]]:
 
 
 def _merge(row: list[Tree]) -> list[Tree]:
-    """Join pieces of the same tree that are in one row, so that they share one prefix again."""
+    """Join pieces of the same tree that are in one row, so that they share their prefixes again."""
     merged: dict[tuple[int, int], Tree] = {}
     for piece in sorted(row, key=lambda piece: piece.key):
-        held = merged[piece.key].branches if piece.key in merged else ()
-        merged[piece.key] = replace(piece, branches=tuple(sorted(held + piece.branches, key=_place)))
+        held = merged[piece.key].chosen if piece.key in merged else ()
+        merged[piece.key] = replace(piece, chosen=tuple(sorted(held + piece.chosen)))
     return list(merged.values())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -14,57 +14,87 @@ from forge_rl.packing.rows import Row
 
 MASK_BYTES = 32 << 20
 """Maximum bytes of a mask, which the kernel takes in the queries' dtype; bounds the queries of a block."""
+_BRANCHED_QUERIES = 256
+"""Maximum queries of a block where segments branch, so that it sees few keys of other segments."""
+_FEW_KEYS = 0.75
+"""Share of the keys up to a block's end, below which those that it sees are copied."""
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+Keys: TypeAlias = slice | torch.Tensor
+"""Positions of the keys that a block of queries may see: a range, or their indices, [n] int64."""
+
+
 @dataclass(frozen=True)
 class TreeMask:
-    """Mask of one tree: queries see earlier keys in the shared prefix and their branch, at most the last `window`."""
+    """Mask of one tree: queries see the keys of their prefix, at most the last `window`."""
 
     first: int
     """Index of the tree's first key in the row."""
-    branches: torch.Tensor
-    """[m] int32, branch of each key, 0 in the prefix; see `Row.branches`."""
+    until: torch.Tensor
+    """[m] int32, end of the positions that see each key, counted from `first`; see `Row.until`."""
     queries: int
     """Number of queries, the last of the m positions."""
     branched: bool
-    """False with at most one branch: a query then sees all earlier keys, or those in its window."""
+    """False if no two positions have different continuations: a query then sees all earlier keys, or those in its
+    window."""
     positions: torch.Tensor
     """[m] int64, position of each key in its own segment; see `Row.positions`."""
     window: int | None = None
     """Sliding window in tokens, including the query's own."""
-    _kept: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    _kept: dict[torch.dtype, list[tuple[slice, Keys, torch.Tensor]]] = field(default_factory=dict)
 
-    def blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    def blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Keys, torch.Tensor | None]]:
         """Yield blocks of queries, the keys that they may see, and the bias on their scores, [n, m] of `dtype`.
 
         A bias of None is the causal mask of equally many queries and keys.
         """
-        keys, offset = len(self.branches), len(self.branches) - self.queries
-        if not self.branched and offset == 0 and (self.window is None or keys <= self.window):
+        keys = len(self.until)
+        if not self.branched and keys == self.queries and (self.window is None or keys <= self.window):
             yield slice(0, keys), slice(0, keys), None
             return
+        if dtype in self._kept:
+            yield from self._kept[dtype]
+            return
+        kept: list[tuple[slice, Keys, torch.Tensor]] | None = []
+        room = MASK_BYTES
+        for block in self._blocks(dtype):
+            yield block
+            room -= block[2].nbytes
+            if kept is not None and room >= 0:
+                kept.append(block)
+            else:
+                kept = None
+        if kept is not None:  # small enough to be shared by all layers
+            self._kept[dtype] = kept
+
+    def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Keys, torch.Tensor]]:
+        keys, offset = len(self.until), len(self.until) - self.queries
         rows = max(1, MASK_BYTES // (keys * dtype.itemsize))
+        if self.branched:
+            rows = min(rows, _BRANCHED_QUERIES)
         for first in range(0, self.queries, rows):
             end = min(first + rows, self.queries)
-            queries, seen = slice(first, end), slice(0, offset + end)
-            if end - first < self.queries:
-                yield queries, seen, self._bias(offset + first, offset + end, dtype)
-            else:  # one block, shared by all layers
-                if dtype not in self._kept:
-                    self._kept[dtype] = self._bias(offset, keys, dtype)
-                yield queries, seen, self._kept[dtype]
+            seen = self._seen(offset + first, offset + end)
+            yield slice(first, end), seen, self._bias(offset + first, offset + end, seen, dtype)
 
-    def _bias(self, first: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return 0 where a position in [first, end) sees a key, else -inf, `[1, 1, end - first, end]`."""
-        device, branches = self.branches.device, self.branches
-        index = torch.arange(end, device=device)
-        hidden = (branches[:end] != 0) & (branches[:end] != branches[first:end, None])
-        hidden |= index > index[first:, None]
+    def _seen(self, first: int, end: int) -> Keys:
+        """Return the keys that any query in [first, end) sees; all up to the end, if it sees most of them."""
+        if not self.branched:
+            return slice(0, end)
+        found = (self.until[:end] > first).nonzero()[:, 0]
+        return found if len(found) < _FEW_KEYS * end else slice(0, end)
+
+    def _bias(self, first: int, end: int, seen: Keys, dtype: torch.dtype) -> torch.Tensor:
+        """Return 0 where a query in [first, end) sees a key, else -inf, `[1, 1, end - first, keys]`."""
+        index = torch.arange(end, device=self.until.device)
+        query, key = index[first:, None], index[seen]
+        hidden = (key > query) | (query >= self.until[seen])
         if self.window is not None:
-            hidden |= self.positions[first:end, None] - self.positions[:end] >= self.window
-        return torch.zeros(1, 1, end - first, end, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+            hidden |= self.positions[first:end, None] - self.positions[seen] >= self.window
+        bias = torch.zeros(1, 1, end - first, len(key), dtype=dtype, device=index.device)
+        return bias.masked_fill_(hidden, float("-inf"))
 
 
 def tree_masks(row: Row, queries: slice, window: int | None = None) -> tuple[TreeMask, ...]:
@@ -75,9 +105,9 @@ def tree_masks(row: Row, queries: slice, window: int | None = None) -> tuple[Tre
     return tuple(
         TreeMask(
             first=key,
-            branches=row.branches[key:stop],
+            until=row.until[key:stop] - key,
             queries=stop - query,
-            branched=bool(row.branches[key:stop].max() > 1),
+            branched=bool((row.until[key:stop] < stop).any()),
             positions=row.positions[key:stop],
             window=window,
         )
@@ -139,16 +169,14 @@ def attend_trees(
     return out[..., :width], sums
 
 
-def _pieces(masks: Sequence[TreeMask], dtype: torch.dtype) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+def _pieces(masks: Sequence[TreeMask], dtype: torch.dtype) -> Iterator[tuple[slice, Keys, torch.Tensor | None]]:
     """Yield blocks of queries of the row, their keys, and the bias on their scores."""
     begun = 0
     for mask in masks:
         for queries, keys, bias in mask.blocks(dtype):
-            yield (
-                slice(begun + queries.start, begun + queries.stop),
-                slice(mask.first + keys.start, mask.first + keys.stop),
-                bias,
-            )
+            first = mask.first
+            moved = slice(first + keys.start, first + keys.stop) if isinstance(keys, slice) else first + keys
+            yield slice(begun + queries.start, begun + queries.stop), moved, bias
         begun += mask.queries
 
 

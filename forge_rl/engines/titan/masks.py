@@ -20,7 +20,7 @@ _LENGTHS = (
     # create_block_mask
     r"L\['(Q|KV)_LEN'\]",
     # both: the closure of `block_mask`
-    r".*mask_mod.*\.(trees|branches|positions|start)",
+    r".*mask_mod.*\.(until|positions|start)",
 )
 """Dynamo sources that vary with a row's length, with the varying dim where there are several."""
 
@@ -64,7 +64,7 @@ def block_mask(row: Row, queries: slice, window: int | None = None) -> BlockMask
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         q = q + queries.start
-        seen = attends(row.trees, row.branches, q, k)
+        seen = attends(row.until, q, k)
         return seen if window is None else seen & (row.positions[q] - row.positions[k] < window)
 
     size = queries.stop - queries.start

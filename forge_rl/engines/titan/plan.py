@@ -151,7 +151,7 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
     ids, targets = (torch.zeros(1, tokens, dtype=torch.int64, device="meta") for _ in range(2))
     positions = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     zeros = torch.zeros(tokens, dtype=torch.int32)
-    mask = TreeMask(first=0, branches=zeros, queries=tokens, branched=False, positions=zeros)
+    mask = TreeMask(first=0, until=zeros, queries=tokens, branched=False, positions=zeros)
     masks: Any = (mask,)
     if windowed:
         masks = {"basic_mask": (mask,), "sliding_window_mask": (mask,)}
