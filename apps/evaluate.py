@@ -100,7 +100,7 @@ _PROMPT_TOKENS = 2048
 """Room for a benchmark's prompt."""
 _COMMAND = "command:"
 _OFTEN_CUT = 0.1
-"""Share of cut answers above which the user is told."""
+"""Warn above this share of cut answers."""
 
 Sets = Mapping[str, Sequence[Task]]
 Key = tuple[str, str, str]
@@ -379,7 +379,7 @@ def reward_of(config: Config) -> RewardFunction:
 
 
 def print_benchmarks(console: Console) -> None:
-    """Print the benchmarks, their data sets and what they need."""
+    """Print the benchmarks, their data sets and their needs."""
     table = _table("benchmarks", "--benchmark NAME, NAME@REVISION of the data set, or NAME=FILE with the same columns")
     for column in ("name", "data set", "columns", "reward", "answer tokens", "needs"):
         table.add_column(column, overflow="fold")

@@ -153,7 +153,7 @@ def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
         ({"json": Path("/nowhere/out.json")}, "the folder /nowhere does not exist"),
         ({"tasks": ("chain_summ",)}, "chain_sum"),
         ({"tasks": ("chain_sum", "chain_sum")}, "given twice"),
-        ({"benchmark": ("gsm9k",)}, "there is no benchmark 'gsm9k'"),
+        ({"benchmark": ("gsm9k",)}, "'gsm9k' is unknown"),
         ({"benchmark": ("bfcl",)}, "--benchmark bfcl=FILE"),
         ({"agent": "command:true", "env": "game"}, "both play the episodes"),
     ],

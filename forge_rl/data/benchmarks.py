@@ -54,14 +54,14 @@ def benchmark(text: str) -> tuple[Benchmark, str, str]:
         benchmark("gsm8k=test.jsonl")
 
     Raises:
-        ConfigError: there is no such benchmark.
+        ConfigError: the benchmark is unknown.
     """
     name, _, file = text.partition("=")
     name, _, revision = name.partition("@")
     found = BENCHMARKS.get(name.strip().lower())
     if found is None:
         raise ConfigError(
-            f"--benchmark {text!r:.80}: there is no benchmark {name!r:.40}",
+            f"--benchmark {text!r:.80}: {name!r:.40} is unknown",
             hint=f"{suggest(name, BENCHMARKS, 'benchmarks')}; --benchmark list describes them",
         )
     return found, revision.strip(), file.strip()
@@ -71,7 +71,7 @@ def benchmark_source(text: str) -> IterableSource:
     """Return an evaluation-only source with the tasks of NAME[@REVISION][=FILE], in the order of their rows.
 
     Raises:
-        ConfigError: there is no such benchmark.
+        ConfigError: the benchmark is unknown.
         TaskError: its data set cannot be fetched, or the file does not have its rows.
     """
     found, revision, file = benchmark(text)

@@ -46,7 +46,7 @@ class ExpertPlan:
 def plan_experts(load: Counts, *, ranks: int) -> ExpertPlan:
     """Spread the rows of overloaded ranks' experts over the least loaded ranks.
 
-    Rank r owns the experts from r * experts / ranks on. An owner lends only what it has above the mean, its largest
+    Rank r owns the experts from r * experts / ranks on. An owner lends only its surplus over the mean, its largest
     expert first, always to the rank with the fewest rows.
 
     Args:
@@ -94,8 +94,8 @@ def _rounds(loans: dict[tuple[int, int, int], int]) -> tuple[tuple[Loan, ...], .
 class Routes:
     """What one rank sends, receives and computes in a plan.
 
-    Rows are sent in the order of `sent`, and computed in the order of `computed`: first those of the rank's own
-    experts, then those of the borrowed ones, round by round; within an expert, by the rank that sent them.
+    Rows are sent in the order of `sent`, and computed in the order of `computed`: first the rows of the rank's
+    own experts, then of borrowed ones, round by round; within an expert, by the rank that sent them.
     """
 
     sent: tuple[Counts, Counts]
@@ -152,7 +152,7 @@ def _starts(lengths: Counts) -> Counts:
 
 
 def _overlap(own: Counts, start: Counts, others: Counts, starts: Counts) -> Counts:
-    """Count the rows that one rank's ranges, [experts], share with those of every rank, [ranks, experts]."""
+    """Count the rows that one rank's ranges, [experts], share with every rank's, [ranks, experts]."""
     ends = np.minimum(start + own, starts + others)
     shared: Counts = np.maximum(ends - np.maximum(start, starts), 0)
     return shared

@@ -223,7 +223,7 @@ def _without_titles(schema: Any) -> Any:
 
 
 def _explained(error: Any) -> str:
-    """Describe in one line what was wrong with the arguments."""
+    """Describe the errors in the arguments in one line."""
     texts = []
     for each in error.errors(include_url=False)[:5]:
         where = ".".join(map(str, each["loc"]))

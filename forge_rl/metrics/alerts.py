@@ -112,7 +112,7 @@ class AlertSink(Sink):
         self._put(f"run_{outcome}", cause or f"the run {outcome if outcome != 'stopped' else 'was stopped'}")
 
     def close(self) -> None:
-        """Send what is waiting, for at most twice the deadline of one alert."""
+        """Send the waiting alerts, for at most twice the deadline of one."""
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
@@ -175,7 +175,7 @@ class AlertSink(Sink):
 
         Raises:
             ForgeError: the status is an error.
-            HTTPError: there is no answer.
+            HTTPError: nothing answers.
         """
         import httpx
 

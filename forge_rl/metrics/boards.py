@@ -197,7 +197,7 @@ def _text(row: Mapping[str, object]) -> str:
 
 
 def _verbatim(row: Mapping[str, object]) -> str:
-    """Write a sample as Markdown that shows its text as it is."""
+    """Write a sample as Markdown that shows its text verbatim."""
     return "\n".join(f"    {line}" for line in _text(row).splitlines())
 
 

@@ -460,26 +460,6 @@ def _record(row: Mapping[str, Any]) -> RecordedEpisode:
     optional = {name: row[name] if len(row[name]) else None for name in _OPTIONAL}
     for name, values in optional.items():
         _check(values is None or len(values) == total, f"{name} do not fit the turns")
-    turns = []
-    for turn, first, end in zip(row["turns"], ends[:-1], ends[1:], strict=True):
-        _check(0 <= turn["segment"] < len(row["context_ids"]), "a turn has no segment")
-        context, start = row["context_ids"][turn["segment"]], turn["start"]
-        _check(0 <= start <= start + turn["tokens"] <= len(context), "a turn does not fit its segment")
-        turns.append(
-            Turn(
-                prompt_ids=context[:start],
-                token_ids=context[start : start + turn["tokens"]],
-                logprobs=row["logprobs"][first:end],
-                versions=row["versions"][first:end],
-                text=turn["text"],
-                agent=turn["agent"],
-                truncated=turn["truncated"],
-                messages=tuple(_objects(turn["messages"])),
-                calls=tuple(ToolCall(**call) for call in turn["calls"]),
-                seconds=turn["seconds"],
-                response_s=turn["response_s"],
-            )
-        )
     score = None
     if row["reward"] is not None:
         by_turn = [turn["value"] for turn in row["turns"]]
@@ -497,7 +477,7 @@ def _record(row: Mapping[str, Any]) -> RecordedEpisode:
         **{name: row[name] for name in ("step", "kind", "set", "group", "index", "version")},
         episode=Episode(
             task=task,
-            turns=tuple(turns),
+            turns=tuple(_read_turns(row, ends)),
             score=score,
             output=row["output"],
             outcome=Outcome(row["outcome"]),
@@ -510,6 +490,27 @@ def _record(row: Mapping[str, Any]) -> RecordedEpisode:
         entropies=optional["entropies"],
         trained=optional["trained"],
     )
+
+
+def _read_turns(row: Mapping[str, Any], ends: npt.NDArray[Any]) -> Iterator[Turn]:
+    """Yield the turns of a row; `ends`, [turns + 1], holds the ends of their tokens, after a 0."""
+    for turn, first, end in zip(row["turns"], ends[:-1], ends[1:], strict=True):
+        _check(0 <= turn["segment"] < len(row["context_ids"]), "a turn has no segment")
+        context, start = row["context_ids"][turn["segment"]], turn["start"]
+        _check(0 <= start <= start + turn["tokens"] <= len(context), "a turn does not fit its segment")
+        yield Turn(
+            prompt_ids=context[:start],
+            token_ids=context[start : start + turn["tokens"]],
+            logprobs=row["logprobs"][first:end],
+            versions=row["versions"][first:end],
+            text=turn["text"],
+            agent=turn["agent"],
+            truncated=turn["truncated"],
+            messages=tuple(_objects(turn["messages"])),
+            calls=tuple(ToolCall(**call) for call in turn["calls"]),
+            seconds=turn["seconds"],
+            response_s=turn["response_s"],
+        )
 
 
 def _objects(text: str) -> list[dict[str, Any]]:

@@ -156,7 +156,7 @@ def _sha256(path: Path) -> str:
 
 
 def _build(source: Path, work: Path, report: Progress) -> None:
-    """Write the model to a new folder, and check what was written."""
+    """Write the model to a new folder, and check it."""
     cache = work.parent.parent
     if (free_bytes := shutil.disk_usage(cache).free) < _NEEDED_BYTES:
         raise ModelError(

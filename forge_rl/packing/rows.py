@@ -212,7 +212,7 @@ def pack(
         packed = pack(batch, batch_advantages(batch), run.trainer.layout)
 
     Each trained token is the target of exactly one position: a position is shared unless several segments train its
-    next token, or one does and another goes on differently. Tokens after the last trained token's predictor are
+    next token, or one does and another continues otherwise. Tokens after the last trained token's predictor are
     dropped, as nothing depends on them. Completion tokens without a finite logprob are masked and counted in
     unscored_tokens.
 
@@ -279,7 +279,7 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int]) -> None:
 
 
 def _of_segment(values: npt.NDArray[Any], episode: Episode, segment: Segment) -> npt.NDArray[Any]:
-    """Return the values of a segment's tokens, from those of all tokens that the episode generated."""
+    """Return the values of a segment's tokens, from the values of all tokens that the episode generated."""
     ends = np.cumsum([len(turn.token_ids) for turn in episode.turns])
     found = np.zeros((len(segment.token_ids), *values.shape[1:]), values.dtype)
     for turn in np.unique(segment.turns[segment.trained]):
@@ -412,7 +412,7 @@ def _lay_branch(
     shared: int,
     path: npt.NDArray[np.int64],
 ) -> None:
-    """Write a segment into a row: its own tokens, and what it claims of the shared ones.
+    """Write a segment into a row: its own tokens, and its values for shared ones.
 
     Args:
         shared: number of its positions that are in the row already.

@@ -43,8 +43,8 @@ class EvalConfig(EvalTasks):
     as other_versions. The evaluation before the first step, and all with a lag of 0, finish before the weights
     change."""
     keep_best: bool = True
-    """Keep the checkpoint with the best score, among those of steps with an evaluation, and link checkpoints/best to
-    it, regardless of --keep-checkpoints."""
+    """Keep the checkpoint with the best score, among steps with an evaluation, and link checkpoints/best to it,
+    regardless of --keep-checkpoints."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

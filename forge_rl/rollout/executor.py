@@ -42,7 +42,7 @@ class RolloutListener(Protocol):
         """Report a warning to the user."""
 
     def episode(self, episode: Episode) -> None:
-        """Record a finished episode; those of evaluations are passed only if they failed."""
+        """Record a finished episode; evaluations pass only failed ones."""
 
 
 class NoListener:

@@ -76,22 +76,7 @@ async def assemble(
             stack.push_async_callback(rollouts.close)
             policy = PolicyGateway(backend, tokenizer, log.warn)
             stack.push_async_callback(policy.close)
-        batches: RolloutExecutor | Examples
-        evaluations: Evaluates
-        if rollouts is not None:
-            batches = rollouts
-            tokens = config.generator.max_tokens
-            evaluations = RolloutEvaluations(config.evaluation, rollouts, max_tokens=tokens, warn=log.warn)
-        if examples is not None:
-            maker = ExampleMaker(examples, tokenizer, longest=longest_example(config, checked.model))
-            tasks = ResumableTaskStream(mixture)
-            batches = Examples(tasks, mixture.sources, maker, groups=config.groups_per_batch)
-            losses = ExampleEvaluations(services.trainer, loss, maker, warn=log.warn)
-            if services.rollout is not None and rollouts is not None:
-                publish = partial(services.rollout.publish, services.trainer)
-                evaluations = AnswerEvaluations(losses, evaluations, rollouts, services.rollout.devices, publish)
-            else:
-                evaluations = losses
+        batches, evaluations = _trained(checked, services, mixture, rollouts, examples, tokenizer, loss, log.warn)
         evaluator = Evaluator(checked.sets, evaluations)
         live = stack.enter_context(
             contextlib.closing(LiveSettings(rollouts, mixture, config.mixture, reward, services.trainer, log.event))
@@ -120,6 +105,35 @@ async def assemble(
         await stack.enter_async_context(serving_control(prepared.folder, Control(run, live, policy), log.warn))
         gc.freeze()  # also modules imported meanwhile: see responsive_loop
         yield run
+
+
+def _trained(
+    checked: Checked[C],
+    services: Services,
+    mixture: Mixture,
+    rollouts: RolloutExecutor | None,
+    examples: ExampleFn | None,
+    tokenizer: Tokenizer,
+    loss: Loss,
+    warn: Callable[[str], None],
+) -> tuple[RolloutExecutor | Examples, Evaluates]:
+    """Return what makes batches, the rollouts or given examples, and what evaluates: answers, the loss or both."""
+    config = checked.config
+    answers = None
+    if rollouts is not None:
+        answers = RolloutEvaluations(config.evaluation, rollouts, max_tokens=config.generator.max_tokens, warn=warn)
+    if examples is None:
+        assert rollouts is not None, "a run without examples generates episodes"
+        assert answers is not None
+        return rollouts, answers
+    maker = ExampleMaker(examples, tokenizer, longest=longest_example(config, checked.model))
+    tasks = ResumableTaskStream(mixture)
+    batches = Examples(tasks, mixture.sources, maker, groups=config.groups_per_batch)
+    losses = ExampleEvaluations(services.trainer, loss, maker, warn=warn)
+    if services.rollout is None or rollouts is None or answers is None:
+        return batches, losses
+    publish = partial(services.rollout.publish, services.trainer)
+    return batches, AnswerEvaluations(losses, answers, rollouts, services.rollout.devices, publish)
 
 
 @contextlib.asynccontextmanager

@@ -30,7 +30,7 @@ def keep_episodes(
         results: episodes of each task, by set.
 
     Returns:
-        The file, whose step is the number of files before it; None if there are no episodes.
+        The file, whose step is the number of files before it; None without episodes.
 
     Raises:
         CheckpointError: it cannot be written.

@@ -223,7 +223,7 @@ class Evaluator:
     def restart(self) -> None:
         """Start the evaluation that was pending before `restore` or `rollback`, if any.
 
-        If the weights are now those of a later step than the evaluation's, all tokens count as other_versions.
+        If the weights now belong to a later step than the evaluation, all tokens count as other_versions.
         """
         if self._pending is not None and self.sets:
             self.start(*self._pending)

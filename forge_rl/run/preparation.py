@@ -27,6 +27,7 @@ from forge_rl.metrics.alerts import AlertSink
 from forge_rl.metrics.boards import TensorBoardSink, WandbSink
 from forge_rl.metrics.prometheus import PrometheusSink
 from forge_rl.metrics.recorder import EpisodeRecorder
+from forge_rl.models.cache import Progress
 from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rewards.confinement import missing_confinement
@@ -210,12 +211,7 @@ async def check(
     model = (await asyncio.to_thread(resolve_model, config.model, config.cache, progress)).resolve()
     architecture = read_architecture(model)
     check_model(config.trainer, config.trainer.ranks, architecture)
-    if critic is not None and critic.model:
-        folder = await asyncio.to_thread(resolve_model, critic.model, config.cache, progress)
-        critic = replace(critic, model=str(folder.resolve()))
-    folders: dict[str, Path] = {}
-    if teachers is not None:
-        folders = await asyncio.to_thread(resolve_teachers, teachers, model, config.cache, progress)
+    critic, folders = await asyncio.to_thread(_resolved, config, model, critic, teachers, progress)
     choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
     config, critic, chosen = await asyncio.to_thread(choosing)
     if teachers is not None:
@@ -255,6 +251,16 @@ async def check(
         teachers=teachers,
         teacher_folders=folders,
     )
+
+
+def _resolved(
+    config: RunConfig, model: Path, critic: CriticConfig | None, teachers: TeachersConfig | None, progress: Progress
+) -> tuple[CriticConfig | None, dict[str, Path]]:
+    """Return the critic's settings with the folder of its model, and the folder of each teacher."""
+    if critic is not None and critic.model:
+        critic = replace(critic, model=str(resolve_model(critic.model, config.cache, progress).resolve()))
+    folders = {} if teachers is None else resolve_teachers(teachers, model, config.cache, progress)
+    return critic, folders
 
 
 async def _check_tasks(

@@ -100,7 +100,7 @@ class RunConfig:
     tool_parser: str = ""
     """Name of vLLM's parser for the model's tool-call format; by default chosen by its chat template."""
     phase_deadline_s: float = 3600.0
-    """Timeout of one phase; the run then stops and reports what it was waiting for."""
+    """Timeout of one phase; the run then stops and names the cause of the wait."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     weights: WeightStoreConfig = field(default_factory=WeightStoreConfig)

@@ -24,6 +24,7 @@ from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward, RewardFunction
 from forge_rl.services.teachers import Teachers
 from forge_rl.services.trainer import Trainer
+from forge_rl.services.trainer_config import TrainerConfig
 from forge_rl.services.weight_store import WeightStore
 
 _START_DEADLINE_S = 900.0
@@ -123,8 +124,7 @@ async def _start_services(
     reward: RewardFunction | None,
     environment: EnvFactory | None,
 ) -> Services:
-    config, faults, folder = checked.config, prepared.monitor.faults, prepared.folder
-    cluster, placed = hosts.cluster, hosts.placed
+    config, faults = checked.config, prepared.monitor.faults
     handover: asyncio.Future[DeviceHandover] = asyncio.get_running_loop().create_future()
     generator = weights = scorer = envs = teachers = critic = None
     async with task_group() as group:
@@ -134,45 +134,34 @@ async def _start_services(
 
         if reward is not None:
             generator = begin("generator", _engines(config), _start_generator(checked, hosts, prepared, handover))
-            expected_bytes = stored_bytes(checked.model) * resolve_dtype(config.generator.dtype).itemsize // 2
-            storing = WeightStore.start(
-                config.weights,
-                cluster,
-                faults,
-                deadline_s=_START_DEADLINE_S,
-                hosts=placed.with_weights,
-                expected_bytes=expected_bytes,
-            )
-            weights = begin("weights", config.weights.transport, storing)
+            weights = begin("weights", config.weights.transport, _start_store(checked, hosts, prepared))
             scoring = Reward.start(
                 config.reward,
-                cluster,
+                hosts.cluster,
                 faults,
                 function=reward,
                 deadline_s=_START_DEADLINE_S,
-                folder=(folder / "reward").resolve(),
-                hosts=placed.of("reward"),
+                folder=(prepared.folder / "reward").resolve(),
+                hosts=hosts.placed.of("reward"),
             )
             scorer = begin("reward", type(reward).__name__, scoring)
             if environment is not None:
                 kind = getattr(environment, "func", environment)  # a partial of a class
                 acting = Environment.start(
                     config.environment,
-                    cluster,
+                    hosts.cluster,
                     faults,
                     factory=environment,
                     deadline_s=_START_DEADLINE_S,
-                    hosts=placed.of("environment"),
+                    hosts=hosts.placed.of("environment"),
                 )
                 envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), acting)
             if checked.teachers is not None:
                 models = ", ".join(checked.teachers.models)
                 teachers = begin("teachers", models, _start_teachers(checked, hosts, prepared, policy=generator))
-        ranks = f"torchtitan, {config.trainer.ranks} rank{'s' * (config.trainer.ranks > 1)}"
-        trainer = begin("trainer", ranks, _start_trainer(checked, hosts, prepared, after=generator))
+        trainer = begin("trainer", _ranks(config.trainer), _start_trainer(checked, hosts, prepared, after=generator))
         if checked.critic is not None:
-            ranks = f"torchtitan, {checked.critic.ranks} rank{'s' * (checked.critic.ranks > 1)}"
-            critic = begin("critic", ranks, _start_critic(checked, hosts, prepared, after=generator))
+            critic = begin("critic", _ranks(checked.critic), _start_critic(checked, hosts, prepared, after=generator))
     services = Services(trainer=trainer.result(), critic=critic.result() if critic is not None else None)
     if generator is None or weights is None or scorer is None:
         return services
@@ -188,6 +177,22 @@ async def _start_services(
         teachers=teachers.result() if teachers is not None else None,
     )
     return replace(services, rollout=rollout)
+
+
+def _ranks(config: TrainerConfig) -> str:
+    return f"torchtitan, {config.ranks} rank{'s' * (config.ranks > 1)}"
+
+
+async def _start_store(checked: Checked[C], hosts: RunHosts, prepared: Prepared) -> WeightStore:
+    config = checked.config
+    return await WeightStore.start(
+        config.weights,
+        hosts.cluster,
+        prepared.monitor.faults,
+        deadline_s=_START_DEADLINE_S,
+        hosts=hosts.placed.with_weights,
+        expected_bytes=stored_bytes(checked.model) * resolve_dtype(config.generator.dtype).itemsize // 2,
+    )
 
 
 async def _start(name: str, detail: str, starting: Awaitable[S], started: list[_Started], display: Display) -> S:

@@ -56,7 +56,7 @@ class StoreRecovery:
         self._deadline_s = deadline_s
         self._versions: dict[int, Manifest] = {}
         self._lost: set[str] = set()
-        """Hosts that are gone, with what they held."""
+        """Hosts that are gone, with their versions."""
 
     async def spawn(self, index: int, imports: Sequence[str] = ()) -> Replica:
         """Spawn the process of a host, by its place in `hosts`."""

@@ -2,8 +2,8 @@
 
 A version is a header, such as 0000000012.json, and parts with its tensors, such as 0000000012-000.bin. The header is
 written last, so a reader sees a whole version or none. It names the version that it changes, unless it is full, and the
-fingerprint of each tensor, which a reader compares with what it has put together: the result is the published bytes, or
-an error. Fingerprints are no signatures: whoever can write to the address decides on the weights.
+fingerprint of each tensor, which a reader compares with its result: it is the published bytes, or an error.
+Fingerprints do not sign anything: everybody who can write to the address decides on the weights.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class _Writer:
 
 
 class DeltaSubscriber:
-    """Holds the newest version at an address, bit for bit as it was published.
+    """Holds the newest version at an address, equal to the published one bit for bit.
 
         subscriber = DeltaSubscriber("s3://bucket/run")
         if subscriber.update():
@@ -188,8 +188,8 @@ class DeltaSubscriber:
         """Bring the tensors to the newest version at the address; returns whether it is another one than before.
 
         Raises:
-            AttestationError: a tensor is not as it was published; names the tensors.
-            WeightsError: what is at the address is malformed or incomplete. Nothing is then held.
+            AttestationError: a tensor differs from the published one; names the tensors.
+            WeightsError: a file at the address is malformed or incomplete. Nothing is then held.
             OSError: the address cannot be read; file systems may raise other errors as well.
         """
         for attempt in range(_ATTEMPTS):
@@ -222,7 +222,7 @@ class DeltaSubscriber:
         header = self._folder.header(number, self._most_bytes)
         found = {tensor.name: tensor.shape for tensor in header.tensors}
         if self._expected is not None and found != self._expected:
-            raise self._folder.malformed(number, "its tensors are not those of the model")
+            raise self._folder.malformed(number, "its tensors differ from the model's")
         return header
 
     def _apply(self, number: int, header: Header) -> None:
@@ -233,7 +233,7 @@ class DeltaSubscriber:
         if header.base is None:
             self.tensors, self._entries = {}, ()
         elif layout != [(tensor.name, tensor.shape, tensor.dtype) for tensor in header.tensors]:
-            raise self._folder.malformed(number, "its tensors are not those of the version that it changes")
+            raise self._folder.malformed(number, "its tensors differ from those in the version that it changes")
         known = {entry.name: entry.fingerprint for entry in self._entries}
         for part, size in enumerate(header.parts):
             data = memoryview(self._folder.read(number, part, size))

@@ -98,7 +98,7 @@ class ConfinedRuntime(SubprocessRuntime):
         (self._state / "hosts").write_text("".join(f"127.0.0.1 {name}\n" for name in {"localhost", *self._hosts}))
 
     def _confined(self, argv: list[str], env: dict[str, str]) -> list[str]:
-        """Return the command that runs a program confined, or as it is before the agent starts."""
+        """Return the command that runs a program confined, or unconfined before the agent starts."""
         if self._state is None or _trusted.get():
             return argv
         if (bwrap := shutil.which("bwrap")) is None:

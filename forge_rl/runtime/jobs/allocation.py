@@ -42,8 +42,8 @@ class AllocationJob:
     """Hosts of an allocation that this process is in, each on one node."""
 
     hosts: str = ""
-    """Names or addresses of the machines, as a+b; by default those of the scheduler's allocation (Slurm, or the host
-    file of PBS, LSF or Grid Engine)."""
+    """Names or addresses of the machines, as a+b; by default the scheduler's allocation (Slurm, or the host file of
+    PBS, LSF or Grid Engine)."""
     launcher: str = ""
     """Command that runs a command on a host, with {host} for its name; by default srun inside Slurm, else ssh with
     keys."""

@@ -61,7 +61,7 @@ class LaunchedHost:
         lost(self.name, cause)
 
     async def _line(self) -> bytes:
-        """Return the next line, or b"" at the end; skips what is too long for a line."""
+        """Return the next line, or b"" at the end; skips lines that are too long."""
         assert self.process.stdout is not None
         while True:
             with contextlib.suppress(ValueError):

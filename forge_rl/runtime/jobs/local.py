@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalJob:
-    """No hosts beside the controller's."""
+    """Only the controller's host."""
 
     def describe(self, command: Sequence[str]) -> str:
-        """Return the one line that says so."""
+        """Return the one line about it."""
         return "all processes of the run start on this machine"
 
     @contextlib.asynccontextmanager

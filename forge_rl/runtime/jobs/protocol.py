@@ -31,7 +31,9 @@ class JobListener:
 
 @runtime_checkable
 class Job(Protocol):
-    """Gives a run hosts beside the controller's. A kind of job is a frozen dataclass, whose fields are its options.
+    """Gives a run hosts in addition to the controller's.
+
+    A kind of job is a frozen dataclass, whose fields are its options.
 
     job = build_job("process:2")
     async with job.open(JobListener(say=print)) as hosts:

@@ -232,11 +232,11 @@ class _Log:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def skip(self) -> None:
-        """Leave out what is there, from a former job."""
+        """Skip an earlier job's text."""
         self._at = self.path.stat().st_size if self.path.exists() else 0
 
     def show(self) -> None:
-        """Print what is new."""
+        """Print the new lines."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:

@@ -25,7 +25,7 @@ _ENDS = {
     "LAUNCH_FAILED": "could not be launched",
     "RECONFIG_FAIL": "could not configure its nodes",
 }
-"""Terminal states of Slurm, and what they say of the job."""
+"""Terminal states of Slurm, and their meaning for the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ def requeue_without_controller(id: str) -> None:
 
 
 def dead_nodes(names: str) -> dict[str, str]:
-    """Return those of the named nodes that Slurm does not count on any more, with their states."""
+    """Return the named nodes that Slurm has given up, with their states."""
     answer = ask_slurm(
         "sinfo", "--noheader", "--Node", f"--nodes={names}", "--states=down,powered_down", "--format=%N|%T"
     )
