@@ -202,8 +202,9 @@ def hosts_of(pid: int) -> dict[str, int]:
     """PIDs of the hosts that a process has started by `local_hosts`, by name."""
     found = {}
     for child in psutil.Process(pid).children():
-        if name := child.environ().get("HYPERACTOR_PROCESS_NAME"):
-            found[name.rpartition("_")[0]] = child.pid
+        with contextlib.suppress(psutil.NoSuchProcess):  # another child that ends meanwhile
+            if name := child.environ().get("HYPERACTOR_PROCESS_NAME"):
+                found[name.rpartition("_")[0]] = child.pid
     return found
 
 

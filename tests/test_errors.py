@@ -11,6 +11,7 @@ from forge_rl.errors import DeadlineError, ForgeError, ServiceError
 PLAIN = [
     errors.ForgeError,
     errors.ConfigError,
+    errors.RunStopped,
     errors.InfrastructureError,
     errors.ModelError,
     errors.TaskError,

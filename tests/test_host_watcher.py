@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -105,8 +106,11 @@ def test_processes_of_other_hosts_are_watched_and_ended_by_an_agent(tmp_path: Pa
 
 
 def test_a_process_whose_pid_was_reused_is_not_taken_for_the_former() -> None:
-    pid = os.getpid()
-    assert not is_marked(pid, MARK, "a/replica-0")
-    assert is_marked(pid, "PATH", psutil.Process().environ()["PATH"])
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: "b/replica-0"}) as process:
+        try:
+            assert is_marked(process.pid, MARK, "b/replica-0")
+            assert not is_marked(process.pid, MARK, "a/replica-0")
+        finally:
+            process.kill()
     with pytest.raises(psutil.NoSuchProcess):
         is_marked(2**22 - 1, MARK, "a/replica-0")

@@ -247,7 +247,9 @@ def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
         def __init__(self, name: str) -> None:
             self.name = name
 
-        async def start(self, *_: object, **__: object) -> "Started":
+        async def start(self, *_: object, after: asyncio.Future[object] | None = None, **__: object) -> "Started":
+            if after is not None:
+                await asyncio.wait((after,))
             starting.append(self.name)
             if self.name == "generator":
                 await engines_up.wait()

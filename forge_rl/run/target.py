@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ def on_target(args: Sequence[str]) -> Iterator[None]:
     Raises:
         ConfigError: the machine is unknown.
     """
-    pairs = dict(zip(args, [*args[1:], ""], strict=True))
+    pairs = dict(itertools.pairwise([*args, ""]))
     given = pairs | dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
     name, hosts = given.get("--on", ""), given.get("--hosts", "1")
     if "--plan" not in args or name in ("", LOCAL):

@@ -9,6 +9,7 @@ import stat
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -123,7 +124,7 @@ def test_what_the_program_prints_works_as_it_is_and_shows_no_key(
     @contextlib.asynccontextmanager
     async def faked(config: Config, key: str) -> AsyncIterator[tuple[Any, Any, Faults]]:
         async with serving(FakeBackend(["5."]), api_key=key, open_to_all=config.without_key != "nobody") as gateway:
-            yield gateway, None, Faults()
+            yield gateway, SimpleNamespace(max_model_len=64), Faults()
 
     monkeypatch.setattr(app, "serving", faked)
 
