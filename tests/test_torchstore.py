@@ -281,7 +281,7 @@ def small_shards() -> Iterator[LocalShard]:
 
 
 async def held_now() -> tuple[int, int]:
-    await asyncio.sleep(0)  # the event loop still holds the last error, and that its frames
+    await asyncio.sleep(0.2)  # the event loop still holds the last error, and that its frames; threads may end later
     return held_by_this_process()
 
 
