@@ -36,6 +36,10 @@ class DivergedError(SandboxError):
     """Cells of a lost session that gave something else when they were run again."""
 
 
+class _LostError(SandboxError):
+    """A session that was lost, or a command of it that was killed from outside, while its cells were run again."""
+
+
 @dataclass(eq=False)
 class _Live:
     """A session with the state after some cells."""
@@ -316,7 +320,7 @@ class DurableSession:
         deaths = 0
         while True:
             live, result = await self._surviving(run)
-            if live.session.alive:
+            if live.session.alive and not _killed(result):
                 self._done += 1
                 return result
             await self._lose()
@@ -339,8 +343,8 @@ class DurableSession:
                 self._ended = error.message
                 await self._lose()
                 raise
-            except SandboxError:
-                lost = self._live is None or not self._live.session.alive
+            except SandboxError as error:
+                lost = isinstance(error, _LostError) or self._live is None or not self._live.session.alive
                 failures += 1
                 if not lost or failures == _MOST_FAILURES:
                     raise
@@ -373,8 +377,8 @@ class DurableSession:
             return
         self._sessions.counts["repeated"] += 1
         result = await live.session.run(action.code, wall_s=action.wall_s, **action.given)
-        if not live.session.alive:
-            raise SandboxError("the session was lost while its cells were run again")
+        if not live.session.alive or _killed(result):
+            raise _LostError("the session was lost while its cells were run again")
         if (shown := _shown(result)) == action.shown:
             return
         if (cache := self._sessions.cache) is not None:
@@ -388,6 +392,11 @@ class DurableSession:
         if self._live is not None:
             live, self._live, self._done, self._lost = self._live, None, 0, True
             await self._sessions.end(live, park=False)
+
+
+def _killed(result: Result) -> bool:
+    """Whether the processes of a cell were killed from outside; in profile `process`, its session lives on."""
+    return result.error is not None and result.error.name == "Ended"
 
 
 def _shown(result: Result) -> str:
