@@ -118,14 +118,26 @@ def _shown(result: Result) -> str:
 
 
 def kill(pool: Pool, rng: random.Random) -> None:
-    """Kill a server, its keeper, a session, or half of the sessions."""
+    """Kill a server, its keeper, a session, or half of the sessions.
+
+    Processes that a command itself has started are spared: their deaths are a part of its result.
+    """
     host = rng.choice(pool.hosts)
-    keeper, sessions = host.process.pid, list(session_processes(host))
+    depths = {pid: _namespaces(pid) for pid in session_processes(host)}
+    keeper, sessions = host.process.pid, [pid for pid, depth in depths.items() if depth == min(depths.values())]
     half = rng.sample(sessions, len(sessions) // 2)
     chosen = rng.choice([[keeper], children(keeper), sessions[:1], half])
     for pid in chosen:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _namespaces(pid: int) -> int:
+    """Return how many PID namespaces a process is in; a large number if it has ended."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next((len(line.split()) - 1 for line in lines if line.startswith("NSpid:")), 1)
+    return 99
 
 
 def processes(host: Host) -> Iterator[int]:
