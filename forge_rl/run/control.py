@@ -101,6 +101,11 @@ class Control:
 
     async def checkpoint(self) -> str:
         """Write a checkpoint after the current step; returns its folder."""
+        if self._run.paused and self._run.decodes:
+            raise ConfigError(
+                "the run is paused in the middle of a rollout, and checkpoints are written between steps",
+                hint="resume it first",
+            )
         checkpoint = await self._run.after_step(functools.partial(self._run.checkpoint, wait=True))
         assert checkpoint is not None, "it was waited for"
         return str(checkpoint.folder)
