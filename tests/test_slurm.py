@@ -121,7 +121,7 @@ def test_a_job_shows_its_place_is_followed_from_two_terminals_and_saves_when_can
     assert "saved 1" in one.lines
     assert two.end() == 129, "the run's own status after SIGHUP"
     assert "saved 1" in two.lines
-    assert "FAILED" in slurm.states("forge_rl"), "not requeued"
+    assert slurm.state(tmp_path / "run") == "FAILED", "not requeued"
 
 
 @on_slurm
@@ -134,7 +134,7 @@ def test_a_whole_run_has_trainer_ranks_and_engines_on_two_nodes(
     hosts = json.loads((tmp_path / "run" / "hosts.json").read_text())["services"]
     assert hosts["trainer"] == hosts["generator"] == ["node1", "node2"]
     assert {each["step"] for each in metrics(tmp_path / "run")} >= {1, 2}
-    assert "COMPLETED" in slurm.states("forge_rl")
+    assert slurm.state(tmp_path / "run") == "COMPLETED"
 
 
 @on_slurm
@@ -147,7 +147,8 @@ def test_a_job_that_is_preempted_or_out_of_time_saves_and_goes_on(
     run.wait_for("is about to end host")
     run.wait_for("goes on from 1")
     run.wait_for("goes on from 2")  # 15 s later, 45 before the limit
-    assert run.lines.count("stopped by SIGUSR1") >= 2
+    before = run.lines[: next(at for at, line in enumerate(run.lines) if "goes on from 2" in line)]
+    assert before.count("stopped by SIGUSR1") == 2
     slurm.run("scancel", "--user=root")
     assert run.end() == 1
     assert "CANCELLED" in run.lines[-2]

@@ -101,7 +101,7 @@ class Control:
 
     async def checkpoint(self) -> str:
         """Write a checkpoint after the current step; returns its folder."""
-        if self._run.paused and self._run.decodes:
+        if self._run.paused and self._run.current_phase == "rollout":
             raise ConfigError(
                 "the run is paused in the middle of a rollout, and checkpoints are written between steps",
                 hint="resume it first",

@@ -84,8 +84,6 @@ class Run(Generic[C]):
         self._clock = monitor.clock
         self._log = monitor.log
         self._seed = config.seed
-        self.decodes = False
-        """Whether the run is in a phase of rollouts or evaluation."""
         self._asked: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
         """Work requested for the end of the current step."""
         self._any_asked = asyncio.Event()
@@ -223,12 +221,8 @@ class Run(Generic[C]):
         decodes = name in ("rollout", "evaluate")
         if decodes and not self.config.schedule.decodes_while_training:
             self._drain_busy_s()  # paused requests do not count as work
-        self.decodes = decodes
-        try:
-            with self._clock.phase(name), self._monitor.faults.deadline(name, self.config.phase_deadline_s):
-                yield
-        finally:
-            self.decodes = False
+        with self._clock.phase(name), self._monitor.faults.deadline(name, self.config.phase_deadline_s):
+            yield
         if decodes:
             self._count_busy(name)
 

@@ -6,6 +6,7 @@ python -m tests.slurm.cluster COMMAND...    # runs a command, such as a shell, i
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
@@ -106,10 +107,10 @@ class SlurmCluster:
         """Submit a line of shell as a job; return its id."""
         return self.run("sbatch", "--parsable", "--output=/dev/null", f"--wrap={line}", *options)
 
-    def states(self, name: str) -> list[str]:
-        """Return the states of all jobs whose name begins so."""
-        lines = self.run("squeue", "--noheader", "--states=all", "--format=%j %T").splitlines()
-        return [state for line in lines for job, state in [line.split()] if job.startswith(name)]
+    def state(self, run: Path) -> str:
+        """Return the state of the job of a run, by its folder."""
+        job = json.loads((run / "job.json").read_text())["id"]
+        return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
 
     def processes(self, node: str) -> list[psutil.Process]:
         """Return a node's processes: its daemon, and what Slurm started on it."""
