@@ -62,10 +62,10 @@ class RunConfig:
     semicolons, as trainer=HOST+HOST;generator=HOST;environment=HOST;reward=HOST;teachers=HOST, or are in a TOML file
     with these keys, named here. By default trainer and engines have all hosts, or all with GPUs."""
     job: str = "local"
-    """Where the run's processes get their hosts from, as KIND[:KEY=VALUE,...]: local is this machine alone; process:N
-    are N hosts simulated by processes of this machine; slurm:nodes=N a batch job that runs this whole command;
-    allocation the nodes that the command is in; kubernetes:image=NAME pods. A config file may have a table [job]
-    instead, with its kind and options."""
+    """Source of the run's hosts, as KIND[:KEY=VALUE,...]: local, process:N, allocation, slurm:nodes=N or
+    kubernetes:image=NAME. local is this machine alone; process:N are N hosts simulated by processes of this machine;
+    slurm is a batch job that runs this whole command; allocation the nodes that the command is in; kubernetes pods. A
+    config file may have a table [job] instead, with its kind and options."""
     dry_run: bool = False
     """Print what --job would start, such as a batch script, and exit."""
     seed: int = 0
