@@ -35,10 +35,9 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from forge_rl.algorithms.evaluation import Comparison, compare_paired
-from forge_rl.data.benchmarks import BENCHMARKS, benchmark, benchmark_source
+from forge_rl.data.benchmarks import benchmark, benchmark_source
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
@@ -78,6 +77,7 @@ from forge_rl.run.lm_eval import (
     scores_of,
 )
 from forge_rl.run.run_dir import as_json, code_digests, versions, write_json
+from forge_rl.run.score_tables import plain_table, print_benchmarks, print_scores, short_names
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import interrupted_by, task_group
@@ -378,19 +378,6 @@ def reward_of(config: Config) -> RewardFunction:
     return RewardBySource(own, other)
 
 
-def print_benchmarks(console: Console) -> None:
-    """Print the benchmarks, their data sets and their needs."""
-    table = _table("benchmarks", "--benchmark NAME, NAME@REVISION of the data set, or NAME=FILE with the same columns")
-    for column in ("name", "data set", "columns", "reward", "answer tokens", "needs"):
-        table.add_column(column, overflow="fold")
-    for each in BENCHMARKS.values():
-        place = " ".join(filter(None, (each.hub, each.config, each.split))) if each.hub else f"files of {each.source}"
-        table.add_row(
-            *(each.name, place, ", ".join(each.columns), each.reward, f"{each.max_tokens:,}", each.needs or "nothing")
-        )
-    console.print(table)
-
-
 def find_model(name: str, cache: Path) -> Path:
     """Return the folder of a model given by name or folder, see `Config.models`.
 
@@ -430,39 +417,11 @@ def compare(sets: Sets, first: Results, second: Results, *, seed: int) -> dict[s
     return found
 
 
-def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Return the last path components of each name, as few as make them distinct."""
-    for parts in range(1, max(len(Path(name).parts) for name in names)):
-        short = {name: "/".join(Path(name).parts[-parts:]) for name in names}
-        if len({*short.values()}) == len(names):
-            return short
-    return {name: name for name in names}
-
-
-def print_scores(
-    console: Console,
-    scores: Mapping[str, Mapping[str, Mapping[str, float]]],
-    caption: str = "",
-) -> None:
-    """Print the table of scores, with their standard errors."""
-    table = _table("scores", caption)
-    for column in ("set", "model"):
-        table.add_column(column, overflow="fold")
-    first = next(iter(scores.values()))
-    for metric in dict.fromkeys(key for found in first.values() for key in found if _is_score(key)):
-        table.add_column(metric, justify="right", no_wrap=True)
-    for name in first:
-        for model, found in scores.items():
-            shown = [_with_error(found[name], column.header) for column in table.columns[2:]]
-            table.add_row(visible(name), visible(model), *shown)
-    console.print(table)
-
-
 def print_comparisons(console: Console, compared: Sequence[tuple[str, str, str, Comparison]]) -> None:
     """Print the table of differences, if there are any."""
     if not compared:
         return
-    table = _table("differences", "95% interval of a paired bootstrap over tasks; bold if it excludes 0")
+    table = plain_table("differences", "95% interval of a paired bootstrap over tasks; bold if it excludes 0")
     for column in ("set", "from", "to"):
         table.add_column(column, overflow="fold")
     for column in ("difference", "95% interval", "won", "lost", "tasks"):
@@ -697,22 +656,9 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _table(title: str, caption: str) -> Table:
-    return Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=None, padding=(0, 1))
-
-
 def _mean(episodes: Sequence[Episode]) -> float | None:
     rewards = [episode.reward for episode in episodes if episode.outcome.scored]
     return sum(rewards) / len(rewards) if rewards else None
-
-
-def _is_score(key: str) -> bool:
-    return "/" not in key and not key.endswith("_stderr")
-
-
-def _with_error(values: Mapping[str, float], key: object) -> str:
-    value, error = values.get(str(key)), values.get(f"{key}_stderr")
-    return "" if value is None else f"{value:.3f}" + (f" ± {error:.3f}" if error is not None else "")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from apps.evaluate import (
     main,
     pairs_of,
     score,
-    short_names,
     with_room,
 )
 from forge_rl.envs.protocol import Observation, Step
@@ -31,6 +30,7 @@ from forge_rl.metrics.episode_files import EpisodeFile
 from forge_rl.metrics.recorder import recorded_files
 from forge_rl.rollout.evaluation import EvalTasks
 from forge_rl.run.past_runs import read_run
+from forge_rl.run.score_tables import short_names
 from forge_rl.services.generator import Generator
 from forge_rl.types import Episode, Outcome, Score, Task
 from tests.fake_engine import FOLDER, FakeEngine
