@@ -4,8 +4,8 @@ python -m benchmarks.expert_parallel --json out.json
 
 The experts of one layer, forward and backward, on tokens whose experts are drawn: each expert of the first rank is N
 times as likely as each other one, at a skew of N. Both ways run in turns on the same tokens: plain (torchtitan's expert
-parallelism, each rank computes its own experts) and least_loaded (overloaded ranks lend experts). A time is that of the
-slowest rank. A peak is that of the rank with the highest one: its weights, and all other tensors that live at once.
+parallelism, each rank computes its own experts) and least_loaded (overloaded ranks lend experts). Times are the
+slowest rank's. Peaks are the highest rank's: its weights, and all other tensors that live at once.
 `bias` is DeepSeek-V3's way: the heaviest rank after a number of steps of 0.001 of the biases in the choice, on the same
 scores; it computes other experts than the scores alone would choose, so that nothing else of it is compared.
 

@@ -3,7 +3,7 @@
 python -m benchmarks.forecast --json out.json
 
 Runs of SmolLM2-135M on CPU with the synchronous schedule, which has no step without its rollout, and a reward that no
-group agrees on, so that all groups are trained. Mean lengths are those of the run, as a plan cannot know them; this
+group agrees on, so that all groups are trained. Mean lengths are the run's own, as a plan cannot know them; this
 machine is measured before and after each run.
 """
 

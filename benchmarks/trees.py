@@ -2,7 +2,7 @@
 
 python -m benchmarks.trees --json out.json
 
-Each group has one episode of `--turns` turns, and for each of these turns an episode that goes on differently from
+Each group has one episode of `--turns` turns, and for each of these turns an episode that departs from it
 there: a tree with a level for every turn. `separate` trains the same tokens with each segment as a sequence of its own.
 Both take updates in turns, of a random model of SmolLM2-135M's shape with fewer layers, in float32. `tokens_saved` is
 the number of input tokens of all sequences over the number that is computed, padding included.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.runtime.jobs.addresses import is_trusted, own_address, url
+from forge_rl.runtime.addresses import is_trusted, own_address, url
 from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.runtime.jobs.slurm import SlurmJob
 from forge_rl.runtime.jobs.slurm_queue import JobState

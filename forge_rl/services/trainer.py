@@ -134,7 +134,7 @@ class Trainer:
             values: train a value model in place of a policy; see `make_train_engine`.
             name: name of the service, and of its field in the recipe's settings.
             hosts: hosts of the ranks, split evenly over those that live; this one by default.
-            after: must be done, with whatever result, before the ranks touch their devices; meanwhile they import.
+            after: the ranks import until it is done, well or not, and only then touch their devices.
 
         Raises:
             ConfigError: the hosts cannot hold the ranks, or could meet only over a public address.

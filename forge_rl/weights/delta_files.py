@@ -82,7 +82,7 @@ class DeltaFolder:
     """The folder of a run's versions, in any of fsspec's file systems.
 
     Raises:
-        WeightsError: there is no such file system.
+        WeightsError: the address is of an unknown file system.
     """
 
     def __init__(self, address: str) -> None:

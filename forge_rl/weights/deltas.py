@@ -42,7 +42,7 @@ class DeltaPublisher:
         full_every: number of versions after which one is written whole.
 
     Raises:
-        WeightsError: there is no such file system.
+        WeightsError: the address is of an unknown file system.
     """
 
     def __init__(self, address: str, *, full_every: int = 20) -> None:
@@ -150,7 +150,7 @@ class DeltaSubscriber:
         expected: shapes of the model's tensors by name, if known; versions with others are refused.
 
     Raises:
-        WeightsError: there is no such file system.
+        WeightsError: the address is of an unknown file system.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ConfigError
-from forge_rl.runtime.jobs.addresses import own_address
+from forge_rl.runtime.addresses import own_address
 from forge_rl.runtime.jobs.launched import Notice, launched_hosts, save_at_notice
 from forge_rl.runtime.jobs.protocol import JobListener
 from forge_rl.runtime.jobs.slurm_queue import dead_nodes, node_addresses, node_names

@@ -29,11 +29,11 @@ def build_job(text: str) -> Job | SubmittedJob:
         build_job('process:hosts=4')
 
     Raises:
-        ConfigError: there is no such kind, or an option is unknown or has an invalid value.
+        ConfigError: the kind or an option is unknown, or an option has an invalid value.
     """
     parsed = parse(text, "--job", bundled=JOBS, takes_argument=True, takes_weight=False)
     if parsed.name not in JOBS:
-        raise parsed.wrong(f"there is no kind of job {parsed.name!r}", suggest(parsed.name, JOBS, "kinds"))
+        raise parsed.wrong(f"unknown kind of job {parsed.name!r}", suggest(parsed.name, JOBS, "kinds"))
     module, _, name = JOBS[parsed.name].partition(":")
     kind = getattr(importlib.import_module(module), name)
     if parsed.argument:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge_rl.errors import ConfigError, InfrastructureError, check_flags, check_installed
+from forge_rl.runtime.addresses import own_address, url
 from forge_rl.runtime.cluster import quiet_stderr, set_defaults
-from forge_rl.runtime.jobs.addresses import own_address, url
 from forge_rl.runtime.jobs.launched import listen_on, save_at_notice
 from forge_rl.runtime.jobs.manifests import (
     HOST_LABEL,

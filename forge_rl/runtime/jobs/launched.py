@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import ConfigError, InfrastructureError
+from forge_rl.runtime.addresses import is_trusted, url
 from forge_rl.runtime.cluster import quiet_stderr, set_defaults
-from forge_rl.runtime.jobs.addresses import is_trusted, url
 from forge_rl.runtime.jobs.host import MARK
 from forge_rl.runtime.jobs.protocol import JobListener
 

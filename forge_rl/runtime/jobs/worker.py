@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from forge_rl.runtime.addresses import is_trusted, url
 from forge_rl.runtime.cluster import set_defaults
-from forge_rl.runtime.jobs.addresses import is_trusted, url
 from forge_rl.runtime.monarch_log import secure_monarch_log
 from forge_rl.runtime.signals import outlive_stop_signals
 
