@@ -22,7 +22,7 @@ def test_a_job_is_named_by_its_kind_and_options():
     assert build_job("local") == LocalJob()
     assert build_job("process:4") == build_job("process:hosts=4") == ProcessHosts(hosts=4)
     for text, problem in (
-        ("slurmy", "there is no kind of job 'slurmy'"),
+        ("slurmy", "unknown kind of job 'slurmy'"),
         ("process:0", "--job process:hosts is 0"),
         ("process:four", "hosts is 'four'"),
         ("process:nodes=2", "process has no option 'nodes'"),
