@@ -58,13 +58,13 @@ GPU_EFFICIENCY = Efficiency(
 )
 """Assumptions, not measurements: nothing of this project has run on these GPUs."""
 CPU_EFFICIENCY = Efficiency(
-    training=0.6,
-    decoding=0.8,
+    training=0.83,
+    decoding=1.0,
     memory=1.0,
     links=1.0,
     filled=1.0,
-    step_s=20e-3,
-    sequence_s=2e-3,
+    step_s=10e-3,
+    sequence_s=1.2e-3,
     collective_s=1e-4,
     passes=25.0,
 )
