@@ -167,7 +167,10 @@ def largest(header: dict[str, Any]) -> dict[str, Any]:
         "negative": (spoil_header(lambda h: largest(h).update(offset=-1)), "cannot be used"),
         "twice": (spoil_header(lambda h: h["tensors"].append(h["tensors"][0])), "two tensors of one name"),
         "a circle": (spoil_header(lambda h: h.update(base=1)), "it changes a later version"),
-        "another shape": (spoil_header(lambda h: largest(h).update(shape=[64, 200])), "differ from those in the version"),
+        "another shape": (
+            spoil_header(lambda h: largest(h).update(shape=[64, 200])),
+            "differ from those in the version",
+        ),
         "nothing there": (spoil_header(lambda h: largest(h).update(part=7)), "does not hold 'embed'"),
         "too many": (spoil_header(lambda h: largest(h).update(changes=200 * 64 + 1)), "is torn"),
         "a bomb": (spoil_header(lambda h: largest(h).update(changes=200 * 64)), "is torn"),
