@@ -87,13 +87,12 @@ fast: $(STAMP)
 test: $(STAMP)  ## all tests except the long ones
 	$(PYTEST) $(ARGS)
 
-# Long tests that leave half of the machine idle and are safe to run in parallel.
-SHARED := $(addprefix tests/test_,$(addsuffix .py,families_engine layouts docs openenv envs_verifiers agent_openai own_data \
-  own_world example_run preferences distill_run gateway_app))
+# Long tests that are for a machine of their own: a Slurm of three nodes, faults against the clock, an installation of 9 GB.
+ALONE := $(addprefix tests/test_,$(addsuffix .py,slurm run_faults check_cuda))
 
-test-long: $(STAMP)  ## whole runs under every fault, two hosts, wheels in fresh environments; most one at a time, as each fills the machine
-	$(PYTEST) -m long $(SHARED) $(ARGS)
-	$(BIN)/python -m pytest -m long $(addprefix --ignore=,$(SHARED)) $(ARGS)
+test-long: $(STAMP)  ## whole runs under every fault, two hosts, wheels in fresh environments
+	$(PYTEST) -m long $(addprefix --ignore=,$(ALONE)) $(ARGS)
+	$(BIN)/python -m pytest -m long $(ALONE) $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -43,8 +43,6 @@ class Config(BenchmarkConfig):
     """Live sessions of the profile `strict`."""
     process_sessions: int = 500
     """Live sessions of the profile `process`, whose cells are commands under bubblewrap; 0 leaves it out."""
-    starting: int = 8
-    """Sessions that start at a time in the storm."""
     starts: int = 300
     """Sessions that are started one after another."""
     cells: int = 4000
@@ -127,9 +125,7 @@ async def _profile(config: Config, report: Report, profile: Profile, count: int)
     suffix = "" if profile == "standard" else f"_{profile}"
     kind = _COMMANDS if profile == "process" else _PYTHON
     limits = Limits(memory_bytes=256 << 20, processes=32)
-    async with Pool(
-        profile=profile, limits=limits, warm=0, starting=config.starting, sessions=count + config.forks + 1
-    ) as pool:
+    async with Pool(profile=profile, limits=limits, warm=0, sessions=count + config.forks + 1) as pool:
         starts, forks = [], []
         for _ in range(config.starts):
             began = time.perf_counter()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 import forge_rl.envs.verifiers
 from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.interpreter import interpreter
-from forge_rl.envs.verifiers import PACKAGE, VerifiersEnv
+from forge_rl.envs.verifiers import PACKAGE, VerifiersEnv, VerifiersSettings
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.gateway import GatewayConfig, Session
 from forge_rl.rollout.agents import serving_agents
@@ -97,7 +98,7 @@ def test_its_tasks_are_a_source_and_its_scores_have_parts(peer: str, tmp_path: P
 def test_a_worker_that_dies_or_hangs_is_replaced_and_its_episodes_are_played_again(
     peer: str, tmp_path: Path, nothing_left: None, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    environment = VerifiersEnv("sums", python=peer, hang_s=0.5 if hangs else 300.0)
+    environment = VerifiersEnv("sums", VerifiersSettings(python=peer, hang_s=0.5 if hangs else 300.0))
 
     async def check() -> None:
         async with environment.serving(tmp_path):
@@ -125,10 +126,29 @@ def test_a_worker_that_dies_or_hangs_is_replaced_and_its_episodes_are_played_aga
 
 def test_an_environment_that_cannot_be_loaded_says_why(peer: str):
     with pytest.raises(ConfigError, match=r"cannot load 'lost' under .*\nno module named lost") as caught:
-        VerifiersEnv("lost", python=peer).sources(0)
+        VerifiersEnv("lost", VerifiersSettings(python=peer)).sources(0)
     assert "package=PACKAGE" in caught.value.hint
-    with pytest.raises(ConfigError, match="workers is 0"):
-        VerifiersEnv("sums", python=peer, workers=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("workers=0", r"--env verifiers:workers is 0"),
+        ("workers=two", r"workers is 'two'\n.*\n.*\n.*pass a value of type int"),
+        ("hang_s=0", r"--env verifiers:hang_s is 0\.0"),
+        ("settings=1", r"cannot be made: .*\n?.*name, python, package"),
+    ],
+)
+def test_an_option_of_its_settings_is_checked(peer: str, options: str, message: str):
+    with pytest.raises(ConfigError) as caught:
+        build_environment(f"verifiers:sums,python={peer},{options}")
+    assert re.search(message, f"{caught.value}\n{caught.value.hint}")
+
+
+def test_other_options_are_the_tasksets(peer: str):
+    environment = build_environment(f"verifiers:sums,python={peer},hang_s=5,words=30")
+    assert isinstance(environment, VerifiersEnv)
+    assert (environment.settings.hang_s, environment._config["taskset"]) == (5.0, {"id": "sums", "words": 30})
 
 
 async def episodes(environment: VerifiersEnv, logs: Path, answers: Sequence[str], count: int) -> list[Episode]:
@@ -180,21 +200,22 @@ def verifiers_python() -> str:
 
 @pytest.mark.long
 def test_the_real_package_plays_episodes_at_the_gateway(verifiers_python: str, tmp_path: Path, nothing_left: None):
-    environment = VerifiersEnv("forge_rl_letters", python=verifiers_python, words=30)
+    environment = VerifiersEnv("forge_rl_letters", VerifiersSettings(python=verifiers_python), words=30)
     played = asyncio.run(episodes(environment, tmp_path, ["aaxx"], 12))
     assert [(each.outcome, each.reward, dict(each.score.parts)) for each in played] == [
         (Outcome.COMPLETED, 1.0, {"vowels": 1.0, "letters": 4.0})
     ] * 12
     assert all(each.turns[0].text == "aaxx" for each in played)
     with pytest.raises(ConfigError, match=r"(?s)cannot load 'forge_rl_letters'.*nonsense"):
-        VerifiersEnv("forge_rl_letters", python=verifiers_python, nonsense=1).sources(0)
+        VerifiersEnv("forge_rl_letters", VerifiersSettings(python=verifiers_python), nonsense=1).sources(0)
 
 
 @pytest.mark.long
 def test_programs_of_a_harness_are_confined_and_reach_the_policy(
     verifiers_python: str, tmp_path: Path, nothing_left: None
 ):
-    environment = VerifiersEnv("forge_rl_letters", python=verifiers_python, words=30, harness="null")
+    settings = VerifiersSettings(python=verifiers_python, harness="null")
+    environment = VerifiersEnv("forge_rl_letters", settings, words=30)
     played = asyncio.run(episodes(environment, tmp_path, ["aaxx"], 2))
     assert [(each.outcome, each.reward) for each in played] == [(Outcome.COMPLETED, 1.0)] * 2
     (tmp_path / "secret").write_text("top secret")

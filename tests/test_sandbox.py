@@ -513,7 +513,7 @@ def test_another_user_is_refused_and_told_why():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"starting": 0}, r"Pool\(starting=0\)"),
+        ({"servers": 0}, r"Pool\(servers=0\)"),
         ({"sessions": 0}, "room for 0 sessions"),
         ({"without": ["uid"]}, r"without=\['uid'\]"),
         ({"profile": "loose"}, "profile='loose'"),

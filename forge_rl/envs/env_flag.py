@@ -7,6 +7,7 @@ import importlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 from forge_rl.envs.protocol import EnvFactory
@@ -86,18 +87,31 @@ def _imported(place: str) -> Callable[..., Any]:
 
 
 def _made(flag: str, make: Callable[..., EnvFactory], parsed: FlagText, *arguments: str) -> EnvFactory:
-    """Call `make` with options checked against its parameters and their simple type hints."""
+    """Call `make` with options checked against its parameters and their simple type hints.
+
+    If its parameter `settings` is a dataclass, options named as fields of it become that dataclass.
+    """
+    hints = _hints(make)
+    settings = _settings(hints.get("settings"))
+    fields = _hints(settings) if settings else {}
+    options = {name: value for name, value in parsed.params.items() if name not in fields}
+    if settings:
+        options["settings"] = settings
     try:
-        inspect.signature(make).bind(*arguments, **parsed.params)
+        if settings and "settings" in parsed.params:
+            raise TypeError("settings are options of their own")
+        inspect.signature(make).bind(*arguments, **options)
     except TypeError as error:
         parameters = inspect.signature(make).parameters.values()
         names = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        known = [name for name in names if not settings or name != "settings"] + [*fields]
         raise ConfigError(
-            f"{flag} cannot be made: {error}", hint=f"its options are: {', '.join(names) or 'none'}"
+            f"{flag} cannot be made: {error}", hint=f"its options are: {', '.join(known) or 'none'}"
         ) from None
-    hints = _hints(make)
-    fitting = {name: _fitting(parsed, name, hints.get(name)) for name in parsed.params}
+    fitting = {name: _fitting(parsed, name, hints.get(name, fields.get(name))) for name in parsed.params}
     try:
+        if settings:
+            fitting["settings"] = settings(**{name: fitting.pop(name) for name in [*fitting] if name in fields})
         return make(*arguments, **fitting)
     except ForgeError:
         raise
@@ -105,6 +119,12 @@ def _made(flag: str, make: Callable[..., EnvFactory], parsed: FlagText, *argumen
         raise ConfigError(
             f"{flag} cannot be made: {type(error).__name__}: {error}", hint="fix its options or its code"
         ) from error
+
+
+def _settings(hint: object) -> type | None:
+    """Return the dataclass of a hint such as `Settings | None`."""
+    kinds = [kind for kind in (hint, *typing.get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
+    return kinds[0] if kinds else None
 
 
 def _hints(make: Callable[..., Any]) -> Mapping[str, object]:

@@ -10,6 +10,7 @@ import json
 import platform
 import subprocess
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from forge_rl.envs.interpreter import interpreter
 from forge_rl.envs.protocol import Policy
 from forge_rl.envs.task_list import TaskList, split
 from forge_rl.envs.worker import Worker
-from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.errors import ConfigError, ForgeError, check_flags
 from forge_rl.sandbox.inside.seccomp import ARCHITECTURES, session_filter
 from forge_rl.system.variables import handed_on
 from forge_rl.types import Episode, Message, Score, Task
@@ -32,10 +33,43 @@ _AGAIN_S = 1.0
 """Delay before restarting a worker that failed to start, in seconds."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class VerifiersSettings:
+    """How `VerifiersEnv` runs an environment, whatever its taskset; options of `--env verifiers:NAME`."""
+
+    python: str = ""
+    """An interpreter with verifiers and the environment; by default one is made with uv and kept."""
+    package: str = ""
+    """Packages to install there in addition to verifiers: names or folders, separated by spaces."""
+    workers: int = 1
+    """Number of processes that share the episodes."""
+    harness: str = ""
+    """The verifiers harness; by default the environment's own, or else a plain chat loop with its tools."""
+    confine: bool = True
+    """Run the programs of a harness, and of scoring, under bubblewrap: as a user of their own (if this is root), with
+    their own folder, and without a network but the policy and the environment's tools."""
+    max_turns: int = 32
+    """Maximum completions of an agent per episode."""
+    env: Mapping[str, Any] = field(default_factory=dict)
+    """Additional verifiers configuration, such as {"max_concurrent_agents": 2}."""
+    eval: Mapping[str, Any] = field(default_factory=dict)
+    """Taskset options that select the held-out tasks, such as {"split": "test"}."""
+    held_out_share: float = 0.1
+    """Share of tasks to hold out if `eval` is not set."""
+    most_tasks: int = 10_000
+    """Maximum number of tasks to read from the taskset, which may be endless."""
+    hang_s: float = 300.0
+    """Seconds without any answer after which a worker is replaced."""
+
+    def __post_init__(self) -> None:
+        least = {"workers": 1, "max_turns": 1, "held_out_share": 0, "most_tasks": 1}
+        check_flags(self, "--env verifiers:", least=least, above={"hang_s": 0}, below={"held_out_share": 1})
+
+
 class VerifiersEnv:
     """A verifiers 0.4 environment: provides tasks, runs their episodes as an agent, and scores them.
 
-        environment = VerifiersEnv("reverse_text", package="./environments/reverse_text")
+        environment = VerifiersEnv("reverse_text", VerifiersSettings(package="./environments/reverse_text"))
         async with start(config, sources=Mixture(environment.sources(0)), environment=environment, ...) as run:
 
     Its workers call the policy at the gateway with each episode's key. If several agents play the policy, the reward is
@@ -43,63 +77,24 @@ class VerifiersEnv:
 
     Args:
         name: the taskset, a module that the interpreter can import, such as `reverse_text` or `textarena`.
-        python: an interpreter with verifiers and the environment; by default one is made with uv and kept.
-        package: packages to install there in addition to verifiers: names or folders, separated by spaces.
-        workers: number of processes that share the episodes.
-        harness: the verifiers harness; by default the environment's own, or else a plain chat loop with the
-            environment's tools.
-        confine: run the programs of a harness, and of scoring, under bubblewrap: as a user of their own (if this is
-            root), with their own folder, and without a network but the policy and the environment's tools.
-        max_turns: maximum completions of an agent per episode.
-        env: additional verifiers configuration, such as {"max_concurrent_agents": 2}.
-        eval: taskset options that select the held-out tasks, such as {"split": "test"}.
-        held_out_share: share of tasks to hold out if `eval` is not set.
-        most_tasks: maximum number of tasks to read from the taskset, which may be endless.
-        hang_s: seconds without any answer after which a worker is replaced.
+        settings: how it is run.
         options: options of the taskset.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        python: str = "",
-        package: str = "",
-        workers: int = 1,
-        harness: str = "",
-        confine: bool = True,
-        max_turns: int = 32,
-        env: Mapping[str, Any] | None = None,
-        eval: Mapping[str, Any] | None = None,
-        held_out_share: float = 0.1,
-        most_tasks: int = 10_000,
-        hang_s: float = 300.0,
-        **options: Any,
-    ) -> None:
-        for option, value, good in (
-            ("workers", workers, workers >= 1),
-            ("max_turns", max_turns, max_turns >= 1),
-            ("held_out_share", held_out_share, 0 <= held_out_share < 1),
-            ("most_tasks", most_tasks, most_tasks >= 1),
-            ("hang_s", hang_s, hang_s > 0),
-        ):
-            if not good:
-                raise ConfigError(f"{option} is {value} in --env verifiers:{name}", hint=f"choose another {option}")
+    def __init__(self, name: str, settings: VerifiersSettings | None = None, **options: Any) -> None:
+        settings = settings or VerifiersSettings()
         self.name = name
-        self._python = interpreter([PACKAGE, "uv", *package.split()], python=python)
+        self.settings = settings
+        self._python = interpreter([PACKAGE, "uv", *settings.package.split()], python=settings.python)
         self._workers: list[asyncio.Task[Worker]] = []
-        self._count = workers
         self._turns = itertools.count()
-        self._hang_s = hang_s
-        self._eval = dict(eval or {})
-        self._share = held_out_share
         self._config: dict[str, Any] = {
             "taskset": {"id": name, **options},
-            "env": dict(env or {}),
-            "harness": harness,
-            "max_turns": max_turns,
-            "most_tasks": most_tasks,
-            "confine": confine,
+            "env": dict(settings.env),
+            "harness": settings.harness,
+            "max_turns": settings.max_turns,
+            "most_tasks": settings.most_tasks,
+            "confine": settings.confine,
             "filter": session_filter(has_network=True).hex() if platform.machine() in ARCHITECTURES else "",
         }
 
@@ -111,10 +106,10 @@ class VerifiersEnv:
         """
         name = f"verifiers:{self.name}"
         tasks = self._list({}, "")
-        if self._eval:
-            train, held_out = tasks, self._list(self._eval, "eval/")
+        if self.settings.eval:
+            train, held_out = tasks, self._list(self.settings.eval, "eval/")
         else:
-            train, held_out = split(tasks, self._share, key=lambda task: str(task.truth["key"]))
+            train, held_out = split(tasks, self.settings.held_out_share, key=lambda task: str(task.truth["key"]))
         return {name: TaskList(name, train, held_out, seed=seed)}
 
     @staticmethod
@@ -142,8 +137,8 @@ class VerifiersEnv:
         Raises:
             ForgeError: a worker does not start; gives the cause.
         """
-        self._workers = [self._start(place, logs) for place in range(self._count)]
-        watching = [asyncio.ensure_future(self._watch(place, logs)) for place in range(self._count)]
+        self._workers = [self._start(place, logs) for place in range(self.settings.workers)]
+        watching = [asyncio.ensure_future(self._watch(place, logs)) for place in range(self.settings.workers)]
         try:
             await asyncio.gather(*self._workers)
             yield
@@ -166,7 +161,7 @@ class VerifiersEnv:
         while True:
             try:
                 worker = await asyncio.shield(self._workers[place])
-                async with asyncio.timeout(self._hang_s):
+                async with asyncio.timeout(self.settings.hang_s):
                     await worker.call({"ping": True})
             except TimeoutError:
                 await worker.close()

@@ -34,6 +34,8 @@ Profile: TypeAlias = Literal["standard", "strict", "process"]
 _OPTIONAL = ("cgroup", "landlock", "seccomp")
 _BYTES_PER_SESSION = 4 << 20
 _SPARE_FILES = 128
+_STARTING = 8
+"""Sessions that start at a time."""
 
 
 class Pool:
@@ -47,7 +49,6 @@ class Pool:
             "process" runs command lines, in any language, with bubblewrap. Without root, only these two work.
         limits: of sessions that are opened without limits of their own.
         warm: sessions kept started for the next that are opened.
-        starting: how many start at a time.
         sessions: how many may be open, forks included; None for as many as memory and open files allow.
         memory_bytes: of all sessions together; None for three quarters of what the machine has available now.
         servers: fork servers that share the work; None for one per CPU, at most 8.
@@ -62,7 +63,6 @@ class Pool:
         profile: Profile = "standard",
         limits: Limits | None = None,
         warm: int = 4,
-        starting: int = 8,
         sessions: int | None = None,
         memory_bytes: int | None = None,
         servers: int | None = None,
@@ -73,7 +73,7 @@ class Pool:
         self.limits = limits or Limits()
         self.most = _most_sessions() if sessions is None else sessions
         self.servers = min(8, os.cpu_count() or 1) if servers is None else servers
-        for name, value, least in (("warm", warm, 0), ("starting", starting, 1), ("servers", self.servers, 1)):
+        for name, value, least in (("warm", warm, 0), ("servers", self.servers, 1)):
             if value < least:
                 raise ConfigError(f"Pool({name}={value})", hint=f"{name} must be {least} or more")
         if self.most < 1:
@@ -95,7 +95,7 @@ class Pool:
         self._starting_servers = asyncio.Lock()
         self._names = itertools.count(1)
         self._places = asyncio.Semaphore(self.most)
-        self._starting = asyncio.Semaphore(starting)
+        self._starting = asyncio.Semaphore(_STARTING)
         self._warm: deque[Body] = deque()
         self._warming = 0
         self._most_warm = warm
