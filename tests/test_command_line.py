@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -193,3 +194,32 @@ def test_positional_arguments_can_be_in_the_file(file: Path) -> None:
 def test_a_file_is_not_a_config_until_flags_are_joined(file: Path) -> None:
     file.write_text("steps = 2\n")
     assert read(file, Config).engine == Engine(length=9)
+
+
+FOREIGN = {"--force", "--me", "--quiet", "--shm-size"}
+"""Flags of `forge-rl new`, squeue, a user's alert command and docker, which hints name too."""
+
+
+def named_flags(path: Path) -> set[str]:
+    """Flags that the hints, errors and advisories of a file name."""
+    texts: list[ast.AST] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.keyword) and node.arg == "hint":
+            texts.append(node.value)
+        elif (isinstance(node, ast.Raise) and node.exc) or path.name == "advisories.py":
+            texts.append(node)
+    constants = [each for text in texts for each in ast.walk(text) if isinstance(each, ast.Constant)]
+    found = (name for each in constants for name in re.findall(r"(?<![\w-])--[a-z][\w.-]*", str(each.value)))
+    return {name.rstrip(".,") for name in found}
+
+
+def test_every_flag_that_a_hint_or_an_advisory_names_exists() -> None:
+    known = {"--config", "--dump-config", "--help", "--help-all", *FOREIGN}
+    known |= {flag.name for name in PROGRAMS for flag in flags_of(importlib.import_module(name).Config)}
+    paths = [*(ROOT / "forge_rl").rglob("*.py"), *FILES]
+    named = {name: path.name for path in paths for name in named_flags(path)}
+    assert len(named) > 100, "the texts are found"
+    begun = [name for name in named if name.endswith("-")]  # a text that continues, "--gateway.session-{...}"
+    assert all(any(flag.startswith(name) for flag in known) for name in begun), begun
+    wrong = {name: path for name, path in named.items() if name not in known and name not in begun}
+    assert wrong == {}

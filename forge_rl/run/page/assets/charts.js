@@ -124,7 +124,7 @@ function draw(host, series, legend) {
  */
 function bars(steps, parts, choose, format) {
   const canvas = el("canvas", { class: "bars", role: "img", "aria-label": "bars by step" });
-  const said = el("div", { class: "said" });
+  const said = el("div", { class: "said" }, "point at a step; choose it to list its episodes");
   const totals = steps.map((_, at) => parts.reduce((sum, [, values]) => sum + (values[at] ?? 0), 0));
   const most = Math.max(...totals, 1e-9);
   const paint = () => {
