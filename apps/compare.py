@@ -23,7 +23,7 @@ from forge_rl.metrics.display.format import number, sparkline
 from forge_rl.metrics.episode_files import EpisodeFile
 from forge_rl.metrics.recorder import recorded_files
 from forge_rl.run.launch import launch
-from forge_rl.run.past_runs import as_float, metrics_of, read_bounded, settings_of
+from forge_rl.run.past_runs import as_float, flag_of, metrics_of, read_bounded, setting_text, settings_of
 from forge_rl.run.run_dir import defines_run
 from forge_rl.system.terminal import clipped
 
@@ -78,9 +78,11 @@ def compared(first: Path, second: Path) -> dict[str, Any]:
     """Compare two runs: `lines` of text, of which the first names the cause; `differences`, rows of a name and two
     values; and `scores` of an evaluation `step`, rows of a set, two scores and their difference."""
     differ = differences(first, second)
-    lines, prompts = [_first_line(differ)], _other_prompts(first, second)
-    if prompts:
-        lines.insert(int(any(each.defines for each in differ)), prompts)
+    lines = [_first_line(differ)]
+    if prompts := _other_prompts(first, second):
+        lines = (
+            [f"{lines[0]}; {prompts}"] if any(each.defines for each in differ) else [f"A and B have {prompts}", *lines]
+        )
     parting = _parting(_by_step(first), _by_step(second), _rewards(first), _rewards(second))
     step, scores = _scores(first, second)
     return {
@@ -107,13 +109,13 @@ class Difference:
 def differences(first: Path, second: Path) -> list[Difference]:
     """List what differs between two runs: settings that define them, code, packages, and other settings."""
     found = []
-    for file, prefix in (("config.json", "--"), ("versions.json", "")):
+    for file, is_setting in (("config.json", True), ("versions.json", False)):
         before, after = (settings_of(read_bounded(folder / file)) for folder in (first, second))
         for name in sorted(before.keys() | after.keys()):
-            values = [str(side.get(name, "none")) for side in (before, after)]
+            values = [setting_text(side.get(name, "none")) for side in (before, after)]
             if values[0] != values[1]:
-                flag = f"--{name.replace('_', '-')}" if prefix else name.replace("code.", "code of ", 1)
-                defines = defines_run(name) if prefix else name.startswith("code.")
+                flag = flag_of(name) if is_setting else name.replace("code.", "code of ", 1)
+                defines = defines_run(name) if is_setting else name.startswith("code.")
                 found.append(Difference(flag, values[0], values[1], defines))
     return sorted(found, key=lambda each: not each.defines)
 
@@ -133,7 +135,7 @@ def _first_line(differ: Sequence[Difference]) -> str:
 
 
 def _other_prompts(first: Path, second: Path) -> str:
-    """Describe a task that both runs have, whose messages are equal but not the tokens of its prompt; "" for none."""
+    """Describe the prompts of a task that both runs have, if its messages are equal but not its tokens; "" for none."""
     for kind in ("evaluated", "trained"):
         files = [{step: path for step, of, path in recorded_files(folder) if of == kind} for folder in (first, second)]
         for step in sorted(files[0].keys() & files[1].keys())[:1]:
@@ -148,10 +150,8 @@ def _other_prompts(first: Path, second: Path) -> str:
                 if is_same and shown[0].prompt_ids.tolist() != shown[1].prompt_ids.tolist():
                     counts = " and ".join(str(len(turn.prompt_ids)) for turn in shown)
                     task = clipped(" ".join(key), lines=1, width=60)
-                    return (
-                        f"A and B have different prompts for the same messages ({task}: {counts} tokens): another chat "
-                        "template or tokenizer"
-                    )
+                    where = f"({task}: {counts} tokens)"
+                    return f"different prompts for the same messages {where}: another chat template or tokenizer"
     return ""
 
 

@@ -28,6 +28,10 @@ from forge_rl.run.launch import launch
 from forge_rl.system.terminal import clipped, visible
 from forge_rl.types import Message, Outcome, Turn
 
+_NUMBERS = ("reward", "advantage", "turns", "tokens", "time")
+"""Columns of the list that are aligned to the right."""
+_SPARED, _WIDE = ("source", "turns", "tokens", "time"), 110
+"""Columns that a screen narrower than this has no room for."""
 _STYLES = {"system": "dim", "user": "cyan", "tool": "yellow", "assistant": "green", "prompt": "cyan"}
 
 
@@ -46,7 +50,7 @@ class Config:
     source: str = ""
     """Only episodes of this source."""
     task: str = ""
-    """Only episodes of this task, by a part of its id."""
+    """Only episodes of this task, by a part of its id or question."""
     outcome: str = ""
     """Only episodes that ended like this, such as truncated or judge_error."""
     worst: int = 0
@@ -98,7 +102,7 @@ def show(config: Config, console: Console) -> None:
         for of, listed in found:
             print_episode(console, f"{of}-{listed['row']}", EpisodeFile(by_name[of])[listed["row"]])
         return
-    console.print(_table(found))
+    console.print(_table(found, console.width))
     console.print(f"forge-rl show RUN {found[0][0]}-{found[0][1]['row']} prints the first of them whole", style="dim")
 
 
@@ -110,7 +114,8 @@ def _matching(config: Config, files: list[tuple[int, str, Path]]) -> list[tuple[
             continue
         for row in EpisodeFile(path).listing():
             is_wanted = config.source in ("", row["source"]) and config.outcome in ("", row["outcome"])
-            if is_wanted and config.task in row["task"] and (not config.worst or row["reward"] is not None):
+            is_wanted &= config.task in row["task"] or config.task in row["asked"]
+            if is_wanted and (not config.worst or row["reward"] is not None):
                 found.append((f"{step}-{kind}", row))
         if config.worst:
             found = sorted(found, key=lambda each: each[1]["reward"])[: config.worst]
@@ -119,25 +124,30 @@ def _matching(config: Config, files: list[tuple[int, str, Path]]) -> list[tuple[
     return found[: config.worst or config.most]
 
 
-def _table(found: list[tuple[str, dict[str, Any]]]) -> Table:
+def _table(found: list[tuple[str, dict[str, Any]]], width: int) -> Table:
+    """List episodes; on a narrow screen, without the columns that matter least."""
+    columns = ("episode", "source", "task", "outcome", "reward", "advantage", "turns", "tokens", "time", "answer")
+    shown = [name for name in columns if width >= _WIDE or name not in _SPARED]
     table = Table(box=None, header_style="bold")
-    for column in ("episode", "source", "task", "outcome", "reward", "advantage", "turns", "tokens", "time", "answer"):
-        table.add_column(
-            column, justify="right" if column in ("reward", "advantage", "turns", "tokens", "time") else "left"
-        )
+    for column in shown:
+        justify: Literal["left", "right"] = "right" if column in _NUMBERS else "left"
+        # names, which open an episode, and numbers stay whole
+        table.add_column(column, justify=justify, no_wrap=column not in ("task", "answer"), overflow="ellipsis")
     for name, row in found:
         is_failed = row["outcome"] not in ("completed", "truncated")
-        table.add_row(
-            f"{name}-{row['row']}",
-            _cell(row["source"], 20),
-            _cell(row["task"], 28),
-            Text(row["outcome"], style="red" if is_failed else ""),
-            *(Text("" if row[key] is None else number(row[key]), _signed(row[key])) for key in ("reward", "advantage")),
-            str(row["turn_count"]),
-            str(row["tokens"]),
-            duration(row["seconds"] or 0.0),
-            _cell(row["problem"] or row["answer"], 40),
-        )
+        cells: dict[str, str | Text] = {
+            "episode": f"{name}-{row['row']}",
+            "source": _cell(row["source"], 20),
+            "task": _cell(row["asked"] or row["task"], 28),
+            "outcome": Text(row["outcome"], style="red" if is_failed else ""),
+            "turns": str(row["turn_count"]),
+            "tokens": str(row["tokens"]),
+            "time": duration(row["seconds"] or 0.0),
+            "answer": _cell(row["problem"] or row["answer"] or row["said"], 40),
+        }
+        for key in ("reward", "advantage"):
+            cells[key] = Text("" if row[key] is None else number(row[key]), _signed(row[key]))
+        table.add_row(*(cells[column] for column in shown))
     return table
 
 

@@ -329,7 +329,7 @@ def test_the_page_is_used_by_keys_and_fits_a_phone(browser: Browser, tmp_path: P
     tab.press("/")
     assert tab.value("document.activeElement.className") == "find"
     tab.value("(document.activeElement.value = 'maze/', document.activeElement.dispatchEvent(new Event('input')))")
-    tasks = "[...document.querySelectorAll('.inner .c2')].map((each) => each.innerText.split('/')[0])"
+    tasks = "[...document.querySelectorAll('.inner .c2 span')].map((each) => each.title.split('/')[0])"
     tab.wait_for(f"(found => found.length && found.every((task) => task === 'maze'))({tasks})")
     tab.value("location.hash = 'compare/0/'")
     tab.wait_for("document.querySelectorAll('.side .message').length > 1")

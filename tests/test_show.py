@@ -76,6 +76,22 @@ def test_episodes_are_listed_and_filtered(tmp_path: Path) -> None:
         shown(show.Config(run=tmp_path))
 
 
+def test_a_list_has_questions_and_answers_and_whole_names_on_a_narrow_screen(tmp_path: Path) -> None:
+    task = Task(id="5a65160880e5b98e", source="train", messages=({"role": "user", "content": "What is 6 +\n3?"},))
+    turns = (turn([1], [2, 3], messages=task.messages, text="Ada's formula. " * 20 + "It is 9."),)
+    episode = Episode(task=task, turns=turns, score=Score(total=0.009091))  # a reward that extracts no answer
+    (tmp_path / "run" / "episodes").mkdir(parents=True)
+    records = [RecordedEpisode(step=1000, kind="trained", group=0, index=at, episode=episode) for at in range(2)]
+    write_episodes(tmp_path / "run" / "episodes" / "001000-trained.parquet", records)
+    assert listed(tmp_path / "run", task="6 + 3?") == ["1000-trained-0", "1000-trained-1"]
+    wide = " ".join(shown(show.Config(run=tmp_path / "run"), width=200).split())
+    assert "1000-trained-1 train What is 6 + 3? completed 0.00909" in wide
+    assert "Ada's formula. It is 9. forge-rl show RUN 1000-trained-0" in wide
+    narrow = shown(show.Config(run=tmp_path / "run"), width=80)
+    assert "1000-trained-1  What is 6 + 3?  completed" in narrow
+    assert max(map(len, narrow.splitlines())) <= 80
+
+
 def test_an_episode_is_printed_whole(tmp_path: Path) -> None:
     text = " ".join(shown(show.Config(run=run_folder(tmp_path / "run"), episode="2-trained-1"), width=1000).split())
     for part in (
@@ -170,7 +186,7 @@ def compared_run(place: Path, rewards: list[float], settings: dict[str, object],
 @pytest.mark.parametrize(
     ("settings", "code", "first_line"),
     [
-        ({"rewards": ["bad.py:score"]}, {}, "A and B differ in --rewards ['ok.py:score'] -> ['bad.py:score']"),
+        ({"rewards": ["bad.py:score"]}, {}, "A and B differ in --reward ok.py:score -> bad.py:score"),
         ({"trainer": {"optimizer": {"lr": 0.1}}}, {}, "A and B differ in --trainer.optimizer.lr 1e-05 -> 0.1"),
         ({}, {"ok.py": "1234"}, "A and B differ in code of ok.py none -> 1234"),
         ({"display": "live"}, {}, "settings and code that define a run are the same; 1 other difference"),
@@ -225,5 +241,4 @@ def test_another_chat_template_is_named_first(tmp_path: Path) -> None:
     assert lines[1] == "settings, code and versions are the same"
     (second / "config.json").write_text(json.dumps({"model": "other"}))
     lines = shown(compare.Config(first=first, second=second), width=200).splitlines()
-    assert lines[0] == "A and B differ in --model tiny -> other"
-    assert lines[1].startswith(prompts)
+    assert lines[0].startswith(prompts.replace("have", "differ in --model tiny -> other;"))

@@ -25,9 +25,11 @@ Kind = Literal["trained", "evaluated", "failed"]
 KINDS: tuple[Kind, ...] = ("trained", "evaluated", "failed")
 SCALARS = (
     *("step", "kind", "set", "group", "index", "version", "source", "task", "outcome", "problem", "seconds"),
-    *("began", "reward", "advantage", "tokens", "turn_count", "answer"),
+    *("began", "reward", "advantage", "tokens", "turn_count", "answer", "asked", "said"),
 )
 """Columns with one value for each episode, which list episodes without reading their tokens."""
+_ASKED, _SAID = 80, 40
+"""Characters of a question and of a result that lists show."""
 _GROUP_TOKENS = 1 << 18
 """Tokens of a row group, which is read as a whole."""
 _MOST_ROWS = 1 << 20
@@ -146,6 +148,8 @@ def _schema() -> pa.Schema:
         "reward": real,
         "parts": pa.map_(text, real),
         "answer": text,
+        "asked": text,
+        "said": text,
         "turns_in_total": pa.bool_(),
         "advantage": real,
         "tokens": count,
@@ -208,6 +212,8 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
             for episode in episodes
         ],
         "answer": [episode.score.answer if episode.score else "" for episode in episodes],
+        "asked": [_asked(episode.task) for episode in episodes],
+        "said": [_last_words(episode.text) for episode in episodes],
         "turns_in_total": [episode.score is not None and episode.score.turns_in_total for episode in episodes],
         "advantage": [_mean(each.advantages, each.trained) for each in records],
         "tokens": [len(each) for each in generated],
@@ -310,6 +316,19 @@ def _mean(values: npt.NDArray[np.float32] | None, trained: npt.NDArray[np.bool_]
         return None
     seen = values[trained] if trained is not None and trained.any() else values
     return float(seen.mean(dtype=np.float64))
+
+
+def _asked(task: Task) -> str:
+    """Return the first words of a task's last message, on one line."""
+    content = task.messages[-1].get("content") if task.messages else ""
+    words = " ".join(content[: 4 * _ASKED].split()) if isinstance(content, str) else ""
+    return words if len(words) <= _ASKED else f"{words[: _ASKED - 1]}…"
+
+
+def _last_words(text: str) -> str:
+    """Return the last words of a text, on one line."""
+    words = " ".join(text[-4 * _SAID :].split())
+    return words if len(words) <= _SAID else f"…{words[1 - _SAID :]}"
 
 
 def _json(value: object) -> str:

@@ -144,6 +144,16 @@ def settings_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, object
     return found
 
 
+def flag_of(setting: str) -> str:
+    """Return the flag that sets a setting: trainer.seq_len is --trainer.seq-len."""
+    return "--reward" if setting == "rewards" else f"--{setting.replace('_', '-')}"
+
+
+def setting_text(value: object) -> str:
+    """Write a setting's value as on the command line, as far as that is short: a list is its items."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def _locked() -> set[int]:
     """Return the inodes of files that processes of this machine have locked, as a live run locks its folder's."""
     found = set[int]()

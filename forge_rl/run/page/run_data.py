@@ -17,7 +17,7 @@ from forge_rl.metrics.recorder import FOLDER, recorded_files
 from forge_rl.metrics.vocabulary import read_vocabulary
 from forge_rl.run.page.episode_json import clip, coded, episode_json, rounded
 from forge_rl.run.page.trace_reader import read_trace
-from forge_rl.run.past_runs import as_float, metrics_of, read_bounded, read_run, settings_of
+from forge_rl.run.past_runs import as_float, flag_of, metrics_of, read_bounded, read_run, settings_of
 
 MOST_EPISODES = 200_000
 """Episodes in the page's list, the latest ones."""
@@ -26,7 +26,7 @@ _MOST_SETTINGS = 2_000
 _MOST_EVENTS = 2_000
 _EVENTS_BYTES = 1 << 22
 _MOST_FAULTS = 1_000
-_TEXTS = {"set": 80, "source": 80, "task": 120, "outcome": 40, "problem": 200, "answer": 80}
+_TEXTS = {"set": 80, "source": 80, "task": 120, "outcome": 40, "problem": 200, "answer": 80, "asked": 80, "said": 80}
 """Columns of text in the list, and their maximum lengths."""
 _NUMBERS = ("group", "index", "version", "seconds", "reward", "advantage", "tokens", "turn_count")
 
@@ -59,6 +59,7 @@ class RunData:
         """Return everything but whole episodes."""
         about, versions = read_run(self.folder), read_bounded(self.folder / "versions.json")
         summary = read_bounded(self.folder / "summary.json")
+        settings = settings_of(read_bounded(self.folder / "config.json"))
         metrics, left_out = self._metrics()
         episodes, problems = self._episodes()
         if left_out:
@@ -75,7 +76,7 @@ class RunData:
             "score_before": about.score_before,
             "score_after": about.score_after,
             "best_step": about.best_step,
-            "settings": _texts_of(settings_of(read_bounded(self.folder / "config.json"))),
+            "settings": _texts_of({flag_of(name): value for name, value in settings.items()}),
             "versions": _texts_of(settings_of(versions)),
             "metrics": metrics,
             "events": _events(self.folder),

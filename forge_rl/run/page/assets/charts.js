@@ -48,6 +48,12 @@ function chart(title, series, note = "") {
   return el("figure", { class: "chart" }, el("figcaption", null, title, note && el("small", null, note)), host, legend);
 }
 
+/** Limits of the y axis; around a constant, such as 0, they are close. @param {any} _ @param {number | null} low @param {number | null} high */
+function rangeOfValues(_, low, high) {
+  if (low === null || high === null) return [0, 1];
+  return low === high ? [Math.min(0, 2 * low), Math.max(2 * high, low ? 0 : 1)] : uPlot.rangeNum(low, high, 0.1, true);
+}
+
 /** @param {HTMLElement} host @param {Series[]} series @param {HTMLElement} legend */
 function draw(host, series, legend) {
   const steps = [...new Set(series.flatMap((each) => each.steps))].sort((a, b) => a - b);
@@ -92,7 +98,7 @@ function draw(host, series, legend) {
     height: 190,
     legend: { show: false },
     cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
-    scales: { x: { time: false } },
+    scales: { x: { time: false }, y: { range: rangeOfValues } },
     axes: [{ ...axis, size: 30 }, { ...axis, size: 58, values: (/** @type {any} */ _, /** @type {number[]} */ marks) => marks.map(num) }],
     series: shown,
     bands,

@@ -35,7 +35,7 @@ async function compareView(main, place, store) {
   }
   const wanted = differ.find((each) => each.task === place.args.get("task")) ?? differ[0];
   const rows = differ.slice(0, 50).map((each) => [
-    el("a", { class: each === wanted ? "chosen" : "", href: link("compare", 0, "", { task: each.task }) }, each.task),
+    el("a", { class: each === wanted ? "chosen" : "", href: link("compare", 0, "", { task: each.task }) }, store.runs[0].question(each.a[0])),
     num(each.of),
     num(each.other),
     el("span", { class: signOf(each.other - each.of) }, num(each.other - each.of)),

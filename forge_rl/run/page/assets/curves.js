@@ -25,6 +25,7 @@ function chartOf(name) {
   if (/^loss\/(clipped|dual_clipped)/.test(name)) return "share of clipped tokens";
   if (/^(loss|logprob_gap|logprob_drift|entropy|grad_norm|kl)/.test(name)) return rest.length > 1 ? `${first}/${rest[0]}` : name;
   if (first === "reward" && /^(mean|min|max)$/.test(rest[0])) return "reward";
+  if (name === "reward/std") return name;
   if (first === "reward" || first === "tokens_per_s" || first === "mixture") return `${first} by ${first === "tokens_per_s" ? "phase" : "source"}`;
   if (/^(eval|ratio|kl_behaviour|data|groups)$/.test(first)) return name;
   if (first === "tokens") return rest[0].startsWith("completion") ? "tokens of an episode" : name;

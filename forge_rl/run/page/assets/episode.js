@@ -114,7 +114,7 @@ function headOf(place, run, name) {
   if (at < 0) return el("h2", { class: "inline" }, name);
   const group = run.number("group", at) === -1 ? [] : run.groupsOf(run.steps[at], run.kinds[at]).find((places) => places.includes(at)) ?? [];
   const chips = group.slice(0, 64).map((each) => rewardChip(run, place.run, each, each === at, Object.fromEntries(place.args)));
-  return el("div", { class: "grouped" }, el("h2", { class: "inline" }, name), chips.length > 1 && el("span", { class: "chips" }, "its group", ...chips));
+  return el("div", { class: "grouped" }, el("h2", { class: "inline" }, name), chips.length > 1 && el("span", { class: "chips" }, el("span", { class: "label" }, "its group"), ...chips));
 }
 
 /** @param {Run} run @param {number} which @param {number} at @param {boolean} chosen @param {Record<string, string>} [args] */

@@ -23,8 +23,7 @@ function matching(run, place) {
   /** Codes of texts that hold the words. */
   const holds = (/** @type {string} */ column) =>
     new Set(words ? run.texts[column].flatMap((/** @type {string} */ text, /** @type {number} */ at) => (text.toLowerCase().includes(words) ? [at] : [])) : []);
-  const [tasks, answers, problems] = [holds("task"), holds("answer"), holds("problem")];
-  const { task, answer, problem } = run.columns;
+  const searched = ["task", "asked", "answer", "said", "problem"].map((column) => /** @type {const} */ ([run.columns[column], holds(column)]));
   /** @type {number[]} */
   const found = [];
   for (let at = run.size - 1; at >= 0; at--) {
@@ -32,7 +31,7 @@ function matching(run, place) {
     if (kind && run.kinds[at] !== kind) continue;
     if (source && run.text("source", at) !== source) continue;
     if (outcome && run.text("outcome", at) !== outcome) continue;
-    if (words && !(tasks.has(task[at]) || answers.has(answer[at]) || problems.has(problem[at]))) continue;
+    if (words && !searched.some(([codes, those]) => those.has(codes[at]))) continue;
     found.push(at);
   }
   const by = (/** @type {string} */ column, /** @type {number} */ sign, /** @type {(value: number) => number} */ of = (value) => value) => {
@@ -104,14 +103,14 @@ function episodesView(main, place, store) {
       ...cellsOf([
         run.name(of),
         run.text("source", of),
-        run.text("task", of),
+        run.question(of),
         el("span", { class: failed ? "bad" : "" }, run.text("outcome", of)),
         el("span", { class: signOf(reward) }, num(reward)),
         el("span", { class: signOf(advantage) }, num(advantage)),
         num(run.number("turn_count", of)),
         num(run.number("tokens", of)),
         duration(run.number("seconds", of)),
-        run.text("problem", of) || run.text("answer", of),
+        run.text("problem", of) || run.text("answer", of) || run.text("said", of),
       ]),
     );
     return row;

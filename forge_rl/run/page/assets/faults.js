@@ -36,9 +36,9 @@ function settingsView(main, place, store) {
   const words = (place.args.get("find") ?? "").toLowerCase();
   main.append(finder("settings", place, "find a setting"));
   const [first, second] = store.runs;
-  for (const [title, key, prefix] of [["Settings", "settings", "--"], ["Code and packages", "versions", ""]]) {
+  for (const [title, key] of [["Settings", "settings"], ["Code and packages", "versions"]]) {
     const names = [...new Set([...Object.keys(first.raw[key]), ...Object.keys(second?.raw[key] ?? {})])].filter((name) => name.toLowerCase().includes(words));
-    const rows = names.map((name) => [`${prefix}${prefix ? name.replaceAll("_", "-") : name}`, first.raw[key][name] ?? "", ...(second ? [second.raw[key][name] ?? ""] : [])]);
+    const rows = names.map((name) => [name, first.raw[key][name] ?? "", ...(second ? [second.raw[key][name] ?? ""] : [])]);
     main.append(el("h2", null, title), rows.length ? table([["name"], [second ? "A" : "value", "long"], ...(second ? [/** @type {[string, string]} */ (["B", "long"])] : [])], rows) : nothing("None."));
   }
 }

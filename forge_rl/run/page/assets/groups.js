@@ -34,7 +34,7 @@ function groupsView(main, place, store) {
     const rewards = group.flatMap((at) => run.number("reward", at) ?? []);
     return [
       run.text("source", group[0]),
-      el("a", { href: link("episodes", place.run, "", { find: run.text("task", group[0]) }) }, run.text("task", group[0])),
+      el("a", { href: link("episodes", place.run, "", { find: run.text("task", group[0]) }) }, run.question(group[0])),
       rewards.length ? num(mean(rewards)) : "",
       uniform(group) && group.length > 1 ? "uniform" : "",
       el("span", { class: "chips" }, ...group.slice(0, 128).map((at) => rewardChip(run, place.run, at, false))),

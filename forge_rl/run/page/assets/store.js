@@ -36,7 +36,13 @@ class Run {
     const place = start === undefined ? -1 : start + Number(name.slice(cut + 1));
     return place >= 0 && place < this.size && this.name(place) === name ? place : -1;
   }
-  /** @param {"set" | "source" | "task" | "outcome" | "problem" | "answer"} column @param {number} at @returns {string} */
+  /** The task by its question, or else its id. @param {number} at @returns {any} */
+  question(at) {
+    const asked = this.text("asked", at);
+    return asked ? el("span", { title: this.text("task", at) }, asked) : this.text("task", at);
+  }
+
+  /** @param {"set" | "source" | "task" | "outcome" | "problem" | "answer" | "asked" | "said"} column @param {number} at @returns {string} */
   text(column, at) {
     return this.texts[column][this.columns[column][at]];
   }

@@ -59,7 +59,7 @@ function tasksView(main, place, store) {
   main.append(el("h2", null, "Hardest tasks"), el("p", { class: "dim" }, `${never} of ${hardest.length} tasks never got the run's highest reward, ${num(best)}`));
   const shown = hardest.slice(0, 200).map((task) => [
     run.text("source", task.at),
-    el("a", { href: link("episodes", place.run, "", { find: run.text("task", task.at), kind }) }, run.text("task", task.at)),
+    el("a", { href: link("episodes", place.run, "", { find: run.text("task", task.at), kind }) }, run.question(task.at)),
     task.tries,
     num(task.sum / task.tries),
     task.solved,
