@@ -24,6 +24,7 @@ from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.examples import ExampleFn, ExampleMaker, Examples
 from forge_rl.rollout.executor import RolloutExecutor, RunEpisode
 from forge_rl.rollout.scheduler import Scheduler
+from forge_rl.run.checkpoint_mirror import MirrorTask
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.control import Control, serving_control
 from forge_rl.run.evaluator import Evaluates, Evaluator, RolloutEvaluations
@@ -81,6 +82,9 @@ async def assemble(
         live = stack.enter_context(
             contextlib.closing(LiveSettings(rollouts, mixture, config.mixture, reward, services.trainer, log.event))
         )
+        mirror = MirrorTask(prepared.mirror, prepared.checkpoints, log) if prepared.mirror else None
+        if mirror is not None:
+            stack.push_async_callback(mirror.close)
         checkpointer = Checkpointer(
             prepared.checkpoints,
             services,
@@ -90,6 +94,7 @@ async def assemble(
             model=checked.model,
             critic_model=checked.critic_model,
             warn=log.warn,
+            saved=mirror.follow if mirror else None,
         )
         stack.push_async_callback(checkpointer.close)
         await checkpointer.resume(prepared.checkpoint)

@@ -39,6 +39,7 @@ class Checkpointer:
         model: folder of the initial model.
         critic_model: the critic's; by default the same.
         warn: called with each problem that does not stop the run.
+        saved: called after each checkpoint.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Checkpointer:
         model: Path,
         warn: Callable[[str], None],
         critic_model: Path | None = None,
+        saved: Callable[[], None] | None = None,
     ) -> None:
         self.checkpoints = checkpoints
         self._services = services
@@ -60,6 +62,7 @@ class Checkpointer:
         self._live = live
         self._models = model, critic_model or model
         self._warn = warn
+        self._saved = saved
         self._changes = checkpoints.folder.with_name("live.json")
         """File of the changes since the last checkpoint."""
         self._saving: asyncio.Task[Checkpoint | CheckpointError] | None = None
@@ -211,6 +214,8 @@ class Checkpointer:
                 await trainer.finish_save()
         self.saved = step
         self.mark_best()
+        if self._saved is not None:
+            self._saved()
         latest = self.checkpoints.latest()
         assert latest is not None, "a checkpoint was just written"
         return latest

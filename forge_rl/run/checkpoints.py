@@ -27,7 +27,7 @@ from forge_rl.errors import CheckpointError
 from forge_rl.run.run_dir import read_object
 
 _NAME = re.compile(r"step-\d{6,}")
-_MANIFEST = "manifest.json"
+MANIFEST = "manifest.json"
 _READ_BYTES = 8 << 20
 _HASHING_THREADS = 8
 
@@ -61,10 +61,10 @@ class Checkpoint:
         """
         there = _files(self.folder)
         try:
-            written = json.loads((self.folder / _MANIFEST).read_text())["files"]
+            written = json.loads((self.folder / MANIFEST).read_text())["files"]
             expected = {str(name): (int(size), str(digest)) for name, (size, digest) in written.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            return f"{_MANIFEST} cannot be read: {next(iter(str(error).splitlines()), type(error).__name__)}"
+            return f"{MANIFEST} cannot be read: {next(iter(str(error).splitlines()), type(error).__name__)}"
         for name, (size, _) in expected.items():
             if name not in there:
                 return f"{name} is missing"
@@ -225,7 +225,7 @@ class Checkpoints:
         files = _files(partial)
         digests = _digests(files)
         manifest = {"files": {name: [path.stat().st_size, digests[name]] for name, path in files.items()}}
-        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         for path in (partial, *partial.rglob("*")):  # so that the rename never outruns the data
             _sync(path)
         if final.exists():
@@ -243,7 +243,7 @@ class Checkpoints:
 def _files(folder: Path) -> dict[str, Path]:
     """Map the name of each file of a checkpoint to its path, ignoring links."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
-    return {path.relative_to(folder).as_posix(): path for path in paths if path != folder / _MANIFEST}
+    return {path.relative_to(folder).as_posix(): path for path in paths if path != folder / MANIFEST}
 
 
 def _digests(files: dict[str, Path]) -> dict[str, str]:

@@ -32,6 +32,7 @@ from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rewards.confinement import missing_confinement
 from forge_rl.rollout.examples import ExampleFn, ExampleLengths, ExampleMaker
+from forge_rl.run.checkpoint_mirror import CheckpointMirror
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.defaults import check_teachers, colocated, with_defaults
 from forge_rl.run.evaluator import HELD_OUT
@@ -40,7 +41,7 @@ from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.placing import PlacedServices
 from forge_rl.run.plan import check_state_fits, plan_run, with_spares_that_fit
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.run_dir import as_flat_json, check_space, choose_folder, prepare_folder
+from forge_rl.run.run_dir import as_flat_json, check_same, check_space, choose_folder, prepare_folder
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.isolation import check_isolation
@@ -65,6 +66,8 @@ class Prepared:
     checkpoint: Checkpoint | None
     """Checkpoint to resume from, if any."""
     monitor: RunMonitor
+    mirror: CheckpointMirror | None = None
+    """Where checkpoints are copied to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,15 +117,20 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
     folder, notes = choose_folder(config, recipe, config.out, code)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, prepare_folder(folder, config, code))
+        hold = Hold()
+        clock = PhaseClock(paused_s=lambda: hold.seconds)
+        display = Display(config.display, phase_clock=clock)
+        damaged: list[str] = []
+        mirror = CheckpointMirror(config.checkpoint_mirror) if config.checkpoint_mirror else None
+        if mirror is not None:
+            same = partial(check_same, config=config, code=code, flag="--checkpoint-mirror")
+            restore = partial(mirror.restore, folder, same=same, tell=damaged.append, progress=display.progress)
+            await asyncio.to_thread(restore)
         checkpoints = Checkpoints(
             folder / "checkpoints", keep=config.keep_checkpoints, keeps_best=config.evaluation.keep_best
         )
-        damaged: list[str] = []
         checkpoint = await asyncio.to_thread(checkpoints.set_damaged_aside, damaged.append)
-        hold = Hold()
-        clock = PhaseClock(paused_s=lambda: hold.seconds)
         faults = Faults(phase=lambda: clock.current, hold=hold)
-        display = Display(config.display, phase_clock=clock)
         sinks = _sinks(config, folder, notes)
         if config.prometheus:
             sinks.append(
@@ -150,7 +158,7 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
             if warning:
                 log.warn(warning)
         faults.install()
-        yield Prepared(folder=folder, checkpoints=checkpoints, checkpoint=checkpoint, monitor=monitor)
+        yield Prepared(folder=folder, checkpoints=checkpoints, checkpoint=checkpoint, monitor=monitor, mirror=mirror)
 
 
 def _sinks(config: RunConfig, folder: Path, notes: list[str]) -> list[Sink]:

@@ -40,7 +40,7 @@ _UNSAID = (
 """Fields that do not belong to a run; changes are not even reported."""
 _FREE = (
     *("evaluation.every", "evaluation.blocking", "evaluation.keep_best"),
-    *("recording.*", "checkpoint_every", "keep_checkpoints", "phase_deadline_s", "placement"),
+    *("recording.*", "checkpoint_every", "keep_checkpoints", "checkpoint_mirror", "phase_deadline_s", "placement"),
     *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.seq_len", "trainer.max_skipped_updates"),
     *("trainer.*_parallel_degree", "trainer.data_parallel_replicate_degree", "trainer.activation_checkpointing"),
     *("trainer.enable_cpu_offload", "trainer.stays_on_device"),
@@ -83,7 +83,7 @@ def choose_folder(
         ConfigError: the folder holds a run with other settings or code, or is not a run folder.
     """
     if out is not None:
-        return out, _check_same(out, config, code or {})
+        return out, check_same(out, config, code or {})
     settings = {name: value for name, value in as_flat_json(config).items() if not _matches(name, _FREE)}
     for name in _UNSAID:
         settings.pop(name, None)
@@ -91,7 +91,7 @@ def choose_folder(
     number = 1
     while (folder := Path("runs") / (f"{recipe}-{digest}" + (f"-{number}" if number > 1 else ""))).exists():
         if not is_finished(folder):
-            return folder, _check_same(folder, config, code or {})
+            return folder, check_same(folder, config, code or {})
         number += 1
     return folder, _others(recipe, config)
 
@@ -258,8 +258,15 @@ def _is_docstring(part: ast.stmt) -> bool:
     return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)
 
 
-def _check_same(folder: Path, config: object, code: Mapping[str, str]) -> list[str]:
-    """Compare a run's settings and code with the folder's; returns lines about permitted changes."""
+def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: str = "--out") -> list[str]:
+    """Compare a run's settings and code with the folder's; returns lines about permitted changes.
+
+    Args:
+        flag: flag that names the folder, or what the folder is a copy of.
+
+    Raises:
+        ConfigError: they are another run's, or the run is finished.
+    """
     if not (folder / "config.json").exists():
         if folder.is_dir() and any(folder.iterdir()) and not (folder / "logs").is_dir():
             raise ConfigError(f"{folder} is not a run folder and not empty", hint="choose another --out")
@@ -280,9 +287,9 @@ def _check_same(folder: Path, config: object, code: Mapping[str, str]) -> list[s
         refused += edited
     if refused and not getattr(config, "force_continue", False):
         raise ConfigError(
-            f"{folder} holds a run with other settings: {', '.join(refused)}",
-            hint=f"choose another --out for a new run, restore that run's settings to resume it, or force it: "
-            f"--out {folder} --force-continue",
+            f"{folder if flag == '--out' else flag} holds a run with other settings: {', '.join(refused)}",
+            hint=f"choose another {flag} for a new run, restore that run's settings to resume it, or force it: "
+            f"{f'--out {folder} ' * (flag == '--out')}--force-continue",
         )
     if is_finished(folder):
         steps = read_object(folder / "summary.json").get("steps")

@@ -1,0 +1,246 @@
+"""Copies of a run's checkpoints at an fsspec address, from which the run goes on where its folder is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+
+from forge_rl.errors import CheckpointError
+from forge_rl.metrics.logger import RunLog
+from forge_rl.models.cache import Progress
+from forge_rl.run.checkpoints import MANIFEST, Checkpoint, Checkpoints
+from forge_rl.system.terminal import clipped
+
+SETTINGS = ("config.json", "versions.json")
+"""Files of the run folder that are copied too, so that a run with other settings is refused."""
+_BEST = "best"
+_STEP = re.compile(r"step-\d{6,12}")
+_MOST_JSON_BYTES = 64 << 20
+_MOST_FILES = 100_000
+
+
+class CheckpointMirror:
+    """Copies checkpoints to an address and back; whoever can write to the address decides on the weights.
+
+    The manifest of a checkpoint is written last and removed first: one without it is not there.
+
+        mirror = CheckpointMirror("s3://bucket/run")
+        mirror.restore(folder, same=check, tell=print, progress=show)  # before the run
+        mirror.copy(checkpoints)  # after each save: what is new goes there, what was removed here is removed there
+
+    Args:
+        address: a folder in any of fsspec's file systems, which only this run writes to.
+
+    Raises:
+        CheckpointError: the address is of an unknown file system.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            self._files, self._root = fsspec.url_to_fs(address, skip_instance_cache=True)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(
+                f"--checkpoint-mirror is an address that fsspec cannot open: {clipped(str(error), lines=1, width=200)}",
+                hint="name a folder, such as s3://bucket/run (with s3fs installed) or file:///shared/run",
+            ) from error
+
+    def copy(self, checkpoints: Checkpoints) -> int:
+        """Bring the address to the state of the run's folder, newest first; returns the bytes written.
+
+        Raises:
+            OSError: a file cannot be written or read.
+        """
+        here, there = {each.folder.name: each for each in checkpoints.all()}, self._steps()
+        written = 0
+        for name in sorted(here.keys() - there, key=_number, reverse=True):
+            written += self._put(here[name])
+        if here:
+            for name in SETTINGS:
+                self._files.put_file(str(checkpoints.folder.parent / name), self._path(name))
+            best = checkpoints.best()
+            self._files.pipe_file(self._path(_BEST), (best.folder.name if best else "").encode())
+        for name in there - here.keys():
+            self._files.rm_file(self._path(name, MANIFEST))
+            self._files.rm(self._path(name), recursive=True)
+        return written
+
+    def restore(
+        self, folder: Path, *, same: Callable[[Path], Sequence[str]], tell: Callable[[str], None], progress: Progress
+    ) -> None:
+        """Copy the newest undamaged checkpoint, and the best, into a run's folder, unless it has a newer one.
+
+        Args:
+            folder: the run's, locked.
+            same: called with a folder that has the copied settings; raises an error if they are another run's, and
+            returns lines about permitted changes.
+            tell: called with a line about each checkpoint that cannot be used.
+
+        Raises:
+            CheckpointError: the address cannot be read, or there is no space.
+            ForgeError: of `same`.
+        """
+        checkpoints, staged = folder / "checkpoints", folder / ".restored"
+        here = {path.name for path in checkpoints.glob("step-*") if _STEP.fullmatch(path.name)}
+        newest = max(map(_number, here), default=-1)
+
+        def bring(name: str) -> bool:
+            if damage := self._fetch(name, staged / "checkpoints" / name, progress):
+                tell(f"the copy of {name} at --checkpoint-mirror cannot be used: {clipped(damage, lines=1, width=300)}")
+                return False
+            checkpoints.mkdir(exist_ok=True)
+            (staged / "checkpoints" / name).rename(checkpoints / name)
+            tell(f"{name} was copied from --checkpoint-mirror")
+            return True
+
+        try:
+            shutil.rmtree(staged, ignore_errors=True)
+            newer = sorted((name for name in self._steps() if _number(name) > newest), key=_number, reverse=True)
+            if not newer:
+                return
+            (staged / "checkpoints" / newer[0]).mkdir(parents=True)  # so that edited code is refused
+            for settings in SETTINGS:
+                self._get(PurePosixPath(settings), staged / settings, _MOST_JSON_BYTES)
+            for line in same(staged):
+                tell(line)
+            found = next((name for name in newer if bring(name)), "")
+            if found and (best := self._best()) not in {"", found, *here}:
+                bring(best)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"--checkpoint-mirror cannot be read: {clipped(str(error), lines=1, width=300)}",
+                hint="check the address and its credentials, or leave the flag out",
+            ) from error
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+
+    def _best(self) -> str:
+        """Return the name of the best checkpoint at the address, or ""."""
+        path = self._path(_BEST)
+        name = self._files.cat_file(path, end=100).decode(errors="replace") if self._files.exists(path) else ""
+        return name if name in self._steps() else ""
+
+    def _steps(self) -> set[str]:
+        """Return the names of the complete checkpoints at the address."""
+        self._files.invalidate_cache()
+        try:
+            names = {path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)}
+        except FileNotFoundError:
+            return set()
+        return {name for name in names if _STEP.fullmatch(name) and self._files.exists(self._path(name, MANIFEST))}
+
+    def _put(self, checkpoint: Checkpoint) -> int:
+        name, written = checkpoint.folder.name, 0
+        for inner, size in _listed((checkpoint.folder / MANIFEST).read_bytes()):
+            self._files.makedirs(self._path(name, *inner.parent.parts), exist_ok=True)
+            self._files.put_file(str(checkpoint.folder / inner), self._path(name, *inner.parts))
+            written += size
+        self._files.put_file(str(checkpoint.folder / MANIFEST), self._path(name, MANIFEST))
+        return written
+
+    def _fetch(self, name: str, folder: Path, progress: Progress) -> str:
+        """Copy a checkpoint into a new folder; returns what is wrong with it, or "".
+
+        Raises:
+            CheckpointError: there is no space.
+        """
+        folder.mkdir(exist_ok=True)
+        try:
+            self._get(PurePosixPath(name, MANIFEST), folder / MANIFEST, _MOST_JSON_BYTES)
+            listed = list(_listed((folder / MANIFEST).read_bytes()))
+        except (ValueError, FileNotFoundError) as error:
+            return str(error)
+        total, done = sum(size for _, size in listed), 0
+        if (free := shutil.disk_usage(folder).free) < total:
+            raise CheckpointError(
+                f"{name} of --checkpoint-mirror has {total / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {folder}",
+                hint="free space, or choose another --out",
+            )
+        for inner, size in listed:
+            progress(f"copying {name}", done / max(1, total))
+            (folder / inner).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._get(PurePosixPath(name) / inner, folder / inner, size)
+            except FileNotFoundError:
+                return f"{inner} is missing"
+            except ValueError as error:
+                return str(error)
+            done += size
+        return Checkpoint(step=_number(name), folder=folder).damage()
+
+    def _get(self, inner: PurePosixPath, to: Path, most: int) -> None:
+        """Copy a file of at most so many bytes.
+
+        Raises:
+            ValueError: it is larger.
+        """
+        path = self._path(*inner.parts)
+        if (size := int(self._files.size(path) or 0)) > most:
+            raise ValueError(f"{inner} has {size} bytes, more than the {most} expected")
+        self._files.get_file(path, str(to))
+
+    def _path(self, *parts: str) -> str:
+        return "/".join([self._root, *parts])
+
+
+class MirrorTask:
+    """Copies a run's checkpoints in a thread while the run goes on; a failure is a warning, and tried again with the
+    next checkpoint."""
+
+    def __init__(self, mirror: CheckpointMirror, checkpoints: Checkpoints, log: RunLog) -> None:
+        self._mirror, self._checkpoints, self._log = mirror, checkpoints, log
+        self._again = False
+        self._task: asyncio.Task[None] | None = None
+
+    def follow(self) -> None:
+        """Begin to copy what is new; if a copy is being made, another one follows it."""
+        self._again = True
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._copy())
+
+    async def close(self) -> None:
+        """Wait until the last checkpoint is copied."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _copy(self) -> None:
+        while self._again:
+            self._again = False
+            try:
+                written = await asyncio.to_thread(self._mirror.copy, self._checkpoints)
+            except Exception as error:  # of any file system's library
+                if self._again and isinstance(error, FileNotFoundError):
+                    continue  # a checkpoint that newer ones replaced meanwhile
+                said = clipped(f"{type(error).__name__}: {error}", lines=1, width=300)
+                self._log.warn(f"the checkpoint is not copied to --checkpoint-mirror: {said}")
+            else:
+                self._log.event(f"checkpoints are copied to --checkpoint-mirror ({written / 1e6:.0f} MB)")
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def _listed(manifest: bytes) -> Iterator[tuple[PurePosixPath, int]]:
+    """Yield the files of a manifest, which may be anybody's, with their sizes.
+
+    Raises:
+        ValueError: it is no manifest, or names a file outside of its folder.
+    """
+    try:
+        found: dict[str, Any] = json.loads(manifest)["files"]
+        listed = [(PurePosixPath(name), int(size)) for name, (size, _) in found.items()]
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST} is malformed") from error
+    for path, size in listed:
+        if path.is_absolute() or not path.parts or ".." in path.parts or size < 0 or "\0" in str(path):
+            raise ValueError(f"{MANIFEST} names a file that is none of a checkpoint's")
+    if len(listed) > _MOST_FILES:
+        raise ValueError(f"{MANIFEST} names {len(listed)} files")
+    yield from listed
