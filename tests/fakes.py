@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.algorithms.protocol import Loss
@@ -186,6 +188,23 @@ def make_model(folder: Path, family: str = "llama", **config: object) -> torch.n
                 buffer.normal_(0.0, 0.2)
     model.save_pretrained(folder)
     return model.eval()
+
+
+def add_predicting_layer(folder: Path) -> dict[str, torch.Tensor]:
+    """Add a multi-token-prediction layer to a saved DeepSeek-V3, as published ones have it; returns its tensors."""
+    path, config = folder / "config.json", json.loads((folder / "config.json").read_text())
+    state, layer = load_file(folder / "model.safetensors"), config["num_hidden_layers"]
+    own, last = f"model.layers.{layer}.", f"model.layers.{layer - 1}."
+    added = {own + name.removeprefix(last): values for name, values in state.items() if name.startswith(last)}
+    added |= {own + "embed_tokens.weight": state["model.embed_tokens.weight"]}
+    added |= {own + "shared_head.head.weight": state["lm_head.weight"]}
+    dim = config["hidden_size"]
+    added |= {f"{own}{name}.weight": torch.ones(dim) for name in ("enorm", "hnorm", "shared_head.norm")}
+    added |= {own + "eh_proj.weight": torch.full((dim, 2 * dim), 0.1)}
+    added = {name: (tensor + 0.01).half() for name, tensor in added.items()}
+    save_file(state | added, folder / "model.safetensors", metadata={"format": "pt"})
+    path.write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return added
 
 
 def empty_row() -> Row:

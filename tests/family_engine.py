@@ -14,6 +14,7 @@ from typing import cast
 import torch
 from safetensors.torch import load_file
 
+from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.factory import start_decode_engine
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, Dtype
@@ -22,11 +23,13 @@ from tests.engine_conformance import Stream, expected, fetch, publish
 
 
 class Weights(torch.nn.Module):
-    """Weights of a folder under the names that they have there."""
+    """Weights of a folder under the names that they have there, without layers that predict further tokens."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._weights = load_file(folder / "model.safetensors")
+        beyond = f"model.layers.{read_architecture(folder).layers}."
+        held = load_file(folder / "model.safetensors")
+        self._weights = {name: values for name, values in held.items() if not name.startswith(beyond)}
 
     def named_parameters(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
         return iter((name, torch.nn.Parameter(values)) for name, values in self._weights.items())

@@ -15,7 +15,7 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.models.bundled import bundled_model, default_cache
-from tests.fakes import make_model, packed, random_batch, train_batch
+from tests.fakes import add_predicting_layer, make_model, packed, random_batch, train_batch
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("process_group")]
 
@@ -45,6 +45,8 @@ ENGINE_DTYPE = {"deepseek_v3": "bfloat16"}
 def test_an_engine_serves_a_family_and_loads_what_the_trainer_exports(family: str, tied: bool, tmp_path: Path):
     folder, saved = tmp_path / "hf", tmp_path / "saved"
     make_model(folder, family, **(LARGE | OWN.get(family, {}) | {"tie_word_embeddings": tied}))
+    if family == "deepseek_v3":
+        add_predicting_layer(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_model(default_cache()) / name, folder / name)
     engine = TitanEngine(folder, TrainSettings(dtype="float32", seq_len=128, optimizer=OptimizerConfig(lr=1e-2)))

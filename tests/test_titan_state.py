@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from benchmarks.ranks import run_ranks
+from forge_rl.engines.architecture import predicting_layers, read_architecture
 from forge_rl.engines.families import FAMILIES
+from forge_rl.engines.families.deepseek_v3 import DEEPSEEK_V3
 from forge_rl.engines.families.llama import LLAMA
 from forge_rl.engines.families.qwen import QWEN3_MOE
 from forge_rl.engines.optimizer import OptimizerConfig
@@ -33,7 +35,7 @@ from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, complete, draft
 from forge_rl.weights.slices import TensorSlice
 from tests.fake_host import forget, reserve, transport
-from tests.fakes import hf_weights, make_model, packed, random_batch, train_batch
+from tests.fakes import add_predicting_layer, hf_weights, make_model, packed, random_batch, train_batch
 from tests.read_slices import read_version
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -112,6 +114,35 @@ def test_a_bfloat16_run_continues_bit_by_bit(family: str, tmp_path: Path):
     assert {name for name in now if torch.equal(now[name], first[name])} == {
         name for name in now if name.endswith("e_score_correction_bias")
     }
+
+
+def test_layers_that_predict_further_tokens_are_exported_byte_by_byte_also_when_the_model_has_moved(tmp_path: Path):
+    source, parts = tmp_path / "hf", DEEPSEEK_V3.names.parts
+    make_model(source, "deepseek_v3")
+    kept = add_predicting_layer(source)
+    assert predicting_layers(source, read_architecture(source)) == read_architecture(source).predicting_layers == 1
+    first = load_file(source / "model.safetensors")
+    engine = engine_of(source, dtype="bfloat16")
+    train(engine, range(1))
+    save(engine, tmp_path / "saved", source)
+    found = load_file(tmp_path / "saved" / "model" / "model.safetensors")
+    assert found.keys() == first.keys()
+    assert all(torch.equal(found[name], kept[name]) and found[name].dtype == torch.float16 for name in kept)
+    assert {name for name in found.keys() - kept if torch.equal(found[name].float(), first[name])} <= {
+        name for name in found if name.endswith("e_score_correction_bias")
+    }
+    assert logits_of(tmp_path / "saved" / "model").isfinite().all()
+    moved = source.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="hf holds no safetensors file") as caught:
+        save(engine, tmp_path / "lost", source)
+    assert f"put the run's model back to {source}" in caught.value.hint
+    (tmp_path / "many").mkdir()
+    Export(tmp_path / "saved" / "training", moved, torch.bfloat16, parts, file_bytes=8192).write(tmp_path / "many")
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    held = {path.name: load_file(path) for path in (tmp_path / "many").glob("*.safetensors")}
+    assert {name: file for file, tensors in held.items() for name in tensors} == index["weight_map"]
+    assert same({name: held[file][name] for name, file in index["weight_map"].items()}, found)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
 
 
 def truncate(path: Path) -> None:
@@ -383,6 +414,7 @@ def test_a_stack_of_experts_is_exported_a_few_at_a_time(tmp_path: Path):
     for folder in ("hf", "model"):
         (tmp_path / folder).mkdir()
     (tmp_path / "hf" / "config.json").write_text('{"quantization_config": {}}')
+    save_file({}, tmp_path / "hf" / "model.safetensors")
     parts = QWEN3_MOE.names.parts
     export = Export(tmp_path / "training", tmp_path / "hf", torch.float32, parts, file_bytes=3 * 3 * 8 * 4)
     export.write(tmp_path / "model")

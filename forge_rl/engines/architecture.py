@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.family import Architecture, ConfigFile
 from forge_rl.errors import ModelError
+from forge_rl.models.hf_folder import tensor_files
 
-__all__ = ["Architecture", "read_architecture", "stored_bytes"]
+__all__ = ["Architecture", "predicting_layers", "read_architecture", "stored_bytes"]
+
+_OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def stored_bytes(folder: Path) -> int:
     """Return the size of a model's weights on disk, which most models store in bfloat16."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def predicting_layers(folder: Path, architecture: Architecture) -> int:
+    """Count the multi-token-prediction layers that a model's files hold, stored after its last layer.
+
+    Raises:
+        ModelError: the folder holds no weights, or they cannot be read.
+    """
+    layers = {int(match[1]) for match in map(_OF_LAYER.match, tensor_files(folder)) if match}
+    return len([layer for layer in layers if layer >= architecture.layers])
 
 
 def read_architecture(folder: Path) -> Architecture:

@@ -1,4 +1,4 @@
-"""Completes a Hugging Face folder whose files of weights are written."""
+"""Reads which file of a Hugging Face folder holds which weight, and completes folders whose weights are written."""
 
 from __future__ import annotations
 
@@ -6,9 +6,47 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from forge_rl.errors import ModelError
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
+
+_AGAIN = "download or export the model again"
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _INDEX = "model.safetensors.index.json"
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Map each weight to the safetensors file that holds it.
+
+    Raises:
+        ModelError: the folder holds no weights, or a file cannot be read.
+    """
+    index = folder / _INDEX
+    if index.exists():
+        try:
+            return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index} cannot be read: {error}", hint=_AGAIN) from error
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with open_weights(path) as file:
+            found |= dict.fromkeys(file.keys(), path)
+    if not found:
+        raise ModelError(f"{folder} holds no safetensors file", hint="give a Hugging Face model folder")
+    return found
+
+
+def open_weights(path: Path) -> safe_open:
+    """Open a safetensors file; raises ModelError if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
 
 
 def complete_folder(

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.scan import Lengths, PromptLengths, check_tasks
-from forge_rl.engines.architecture import read_architecture, stored_bytes
+from forge_rl.engines.architecture import Architecture, predicting_layers, read_architecture, stored_bytes
 from forge_rl.engines.context import check_context
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
@@ -234,6 +234,7 @@ async def check(
     if architecture.quantized:
         log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
         model = await asyncio.to_thread(dequantized, model, config.cache, progress)
+    _tell_of_predicting_layers(config.model, model, architecture, log)
     if config.starts_engines:
         check_decode_layout(model, config.generator, engines=config.generator.replicas)
         check_context(architecture, config.generator)
@@ -259,6 +260,18 @@ async def check(
         teachers=teachers,
         teacher_folders=folders,
     )
+
+
+def _tell_of_predicting_layers(name: str, model: Path, architecture: Architecture, log: RunLog) -> None:
+    """Say that multi-token-prediction layers are kept as they are, or that files lack what config.json lists."""
+    listed, found = architecture.predicting_layers, predicting_layers(model, architecture)
+    if found:
+        log.event(f"{name} has {found} multi-token-prediction layers: not trained, exported unchanged")
+    if found < listed:
+        log.warn(
+            f"config.json of {name} lists {listed} multi-token-prediction layers, its files hold {found}: "
+            "checkpoints will lack them too; give the complete model with --model if engines are to draft with them"
+        )
 
 
 def _resolved(

@@ -121,6 +121,8 @@ class Architecture:
     """Sliding window in tokens, including the query's own; None if no layer has one."""
     window_layers: tuple[int, ...] = ()
     """Indices of the layers with sliding-window attention."""
+    predicting_layers: int = 0
+    """Multi-token-prediction layers after the last one, which are not trained."""
     quantized: bool = False
     """True if the folder holds quantised weights, which are dequantised."""
 
@@ -242,6 +244,9 @@ class ConfigFile:
             max_positions=self.whole("max_position_embeddings"),
             rope=rope,
             tied=bool(values.get("tie_word_embeddings")),
+            predicting_layers=self.whole("num_nextn_predict_layers", most=100)
+            if values.get("num_nextn_predict_layers")
+            else 0,
             **own,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge_rl.engines.titan.blocks import Block, LoadPlanner
 from forge_rl.engines.titan.index import TensorReader
-from forge_rl.models.hf_folder import complete_folder
-from forge_rl.weights.names import Part
+from forge_rl.models.hf_folder import complete_folder, open_weights, tensor_files
+from forge_rl.weights.names import VALUE_HEAD, Part
 from forge_rl.weights.slices import TensorSlice
 
 _FILE_BYTES = 2 << 30
+_REDUNDANT = {"lm_head.weight", VALUE_HEAD}
+"""Not exported unless trained: a tied head, and a value head that a policy lacks."""
+_BUFFER = ".rotary_emb.inv_freq"
+"""Suffix of buffers that older files hold, computed from config.json."""
 Parts = Callable[..., Iterator[Part]]
 
 
@@ -29,6 +33,15 @@ class _Region:
     tensor_slice: TensorSlice
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Carried:
+    """A tensor of the source that the trainer does not have, exported byte by byte."""
+
+    name: str
+    path: Path
+    bytes: int
+
+
 class Export:
     """Plan of an export, assigning weights to files; the same in each process that takes part.
 
@@ -37,9 +50,12 @@ class Export:
     A process holds at most one file's tensors, and one weight in float32 with the shards of the training state that
     contain it; of a stack of experts only as many as fill a file.
 
+    Tensors of the source that the trainer does not have, such as multi-token-prediction layers, are exported unchanged,
+    in their own dtypes.
+
     Args:
         training: folder of the training state.
-        source: Hugging Face folder that config and tokenizer are copied from.
+        source: Hugging Face folder that config, tokenizer and untrained tensors are copied from.
         dtype: dtype of the exported weights.
         parts: lists the published tensors that a block of a torchtitan weight holds; see `weights.names.Names.parts`.
         file_bytes: maximum size of a file; a larger weight gets its own.
@@ -47,6 +63,7 @@ class Export:
 
     Raises:
         OSError, ValueError, TypeError, LookupError: the folder does not hold a training state.
+        ModelError: the source holds no weights, or they cannot be read.
     """
 
     def __init__(
@@ -66,22 +83,23 @@ class Export:
         self._dtype = dtype
         self._parts = parts
         self._valued = valued
-        self._files: list[list[_Region]] = []
+        self._files: list[list[_Region | _Carried]] = []
         room = 0
-        for region in self._regions(file_bytes):
-            size = region.tensor_slice.numel * dtype.itemsize
+        regions = list(self._regions(file_bytes))
+        for item in (*regions, *(() if valued else self._carried(regions))):
+            size = self._bytes(item)
             if size > room:
                 self._files.append([])
                 room = file_bytes
-            self._files[-1].append(region)
+            self._files[-1].append(item)
             room -= size
 
     def write(self, folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
         """Write this process's share of the files into an existing folder; rank 0 also writes config and tokenizer."""
         for index in range(rank, len(self._files), ranks):
             tensors: dict[str, torch.Tensor] = {}
-            for region in self._files[index]:
-                tensors |= self._read(region)
+            for item in self._files[index]:
+                tensors |= self._read(item)
             save_file(tensors, folder / self._name(index), metadata={"format": "pt"})
         if rank == 0:
             self._complete(folder)
@@ -100,8 +118,32 @@ class Export:
                 size = (min(rows, shape[0] - first), *shape[1:]) if rows else shape
                 yield _Region(name=name, shape=shape, tensor_slice=TensorSlice(start=start, size=size))
 
-    def _read(self, region: _Region) -> dict[str, torch.Tensor]:
-        """Return the tensors of a region by Hugging Face name, each with its own storage."""
+    def _carried(self, regions: Sequence[_Region]) -> Iterator[_Carried]:
+        """List the source's tensors that are not trained, except buffers and the copy of a tied head."""
+        files = tensor_files(self._source)
+        trained = {part.name for region in regions for part in self._parts_of(region)}
+        left = [name for name in sorted(files.keys() - trained - _REDUNDANT) if not name.endswith(_BUFFER)]
+        for path in sorted({files[name] for name in left}):
+            with open_weights(path) as file:
+                for name in left:
+                    if files[name] == path:
+                        yield _Carried(name=name, path=path, bytes=file.get_tensor(name).nbytes)  # maps, reads nothing
+
+    def _parts_of(self, region: _Region) -> Iterator[Part]:
+        return self._parts(region.name, region.shape, region.tensor_slice)
+
+    def _bytes(self, item: _Region | _Carried) -> int:
+        if isinstance(item, _Carried):
+            return item.bytes
+        float32 = next(self._parts_of(item)).float32
+        return item.tensor_slice.numel * (4 if float32 else self._dtype.itemsize)
+
+    def _read(self, item: _Region | _Carried) -> dict[str, torch.Tensor]:
+        """Return the tensors of an item by Hugging Face name, each with its own storage."""
+        if isinstance(item, _Carried):
+            with open_weights(item.path) as file:
+                return {item.name: file.get_tensor(item.name)}
+        region = item
         held = torch.empty(region.tensor_slice.size, dtype=torch.float32)
         block = Block(shape=region.shape, tensor_slice=region.tensor_slice, values=held)
         self._planner.set_up_planner({f"model.{region.name}": block}, self._index, is_coordinator=True)
@@ -110,7 +152,7 @@ class Export:
             part.name: part.of(held).to(
                 torch.float32 if part.float32 else self._dtype, copy=True, memory_format=torch.contiguous_format
             )
-            for part in self._parts(region.name, region.shape, region.tensor_slice)
+            for part in self._parts_of(region)
         }
 
     def _name(self, index: int) -> str:
@@ -121,9 +163,9 @@ class Export:
         """Write everything but weights."""
         placed, total = dict[str, str](), 0
         for at, file in enumerate(self._files):
-            for region in file:
-                total += region.tensor_slice.numel * self._dtype.itemsize
-                parts = self._parts(region.name, region.shape, region.tensor_slice)
-                placed |= {part.name: self._name(at) for part in parts}
+            for item in file:
+                total += self._bytes(item)
+                names = [item.name] if isinstance(item, _Carried) else [part.name for part in self._parts_of(item)]
+                placed |= dict.fromkeys(names, self._name(at))
         dtype = str(self._dtype).removeprefix("torch.")
         complete_folder(self._source, folder, dtype=dtype, placed=placed, total_bytes=total, valued=self._valued)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,7 +10,7 @@ from typing import cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -19,6 +18,7 @@ from forge_rl.engines.titan.blocks import LoadPlanner, training_state
 from forge_rl.engines.titan.index import TensorReader
 from forge_rl.engines.titan.shards import named_weights, names_of, slice_of, values_of
 from forge_rl.errors import CheckpointError, ModelError
+from forge_rl.models.hf_folder import open_weights, tensor_files
 from forge_rl.weights.names import VALUE_HEAD
 
 _AGAIN = "download or export the model again"
@@ -33,7 +33,7 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
     Raises:
         ModelError: a weight is missing or has another shape, or a file cannot be read.
     """
-    index = _tensor_files(folder)
+    index = tensor_files(folder)
     with torch.no_grad(), ExitStack() as stack:
         files: dict[Path, safe_open] = {}
         for ours, parameter in named_weights(model):
@@ -48,7 +48,7 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
                 if name not in index:
                     raise ModelError(f"{folder} lacks the weight {name!r}", hint=_AGAIN)
                 if index[name] not in files:
-                    files[index[name]] = stack.enter_context(_open(index[name]))
+                    files[index[name]] = stack.enter_context(open_weights(index[name]))
                 stored = files[index[name]].get_slice(name)
                 shape = tuple(stored.get_shape())
                 if shape != part.shape:
@@ -58,30 +58,6 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
                 if part.tensor_slice.numel:
                     start, size = part.tensor_slice.start, part.tensor_slice.size
                     part.of(block).copy_(stored[tuple(map(slice, start, map(operator.add, start, size)))])
-
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Map each weight to the safetensors file that holds it."""
-    sharded = folder / "model.safetensors.index.json"
-    if sharded.exists():
-        try:
-            return {name: folder / file for name, file in json.loads(sharded.read_text())["weight_map"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{sharded} cannot be read: {error}", hint=_AGAIN) from error
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with _open(path) as file:
-            found |= dict.fromkeys(file.keys(), path)
-    if not found:
-        raise ModelError(f"{folder} holds no safetensors file", hint="give a Hugging Face model folder")
-    return found
-
-
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
 
 
 def load_training_state(

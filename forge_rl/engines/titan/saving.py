@@ -85,10 +85,12 @@ class CheckpointWriter:
             made = Export(training, source, dtype, names.parts, valued=names.head == VALUE_HEAD)
             made.write(folder / "model", rank=dist.get_rank(), ranks=dist.get_world_size())
 
-        self._on_all_ranks("the training state", training, write_state)
-        self._on_all_ranks("the model", folder / "model", export)
+        hint = "free space, or choose another --out"
+        self._on_all_ranks("the training state", training, write_state, hint)
+        hint += f"; put the run's model back to {source} if it has moved"
+        self._on_all_ranks("the model", folder / "model", export, hint)
 
-    def _on_all_ranks(self, what: str, folder: Path, work: Callable[[], None]) -> None:
+    def _on_all_ranks(self, what: str, folder: Path, work: Callable[[], None], hint: str) -> None:
         """Call a function on all ranks; a failure on one raises on all."""
         failed = ""
         try:
@@ -102,5 +104,5 @@ class CheckpointWriter:
         if failed := next(filter(None, causes), ""):
             raise CheckpointError(
                 f"{what} in {folder} cannot be written: {failed}",
-                hint="free space, or choose another --out; earlier checkpoints are as they were",
+                hint=f"{hint}; earlier checkpoints are as they were",
             )
