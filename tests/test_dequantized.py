@@ -1,13 +1,20 @@
-"""MXFP4 weights: dequantised as transformers reads them, and engines get none."""
+"""Quantised weights: read as whoever defined their format does, and engines get none."""
 
+from __future__ import annotations
+
+import contextlib
+import itertools
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.architecture import read_architecture, stored_bytes
 from forge_rl.errors import ModelError
 from forge_rl.models.dequantized import dequantized
 from tests.fakes import make_model
@@ -97,5 +104,127 @@ def test_what_is_not_mxfp4_or_does_not_fit_is_refused(tmp_path: Path):
     state = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.mlp.experts.down_proj_scales"
     save_file(state | {name: state[name][..., :0]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"the scales of 'model.layers.1.mlp.experts.down_proj' do not match"):
+    with pytest.raises(
+        ModelError, match=r"'model.layers.1.mlp.experts.down_proj' cannot be dequantised: the scales do not match"
+    ):
         dequantized(tmp_path, tmp_path / "cache")
+
+
+CODES = [-1.0, -0.6961928, -0.5250730, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0]
+CODES += [0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0]
+"""NF4's values (QLoRA, arXiv:2305.14314, appendix E), rounded."""
+
+
+def gptq(q: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A weight as GPTQ's first format stores it, packed by vLLM's functions."""
+    from vllm.model_executor.layers.quantization.utils.quant_utils import pack_cols, pack_rows
+
+    packed = {"qweight": pack_rows(q, 4, *q.shape), "qzeros": pack_cols((zeros - 1) & 15, 4, *zeros.shape)}
+    return packed | {"scales": scales.half(), "g_idx": groups.int()}
+
+
+def awq(q: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, groups: torch.Tensor) -> dict[str, torch.Tensor]:
+    from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack
+
+    packed = {"qweight": awq_pack(q, 4, *q.shape), "qzeros": awq_pack(zeros, 4, *zeros.shape)}
+    return packed | {"scales": scales.half()}
+
+
+def groups_of_16(weight: torch.Tensor, pack: Callable[..., dict[str, torch.Tensor]], *, shuffled: bool) -> Stored:
+    """A weight [N, K] in 4 bits with zeros for each 16 inputs, and its values by the formula in float64."""
+    groups = torch.arange(weight.shape[1]) // 16
+    if shuffled:
+        groups = groups[torch.randperm(len(groups))]
+    q = torch.randint(0, 16, weight.T.shape, dtype=torch.int32)
+    zeros = torch.randint(0, 16, (int(groups.max()) + 1, len(weight)), dtype=torch.int32)
+    scales = (torch.rand(zeros.shape) * 0.05 + 0.01).half()
+    expected = torch.stack([(q[k] - zeros[g]).double() * scales[g].double() for k, g in enumerate(groups)], 1)
+    return pack(q, zeros, scales, groups), expected
+
+
+def nf4(weight: torch.Tensor, *, nested: bool) -> Stored:
+    """A weight in blocks of 64 values, as bitsandbytes stores it, and its values by the formula in float64."""
+    codes = torch.randint(0, 16, (weight.numel(),))
+    table, blocks = torch.tensor(CODES), -(-weight.numel() // 64)
+    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(weight.shape)}
+    absmax, kept = torch.rand(blocks) * 0.3, {}
+    if nested:
+        of_absmax, outer, offset = torch.rand(256) - 0.5, torch.rand(-(-blocks // 8)), 0.25
+        absmax_codes = torch.randint(0, 256, (blocks,), dtype=torch.uint8)
+        kept = {"weight.absmax": absmax_codes, "weight.nested_absmax": outer, "weight.nested_quant_map": of_absmax}
+        state |= {"nested_blocksize": 8, "nested_dtype": "float32", "nested_offset": offset}
+        absmax = torch.stack([of_absmax[c.item()] * outer[i // 8] + offset for i, c in enumerate(absmax_codes)])
+    expected = [CODES[code] * float(absmax[i // 64]) for i, code in enumerate(codes.tolist())]
+    packed = (codes[::2] * 16 + codes[1::2]).to(torch.uint8)[:, None]
+    text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    whole = {"weight": packed, "weight.absmax": absmax, "weight.quant_map": table}
+    whole |= kept | {"weight.quant_state.bitsandbytes__nf4": text}
+    return whole, torch.tensor(expected, dtype=torch.float64).view(weight.shape)
+
+
+def int8(weight: torch.Tensor) -> Stored:
+    values, largest = torch.randint(-127, 128, weight.shape, dtype=torch.int8), torch.rand(len(weight))
+    return {"weight": values, "SCB": largest}, values.double() * largest.double()[:, None] / 127
+
+
+def fp8(weight: torch.Tensor) -> Stored:
+    """A weight in blocks of 16 by 32, at least one of which is cut off."""
+    values, size = weight.to(torch.float8_e4m3fn), [-(-n // b) for n, b in zip(weight.shape, (16, 32), strict=True)]
+    scales, expected = torch.rand(size) + 0.5, values.double()
+    for row, column in itertools.product(*map(range, size)):
+        expected[row * 16 : row * 16 + 16, column * 32 : column * 32 + 32] *= scales[row, column].double()
+    return {"weight": values, "weight_scale_inv": scales}, expected
+
+
+Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""Tensors of one quantised weight, by the end of their names, and its values in float64."""
+METHODS: dict[str, tuple[dict[str, object], Callable[[torch.Tensor], Stored]]] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4}, partial(groups_of_16, pack=gptq, shuffled=True)),
+    "awq": ({"quant_method": "awq", "bits": 4}, partial(groups_of_16, pack=awq, shuffled=False)),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, partial(nf4, nested=False)),
+    "nf4, double": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, partial(nf4, nested=True)),
+    "int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_format_is_read_by_its_formula_and_trained_in_bfloat16(method: str, tmp_path: Path, process_group: None):
+    from tests.test_titan_model import titan_logits
+
+    config, quantise = METHODS[method]
+    folder = tmp_path / "quantised"
+    make_model(folder, "llama", hidden_size=32, head_dim=8, intermediate_size=48)
+    state, expected = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in state if name.endswith("_proj.weight")]:
+        parts, expected[name] = quantise(state.pop(name))
+        state |= {f"{name.removesuffix('weight')}{suffix}": values for suffix, values in parts.items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    assert read_architecture(folder).quantized
+    copy = dequantized(folder, tmp_path / "cache")
+    written = load_file(copy / "model.safetensors")
+    assert written.keys() == {name for name in state if "_proj." not in name} | expected.keys()
+    for name, values in expected.items():
+        assert values.std() > 0
+        assert (written[name].double() - values).abs().max() <= values.abs().max() * 2**-8, name
+    assert stored_bytes(copy) >= 2 * read_architecture(copy).weights
+    token_ids = torch.arange(40)
+    with torch.no_grad():
+        of_engine = of_transformers(copy)(token_ids[None]).logits[0]
+    assert (titan_logits(copy, token_ids) - of_engine).abs().max() < 1e-4 * of_engine.abs().max()
+    broken = next(name for name in state if name.endswith(("scales", "absmax", "SCB", "scale_inv")))
+    save_file(state | {broken: state[broken][:-1].clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="cannot be dequantised"):
+        dequantized(folder, tmp_path / "cache")
+
+
+def test_a_copy_that_does_not_fit_on_the_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_quantized(tmp_path)
+    copy = dequantized(tmp_path, tmp_path / "cache")
+    needed = sum(values.nbytes for values in load_file(copy / "model.safetensors").values())
+    for free, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr("shutil.disk_usage", lambda folder, free=free: SimpleNamespace(free=free))
+        with contextlib.nullcontext() if fits else pytest.raises(ModelError, match=r"the model takes .* in bfloat16"):
+            dequantized(tmp_path, tmp_path / f"cache-{fits}")

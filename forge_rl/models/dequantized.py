@@ -1,14 +1,15 @@
 """Dequantises models to bfloat16, once, into a cache folder.
 
-An engine started from MXFP4 weights packs them for special kernels and cannot load the bfloat16 weights that a trainer
-publishes, so both start from a bfloat16 copy.
+An engine started from quantised weights packs them for special kernels and cannot load the bfloat16 weights that a
+trainer publishes, so both start from a bfloat16 copy.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,26 +17,28 @@ from typing import TYPE_CHECKING, Any
 from forge_rl.errors import ModelError
 from forge_rl.models.cache import Progress, build_once
 from forge_rl.models.hf_folder import complete_folder
+from forge_rl.models.quantized import formats
 from forge_rl.system.folders import check_own
 
 if TYPE_CHECKING:
     import torch
 
-_BLOCKS = "_blocks"
+_FLOAT32 = "e_score_correction_bias"
+"""Suffix of what stays float32."""
 
 
 def dequantized(folder: Path, cache: Path, progress: Progress | None = None) -> Path:
-    """Return the bfloat16 copy of a folder with MXFP4 weights; the first call writes it.
+    """Return the bfloat16 copy of a folder with quantised weights; the first call writes it.
 
-    The copy is four times as large. Safe to call from several processes: one writes, the others wait.
+    The copy of 4-bit weights is four times as large. Safe to call from several processes: one writes, the others wait.
 
     Args:
-        folder: Hugging Face folder whose `_blocks` and `_scales` are MXFP4, as transformers reads it.
+        folder: Hugging Face folder in a format that `quantized.refusal` accepts.
         cache: folder for the copy.
         progress: called per file.
 
     Raises:
-        ModelError: the cache is not writable, other users can write to it, or a file cannot be read.
+        ModelError: the cache is not writable or too small, other users can write to it, or a file cannot be read.
     """
     files = [path for path in sorted(folder.resolve().iterdir()) if path.is_file()]
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
@@ -59,19 +62,23 @@ def _write(files: list[Path], target: Path, report: Progress) -> None:
     from safetensors.torch import save_file
 
     target.mkdir()
+    config = json.loads((files[0].parent / "config.json").read_text())["quantization_config"]
     stored = [path for path in files if path.suffix == ".safetensors"]
-    names: dict[str, Path] = {}
     placed: dict[str, str] = {}
     total = 0
     with ExitStack() as stack:
         try:
             opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in stored}
-            for path, file in opened.items():
-                names |= dict.fromkeys(file.keys(), path)
+            held: dict[str, Any] = {}
+            for file in opened.values():
+                held |= dict.fromkeys(file.keys(), file)
+            reader = _Reader(config, held)
+            reader.check_space(target)
             for done, (path, file) in enumerate(opened.items()):
                 report("dequantising", done / len(opened))
-                tensors = dict(_tensors(file.keys(), names, opened))
-                save_file(tensors, target / path.name, metadata={"format": "pt"})
+                tensors = dict(reader.tensors(file.keys()))
+                if tensors:
+                    save_file(tensors, target / path.name, metadata={"format": "pt"})
                 placed |= dict.fromkeys(tensors, path.name)
                 total += sum(values.nbytes for values in tensors.values())
         except SafetensorError as error:
@@ -79,21 +86,55 @@ def _write(files: list[Path], target: Path, report: Progress) -> None:
     complete_folder(files[0].parent, target, dtype="bfloat16", placed=placed, total_bytes=total)
 
 
-def _tensors(
-    names: list[str], places: Mapping[str, Path], files: Mapping[Path, Any]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and bfloat16 values of each weight of a file; a quantised weight belongs to its blocks' file."""
-    import torch
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+class _Reader:
+    """Reads the weights of quantised files.
 
-    for name in names:
-        weight = name.removesuffix(_BLOCKS)
-        if name.endswith("_scales") and name.removesuffix("_scales") + _BLOCKS in places:
-            continue
-        if weight == name:
-            yield name, files[places[name]].get_tensor(name).to(torch.bfloat16)
-            continue
-        blocks, scales = (files[places[each]].get_tensor(each) for each in (name, f"{weight}_scales"))
-        if blocks.shape != (*scales.shape, 16) or scales.ndim != 3:
-            raise ModelError(f"the scales of {weight!r} do not match its blocks", hint="download the model again")
-        yield weight, convert_moe_packed_tensors(blocks, scales).contiguous()
+    Args:
+        config: the model's quantization_config.
+        files: open safetensors file that holds each tensor, by the tensor's name.
+    """
+
+    def __init__(self, config: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+        self._config, self._files = config, files
+        self._whole = {  # format and stem of each quantised weight, by the name of its main tensor
+            name: (each, stem)
+            for name in files
+            for each in formats(config)
+            if (stem := each.stem(name, files)) is not None
+        }
+        self._parts = {stem + suffix for each, stem in self._whole.values() for suffix in each.others}
+
+    def check_space(self, folder: Path) -> None:
+        """Raise ModelError unless the weights in bfloat16 fit on the folder's disk."""
+        wanted = 0
+        for name, file in self._files.items():
+            if name not in self._parts:
+                values = file.get_tensor(name)  # maps, reads nothing
+                wanted += 2 * (values.nbytes * self._whole[name][0].packed if name in self._whole else values.numel())
+        if (free := shutil.disk_usage(folder).free) < wanted:
+            raise ModelError(
+                f"the model takes {wanted / 1e9:.1f} GB in bfloat16, and {folder.parent} has {free / 1e9:.1f} GB free",
+                hint="free space there, or choose another folder with --cache",
+            )
+
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and bfloat16 values of each weight; a quantised weight belongs to its main tensor's file."""
+        import torch
+
+        for name in names:
+            if name in self._parts:
+                continue
+            if name not in self._whole:
+                values = self._files[name].get_tensor(name)
+                yield name, values if name.endswith(_FLOAT32) else values.to(torch.bfloat16)
+                continue
+            each, stem = self._whole[name]
+            suffixes = (each.main, *(suffix for suffix in each.others if stem + suffix in self._files))
+            try:
+                parts = {suffix: self._files[stem + suffix].get_tensor(stem + suffix) for suffix in suffixes}
+                values = each.read(parts, self._config)
+            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                raise ModelError(
+                    f"{stem + each.weight!r} cannot be dequantised: {error}", hint="download the model again"
+                ) from error
+            yield stem + each.weight, values.to(torch.bfloat16).contiguous()

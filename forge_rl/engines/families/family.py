@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from forge_rl.errors import ModelError
+from forge_rl.models.quantized import refusal
 from forge_rl.weights.names import Names
 
 _AGAIN = "download or export the model again"
@@ -216,13 +217,18 @@ class ConfigFile:
             "use_sliding_window": bool(values.get("use_sliding_window")),
             f"hidden_act {values.get('hidden_act')!r}": values.get("hidden_act", "silu") != "silu",
             f"rope_type {rope['rope_type']!r}": rope["rope_type"] not in rope_types,
-            "quantization_config": bool(values.get("quantization_config")),
             **(refused or {}),
         }
+        unread = refusal(values.get("quantization_config"), self.family.model_type)
+        if unread:
+            raise ModelError(
+                f"{self.path} asks for {unread}, which the trainer cannot read",
+                hint="use the model's bfloat16 files: usually the same name without AWQ, GPTQ, FP8 or 4bit",
+            )
         if found := [name for name, present in asked.items() if present]:
             raise ModelError(
                 f"{self.path} asks for {', '.join(found)}, which the trainer does not support",
-                hint=f"use an unquantised model of the plain {self.family.model_type!r} architecture",
+                hint=f"use a model of the plain {self.family.model_type!r} architecture",
             )
         self.need("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
         self.need("max_position_embeddings", "intermediate_size")
@@ -247,6 +253,7 @@ class ConfigFile:
             predicting_layers=self.whole("num_nextn_predict_layers", most=100)
             if values.get("num_nextn_predict_layers")
             else 0,
+            quantized=bool(values.get("quantization_config")),
             **own,
         )
 

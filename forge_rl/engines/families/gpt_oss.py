@@ -43,8 +43,6 @@ def read(config: ConfigFile) -> Architecture:
         or not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}
     ):
         raise config.wrong("layer_types", "not sliding_attention or full_attention for each layer")
-    quantization = values.get("quantization_config") or {}
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     own_scale = {"attention_factor", "mscale", "mscale_all_dim"} & {
         name for name, value in config.rope.items() if value is not None
     }
@@ -59,15 +57,12 @@ def read(config: ConfigFile) -> Architecture:
         ),
         window=config.whole("sliding_window"),
         window_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"),
-        quantized=bool(quantization),
         rope_types=("default", "yarn"),
         refused={
             "attention_bias": False,
             "attention_bias false": not values.get("attention_bias", True),
             f"swiglu_alpha {values.get('swiglu_alpha')!r}": values.get("swiglu_alpha", 1.702) != 1.702,
             f"YaRN with {', '.join(sorted(own_scale))}": bool(own_scale),
-            "quantization_config": False,
-            f"quant_method {method!r}": bool(quantization) and method != "mxfp4",
         },
     )
 

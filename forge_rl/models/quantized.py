@@ -1,0 +1,195 @@
+"""Formats of quantised weights that can be read: which tensors make up a weight, and its values from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Parts = Mapping[str, "torch.Tensor"]
+"""Tensors of one weight, by suffix."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A way to store a weight as several tensors, whose names end in different suffixes."""
+
+    main: str
+    """Suffix of the tensor with the quantised values, such as ".qweight"."""
+    needed: str
+    """Suffix of a tensor that tells a quantised weight from others."""
+    others: tuple[str, ...]
+    """Suffixes of all other tensors of a weight."""
+    weight: str
+    """Suffix of the weight's name."""
+    read: Callable[[Parts, Mapping[str, Any]], torch.Tensor]
+    """Takes the tensors and quantization_config; returns the weight in float32 or bfloat16. Raises ValueError
+    and others for tensors that do not fit each other."""
+    packed: int = 1
+    """Weights in a byte of the main tensor."""
+
+    def stem(self, name: str, names: Iterable[str]) -> str | None:
+        """Return the name of a main tensor's weight without its suffix; None for other tensors."""
+        stem = name.removesuffix(self.main)
+        return stem if stem != name and stem + self.needed in names else None
+
+
+def refusal(config: object, model_type: str) -> str:
+    """Return why weights with this quantization_config cannot be read, or ""."""
+    if not config:
+        return ""
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    if not isinstance(config, dict) or method not in _METHODS or (method == "mxfp4") != (model_type == "gpt_oss"):
+        return f"quant_method {method!r:.80}"
+    bits = config.get("bits", 4)
+    wrong = {
+        f"{bits!r:.20} bits": method in ("gptq", "awq") and bits not in ((4, 8) if method == "gptq" else (4,)),
+        f"AWQ's {config.get('version')!r:.20} packing": method == "awq"
+        and str(config.get("version", "gemm")).lower() != "gemm",
+        "fp8 without weight_block_size": method == "fp8" and not _blocks(config),
+    }
+    return ", ".join(name for name, found in wrong.items() if found)
+
+
+def formats(config: Mapping[str, Any]) -> tuple[Format, ...]:
+    """Return the formats that a model's files hold, by its quantization_config, which `refusal` accepts."""
+    return _METHODS[config["quant_method"]](config)
+
+
+def _blocks(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    size = config.get("weight_block_size")
+    if not isinstance(size, list) or len(size) != 2 or any(type(side) is not int or side < 1 for side in size):
+        return None
+    return size[0], size[1]
+
+
+def _mxfp4(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
+    """Read MXFP4 (OCP Microscaling Formats 1.0, section 5.3): blocks of 32 E2M1 values that share a power of 2."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = parts["_blocks"], parts["_scales"]
+    if blocks.shape != (*scales.shape, 16) or scales.ndim != 3:
+        raise ValueError("the scales do not match its blocks")
+    values: torch.Tensor = convert_moe_packed_tensors(blocks, scales)
+    return values
+
+
+def _fp8(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
+    """Read [N, K] float8 with a scale for each block, [ceil(N / b0), ceil(K / b1)] (DeepSeek-V3, section 3.3.2)."""
+    values, scales, size = parts[".weight"].float(), parts[".weight_scale_inv"].float(), _blocks(config)
+    assert size is not None, "refusal() asks for it"
+    if values.ndim != 2 or tuple(scales.shape) != tuple(-(-n // b) for n, b in zip(values.shape, size, strict=True)):
+        raise ValueError(f"scales of shape {tuple(scales.shape)} do not match {tuple(values.shape)}")
+    for dim, side in enumerate(size):
+        scales = scales.repeat_interleave(side, dim)
+    return values * scales[: values.shape[0], : values.shape[1]]
+
+
+def _gptq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
+    """Read GPTQ: (q - z) s of the group of each input; q [K / f, N] packs f inputs in an int32, the lowest bits first.
+
+    Files of the first format hold z - 1.
+    """
+    import torch
+
+    bits = int(config.get("bits", 4))
+    q = _unpack(parts[".qweight"].t(), bits).t()  # [K, N]
+    zeros, scales = _unpack(parts[".qzeros"], bits), parts[".scales"].float()  # [groups, N]
+    if config.get("checkpoint_format", "gptq") != "gptq_v2":
+        zeros = (zeros + 1) & (2**bits - 1)
+    groups = parts.get(".g_idx")
+    if groups is None:
+        groups = torch.arange(len(q)) // -(-len(q) // len(scales))
+    groups = groups.long()
+    if zeros.shape != scales.shape or len(groups) != len(q) or int(groups.min()) < 0:
+        raise ValueError(f"scales of shape {tuple(scales.shape)} do not match {tuple(q.shape)}")
+    return ((q - zeros[groups]) * scales[groups]).t()
+
+
+def _awq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
+    """Read AWQ: (q - z) s; q [K, N / 8] packs 8 outputs in an int32, in the order 0 2 4 6 1 3 5 7."""
+    order = [0, 4, 1, 5, 2, 6, 3, 7]
+    q, zeros = (
+        _unpack(parts[name], 4).unflatten(1, (-1, 8))[..., order].flatten(1) for name in (".qweight", ".qzeros")
+    )
+    scales = parts[".scales"].float()
+    if zeros.shape != scales.shape or q.shape[1:] != scales.shape[1:] or len(q) % len(scales):
+        raise ValueError(f"scales of shape {tuple(scales.shape)} do not match {tuple(q.shape)}")
+    each = len(q) // len(scales)
+    return ((q - zeros.repeat_interleave(each, 0)) * scales.repeat_interleave(each, 0)).t()
+
+
+def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unpack [R, C] int32 to [R, C * 32 / bits], the lowest bits first."""
+    import torch
+
+    if packed.dtype != torch.int32 or packed.ndim != 2:
+        raise ValueError(f"packed values are {packed.dtype}, not int32")
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(1)
+
+
+def _bits4(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
+    """Read bitsandbytes' NF4 and FP4: codes of 16 values, high nibble first, times each block's maximum.
+
+    With double quantisation the maxima are codes too, of 256 values, times a maximum of their own, plus an offset
+    (QLoRA, arXiv:2305.14314, section 3).
+    """
+    import torch
+
+    (state,) = (values for suffix, values in parts.items() if ".quant_state." in suffix)
+    kept = json.loads(bytes(state.tolist()).decode())
+    shape = torch.Size(kept["shape"])
+    codes = parts[".weight"].flatten()
+    codes = torch.stack([codes >> 4, codes & 15], 1).flatten().long()[: shape.numel()]
+    largest = parts[".weight.absmax"]
+    if ".weight.nested_absmax" in parts:
+        scale = _expanded(parts[".weight.nested_absmax"], int(kept["nested_blocksize"]), largest.numel())
+        largest = parts[".weight.nested_quant_map"][largest.long()] * scale + float(kept["nested_offset"])
+    return (parts[".weight.quant_map"][codes] * _expanded(largest, int(kept["blocksize"]), len(codes))).view(shape)
+
+
+def _expanded(scales: torch.Tensor, size: int, count: int) -> torch.Tensor:
+    """Repeat the scale of each block for its `count` values in all; the last block may be shorter."""
+    import torch
+
+    if size < 1 or -(-count // size) != scales.numel():
+        raise ValueError(f"{scales.numel()} scales of blocks of {size} do not match {count} values")
+    return scales.float()[torch.arange(count) // size]
+
+
+def _bits8(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
+    """Read bitsandbytes' int8, [N, K], with each row's maximum at 127 (LLM.int8(), arXiv:2208.07339, section 2.1)."""
+    values, largest = parts[".weight"].float(), parts[".SCB"].float()
+    if largest.shape != values.shape[:1]:
+        raise ValueError(f"maxima of shape {tuple(largest.shape)} do not match {tuple(values.shape)}")
+    return values * (largest / 127)[:, None]
+
+
+_MXFP4 = Format(main="_blocks", needed="_scales", others=("_scales",), weight="", read=_mxfp4, packed=2)
+_FP8 = Format(main=".weight", needed=".weight_scale_inv", others=(".weight_scale_inv",), weight=".weight", read=_fp8)
+_PACKED = {"main": ".qweight", "needed": ".qzeros", "weight": ".weight"}
+_GPTQ = Format(**_PACKED, others=(".qzeros", ".scales", ".g_idx"), read=_gptq)
+_AWQ = Format(**_PACKED, others=(".qzeros", ".scales"), read=_awq, packed=2)
+_NESTED = (".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
+_BITS4 = Format(
+    main=".weight",
+    needed=".weight.absmax",
+    others=(*_NESTED, ".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4"),
+    weight=".weight",
+    read=_bits4,
+    packed=2,
+)
+_BITS8 = Format(main=".weight", needed=".SCB", others=(".SCB", ".weight_format"), weight=".weight", read=_bits8)
+_METHODS: dict[str, Callable[[Mapping[str, Any]], tuple[Format, ...]]] = {
+    "mxfp4": lambda config: (_MXFP4,),
+    "fp8": lambda config: (_FP8,),
+    "gptq": lambda config: (replace(_GPTQ, packed=8 // int(config.get("bits", 4))),),
+    "awq": lambda config: (_AWQ,),
+    "bitsandbytes": lambda config: (_BITS4, _BITS8),
+}
+"""Formats by the quant_method of quantization_config."""
