@@ -107,7 +107,8 @@ def _gptq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     groups = groups.long()
     if zeros.shape != scales.shape or len(groups) != len(q) or int(groups.min()) < 0:
         raise ValueError(f"scales of shape {tuple(scales.shape)} do not match {tuple(q.shape)}")
-    return ((q - zeros[groups]) * scales[groups]).t()
+    values: torch.Tensor = (q - zeros[groups]) * scales[groups]
+    return values.t()
 
 
 def _awq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
@@ -120,7 +121,8 @@ def _awq(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
     if zeros.shape != scales.shape or q.shape[1:] != scales.shape[1:] or len(q) % len(scales):
         raise ValueError(f"scales of shape {tuple(scales.shape)} do not match {tuple(q.shape)}")
     each = len(q) // len(scales)
-    return ((q - zeros.repeat_interleave(each, 0)) * scales.repeat_interleave(each, 0)).t()
+    values: torch.Tensor = (q - zeros.repeat_interleave(each, 0)) * scales.repeat_interleave(each, 0)
+    return values.t()
 
 
 def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -130,7 +132,8 @@ def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     if packed.dtype != torch.int32 or packed.ndim != 2:
         raise ValueError(f"packed values are {packed.dtype}, not int32")
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return ((packed[..., None] >> shifts) & (2**bits - 1)).flatten(1)
+    values: torch.Tensor = (packed[..., None] >> shifts) & (2**bits - 1)
+    return values.flatten(1)
 
 
 def _bits4(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
@@ -172,9 +175,8 @@ def _bits8(parts: Parts, config: Mapping[str, Any]) -> torch.Tensor:
 
 _MXFP4 = Format(main="_blocks", needed="_scales", others=("_scales",), weight="", read=_mxfp4, packed=2)
 _FP8 = Format(main=".weight", needed=".weight_scale_inv", others=(".weight_scale_inv",), weight=".weight", read=_fp8)
-_PACKED = {"main": ".qweight", "needed": ".qzeros", "weight": ".weight"}
-_GPTQ = Format(**_PACKED, others=(".qzeros", ".scales", ".g_idx"), read=_gptq)
-_AWQ = Format(**_PACKED, others=(".qzeros", ".scales"), read=_awq, packed=2)
+_GPTQ = Format(main=".qweight", needed=".qzeros", others=(".qzeros", ".scales", ".g_idx"), weight=".weight", read=_gptq)
+_AWQ = Format(main=".qweight", needed=".qzeros", others=(".qzeros", ".scales"), weight=".weight", read=_awq, packed=2)
 _NESTED = (".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map")
 _BITS4 = Format(
     main=".weight",
