@@ -22,7 +22,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.metrics import Display, EventSink, Histogram, PhaseClock, RunInfo, RunLog, Sink
 from forge_rl.metrics.alerts import Alerts, AlertSink
 from forge_rl.metrics.prometheus import PrometheusSink
-from forge_rl.run.metrics_endpoint import address_of, is_loopback, listen
+from forge_rl.run.endpoints import address_of, is_loopback, listen
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.run_dir import as_flat_json
 from forge_rl.runtime.isolation import Isolation

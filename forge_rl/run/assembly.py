@@ -27,6 +27,7 @@ from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.run.checkpoint_mirror import MirrorTask
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.control import Control, serving_control
+from forge_rl.run.endpoints import listen
 from forge_rl.run.evaluator import Evaluates, Evaluator, RolloutEvaluations
 from forge_rl.run.example_evaluation import AnswerEvaluations, ExampleEvaluations
 from forge_rl.run.live import LiveSettings
@@ -107,7 +108,9 @@ async def assemble(
             monitor.display.startup("first weights", "ready", f"version {version}, attested")
         monitor.training = lambda: services.trainer.progress
         run = Run(config, services, batches, evaluator, checkpointer, live, monitor, loss, close=close)
-        await stack.enter_async_context(serving_control(prepared.folder, Control(run, live, policy), log.warn))
+        outside = stack.enter_context(listen(config.attach_on, "--attach-on")) if config.attach_on else None
+        control = Control(run, live, policy)
+        await stack.enter_async_context(serving_control(prepared.folder, control, log.warn, outside))
         gc.freeze()  # also modules imported meanwhile: see responsive_loop
         yield run
 

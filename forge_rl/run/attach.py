@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.runtime.local_socket import connect
+from forge_rl.runtime.sealed import NONCE_BYTES, Sealed, nonce
 from forge_rl.system.folders import check_own
 from forge_rl.system.terminal import visible
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:  # loads NumPy, which only batches need
 
 SOCKET = "control.sock"
 """Name of the socket in a run folder."""
+ELSEWHERE = "attach.json"
+"""File in a run folder with the address and the key for clients on other machines, if the run serves them."""
 _FILE = re.compile(r"([^=]*=)?([^=]+\.py)(:.*)")
 _CONNECT_S = 20.0
 _BUSY_S = 30.0
@@ -184,22 +188,22 @@ class AttachedRun:
         return reply.get("result")
 
     def _exchange(self, request: dict[str, object]) -> dict[str, Any]:
+        line = json.dumps(request).encode() + b"\n"
         try:
             connection = connect(self.folder, SOCKET, timeout_s=_CONNECT_S)
         except PermissionError as error:
             raise ConfigError(f"the run in {self.folder} is another user's: {error}") from None
         except OSError:
-            raise ConfigError(_ended(self.folder), hint="run the same command again to resume it") from None
+            connection = None
         try:
-            with connection, connection.makefile("rb") as replies:
-                with contextlib.suppress(BrokenPipeError):  # it replied early: busy, or the request is too long
-                    connection.sendall(json.dumps(request).encode() + b"\n")
-                connection.settimeout(None)  # a reply may take as long as a step
-                if not (line := replies.readline()):
-                    raise OSError("the run ended, or refused this user")
-            reply = json.loads(line)
+            found = _asked_elsewhere(self.folder, line) if connection is None else _asked(connection, line)
+            if not found:
+                raise OSError("the run ended, or refused this user")
+            reply = json.loads(found)
             if not isinstance(reply, dict):
                 raise ValueError("its reply is not an object")
+        except FileNotFoundError:
+            raise ConfigError(_ended(self.folder), hint="run the same command again to resume it") from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"the run in {self.folder} did not answer {request['do']!r}: {error}") from None
         return reply
@@ -320,6 +324,39 @@ class Text(str):
 
     def __repr__(self) -> str:
         return visible(str(self))
+
+
+def _asked(connection: socket.socket, line: bytes) -> bytes:
+    """Send a request over a run's socket; returns its reply, empty if there is none."""
+    with connection, connection.makefile("rb") as replies:
+        with contextlib.suppress(BrokenPipeError):  # it replied early: busy, or the request is too long
+            connection.sendall(line)
+        connection.settimeout(None)  # a reply may take as long as a step
+        return replies.readline()
+
+
+def _asked_elsewhere(folder: Path, line: bytes) -> bytes:
+    """Send a request to a run on another machine; returns its reply, empty if there is none.
+
+    Raises:
+        FileNotFoundError: the run does not serve clients on other machines, or has ended.
+        OSError: it cannot be reached, or is not the run that wrote the folder's file.
+    """
+    path = folder / ELSEWHERE
+    place = json.loads(path.read_text())
+    try:
+        connection = socket.create_connection((str(place["host"]), int(place["port"])), timeout=_CONNECT_S)
+    except ConnectionRefusedError:
+        raise FileNotFoundError(path) from None
+    with connection, connection.makefile("rb") as replies:
+        ours = nonce()
+        theirs = replies.readline(NONCE_BYTES + 1).strip()
+        sealed = Sealed(str(place["key"]).encode(), theirs, ours)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(ours + sealed.seal("request", line))
+        connection.settimeout(None)
+        reply = replies.readline()
+        return sealed.open("reply", reply) if reply else b""
 
 
 def _absolute(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Live control: serves clients attached to a run, over a Unix socket in its folder; see forge_rl.run.attach.
+"""Live control: serves clients attached to a run, over a Unix socket in its folder, and over TCP to those who know the
+key in the folder; see forge_rl.run.attach.
 
 A connection is one request and its reply, each one line of JSON: `{"do": "set", "with": {"knob": "schedule",
 "values": {"max_lag": 2}}}`, then `{"result": ...}` or `{"error": "...", "hint": "..."}`,
@@ -14,18 +15,21 @@ import inspect
 import itertools
 import json
 import os
+import secrets
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics.episode_files import write_episodes
-from forge_rl.run.attach import SOCKET
+from forge_rl.run.attach import ELSEWHERE, SOCKET
 from forge_rl.run.live import LiveSettings, changes_by
 from forge_rl.run.recording import trained_episodes
 from forge_rl.run.services import nothing_generated
 from forge_rl.runtime.local_socket import listening, peer_is_own
+from forge_rl.runtime.sealed import NONCE_BYTES, Sealed, nonce
 
 if TYPE_CHECKING:
     from forge_rl.run.policy_gateway import PolicyGateway
@@ -34,7 +38,9 @@ if TYPE_CHECKING:
 MOST_BYTES = 1 << 18
 """Maximum size of a request in bytes."""
 _MOST_CLIENTS = 16
-"""Maximum number of concurrent connections."""
+"""Maximum number of concurrent connections from this machine."""
+_MOST_OUTSIDE = 64
+"""Maximum number of concurrent connections from others, some of which may be strangers'."""
 _READ_S = _WRITE_S = 10.0
 """Timeout for a client to send its request, and to read its reply."""
 _MOST_TEMPERATURE = 10.0
@@ -150,12 +156,15 @@ def _check(name: str, value: object, least: float, most: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving_control(folder: Path, control: object, warn: Callable[[str], None]) -> AsyncIterator[None]:
+async def serving_control(
+    folder: Path, control: object, warn: Callable[[str], None], outside: socket.socket | None = None
+) -> AsyncIterator[None]:
     """Serve requests while the body runs; if the folder cannot hold a socket, it runs without.
 
     Args:
         control: its public async methods are the requests.
         warn: called with a line for the user.
+        outside: also serve clients that reach this listening socket and know the key in the folder.
     """
     server = _Server(control, warn)
     async with contextlib.AsyncExitStack() as stack:
@@ -167,7 +176,28 @@ async def serving_control(folder: Path, control: object, warn: Callable[[str], N
             listening_at = await asyncio.start_unix_server(server.handle, sock=listener, limit=MOST_BYTES)
             stack.push_async_callback(server.close)
             stack.callback(listening_at.close)
+        if outside is not None:
+            await stack.enter_async_context(_serving_outside(folder, server, outside))
         yield
+
+
+@contextlib.asynccontextmanager
+async def _serving_outside(folder: Path, server: _Server, outside: socket.socket) -> AsyncIterator[None]:
+    """Serve clients of other machines, with a new key in the folder."""
+    key, path = secrets.token_urlsafe(32), folder / ELSEWHERE
+    host, port = outside.getsockname()[:2]
+    listening_at = await asyncio.start_server(
+        functools.partial(server.handle_outside, key.encode()), sock=outside, limit=MOST_BYTES
+    )
+    try:
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump({"host": host, "port": port, "key": key}, file)
+        yield
+    finally:
+        listening_at.close()
+        path.unlink(missing_ok=True)
+        await server.close()
 
 
 class _Server:
@@ -175,44 +205,75 @@ class _Server:
         self._control = control
         self._warn = warn
         self._clients: set[asyncio.Task[None]] = set()
+        self._outside: set[asyncio.Task[None]] = set()
         self._closing = False
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection; nothing that its client does can stop the run."""
+        """Serve one connection of this machine; nothing that its client does can stop the run."""
+
+        async def read() -> bytes:
+            if not peer_is_own(writer.get_extra_info("socket")):
+                raise PermissionError
+            return await reader.readline()
+
+        await self._serve(self._clients, _MOST_CLIENTS, writer, read, lambda reply: reply)
+
+    async def handle_outside(self, key: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection over TCP; without the key, it gets nothing but a nonce."""
+        ours, sealed = nonce(), [Sealed(secrets.token_bytes(), b"", b"")]  # which opens nothing
+
+        async def read() -> bytes:
+            writer.write(ours + b"\n")
+            theirs = await reader.readexactly(NONCE_BYTES)
+            try:
+                line = await reader.readline()
+            except ValueError:
+                raise PermissionError("too long") from None
+            sealed[0] = Sealed(key, ours, theirs)
+            return sealed[0].open("request", line)
+
+        await self._serve(self._outside, _MOST_OUTSIDE, writer, read, lambda reply: sealed[0].seal("reply", reply))
+
+    async def _serve(
+        self,
+        clients: set[asyncio.Task[None]],
+        most: int,
+        writer: asyncio.StreamWriter,
+        read: Callable[[], Awaitable[bytes]],
+        sealed: Callable[[bytes], bytes],
+    ) -> None:
         client = asyncio.current_task()
         assert client is not None
         try:
-            if not peer_is_own(writer.get_extra_info("socket")):
-                return
-            if len(self._clients) >= _MOST_CLIENTS:
-                reply: dict[str, object] = {"error": f"{_MOST_CLIENTS} clients are attached", "busy": True}
+            if len(clients) >= most:
+                reply: dict[str, object] = {"error": f"{most} clients are attached", "busy": True}
             else:
-                self._clients.add(client)
-                reply = await self._reply(reader)
+                clients.add(client)
+                reply = await self._reply(read)
             async with asyncio.timeout(_WRITE_S):
-                writer.write(_encoded(reply))
+                writer.write(sealed(_encoded(reply)))
                 await writer.drain()
-        except (OSError, TimeoutError):
-            pass  # the client is gone, or does not read
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            pass  # the client is gone, does not read, or is not allowed to ask
         except asyncio.CancelledError:
             if not self._closing:  # asyncio's streams would log it
                 raise
         finally:
-            self._clients.discard(client)
+            clients.discard(client)
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
     async def close(self) -> None:
         """Cancel the requests in progress."""
         self._closing = True
-        waiting = list(self._clients)
+        waiting = [*self._clients, *self._outside]
         for client in waiting:
             client.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def _reply(self, reader: asyncio.StreamReader) -> dict[str, object]:
+    async def _reply(self, read: Callable[[], Awaitable[bytes]]) -> dict[str, object]:
         try:
             async with asyncio.timeout(_READ_S):
-                line = await reader.readline()
+                line = await read()
         except TimeoutError:
             return {"error": f"no request came within {_READ_S:g} s"}
         except ValueError:

@@ -35,8 +35,8 @@ from forge_rl.rollout.examples import ExampleFn, ExampleLengths, ExampleMaker
 from forge_rl.run.checkpoint_mirror import CheckpointMirror
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.defaults import check_teachers, colocated, with_defaults
+from forge_rl.run.endpoints import address_of, is_loopback, listen
 from forge_rl.run.evaluator import HELD_OUT
-from forge_rl.run.metrics_endpoint import address_of, is_loopback, listen
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.placing import PlacedServices
 from forge_rl.run.plan import check_state_fits, plan_run, with_spares_that_fit

@@ -16,7 +16,7 @@ from forge_rl.metrics.recorder import Recording
 from forge_rl.models.bundled import default_cache
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.run.metrics_endpoint import address_of
+from forge_rl.run.endpoints import address_of, check_reachable
 from forge_rl.run.placement_flag import read_placement
 from forge_rl.run.target import TargetConfig
 from forge_rl.runtime.isolation import Isolation
@@ -96,6 +96,9 @@ class RunConfig:
     prometheus: str = ""
     """Serve the run's metrics in Prometheus' text format at a PORT of this machine, or at HOST:PORT. They include no
     texts of tasks and answers."""
+    attach_on: str = ""
+    """Let `forge_rl.attach` work on other machines that see the run folder, at a PORT or HOST:PORT of the controller's
+    machine; port 0 picks a free one. Requests and replies are authenticated by a key in the folder, not encrypted."""
     alerts: Alerts = field(default_factory=Alerts)
     parse_control_tokens: bool = False
     """Encode text in messages and tools that looks like a control token, such as <|im_end|>, as that token. By default
@@ -126,6 +129,8 @@ class RunConfig:
             object.__setattr__(self, "generator", replace(self.generator, routed_experts=True))
         if self.prometheus:
             address_of(self.prometheus)
+        if self.attach_on:
+            check_reachable(self.attach_on, "--attach-on", may_be_public=self.isolation.public_ports)
         if self.alerts.webhook_url and self.isolation.private_network:
             raise ConfigError(
                 "--alerts.webhook-url needs the network, which --private-network keeps from the run",

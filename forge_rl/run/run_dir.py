@@ -33,7 +33,7 @@ from forge_rl.system.terminal import visible
 
 _LIBRARY = Path(__file__).parent.parent
 _UNSAID = (
-    {"out", "display", "wandb", "prometheus", "cache", "force_continue", "plan", "dry_run", "job"}
+    {"out", "display", "wandb", "prometheus", "attach_on", "cache", "force_continue", "plan", "dry_run", "job"}
     | {f"isolation.{name}" for name in vars(Isolation())}
     | {f"target.{name}" for name in TargetConfig.__dataclass_fields__}
 )

@@ -15,15 +15,17 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.run import control as control_module
-from forge_rl.run.attach import AttachedRun
+from forge_rl.run.attach import ELSEWHERE, AttachedRun
 from forge_rl.run.control import MOST_BYTES, SOCKET, serving_control
+from forge_rl.run.endpoints import check_reachable
 from forge_rl.runtime.local_socket import connect, listening
+from forge_rl.runtime.sealed import NONCE_BYTES, Sealed, nonce
 from tests.security.other_user import NOBODY, ROOT, as_user, can_make_networks, needs_root
 
 T = TypeVar("T")
@@ -344,3 +346,85 @@ def test_listening_leaves_nothing(tmp_path: Path):
     with listening(tmp_path, "x.sock"):
         assert (tmp_path / "x.sock").is_socket()
     assert list(tmp_path.iterdir()) == []
+
+
+@contextlib.asynccontextmanager
+async def served_outside(folder: Path) -> AsyncIterator[tuple[Asked, dict[str, object]]]:
+    """Serves only over TCP, as to another machine; yields the control, and the file for clients."""
+    control = Asked()
+    listener = socket.create_server(("127.0.0.1", 0))
+    async with serving_control(folder, control, print, listener):
+        (folder / SOCKET).unlink()
+        assert stat.S_IMODE((folder / ELSEWHERE).stat().st_mode) == 0o600
+        yield control, json.loads((folder / ELSEWHERE).read_text())
+    assert not (folder / ELSEWHERE).exists()
+
+
+def outside(folder: Path, attack: Callable[[dict[str, Any]], T]) -> tuple[T, list[int]]:
+    """Does something in a thread; afterwards the control must still answer. Returns what was noted, too."""
+
+    async def check() -> tuple[T, list[int]]:
+        async with served_outside(folder) as (control, place):
+            found = await asyncio.to_thread(attack, place)
+            await asyncio.to_thread(attached(folder).ask, "status")
+            return found, control.order
+
+    return asyncio.run(check())
+
+
+def over_tcp(place: dict[str, Any], message: bytes) -> bytes:
+    """Sends bytes after the server's nonce; returns all that comes back."""
+    with socket.create_connection((place["host"], place["port"]), timeout=20) as client:
+        client.recv(NONCE_BYTES + 1, socket.MSG_WAITALL)
+        found = b""
+        with contextlib.suppress(OSError):
+            client.sendall(message)
+            client.shutdown(socket.SHUT_WR)
+            while part := client.recv(1 << 16):
+                found += part
+        return found
+
+
+REQUEST = b'{"do": "note", "with": {"number": 7}}\n'
+
+
+def test_a_client_of_another_machine_is_served_with_the_key_of_the_folder(folder: Path):
+    (folder / "config.json").touch()
+    found, noted = outside(folder, lambda _: attached(folder).ask("note", number=7))
+    assert (found, noted) == ([7], [7])
+    assert len(outside(folder, lambda _: attached(folder).ask("long"))[0]) == 1 << 24
+
+
+@pytest.mark.parametrize(
+    "message",
+    {
+        "another key": nonce() + Sealed(b"guessed", b"", nonce()).seal("request", REQUEST),
+        "no key": REQUEST,
+        "nothing": b"",
+        "garbage": bytes(range(256)) * 10,
+        "too much": nonce() + b"x" * (2 * MOST_BYTES),
+    }.values(),
+)
+def test_a_client_without_the_key_gets_nothing(message: bytes, folder: Path):
+    assert outside(folder, lambda place: over_tcp(place, message)) == (b"", [])
+
+
+def test_a_request_that_was_overheard_is_not_taken_again_and_a_reply_neither(folder: Path):
+    def attack(place: dict[str, Any]) -> bytes:
+        with socket.create_connection((place["host"], place["port"]), timeout=20) as client:
+            theirs, ours = client.recv(NONCE_BYTES + 1, socket.MSG_WAITALL).strip(), nonce()
+            overheard = ours + Sealed(place["key"].encode(), theirs, ours).seal("request", REQUEST)
+            client.sendall(overheard)
+            reply = client.makefile("rb").readline()
+        with pytest.raises(PermissionError):
+            Sealed(place["key"].encode(), theirs, nonce()).open("reply", reply)
+        return over_tcp(place, overheard)
+
+    assert outside(folder, attack) == (b"", [7]), "once"
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0:0", "[::]:9000", "8.8.8.8:9000", "x"])
+def test_addresses_for_clients_elsewhere_are_private_and_known(text: str):
+    with pytest.raises(ConfigError, match="--attach-on"):
+        check_reachable(text, "--attach-on", may_be_public=False)
+    check_reachable("10.0.0.1:0", "--attach-on", may_be_public=False)

@@ -1,4 +1,4 @@
-"""The address of --prometheus, and a socket that listens there."""
+"""Addresses of --prometheus and --attach-on, and sockets that listen there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forge_rl.runtime.private_network import has_way_out, listen_outside
 _LOOPBACK = "127.0.0.1"
 
 
-def address_of(text: str) -> tuple[str, int]:
+def address_of(text: str, flag: str = "--prometheus") -> tuple[str, int]:
     """Split `PORT` or `HOST:PORT`; the host is loopback if there is none.
 
         address_of("9400")  # ("127.0.0.1", 9400)
@@ -23,17 +23,37 @@ def address_of(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or _LOOPBACK
     if not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ConfigError(f"--prometheus is {text!r}", hint="set it to a port, such as 9400, or to HOST:PORT")
+        raise ConfigError(f"{flag} is {text!r}", hint="set it to a port, such as 9400, or to HOST:PORT")
     return host, int(port)
 
 
-def listen(text: str) -> socket.socket:
+def check_reachable(text: str, flag: str, *, may_be_public: bool) -> None:
+    """Check that other machines can be told an address, and that it is not the internet's.
+
+    Raises:
+        ConfigError: it is no address, every address, or public although it may not be.
+    """
+    host, _ = address_of(text, flag)
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return  # a name
+    if address.is_unspecified:
+        raise ConfigError(f"{flag} is {text!r}, every address", hint="name the one that the other machines use")
+    if address.is_global and not may_be_public:
+        raise ConfigError(
+            f"{flag} is {text!r}, a public address, and what is sent there is not encrypted",
+            hint="name a private address, or set --public-ports if nobody else can listen there",
+        )
+
+
+def listen(text: str, flag: str = "--prometheus") -> socket.socket:
     """Listen at `PORT` or `HOST:PORT`, from inside a private network in the machine's network.
 
     Raises:
         ConfigError: the address cannot be listened on.
     """
-    host, port = address_of(text)
+    host, port = address_of(text, flag)
     try:
         if has_way_out():
             return listen_outside(host, port)
@@ -41,7 +61,7 @@ def listen(text: str) -> socket.socket:
     except OSError as error:
         cause = str(error.strerror or error).partition(" (while")[0]
         raise ConfigError(
-            f"--prometheus cannot listen on {host} port {port}: {cause}",
+            f"{flag} cannot listen on {host} port {port}: {cause}",
             hint="set another port (0 picks a free one), or stop the program that uses it",
         ) from error
 
