@@ -184,6 +184,7 @@ def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
         tokens = slice(first, first := first + len(turn.token_ids))
         several = f", segment {segments[place] + 1} of {len(episode.runs)}" if len(episode.runs) > 1 else ""
         of = f", {clipped(turn.agent, lines=1, width=40)}" if turn.agent else ""
+        of += f", branch {'.'.join(map(str, turn.branch))}" if turn.branch else ""
         console.print(Text(f"\nturn {place + 1} of {len(episode.turns)}{several}{of}", "bold"))
         for message in turn.messages:
             _print_message(console, message)

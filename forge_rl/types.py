@@ -135,6 +135,9 @@ class Turn(ByValue):
     """Tool calls that were parsed from the completion."""
     agent: str = ""
     """Name of the agent or sub-agent that asked for it, as it gave it to the gateway; "" if it gave none."""
+    branch: tuple[int, ...] = ()
+    """Node of a tree of episodes: the tree's number in the group, then the branch taken at each fork before this turn.
+    Episodes whose worlds forked have the turns before the fork in common. () if worlds of the group do not fork."""
     seconds: float = field(default=0.0, compare=False)
     """Wall time of the completion in seconds, including the wait for an engine."""
     response_s: float = field(default=0.0, compare=False)

@@ -28,6 +28,11 @@ class BySource:
         """True if all environments run in the controller's process."""
         return all(getattr(each, "in_process", False) for each in self.environments.values())
 
+    @property
+    def leaves(self) -> int:
+        """Maximum episodes of a tree, of any environment."""
+        return max((getattr(each, "leaves", 1) for each in self.environments.values()), default=1)
+
     def __call__(self, task: Task) -> Env:
         if task.source not in self.environments:
             raise TaskError(

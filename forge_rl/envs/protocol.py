@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import re
@@ -49,13 +50,21 @@ class Step:
     history: tuple[Message, ...] | None = None
     """A conversation that replaces everything the model has seen and written so far, such as a summary; the episode
     continues in a new segment. `messages` must be empty."""
+    branches: int = 1
+    """Number of episodes that go on from here, each with a copy of the world: this one, and others of its group. There
+    are fewer if the tree would have more than `leaves` of the factory. In evaluations only this episode goes on."""
+    continues: bool = False
+    """True to let the model go on with its last message, which a token limit cut; there are no messages to show."""
     model_error: bool = False
     """True if the model broke the environment's protocol, for example with an unparsable call; only when done. The
     episode is scored as usual, and counted."""
 
     def __post_init__(self) -> None:
         assert self.done or not self.model_error, "a model error ends the episode"
-        assert self.done or self.messages or self.history, "an episode that continues must show the model something"
+        shown = self.messages or self.history
+        assert self.done or shown or self.continues, "an episode that continues must show the model something"
+        assert not (self.continues and (shown or self.done)), "a message that goes on is followed by no other"
+        assert not (self.done and self.branches > 1), "an episode that is over has no branches"
         assert not (self.messages and self.history), "a new history already includes the messages that follow"
 
 
@@ -84,6 +93,9 @@ class Env(Protocol):
     `resume(completion, step, calls)`, plain or async, brings an environment past a completion whose `Step` is known,
     without doing the work again; it returns False to have `step` called instead.
 
+    If a step has `branches`, the episode forks: an optional method `fork`, plain or async, returns an independent copy
+    of the environment. Without one, each copy is made from the task and given the same completions again.
+
     An optional method `close`, plain or async, is called at the end, however the episode ends. Run blocking code in a
     thread: it would block all environments of the process.
     """
@@ -101,6 +113,7 @@ class EnvFactory(Protocol):
     """Makes a new Env for each episode of a task. Must pickle, as it may be called in another process.
 
     With the attribute `in_process = True`, its environments run in the controller; use it if they only show messages.
+    With `leaves = L`, an episode may grow into a tree of up to L of its group's episodes, see `Step.branches`.
     """
 
     def __call__(self, task: Task) -> Env:
@@ -206,6 +219,25 @@ def _shown(seen: Observation | Step) -> str:
     """Return what the model and the score see, without addresses of objects."""
     names = [each for each in vars(seen) if each != "calls"]
     return re.sub(r"\b0x[0-9a-f]{6,16}\b", "0x", repr([getattr(seen, name) for name in names]))
+
+
+async def fork_env(env: Env) -> Env:
+    """Return an independent copy of an environment: by its own `fork`, or else a deep copy.
+
+    Raises:
+        ForgeError: `fork` returned no other environment.
+    """
+    if (fork := getattr(env, "fork", None)) is None:
+        return copy.deepcopy(env)
+    made = fork()
+    made = await made if inspect.isawaitable(made) else made
+    if made is env or not (hasattr(made, "reset") and hasattr(made, "step")):
+        raise ForgeError(
+            f"{type(env).__name__}.fork returned {made!r:.80}, which is no other environment",
+            hint="return a new object that shares nothing that steps change",
+        )
+    forked: Env = made
+    return forked
 
 
 async def close_env(env: object) -> None:

@@ -18,7 +18,16 @@ import torch
 
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.packing.minibatches import deal
-from forge_rl.packing.trees import Branch, Tree, assign_rows, build_trees, make_branch, round_up, row_size
+from forge_rl.packing.trees import (
+    Branch,
+    Tree,
+    assign_rows,
+    build_trees,
+    first_holders,
+    make_branch,
+    round_up,
+    row_size,
+)
 from forge_rl.token_arrays import Segment
 from forge_rl.types import Advantages, Batch, Episode, Group
 
@@ -132,7 +141,8 @@ class Minibatch:
     rows: tuple[Row, ...]
     """Rows, a multiple of Layout.shares. Share s trains rows[s::shares]; rows of the same step have similar lengths."""
     tokens: int
-    """Number of trained tokens, including groups that were left out."""
+    """Number of trained tokens, including groups that were left out; those of a turn that episodes have in common count
+    once for each."""
     sequences: int
     """Number of episodes, including groups that were left out."""
     observations: int = 0
@@ -212,7 +222,9 @@ def pack(
         packed = pack(batch, batch_advantages(batch), run.trainer.layout)
 
     Each trained token is the target of exactly one position: a position is shared unless several segments train its
-    next token, or one does and another continues otherwise. Tokens after the last trained token's predictor are
+    next token, or one does and another continues otherwise. Where worlds forked, episodes have turns in common (see
+    `Turn.branch`): the first episode trains them, with the sum of the advantages that all give them, so that the
+    gradient is that of separate episodes as long as losses are proportional to advantages and averaged over tokens. Tokens after the last trained token's predictor are
     dropped, as nothing depends on them. Completion tokens without a finite logprob are masked and counted in
     unscored_tokens.
 
@@ -287,6 +299,29 @@ def _of_segment(values: npt.NDArray[Any], episode: Episode, segment: Segment) ->
     return found
 
 
+def _summed(
+    episodes: Sequence[Episode],
+    advantages: torch.Tensor | Sequence[npt.NDArray[np.float32]],
+    holders: Sequence[Sequence[tuple[int, int]]],
+) -> torch.Tensor | Sequence[npt.NDArray[np.float32]]:
+    """Give a turn that episodes have in common the sum of its advantages, in the first of them."""
+    if all(first == number for number, own in enumerate(holders) for first, _ in own):
+        return advantages
+    found = [
+        np.full(episode.response_tokens, float(given), np.float32) if isinstance(given, torch.Tensor) else given.copy()
+        for episode, given in zip(episodes, advantages, strict=True)
+    ]
+    parts = [
+        np.split(own, np.cumsum([len(turn.token_ids) for turn in episode.turns])[:-1])
+        for own, episode in zip(found, episodes, strict=True)
+    ]
+    for number, own in enumerate(holders):
+        for turn, (first, same) in enumerate(own):
+            if first != number:
+                parts[first][same] += parts[number][turn]
+    return found
+
+
 @dataclass(frozen=True)
 class _Group:
     """A group's trees and lengths, to be put into a minibatch."""
@@ -297,6 +332,8 @@ class _Group:
     """Number of trained tokens of each episode, even if the group is left out."""
     observations: int
     """Number of observation tokens, even if the group is left out."""
+    repeated: int
+    """Number of tokens that an episode has in common with an earlier one, which trains them."""
     unscored: int
     """Number of completion tokens without a finite logprob."""
     uniform: bool
@@ -315,14 +352,19 @@ def _lay(
     """Lay the segments of group `index` of a batch into trees."""
     branches: list[Branch] = []
     lengths: dict[int, int] = {}
-    for number, (episode, given) in enumerate(zip(group.episodes, advantages, strict=True)):
+    holders = first_holders(group.episodes)
+    summed = _summed(group.episodes, advantages, holders)
+    repeated = 0
+    for number, (episode, given) in enumerate(zip(group.episodes, summed, strict=True)):
         place = index * len(group.episodes) + number
+        others_train = [turn for turn, (first, _) in enumerate(holders[number]) if first != number]
         own = []
         for at, segment in enumerate(episode.segments):
             of = float(given) if isinstance(given, torch.Tensor) else _of_segment(given, episode, segment)
             others = {name: _of_segment(values[number], episode, segment) for name, values in columns.items()}
-            own.append(make_branch(segment, place, at, of, others))
+            own.append(make_branch(segment, place, at, of, others, others_train=others_train))
         lengths[place] = sum(int(branch.mask.sum()) for branch in own)
+        repeated += sum(len(episode.turns[turn].token_ids) for turn in others_train)
         branches += [branch for branch in own if branch.mask.any()]
     uniform = not any(bool(each.any()) for each in advantages)
     left_out = drop_uniform and uniform
@@ -331,7 +373,8 @@ def _lay(
         trees=[] if left_out else build_trees(branches, index, share_prefixes=layout.share_prefixes),
         lengths=lengths,
         observations=observations,
-        unscored=sum(episode.response_tokens for episode in group.episodes) - sum(lengths.values()),
+        repeated=repeated,
+        unscored=sum(episode.response_tokens for episode in group.episodes) - sum(lengths.values()) - repeated,
         uniform=uniform,
     )
 
@@ -345,7 +388,7 @@ def _minibatch(groups: list[_Group], layout: Layout, group_size: int, sources: t
     least = layout.least_tokens * layout.context_parallel_degree
     return Minibatch(
         rows=tuple(_row(row, multiple, least, lengths, columns) for row in rows),
-        tokens=sum(lengths.values()),
+        tokens=sum(lengths.values()) + sum(group.repeated for group in groups),
         sequences=len(lengths),
         observations=sum(group.observations for group in groups),
         group_size=group_size,

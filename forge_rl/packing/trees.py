@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.token_arrays import Segment
+from forge_rl.types import Episode
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,14 +129,17 @@ def make_branch(
     index: int,
     advantages: float | npt.NDArray[np.float32],
     columns: Mapping[str, npt.NDArray[Any]] = MappingProxyType({}),
+    others_train: Sequence[int] = (),
 ) -> Branch:
     """Turn segment `index` of an episode into a branch; tokens without a finite logprob are not trained.
 
     Args:
         advantages: the episode's advantage, or one per token of the segment, [T].
         columns: other values of the segment's tokens, [T] or [T, k].
+        others_train: turns that other episodes train, which are context here.
     """
-    mask = segment.trained & np.isfinite(segment.logprobs)
+    own = segment.trained & ~np.isin(segment.turns, others_train)
+    mask = own & np.isfinite(segment.logprobs)
     assert not mask[:1].any(), "the first token of a segment has no context that could predict it"
     end = int(mask.nonzero()[0][-1]) + 1 if mask.any() else 0
     return Branch(
@@ -145,12 +149,27 @@ def make_branch(
         versions=np.where(mask, segment.versions, np.int32(-1))[:end],
         turns=np.where(mask, segment.turns, np.int32(-1))[:end],
         advantages=np.where(mask, advantages, np.float32(0))[:end].astype(np.float32, copy=False),
-        observed=(~segment.trained & np.logical_or.accumulate(segment.trained))[:end],
+        observed=(~segment.trained & np.logical_or.accumulate(own))[:end],
         columns={name: each[:end] for name, each in columns.items()},
         episode=episode,
         segment=index,
         routed=segment.routed,
     )
+
+
+def first_holders(episodes: Sequence[Episode]) -> list[list[tuple[int, int]]]:
+    """Return, for each turn of each episode of a group, the first episode that has it, and its place there.
+
+    That is the episode itself, unless worlds forked.
+    """
+    first: dict[tuple[tuple[int, ...], int], tuple[int, int]] = {}
+    return [
+        [
+            first.setdefault((turn.branch, place), (number, place)) if turn.branch else (number, place)
+            for place, turn in enumerate(episode.turns)
+        ]
+        for number, episode in enumerate(episodes)
+    ]
 
 
 def build_trees(branches: list[Branch], group: int, *, share_prefixes: bool) -> list[Tree]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from forge_rl.errors import ContextError, ReplicaError
+from forge_rl.errors import ContextError, ForgeError, ReplicaError
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode
 from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Sampling, Turn
+from forge_rl.types import Episode, Sampling, Task, Turn
 
 
 class Decoder(Protocol):
@@ -34,6 +34,11 @@ class Decoder(Protocol):
     def engines(self) -> dict[int, int]: ...
 
     async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None: ...
+
+
+StartBranch: TypeAlias = Callable[
+    [InflightEpisode, Callable[[Task, "PolicyClient"], Awaitable[Episode]]], "asyncio.Task[None]"
+]
 
 
 class Dispatcher:
@@ -74,9 +79,11 @@ class Dispatcher:
         self.scheduler.finish_turn(episode, interrupted=interrupted)
         self.grant()
 
-    def client(self, episode: InflightEpisode, sampling: Sampling) -> PolicyClient:
-        """Return an episode's policy client."""
-        return PolicyClient(self, episode, sampling, self.scheduler.own_s(episode))
+    def client(
+        self, episode: InflightEpisode, sampling: Sampling, start_branch: StartBranch | None = None
+    ) -> PolicyClient:
+        """Return an episode's policy client; with `start_branch`, the episode may have branches."""
+        return PolicyClient(self, episode, sampling, self.scheduler.own_s(episode), start_branch)
 
 
 @dataclass(frozen=True)
@@ -92,11 +99,51 @@ class PolicyClient:
     """Sampling settings of the episode's turns."""
     since_s: float
     """The episode's own time when this client was made."""
+    _start_branch: StartBranch | None = None
+    """Starts branches of the episode; None if it has none, as in an evaluation."""
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
 
     def used_s(self) -> float:
         """Return the episode's seconds so far, without waiting for an engine or pauses."""
         return self.dispatcher.scheduler.own_s(self.episode) - self.since_s
+
+    @property
+    def longest(self) -> int:
+        """Maximum tokens of a prompt and its completion together."""
+        return self.dispatcher.generator.max_model_len
+
+    @property
+    def tree(self) -> tuple[int, ...]:
+        """Root of the tree that begins with this episode, for `Turn.branch`; () if it has no branches.
+
+        An episode that is tried again begins another tree, as branches of the first one may go on.
+        """
+        group, tries = self.episode.group, self.episode.tries
+        if self._start_branch is None or self.dispatcher.scheduler.leaves == 1:
+            return ()
+        return (self.episode.index + tries * len(group.episodes),)
+
+    def take_branches(self, most: int) -> list[InflightEpisode]:
+        """Return up to `most` episodes that are branches of this one from now on; each must then be started.
+
+        Raises:
+            ForgeError: the environment's factory allows no branches.
+        """
+        if self._start_branch is None:
+            return []
+        if self.dispatcher.scheduler.leaves == 1:
+            raise ForgeError(
+                "the environment asked for branches, but its factory sets no `leaves`",
+                hint="set `leaves` on the class or function that makes it: the most episodes of a tree, such as 4",
+            )
+        return self.dispatcher.scheduler.branches(self.episode, most)
+
+    def start_branch(
+        self, branch: InflightEpisode, run: Callable[[Task, PolicyClient], Awaitable[Episode]]
+    ) -> asyncio.Task[None]:
+        """Start an episode of `take_branches`; its first attempt is `run`."""
+        assert self._start_branch is not None, "there are no branches to start"
+        return self._start_branch(branch, run)
 
     async def __call__(
         self,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from forge_rl.errors import ContextError, DeadlineError, InfrastructureError, ReplicaError, SpendingError
+from forge_rl.errors import ContextError, DeadlineError, ForgeError, InfrastructureError, ReplicaError, SpendingError
 from forge_rl.rewards.scorer import scored
+from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Episode, Message, Outcome, Score, Task, ToolCall, Turn
+from forge_rl.types import Episode, Message, Outcome, Sampling, Score, Task, ToolCall, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,6 +25,29 @@ if TYPE_CHECKING:
 Tools = Sequence["Mapping[str, object]"]
 Parse = Callable[[Turn, Tools], Awaitable["Parsed"]]
 """Parses a turn into content and calls of these tools."""
+Decode = Callable[..., Awaitable[Turn]]
+"""Decodes a prompt, by the episode's sampling settings or those given, such as a PolicyClient."""
+
+
+@dataclass(kw_only=True)
+class _Path:
+    """What an episode has done so far; its branches start with copies."""
+
+    session: EnvSession | LocalSession
+    shown: tuple[Message, ...]
+    """Messages that the model sees before the next turn, and has not seen before."""
+    prompt_ids: TokenIds
+    """Prompt of the next turn."""
+    sampling: Sampling | None = None
+    """Sampling settings of the next turn, if they are not the client's."""
+    tools: Tools
+    branch: tuple[int, ...]
+    """Node of the next turn, see `Turn.branch`."""
+    turns: list[Turn] = field(default_factory=list)
+    given: list[tuple[float | None, Mapping[str, float]]] = field(default_factory=list)
+    """Reward of each step, and its parts."""
+    decoding: bool = False
+    """True while an error is ours, to be raised."""
 
 
 @dataclass(frozen=True)
@@ -42,79 +67,152 @@ class EpisodeRunner:
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
 
-    async def __call__(self, task: Task, decode: Callable[[TokenIds], Awaitable[Turn]]) -> Episode:
+    async def __call__(self, task: Task, decode: Decode) -> Episode:
         """Run one episode. Failures of services become outcomes; errors of `decode`, except dead engines, are raised.
+
+        Branches that its environment asks for are episodes of their own, started by `decode` if it is a PolicyClient.
 
         Raises:
             PoisonError: the task killed several engines, one after another.
             ContextError: the task's prompt leaves no room for an answer. In later turns, the episode is truncated.
             SpendingError: a judge's spending limit is reached.
         """
-        began, began_at = self.clock(), self.wall_clock()
-        turns: list[Turn] = []
-        given: list[tuple[float | None, Mapping[str, float]]] = []  # per step: reward and its parts
-        session: EnvSession | LocalSession | None = None
-        # Outcome if the current operation fails; None if an error would be a bug, to be raised.
-        on_error: Outcome | None = Outcome.ENVIRONMENT_ERROR
+        return await self._run(functools.partial(self._begin, task, decode), task, decode)
+
+    async def _begin(self, task: Task, decode: Decode) -> _Path:
+        """Open the environment; returns the path before its first turn."""
+        session, observation = await self.environment.open(task)
         try:
-            session, observation = await self.environment.open(task)
-            tools = observation.tools or task.tools
-            shown: tuple[Message, ...] = tuple(observation.messages)
-            prompt_ids: TokenIds = self.tokenizer.render(shown, tools=tools)
-            del observation  # tools may be large, and there are thousands of episodes
-            full = False
-            while True:
-                on_error, parsed, asked_s = None, None, self.clock()
-                try:
-                    turns.append(await decode(prompt_ids))
-                    seconds = self.clock() - asked_s
-                    turns[-1] = Turn.of_arrays(**vars(turns[-1]) | {"messages": shown, "seconds": seconds})
-                    if tools and self.parse is not None:
-                        parsed = await self.parse(turns[-1], tools)
-                except ContextError:
-                    full = bool(turns)
-                    if not full:
-                        raise
-                on_error = Outcome.ENVIRONMENT_ERROR
-                truncated, asked_s = full or turns[-1].truncated, self.clock()
-                step = await session.step("" if full else turns[-1].text, truncated=truncated, parsed=parsed)
-                if not full:
-                    done = {"response_s": self.clock() - asked_s, "calls": step.calls or (parsed[1] if parsed else ())}
-                    turns[-1] = Turn.of_arrays(**vars(turns[-1]) | done)
-                given.append((step.reward, step.parts))
-                if full and not step.done:
-                    await session.close()
-                if full or step.done:
-                    break
-                prompt_ids = self._next_prompt(turns[-1], step, tools, parsed[1] if parsed else ())
-                shown = step.messages if step.history is None else step.history
-                del step
+            tools, shown = observation.tools or task.tools, tuple(observation.messages)
+            prompt_ids = self.tokenizer.render(shown, tools=tools)
+        except BaseException:
+            session.abandon()
+            raise
+        tree = decode.tree if isinstance(decode, PolicyClient) else ()
+        return _Path(session=session, shown=shown, prompt_ids=prompt_ids, tools=tools, branch=tree)
+
+    async def _run(self, begin: Callable[[], Awaitable[_Path]], task: Task, decode: Decode) -> Episode:
+        """Run an episode from where it begins; raises as `__call__`."""
+        began, began_at = self.clock(), self.wall_clock()
+        path: _Path | None = None
+        try:
+            path = await begin()
+            step, truncated = await self._play(path, task, decode)
         except BaseException as error:
-            if session is not None:
-                session.abandon()
-            if not isinstance(error, Exception):
+            if path is not None:
+                path.session.abandon()
+            if not isinstance(error, Exception) or isinstance(error, SpendingError):
                 raise
+            outcome = Outcome.ENVIRONMENT_ERROR
             if isinstance(error, DeadlineError | ReplicaError | InfrastructureError):
-                on_error = Outcome.INFRASTRUCTURE_ERROR
-            if on_error is None or isinstance(error, SpendingError):
+                outcome = Outcome.INFRASTRUCTURE_ERROR
+            elif path is not None and path.decoding:
                 raise
-            episode = Episode(task=task, turns=tuple(turns), outcome=on_error, problem=str(error))
+            turns = () if path is None else tuple(path.turns)
+            episode = Episode(task=task, turns=turns, outcome=outcome, problem=str(error))
         else:
             outcome = Outcome.TRUNCATED if truncated else Outcome.COMPLETED
             if step.model_error:
                 outcome = Outcome.MODEL_ERROR
-            episode = Episode(task=task, turns=tuple(turns), output=step.output, outcome=outcome)
-            episode = await scored(episode, self.reward, _own_score(given, len(turns)))
+            episode = Episode(task=task, turns=tuple(path.turns), output=step.output, outcome=outcome)
+            episode = await scored(episode, self.reward, _own_score(path.given, len(path.turns)))
         return episode.updated(seconds=self.clock() - began, began=began_at)
 
+    async def _play(self, path: _Path, task: Task, decode: Decode) -> tuple[Step, bool]:
+        """Take turns until the environment is done, or the context full.
+
+        Returns:
+            The last step, and whether a token limit cut the last completion, or left no room for another.
+        """
+        turns, full = path.turns, False
+        while True:
+            path.decoding, parsed, asked_s = True, None, self.clock()
+            try:
+                given = (path.prompt_ids,) if path.sampling is None else (path.prompt_ids, path.sampling)
+                turns.append(await decode(*given))
+                own = {"messages": path.shown, "seconds": self.clock() - asked_s, "branch": path.branch}
+                turns[-1] = Turn.of_arrays(**vars(turns[-1]) | own)
+                if path.tools and self.parse is not None:
+                    parsed = await self.parse(turns[-1], path.tools)
+            except ContextError:
+                full = bool(turns)
+                if not full:
+                    raise
+            path.decoding = False
+            truncated, asked_s = full or turns[-1].truncated, self.clock()
+            step = await path.session.step("" if full else turns[-1].text, truncated=truncated, parsed=parsed)
+            if not full:
+                done = {"response_s": self.clock() - asked_s, "calls": step.calls or (parsed[1] if parsed else ())}
+                turns[-1] = Turn.of_arrays(**vars(turns[-1]) | done)
+            path.given.append((step.reward, step.parts))
+            if full and not step.done:
+                await path.session.close()
+            if full or step.done:
+                return step, truncated
+            path.prompt_ids = self._next_prompt(turns[-1], step, path.tools, parsed[1] if parsed else ())
+            path.shown = step.messages if step.history is None else step.history
+            path.sampling = _of_the_rest(path, decode) if step.continues else None
+            if step.branches > 1 and isinstance(decode, PolicyClient):
+                await self._fork(path, step.branches, task, decode)
+            del step  # a history may be large, and there are thousands of episodes
+
+    async def _fork(self, path: _Path, branches: int, task: Task, client: PolicyClient) -> None:
+        """Start this many branches of an episode, itself included, or as many as there is room for in its tree.
+
+        An error of a fork ends only its branch.
+        """
+        taken = client.take_branches(branches - 1) if len(path.prompt_ids) < client.longest else []
+        for number, branch in enumerate(taken, start=1):
+            fork = replace(path, branch=(*path.branch, number), turns=[*path.turns], given=[*path.given])
+            error: Exception | None = None
+            try:
+                fork.session = await path.session.fork()
+            except Exception as failed:
+                error = failed
+            running = client.start_branch(branch, functools.partial(self._run, functools.partial(_begin, fork, error)))
+            if error is None:  # it may be cancelled before its first step
+                running.add_done_callback(functools.partial(_abandon, fork.session))
+        if taken:
+            path.branch = (*path.branch, 0)
+
     def _next_prompt(self, turn: Turn, step: Step, tools: Tools, calls: Sequence[ToolCall]) -> TokenIds:
-        """Return the next prompt: everything so far plus the new messages, or a new history."""
+        """Return the next prompt: everything so far plus the new messages, or a new history.
+
+        Raises:
+            ForgeError: the model is to go on with a message that it has ended.
+        """
+        if step.continues:
+            if not turn.truncated:
+                raise ForgeError(
+                    "a step continues the model's message, which the model has ended",
+                    hint="set `continues` only if `truncated` is true",
+                )
+            return turn.context
         if step.history is not None:
             return self.tokenizer.render(step.history, tools=tools)
         shown: list[Message] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {}}} for call in calls
         ]
         return self.tokenizer.extend(turn.context, step.messages, tools=tools, calls=shown)
+
+
+async def _begin(fork: _Path, error: Exception | None) -> _Path:
+    """Return the path of a branch, or raise why its environment could not be copied."""
+    if error is not None:
+        raise error
+    return fork
+
+
+def _abandon(session: EnvSession | LocalSession, _: object) -> None:
+    session.abandon()
+
+
+def _of_the_rest(path: _Path, decode: Decode) -> Sampling | None:
+    """Return the settings for the rest of a message, with another seed, to not repeat the random numbers."""
+    sampling = decode.sampling if isinstance(decode, PolicyClient) else None
+    if sampling is None or sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + 1_000_003 * len(path.turns[-1].context)) % 2**63)
 
 
 def _own_score(given: Sequence[tuple[float | None, Mapping[str, float]]], turns: int) -> Score | None:

@@ -398,8 +398,7 @@ class RolloutExecutor:
             idle = self._failure is not None or self._giving_up is not None or self._more is not None
             starts = [] if idle else scheduler.pop_starts(most=_WAVE)
             for episode in starts:
-                task = self._running[episode] = loop.create_task(self._run(episode))
-                task.add_done_callback(functools.partial(self._forget, episode))
+                self._start(episode, self._run_episode)
             if len(starts) == _WAVE:
                 self._more = loop.call_soon(self._start_more)
         except ForgeError as error:
@@ -408,6 +407,12 @@ class RolloutExecutor:
             if episode in self._running and self._running[episode] is not asyncio.current_task():
                 self._running[episode].cancel()
         self._dispatcher.grant()
+
+    def _start(self, episode: InflightEpisode, run: RunEpisode) -> asyncio.Task[None]:
+        """Run an episode in a task of its own."""
+        task = self._running[episode] = asyncio.get_running_loop().create_task(self._run(episode, run))
+        task.add_done_callback(functools.partial(self._forget, episode))
+        return task
 
     def _start_more(self) -> None:
         self._more = None
@@ -418,7 +423,7 @@ class RolloutExecutor:
         self._failure = self._failure or error
         self._changed.set()
 
-    async def _run(self, episode: InflightEpisode) -> None:
+    async def _run(self, episode: InflightEpisode, run: RunEpisode) -> None:
         """Run an episode and record its end.
 
         An error that is not an outcome fails the next batch, or the awaited evaluation.
@@ -427,7 +432,7 @@ class RolloutExecutor:
         evaluation = self.evaluation if episode.group.batch == EVALUATION else None
         record: Callable[[], None]
         try:
-            result = await self._attempt(task, self._client(episode, evaluation))
+            result = await self._attempt(run, task, self._client(episode, evaluation))
             if result.outcome.scored:
                 result = await self._score_group(episode, result)
             record = functools.partial(scheduler.record_result, episode, result)
@@ -472,7 +477,8 @@ class RolloutExecutor:
         else:
             sampling = self._generator.sampling
             place = "/".join(map(str, (self._seed, *episode.place)))
-        return self._dispatcher.client(episode, replace(sampling, seed=zlib.crc32(place.encode())))
+        start_branch = self._start if evaluation is None else None
+        return self._dispatcher.client(episode, replace(sampling, seed=zlib.crc32(place.encode())), start_branch)
 
     def _forget(self, episode: InflightEpisode, task: asyncio.Task[None]) -> None:
         """Forget a finished asyncio task of an episode, unless another one runs the episode by now."""
@@ -527,10 +533,10 @@ class RolloutExecutor:
                 self._tell(self._listener.episode, mates_result)
         return scored[-1] if result.unscored else result
 
-    async def _attempt(self, task: Task, client: PolicyClient) -> Episode:
+    async def _attempt(self, run: RunEpisode, task: Task, client: PolicyClient) -> Episode:
         """Run an episode; a CancelledError from its own code is an environment error and does not end the run."""
         try:
-            return await self._run_episode(task, client)
+            return await run(task, client)
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if current is None or current.cancelling():

@@ -44,7 +44,10 @@ class Scheduler:
         scheduler.record_result(episode, result)
         groups = scheduler.planner.pop_batch()  # None until the batch is complete
 
-    See EngineCapacity and BatchPlanner for the arguments.
+    With `leaves` L, the G episodes of a group are the leaves of trees. Each tree has L neighbours, of which the first
+    starts and the others are reserved for its branches; those left over when it has ended start another tree.
+
+    See EngineCapacity and BatchPlanner for the other arguments.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Scheduler:
         groups: int,
         episodes: int,
         tasks: ResumableTaskStream,
+        leaves: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tasks = tasks
@@ -61,6 +65,8 @@ class Scheduler:
         """The current config; `reconfigure` changes it."""
         self.capacity = EngineCapacity(clock)
         self._groups, self._episodes = groups, episodes
+        self.leaves = leaves
+        """Maximum episodes of a tree; 1 if episodes have no branches."""
         self._clock = clock
         self.reset(0)
 
@@ -155,6 +161,24 @@ class Scheduler:
         else:
             self._queue(episode)
 
+    def branches(self, episode: InflightEpisode, most: int) -> list[InflightEpisode]:
+        """Return up to `most` reserved episodes of a running episode's tree, as its branches, which are "in_env" now.
+
+        They prefer its engine, which has their prompt in its KV cache.
+        """
+        found = [] if episode.group.dropped else self._reserved(episode)[: max(0, most)]
+        for each in found:
+            each.engine = episode.engine
+            self._set_state(each, "in_env")
+        return found
+
+    def _tree(self, episode: InflightEpisode) -> list[InflightEpisode]:
+        first = episode.index - episode.index % self.leaves
+        return episode.group.episodes[first : first + self.leaves]
+
+    def _reserved(self, episode: InflightEpisode) -> list[InflightEpisode]:
+        return [each for each in self._tree(episode) if each.state == "reserved"]
+
     def skip(self, episode: InflightEpisode, error: ContextError | PoisonError) -> None:
         """End an episode whose task is too long for the context, or kills engines. In a batch, its group is replaced.
 
@@ -226,6 +250,9 @@ class Scheduler:
             tokens = float(result.response_tokens)
             before = self._expected_tokens.get(group.task.source, tokens)
             self._expected_tokens[group.task.source] = before * _MEMORY + tokens * (1 - _MEMORY)
+            if all(each.state in ("done", "reserved") for each in self._tree(episode)):
+                for each in self._reserved(episode)[:1]:
+                    self.restart(each)
             if all(each.result is not None for each in group.episodes):
                 self.planner.complete(group)
 
@@ -310,6 +337,7 @@ class Scheduler:
         states = Counter(each.state for group in self.planner.incomplete_groups() for each in group.episodes)
         del states["done"]
         words = {"new": "not started", "in_env": "with tools or judges", "waiting": "wait for an engine"}
+        words["reserved"] = "reserved for branches"
         shown = ", ".join(f"{states[state]} {words.get(state, state)}" for state in sorted(states))
         planner = self.planner
         missing = f"batch {planner.next_batch} lacks {sum(states.values())} episodes" + (f": {shown}" if shown else "")
@@ -363,7 +391,10 @@ class Scheduler:
     def _add_group(self, group: GroupState) -> None:
         self.states["new"] += len(group.episodes)
         for episode in group.episodes:
-            self._queue(episode)
+            if episode.index % self.leaves:
+                self._set_state(episode, "reserved")
+            else:
+                self._queue(episode)
 
     def _end_group(self, group: GroupState) -> None:
         for episode in group.episodes:

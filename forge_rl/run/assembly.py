@@ -189,6 +189,7 @@ def _rollouts(
         groups=config.groups_per_batch,
         episodes=config.group_size,
         tasks=ResumableTaskStream(mixture, pools),
+        leaves=services.environment.leaves if services.environment else 1,
     )
     rollouts = RolloutExecutor(
         Dispatcher(scheduler, services.generator, tokenizer),

@@ -10,7 +10,7 @@ import torch
 
 from forge_rl.metrics.episode_files import RecordedEpisode
 from forge_rl.packing.rows import Packed
-from forge_rl.packing.unpacking import unpack
+from forge_rl.packing.unpacking import trained_tokens, unpack
 from forge_rl.types import Batch, Episode
 
 
@@ -34,17 +34,16 @@ def trained_episodes(
             ],
         )
     size = len(batch.groups[0].episodes) if batch.groups else 1
-    for place, episode in enumerate(batch.episodes):
+    for place, (episode, mask) in enumerate(zip(batch.episodes, trained_tokens(batch), strict=True)):
         advantages: npt.NDArray[np.float32] | None = None
         gaps: npt.NDArray[np.float32] | None = None
         entropies: npt.NDArray[np.float32] | None = None
         trained: npt.NDArray[np.bool_] | None = None
         if packed is not None:
-            logprobs = np.concatenate([np.zeros(0, np.float32), *(turn.logprobs for turn in episode.turns)])
-            advantages, gaps = np.zeros(len(logprobs), np.float32), np.full(len(logprobs), np.nan, np.float32)
+            advantages, gaps = np.zeros(len(mask), np.float32), np.full(len(mask), np.nan, np.float32)
             entropies = gaps.copy()
             if place in found:
-                trained = np.isfinite(logprobs)
+                trained = mask
                 advantages[trained], gaps[trained], entropies[trained] = found[place].numpy().T
         yield RecordedEpisode(
             step=step,

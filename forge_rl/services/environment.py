@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forge_rl.envs.protocol import (
@@ -17,12 +17,13 @@ from forge_rl.envs.protocol import (
     Parsed,
     Step,
     close_env,
+    fork_env,
     make_env,
     replay_env,
     reset_env,
     step_env,
 )
-from forge_rl.errors import ForgeError, ReplayError, ReplicaError, check_flags
+from forge_rl.errors import ConfigError, ForgeError, ReplayError, ReplicaError, check_flags
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.seats import Seats, ServiceHosts
@@ -93,6 +94,20 @@ class Environment:
         await service.start(config.replicas, start_one, config.restart)
         return cls(config, service, factory)
 
+    @property
+    def leaves(self) -> int:
+        """Maximum episodes of a tree that one grows into by forks; 1 if the factory allows none.
+
+        Raises:
+            ConfigError: the factory's `leaves` is no positive integer.
+        """
+        leaves = getattr(self._factory, "leaves", 1)
+        if type(leaves) is not int or leaves < 1:
+            raise ConfigError(
+                f"the environment's `leaves` is {leaves!r:.80}", hint="set it to the most episodes of a tree, such as 4"
+            )
+        return leaves
+
     async def open(self, task: Task) -> tuple[EnvSession | LocalSession, Observation]:
         """Open a session and reset its environment, on another replica if one dies meanwhile.
 
@@ -154,7 +169,7 @@ class EnvSession:
         self._task = task
         self._about = about
         self._over = False
-        self._replayable = False
+        self._replayable = self._forks = False
         self._observation: Observation | None = None
         self._log: list[tuple[Given, Step]] = []
         """All turns so far: what the environment was given, and its responses."""
@@ -163,7 +178,7 @@ class EnvSession:
     async def reset(self) -> Observation:
         """Create the environment and return its first observation; raises as `step` does."""
         try:
-            self._observation, self._replayable = await self._ask("reset", self._task)
+            self._observation, self._replayable, self._forks = await self._ask("reset", self._task)
         except BaseException:
             self.abandon()
             raise
@@ -210,20 +225,57 @@ class EnvSession:
         """Rebuild the environment in another replica, and let it respond."""
 
         async def attempt(replica: Replica) -> Step:
-            self._replica.held -= 1
-            self._move(replica)
-            differs = await self._ask("replay", self._task, self._observation, self._log, turns=len(self._log) + 1)
-            if differs:
-                self._environment.replays["differed"] += 1
-                message = f"a dead process's environment of {self._task.source} {self._task.id} was replayed: {differs}"
-                hint = "set `replayable = False` on the environment, or make it depend on its task and turns only"
-                raise ReplayError(message, service="environment", replica=replica.index, hint=hint)
+            await self._rebuild(replica)
             step: Step = await self._ask("step", *given)
             return step
 
         step = await self._service.try_on(attempt, about=self._about, refuses=True)
         self._environment.replays["replayed"] += 1
         return step
+
+    async def fork(self) -> EnvSession:
+        """Return another session in the same state: by the environment's `fork`, or by replaying the turns so far.
+
+        Raises:
+            ForgeError: the environment has no `fork` and must not be replayed; otherwise as `step`.
+        """
+        fork = EnvSession(self._environment, self._service, self._replica, self._task, self._about)
+        fork._observation, fork._replayable, fork._forks = self._observation, self._replayable, self._forks
+        fork._log = list(self._log)
+        try:
+            if self._forks and await self._copied(fork._key):
+                return fork
+            if not self._replayable:
+                raise ForgeError(
+                    "the environment asked for branches, but has no `fork`, and `replayable = False`",
+                    hint="define `fork`, which returns an independent copy",
+                )
+            await self._service.try_on(fork._rebuild, about=self._about, refuses=True)
+        except BaseException:
+            fork.abandon()
+            raise
+        return fork
+
+    async def _copied(self, key: int) -> bool:
+        """Let the environment copy itself; False if its replica has died and it can be replayed instead."""
+        try:
+            await self._ask("fork", key)
+        except ReplicaError:
+            if self._replica.alive or not self._replayable:
+                raise
+            return False
+        return True
+
+    async def _rebuild(self, replica: Replica) -> None:
+        """Make the environment again in a replica."""
+        self._replica.held -= 1
+        self._move(replica)
+        differs = await self._ask("replay", self._task, self._observation, self._log, turns=len(self._log) + 1)
+        if differs:
+            self._environment.replays["differed"] += 1
+            message = f"an environment of {self._task.source} {self._task.id} was made again, and replayed: {differs}"
+            hint = "set `replayable = False` on the environment, or make it depend on its task and turns only"
+            raise ReplayError(message, service="environment", replica=replica.index, hint=hint)
 
     def _move(self, replica: Replica) -> None:
         self._replica, self._key = replica, self._environment.new_key()
@@ -266,6 +318,10 @@ class LocalSession:
         """Respond to one turn of the model, as `EnvSession.step` does."""
         return await step_env(self.env, answer, truncated, parsed)
 
+    async def fork(self) -> LocalSession:
+        """Return another session in the same state."""
+        return replace(self, env=await fork_env(self.env))
+
     async def close(self) -> None:
         """Close an environment that is not done."""
 
@@ -280,9 +336,12 @@ class EnvironmentActor(ServiceActor):
         self._factory = factory
         self._envs: dict[int, Env] = {}
 
-    async def reset(self, key: int, task: Task) -> tuple[Observation, bool]:
+    async def reset(self, key: int, task: Task) -> tuple[Observation, bool, bool]:
         env = self._envs[key] = make_env(self._factory, task)
-        return await reset_env(env), bool(getattr(env, "replayable", True))
+        return await reset_env(env), bool(getattr(env, "replayable", True)), hasattr(env, "fork")
+
+    async def fork(self, key: int, copy: int) -> None:
+        self._envs[copy] = await fork_env(self._envs[key])
 
     async def replay(self, key: int, task: Task, observation: Observation, log: Sequence[tuple[Given, Step]]) -> str:
         env = self._envs[key] = make_env(self._factory, task)

@@ -94,6 +94,7 @@ def _turn(
         "messages": [_message(each) for each in turn.messages[: room.take("messages", len(turn.messages))]],
         "text": _clipped(turn.text),
         "agent": clip(turn.agent, 80),
+        "branch": clip(".".join(map(str, turn.branch)), 80),
         "calls": [
             {
                 "name": _clipped(call.name),

@@ -172,7 +172,7 @@ const folded = (title, text) => el("details", null, el("summary", null, title), 
 
 /** @param {any} turn @param {number} at @param {any} episode */
 function turnTitle(turn, at, episode) {
-  const segment = (episode.segments > 1 ? `, segment ${turn.segment + 1} of ${episode.segments}` : "") + (turn.agent ? `, ${visible(turn.agent)}` : "");
+  const segment = (episode.segments > 1 ? `, segment ${turn.segment + 1} of ${episode.segments}` : "") + (turn.agent ? `, ${visible(turn.agent)}` : "") + (turn.branch ? `, branch ${visible(turn.branch)}` : "");
   const facts = [
     `${turn.prompt_tokens} + ${turn.count} tokens${turn.truncated ? ", truncated" : ""}`,
     `${duration(turn.seconds)} to answer`,
