@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from forge_rl.algorithms.returns import by_group as by_group
     from forge_rl.algorithms.returns import reinforce_pp_advantages as reinforce_pp_advantages
     from forge_rl.algorithms.returns import token_rewards as token_rewards
+    from forge_rl.algorithms.tree import tree_advantages as tree_advantages
     from forge_rl.algorithms.value_loss import ValueLoss as ValueLoss
     from forge_rl.data.adaptive import Adapting as Adapting
     from forge_rl.data.curriculum import Curriculum as Curriculum
@@ -142,6 +143,7 @@ _HOMES = {
         ),
         "algorithms.gates": ("gate_advantages",),
         "algorithms.gigpo": ("gigpo_advantages",),
+        "algorithms.tree": ("tree_advantages",),
         "algorithms.hints": ("Hint",),
         "algorithms.loss_flag": (
             "LossTexts",

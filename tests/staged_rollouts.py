@@ -171,6 +171,7 @@ def rollouts(**changes: Any) -> RolloutExecutor:
     parts: dict[str, Any] = {
         "mixture": Mixture({"counting": CountingSource()}),
         "groups": 3,
+        "leaves": 1,
         "episodes": 4,
         "schedule": ScheduleConfig(max_lag=0),
         "tokenizer": Letters(),
@@ -190,6 +191,7 @@ def rollouts(**changes: Any) -> RolloutExecutor:
         groups=parts["groups"],
         episodes=parts["episodes"],
         tasks=ResumableTaskStream(parts["mixture"]),
+        leaves=parts["leaves"],
     )
     return RolloutExecutor(
         Dispatcher(scheduler, generator, tokenizer),

@@ -184,6 +184,14 @@ def test_histories_that_go_on_differently_share_every_level():
     assert row.segments.tolist() == [-1, -1, 0, 0, -1, -1, 0, -1, 0, -1, -1, 1, 0]
 
 
+def test_a_target_that_one_of_many_continuations_trains_is_kept():
+    # Two segments that do not train their second token differ there; a third one trains it.
+    group = [(0.0, [turn([7, 1], [3])]), (1.0, [turn([7, 2], [3])]), (2.0, [turn([7], [2, 3])])]
+    (row,) = packed(batch_of(group)).rows
+    trained = list(zip(row.episodes.tolist(), row.targets.tolist(), row.mask.tolist(), strict=True))
+    assert sorted(target for episode, target, mask in trained if mask and episode == 2) == [2, 3]
+
+
 def test_segments_of_little_in_common_do_not_shorten_the_prefix_of_the_others():
     long, other = [*range(10, 40)], [10, *range(50, 80)]
     batch = batch_of([(0.0, [turn(long, [1])]), (1.0, [turn(other, [1])]), (2.0, [turn(long, [3])])])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forge_rl.envs.protocol import Env, EnvFactory
+from forge_rl.envs.protocol import Env, EnvFactory, leaves_of
 from forge_rl.errors import TaskError
 from forge_rl.types import Task
 
@@ -31,7 +31,7 @@ class BySource:
     @property
     def leaves(self) -> int:
         """Maximum episodes of a tree, of any environment."""
-        return max((getattr(each, "leaves", 1) for each in self.environments.values()), default=1)
+        return max(map(leaves_of, self.environments.values()), default=1)
 
     def __call__(self, task: Task) -> Env:
         if task.source not in self.environments:

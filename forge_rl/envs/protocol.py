@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-from forge_rl.errors import ForgeError
+from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.types import Episode, Message, Score, Task, ToolCall
 
 Parsed: TypeAlias = tuple[str, tuple[ToolCall, ...]]
@@ -144,6 +144,21 @@ class AgentEnvironment(Protocol):
 
     def serving(self, logs: Path) -> AbstractAsyncContextManager[None]:
         """Run whatever the episodes need while the body runs; processes log to files in `logs`."""
+
+
+def leaves_of(factory: EnvFactory) -> int:
+    """Return the most episodes of a tree that a factory's environments may fork into; 1 if they may not fork.
+
+    Raises:
+        ConfigError: its `leaves` is no positive integer.
+    """
+    of = factory.func if isinstance(factory, functools.partial) else factory
+    leaves = getattr(of, "leaves", 1)
+    if type(leaves) is not int or leaves < 1:
+        raise ConfigError(
+            f"the environment's `leaves` is {leaves!r:.80}", hint="set it to the most episodes of a tree, such as 4"
+        )
+    return leaves
 
 
 def make_env(factory: EnvFactory, task: Task) -> Env:

@@ -224,9 +224,9 @@ def pack(
     Each trained token is the target of exactly one position: a position is shared unless several segments train its
     next token, or one does and another continues otherwise. Where worlds forked, episodes have turns in common (see
     `Turn.branch`): the first episode trains them, with the sum of the advantages that all give them, so that the
-    gradient is that of separate episodes as long as losses are proportional to advantages and averaged over tokens. Tokens after the last trained token's predictor are
-    dropped, as nothing depends on them. Completion tokens without a finite logprob are masked and counted in
-    unscored_tokens.
+    gradient is that of separate episodes as long as losses are proportional to advantages and averaged over tokens.
+    Tokens after the last trained token's predictor are dropped, as nothing depends on them. Completion tokens without a
+    finite logprob are masked and counted in unscored_tokens.
 
     Args:
         advantages: [P, G] float32, one per episode, shared by its segments; or one per token of each episode.
@@ -468,6 +468,7 @@ def _lay_branch(
     if shared and row["targets"][path[shared - 1]] != branch.token_ids[shared]:
         row["targets"][path[shared - 1]] = 0  # another segment goes on differently
     trained, claimed = path[branch.mask[1:]], path[branch.claims[1:]]
+    row["targets"][claimed] = branch.token_ids[1:][branch.claims[1:]]
     row["mask"][trained] = True
     row["observed"][path[branch.observed[1:]]] = True
     for name in ("behaviour", "advantages", "versions", "turns"):

@@ -18,12 +18,13 @@ from forge_rl.envs.protocol import (
     Step,
     close_env,
     fork_env,
+    leaves_of,
     make_env,
     replay_env,
     reset_env,
     step_env,
 )
-from forge_rl.errors import ConfigError, ForgeError, ReplayError, ReplicaError, check_flags
+from forge_rl.errors import ForgeError, ReplayError, ReplicaError, check_flags
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.seats import Seats, ServiceHosts
@@ -96,17 +97,8 @@ class Environment:
 
     @property
     def leaves(self) -> int:
-        """Maximum episodes of a tree that one grows into by forks; 1 if the factory allows none.
-
-        Raises:
-            ConfigError: the factory's `leaves` is no positive integer.
-        """
-        leaves = getattr(self._factory, "leaves", 1)
-        if type(leaves) is not int or leaves < 1:
-            raise ConfigError(
-                f"the environment's `leaves` is {leaves!r:.80}", hint="set it to the most episodes of a tree, such as 4"
-            )
-        return leaves
+        """Most episodes of a tree, see `leaves_of`."""
+        return leaves_of(self._factory)
 
     async def open(self, task: Task) -> tuple[EnvSession | LocalSession, Observation]:
         """Open a session and reset its environment, on another replica if one dies meanwhile.

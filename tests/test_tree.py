@@ -1,0 +1,237 @@
+"""Trees of episodes: worlds that fork, advantages by hand, and gradients equal to those of separate episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from forge_rl.algorithms.tree import tree_advantages
+from forge_rl.envs.protocol import Observation, Step
+from forge_rl.packing.rows import Layout, dense_mask, pack
+from forge_rl.packing.unpacking import trained_tokens, unpack, values_of_episodes
+from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
+from tests.fakes import TASK
+from tests.staged_rollouts import StagedEnvironment, StagedGenerator, play, rollouts
+from tests.test_packing import TinyModel
+
+
+class Forking:
+    """Forks in `branches` after each of two turns, and ends after the third; the reward is the last digit written."""
+
+    leaves = 4
+    branches = 2
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.said: list[str] = []
+
+    async def reset(self) -> Observation:
+        return Observation(messages=self.task.messages)
+
+    async def step(self, completion: str) -> Step:
+        self.said.append(completion)
+        if len(self.said) == 3:
+            return Step(done=True, reward=float(completion[-1]), output="/".join(self.said))
+        return Step(done=False, messages=({"role": "user", "content": "?"},), branches=self.branches)
+
+
+class Wide(Forking):
+    branches = 10**9
+
+
+class Fragile(Forking):
+    """Cannot be copied for its second branch; the first attempt at each slot only."""
+
+    forked = 0
+
+    def fork(self) -> Fragile:
+        type(self).forked += 1
+        if type(self).forked == 1:
+            raise OSError("no room for a copy")
+        made = type(self)(self.task)
+        made.said = [*self.said]
+        return made
+
+
+def trees(kind: type, leaves: int = 4, **changes: object) -> tuple[RolloutExecutor, StagedEnvironment]:
+    environment = StagedEnvironment(kind)
+    executor = rollouts(environment=environment, leaves=leaves, episodes=6, **changes)
+    return executor, environment
+
+
+def paths(group: Group) -> list[tuple[int, ...]]:
+    return sorted(episode.turns[-1].branch for episode in group.episodes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Forking, [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (4, 0), (4, 1)]),
+        (Wide, [(0, 0), (0, 1), (0, 2), (0, 3), (4, 0), (4, 1)]),
+    ],
+)
+def test_the_leaves_of_trees_fill_each_group_exactly(kind: type, expected: list[tuple[int, ...]]) -> None:
+    generator = StagedGenerator()
+    executor, _ = trees(kind, generator=generator)
+    batch = asyncio.run(executor.next_batch())
+    assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
+    for group in batch.groups:
+        assert paths(group) == expected
+        for episode in group.episodes:
+            assert episode.output == "/".join(turn.text for turn in episode.turns), "each branch has a world of its own"
+            assert len(episode.segments) == 1
+            assert (episode.outcome, len(episode.turns)) == (Outcome.COMPLETED, 3)
+    nodes = {
+        (group.task.id, turn.branch, i)
+        for group in batch.groups
+        for e in group.episodes
+        for i, turn in enumerate(e.turns)
+    }
+    assert len(generator.seen) == len(nodes), "a turn that episodes have in common is decoded once"
+    assert executor.metrics()["rollouts/in_flight"] == 0
+
+
+def test_a_branch_that_fails_costs_that_branch_only() -> None:
+    Fragile.forked = 0
+    seen = list[Episode]()
+    executor, _ = trees(Fragile, groups=1, on_episode=seen.append)
+    (group,) = asyncio.run(executor.next_batch()).groups
+    assert [episode.problem for episode in seen if not episode.outcome.scored] == ["no room for a copy"]
+    assert len(group.episodes) == 6
+    assert executor._scheduler.outcomes[Outcome.COMPLETED] == 6
+    begun = {path[0] for path in paths(group)}
+    assert begun == {0, 4, 1 + 6}, "the place of the failed branch is taken by an episode from the start"
+
+
+def test_worlds_that_may_not_fork_say_so_and_evaluations_play_one_branch() -> None:
+    errors = list[str]()
+    executor, _ = trees(Forking, leaves=1, groups=1, on_episode=lambda each: errors.append(each.problem))
+    executor.config = replace(executor.config, retries=0)
+
+    async def main() -> None:
+        with pytest.raises(Exception, match="unusable groups"):
+            await executor.next_batch()
+
+    asyncio.run(main())
+    assert "its factory sets no `leaves`" in errors[0]
+    episode = asyncio.run(play(trees(Forking)[0], max_tokens=4))
+    assert [turn.branch for turn in episode.turns] == [(), (), ()]
+
+
+class Continuing(Forking):
+    """Goes on with a message that was cut."""
+
+    async def step(self, completion: str, *, truncated: bool) -> Step:  # type: ignore[override]
+        self.said.append(completion)
+        if len(self.said) == 3:
+            return Step(done=True, reward=1.0)
+        return Step(done=False, continues=True)
+
+
+def test_a_cut_message_goes_on_with_its_own_tokens_and_other_random_numbers() -> None:
+    generator = StagedGenerator(truncated=True)
+    (group,) = asyncio.run(trees(Continuing, groups=1, generator=generator)[0].next_batch()).groups
+    first, second, third = group.episodes[0].turns
+    assert second.prompt_ids.tolist() == first.context.tolist()
+    assert third.prompt_ids.tolist() == second.context.tolist()
+    assert len({first.text, second.text, third.text}) == 3, "the generator decodes its seed"
+    ended = trees(Continuing, groups=1, on_episode=lambda each: problems.append(each.problem))[0]
+    ended.config = replace(ended.config, retries=0)
+    problems = list[str]()
+    with pytest.raises(Exception, match="unusable groups"):
+        asyncio.run(ended.next_batch())
+    assert "which the model has ended" in problems[0]
+
+
+def turn(prompt: list[int], answer: list[int], branch: tuple[int, ...]) -> Turn:
+    return Turn(
+        prompt_ids=prompt, token_ids=answer, logprobs=[-1.0] * len(answer), versions=[0] * len(answer), text="",
+        branch=branch,
+    )  # fmt: skip
+
+
+def tree() -> Batch:
+    """A root turn that forks in two, of which the first forks again; and an episode that did not fork.
+
+    Rewards: (0, 0, 0) 1, (0, 0, 1) 0, (0, 1) 1, (1,) 0.
+    """
+    root = turn([10, 11], [20, 21, 22], (0,))
+    middle = turn([*root.context, 50], [30, 31], (0, 0))
+    leaves = [
+        (1.0, [root, middle, turn([*middle.context, 51], [40, 41], (0, 0, 0))]),
+        (0.0, [root, middle, turn([*middle.context, 51], [42], (0, 0, 1))]),
+        (1.0, [root, turn([*root.context, 50], [32, 33], (0, 1))]),
+        (0.0, [turn([10, 11], [23, 24], (1,))]),
+    ]
+    episodes = tuple(Episode(task=TASK, turns=tuple(turns), score=Score(total=reward)) for reward, turns in leaves)
+    return Batch(groups=(Group(task=TASK, episodes=episodes),), version=0)
+
+
+def test_advantages_of_a_hand_worked_tree() -> None:
+    # V(root) = 1/2, V(0) = 2/3 of three leaves, V(0, 0) = 1/2 of two.
+    root = (2 / 3 - 1 / 2 + 2 / 3 - 1 / 2) / math.sqrt(3)
+    middle = (1 / 2 - 1 / 2 + 1 / 2 - 2 / 3) / math.sqrt(2)
+    expected = [
+        [root] * 3 + [middle] * 2 + [1 - 1 / 2 + 1 - 1 / 2] * 2,
+        [root] * 3 + [middle] * 2 + [0 - 1 / 2 + 0 - 1 / 2],
+        [root] * 3 + [1 - 1 / 2 + 1 - 2 / 3] * 2,
+        [0 - 1 / 2 + 0 - 1 / 2] * 2,
+    ]
+    (found,) = tree_advantages(tree())
+    for own, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, wanted, rtol=1e-6)
+
+
+def test_equal_rewards_give_exactly_zero_and_episodes_without_a_score_are_in_no_mean() -> None:
+    (group,) = tree().groups
+    equal = tuple(replace(episode, score=Score(total=0.1)) for episode in group.episodes)
+    assert not any(own.any() for own in tree_advantages(Batch(groups=(replace(group, episodes=equal),), version=0))[0])
+    failed = (*group.episodes, replace(group.episodes[2], score=None))
+    more = tree_advantages(Batch(groups=(replace(group, episodes=failed),), version=0))[0]
+    for own, same in zip(more, tree_advantages(tree())[0], strict=False):
+        assert own.tolist() == same.tolist()
+    assert not more[4].any()
+
+
+@pytest.mark.parametrize("by", ["nodes", "episodes"])
+def test_a_tree_is_computed_once_and_its_gradient_is_that_of_separate_episodes(by: str) -> None:
+    torch.manual_seed(0)
+    batch, model = tree(), TinyModel().double()
+    (group,) = batch.groups
+    apart = tuple(
+        replace(each, turns=tuple(replace(turn, branch=()) for turn in each.turns)) for each in group.episodes
+    )
+    separate = Batch(groups=(replace(group, episodes=apart),), version=0)
+    advantages = tree_advantages(batch) if by == "nodes" else torch.tensor([[0.5, -0.25, 0.75, -1.0]])
+    gradients = []
+    for given, layout in ((batch, Layout(seq_len=64)), (separate, Layout(seq_len=64, share_prefixes=False))):
+        laid = pack(given, advantages, layout)
+        loss = torch.zeros((), dtype=torch.float64)
+        for row in laid.rows:
+            scored = model(row.token_ids, row.positions, dense_mask(row)).gather(1, row.targets[:, None]).squeeze(1)
+            loss = loss - (scored * row.advantages)[row.mask].sum()
+        (minibatch,) = laid.minibatches
+        gradients.append(torch.autograd.grad(loss / minibatch.tokens, list(model.parameters())))
+        if given is batch:
+            assert (laid.trained_tokens, laid.unscored_tokens, laid.packed_tokens) == (12, 0, 15)
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-6)
+
+
+def test_what_is_known_of_tokens_in_common_is_found_again() -> None:
+    batch = tree()
+    laid = pack(batch, tree_advantages(batch), Layout(seq_len=64), drop_uniform=False)
+    targets = [row.targets.double() for row in laid.rows]
+    found = unpack(laid, targets)
+    for place, (episode, mask) in enumerate(zip(batch.episodes, trained_tokens(batch), strict=True)):
+        written = np.concatenate([each.token_ids for each in episode.turns])
+        assert found[place].tolist() == written[mask].tolist()
+    valued = values_of_episodes(batch, laid, targets)
+    for episode, own in zip(batch.episodes, valued, strict=True):
+        assert own.tolist() == np.concatenate([each.token_ids for each in episode.turns]).tolist()
