@@ -13,7 +13,7 @@ import pytest
 
 from forge_rl.envs.protocol import EnvFactory, Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import ConfigError, DeadlineError, PoisonError, ReplayError, ReplicaError, ServiceError
+from forge_rl.errors import ConfigError, DeadlineError, ForgeError, PoisonError, ReplayError, ReplicaError, ServiceError
 from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
@@ -295,6 +295,56 @@ def test_an_environment_whose_process_dies_is_rebuilt_in_another_and_loses_no_tu
             assert service.pop_metrics() == {"environment/replayed": 2.0, "environment/differed": 1.0}
             assert [replica.held for replica in service._service.replicas] == [0, 0]
             assert len(faults.seen) == 2
+
+    asyncio.run(main())
+
+
+class Copied(Story):
+    """Copies itself, and must not be replayed."""
+
+    replayable = False
+
+    async def fork(self) -> Story:
+        made = Copied(self.task)
+        made.said = [*self.said]
+        return made
+
+
+class Unique(Story):
+    replayable = False
+
+
+@pytest.mark.parametrize(("factory", "worked"), [(Story, "a a b c"), (Copied, "a b c")], ids=["replayed", "copied"])
+def test_a_fork_goes_on_from_the_same_state_by_itself(factory: EnvFactory, worked: str, tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path, factory, replicas=2) as (service, _):
+            notes = tmp_path / "notes"
+            session, _ = await service.open(task_of(notes=notes))
+            await session.step("a")
+            fork = await session.fork()
+            assert str((await session.step("b")).messages[0]["content"]).startswith("['a', 'b'] at")
+            assert str((await fork.step("c")).messages[0]["content"]).startswith("['a', 'c'] at")
+            assert " ".join(line.split()[1] for line in notes.read_text().splitlines()) == worked
+            if factory is Story:
+                os.kill(int(notes.read_text().split()[0]), signal.SIGKILL)
+                another = await session.fork()
+                assert str((await another.step("d")).messages[0]["content"]).startswith("['a', 'b', 'd'] at")
+                await another.close()
+            await session.close()
+            await fork.close()
+            assert [replica.held for replica in service._service.replicas] == [0, 0]
+
+    asyncio.run(main())
+
+
+def test_a_world_that_can_be_neither_copied_nor_replayed_is_not_forked(tmp_path: Path):
+    async def main() -> None:
+        async with environment(tmp_path, Unique) as (service, _):
+            session, _ = await service.open(task_of(notes=tmp_path / "notes"))
+            with pytest.raises(ForgeError, match="has no `fork`"):
+                await session.fork()
+            assert (await session.step("done")).done
+            assert [replica.held for replica in service._service.replicas] == [0]
 
     asyncio.run(main())
 

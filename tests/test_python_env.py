@@ -146,3 +146,20 @@ def test_the_flag_makes_it_and_only_with_tools_shows_a_schema(loop: asyncio.Runn
     assert (loop.run(tools(made)), loop.run(tools(world()))) == (["python"], [])
     with pytest.raises(ConfigError, match="timeout_s is 0"):
         build_environment("python:timeout_s=0")
+
+
+def test_a_fork_has_a_session_of_its_own(loop: asyncio.Runner) -> None:
+    async def work() -> list[object]:
+        env = build_environment("python")(TASK)
+        await env.reset()
+        await env.step(fenced("x = [6]"), truncated=False, calls=())
+        fork = await env.fork()  # type: ignore[attr-defined]
+        shown = [
+            await each.step(fenced(code), truncated=False, calls=())
+            for each, code in ((env, "x.append(7); x"), (fork, "x"))
+        ]
+        await env.close()
+        await fork.close()
+        return [step.messages[0]["content"] for step in shown]
+
+    assert loop.run(work()) == ["Output:\n[6, 7]", "Output:\n[6]"]

@@ -107,3 +107,20 @@ def test_each_profile_has_a_pool_of_its_own(loop: asyncio.Runner):
         return pools[0] is pools[1] and pools[1] is not pools[2]
 
     assert loop.run(work())
+
+
+def test_a_fork_has_a_session_of_its_own(loop: asyncio.Runner) -> None:
+    async def work() -> list[object]:
+        env = build_environment("shell")(TASK)
+        await env.reset()
+        await env.step(fenced("echo 6 > notes"), truncated=False, calls=())
+        fork = await env.fork()  # type: ignore[attr-defined]
+        shown = [
+            await each.step(fenced(code), truncated=False, calls=())
+            for each, code in ((env, "echo 7 >> notes; cat notes"), (fork, "cat notes"))
+        ]
+        await env.close()
+        await fork.close()
+        return [step.messages[0]["content"] for step in shown]
+
+    assert loop.run(work()) == ["Output:\n6\n7", "Output:\n6"]

@@ -24,9 +24,8 @@ def tree_advantages(batch: Batch) -> list[list[npt.NDArray[np.float32]]]:
 
         (V(n) - V(root)  +  V(n) - V(parent of n)) / sqrt(|L(n)|)
 
-    It is that of every episode through n. `pack` adds them up where it trains a node once, as TreeRL does by training
-    each leaf as a sequence: a node counts sqrt(|L(n)|) times as much as a leaf. Without forks the advantage is twice
-    that of `dr_grpo`. Episodes without a score have 0, and are in no mean; values of turns and tokens are not used.
+    All |L(n)| episodes through n have this advantage. TreeRL trains each of them as a sequence; `pack` trains n once, with
+    the sum. Without forks the advantage is twice the one of `dr_grpo`. Episodes without a score have 0, and are in no mean; values of turns and tokens are not used.
 
     Returns:
         Advantages, [P][G] arrays [T] float32.

@@ -82,6 +82,10 @@ class BlockUse:
         observation = await self._use.reset()
         return observation if self._shows_schema else replace(observation, tools=())
 
+    def continue_from(self, other: BlockUse) -> None:
+        """Take over how far another episode has come."""
+        self._use.continue_from(other._use)
+
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
         """Run a completion's calls, or else its blocks."""
         code = [] if calls or truncated else fenced_code(completion, self._languages)

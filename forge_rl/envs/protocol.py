@@ -51,10 +51,10 @@ class Step:
     """A conversation that replaces everything the model has seen and written so far, such as a summary; the episode
     continues in a new segment. `messages` must be empty."""
     branches: int = 1
-    """Number of episodes that go on from here, each with a copy of the world: this one, and others of its group. There
-    are fewer if the tree would have more than `leaves` of the factory. In evaluations only this episode goes on."""
+    """Number of episodes that continue from here, each with a copy of the world: this one, and others of its group. There
+    are fewer if the tree would exceed the factory's `leaves`. In evaluations only this episode continues."""
     continues: bool = False
-    """True to let the model go on with its last message, which a token limit cut; there are no messages to show."""
+    """True to let the model continue its last message, which a token limit cut; `messages` must be empty."""
     model_error: bool = False
     """True if the model broke the environment's protocol, for example with an unparsable call; only when done. The
     episode is scored as usual, and counted."""
@@ -150,7 +150,7 @@ def leaves_of(factory: EnvFactory) -> int:
     """Return the most episodes of a tree that a factory's environments may fork into; 1 if they may not fork.
 
     Raises:
-        ConfigError: its `leaves` is no positive integer.
+        ConfigError: its `leaves` is not a positive integer.
     """
     of = factory.func if isinstance(factory, functools.partial) else factory
     leaves = getattr(of, "leaves", 1)
@@ -248,7 +248,7 @@ async def fork_env(env: Env) -> Env:
     made = await made if inspect.isawaitable(made) else made
     if made is env or not (hasattr(made, "reset") and hasattr(made, "step")):
         raise ForgeError(
-            f"{type(env).__name__}.fork returned {made!r:.80}, which is no other environment",
+            f"{type(env).__name__}.fork returned {made!r:.80}, which is not another environment",
             hint="return a new object that shares nothing that steps change",
         )
     forked: Env = made

@@ -93,7 +93,7 @@ class PythonUse:
     """One episode with Python."""
 
     def __init__(self, config: PythonEnv, task: Task) -> None:
-        self._config = config
+        self._config, self._task = config, task
         languages = () if config.tool else PYTHON
         self._use = BlockUse(config.settings, task, _PythonTool(self), languages=languages, shows_schema=config.tool)
         self._session: DurableSession | None = None
@@ -121,6 +121,14 @@ class PythonUse:
         if not self._session.alive and result.error is not None:
             return await self._replace(result.error)
         return _shown(result)
+
+    async def fork(self) -> PythonUse:
+        """Return an episode with a copy of this one's session."""
+        made = PythonUse(self._config, self._task)
+        made._use.continue_from(self._use)
+        if self._session is not None:
+            made._session = await self._session.fork()
+        return made
 
     async def close(self) -> None:
         if self._session is not None:

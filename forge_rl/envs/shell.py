@@ -62,7 +62,7 @@ class ShellUse:
     """One episode with a shell."""
 
     def __init__(self, config: ShellEnv, task: Task) -> None:
-        self._config = config
+        self._config, self._task = config, task
         tool = replace(TOOL, owner=self)
         self._use = BlockUse(config.settings, task, tool, languages=SHELL, shows_schema=config.tool)
         self._session: DurableSession | None = None
@@ -86,6 +86,14 @@ class ShellUse:
         if not self._session.alive:  # it was lost with the same commands again and again, which cannot end it
             raise SandboxError(f"the session of the episode is gone: {result.error and result.error.message}")
         return shown_result(result)
+
+    async def fork(self) -> ShellUse:
+        """Return an episode with a copy of this one's session."""
+        made = ShellUse(self._config, self._task)
+        made._use.continue_from(self._use)
+        if self._session is not None:
+            made._session = await self._session.fork()
+        return made
 
     async def close(self) -> None:
         if self._session is not None:

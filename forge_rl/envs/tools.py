@@ -210,6 +210,10 @@ class ToolUse:
                 return Step(done=False, history=tuple(shorter), calls=tuple(done))
         return Step(done=False, messages=tuple(outputs), calls=tuple(done))
 
+    def continue_from(self, other: ToolUse) -> None:
+        """Take over how far another episode has come."""
+        self._turns, self._conversation = other._turns, [*other._conversation]
+
     async def close(self) -> None:
         await close_env(self._world)
 

@@ -141,8 +141,8 @@ class Minibatch:
     rows: tuple[Row, ...]
     """Rows, a multiple of Layout.shares. Share s trains rows[s::shares]; rows of the same step have similar lengths."""
     tokens: int
-    """Number of trained tokens, including groups that were left out; those of a turn that episodes have in common count
-    once for each."""
+    """Number of trained tokens, including groups that were left out; turns that episodes have in common count once for
+    each."""
     sequences: int
     """Number of episodes, including groups that were left out."""
     observations: int = 0
@@ -223,8 +223,8 @@ def pack(
 
     Each trained token is the target of exactly one position: a position is shared unless several segments train its
     next token, or one does and another continues otherwise. Where worlds forked, episodes have turns in common (see
-    `Turn.branch`): the first episode trains them, with the sum of the advantages that all give them, so that the
-    gradient is that of separate episodes as long as losses are proportional to advantages and averaged over tokens.
+    `Turn.branch`): the first episode trains them, with the sum of the advantages that all give them. The gradient
+    equals the one of separate episodes as long as losses are proportional to advantages and averaged over tokens.
     Tokens after the last trained token's predictor are dropped, as nothing depends on them. Completion tokens without a
     finite logprob are masked and counted in unscored_tokens.
 
