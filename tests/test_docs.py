@@ -47,7 +47,7 @@ SMALL = (
 
 def test_the_tutorials_have_a_command_for_each_way_in() -> None:
     assert set(FILES) == {"mine.py", "safe.py", "shop.py", "world.py", "agent.py"}
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 9
 
 
 def undocumented(names: Iterable[str]) -> list[str]:

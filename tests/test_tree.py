@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import replace
+from inspect import getsource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from forge_rl.packing.rows import Layout, dense_mask, pack
 from forge_rl.packing.unpacking import trained_tokens, unpack, values_of_episodes
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
+from recipes import tree_search
 from tests.fakes import TASK
 from tests.staged_rollouts import StagedEnvironment, StagedGenerator, play, rollouts
 from tests.test_packing import TinyModel
@@ -235,3 +238,8 @@ def test_what_is_known_of_tokens_in_common_is_found_again() -> None:
     valued = values_of_episodes(batch, laid, targets)
     for episode, own in zip(batch.episodes, valued, strict=True):
         assert own.tolist() == np.concatenate([each.token_ids for each in episode.turns]).tolist()
+
+
+def test_the_world_in_the_documentation_is_the_recipes() -> None:
+    page = Path(__file__).parent.parent / "docs" / "doors" / "world.md"
+    assert f"```python\nimport forge_rl as rl\n\n\n{getsource(tree_search.Forking)}```" in page.read_text()

@@ -24,8 +24,9 @@ def tree_advantages(batch: Batch) -> list[list[npt.NDArray[np.float32]]]:
 
         (V(n) - V(root)  +  V(n) - V(parent of n)) / sqrt(|L(n)|)
 
-    All |L(n)| episodes through n have this advantage. TreeRL trains each of them as a sequence; `pack` trains n once, with
-    the sum. Without forks the advantage is twice the one of `dr_grpo`. Episodes without a score have 0, and are in no mean; values of turns and tokens are not used.
+    All |L(n)| episodes through n have this advantage. TreeRL trains each of them as a sequence; `pack` trains n once,
+    with the sum. Without forks the advantage is twice the one of `dr_grpo`. Episodes without a score have 0, and are in
+    no mean; values of turns and tokens are not used.
 
     Returns:
         Advantages, [P][G] arrays [T] float32.

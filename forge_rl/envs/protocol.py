@@ -51,8 +51,8 @@ class Step:
     """A conversation that replaces everything the model has seen and written so far, such as a summary; the episode
     continues in a new segment. `messages` must be empty."""
     branches: int = 1
-    """Number of episodes that continue from here, each with a copy of the world: this one, and others of its group. There
-    are fewer if the tree would exceed the factory's `leaves`. In evaluations only this episode continues."""
+    """Number of episodes that continue from here, each with a copy of the world: this one, and others of its group.
+    There are fewer if the tree would exceed the factory's `leaves`. In evaluations only this episode continues."""
     continues: bool = False
     """True to let the model continue its last message, which a token limit cut; `messages` must be empty."""
     model_error: bool = False
