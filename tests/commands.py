@@ -107,6 +107,11 @@ class Command:
         return "\n".join(self.lines)
 
 
+# With four digits no source draws one task twice in a run of some hundred steps by itself.
+_LARGE = "min_terms=2,max_terms=2,min_digits=4,max_digits=4"
+TASKS = ("--tasks", f"chain_sum:{_LARGE}*3", f"basic_arithmetic:{_LARGE}*1")
+
+
 def tiny_run(commands: list[Command], model: Path, out: Path, *arguments: str, recipe: str = "tests.tiny") -> Command:
     command = Command(
         recipe,
@@ -120,6 +125,16 @@ def tiny_run(commands: list[Command], model: Path, out: Path, *arguments: str, r
 
 def metrics(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def tasks_by_step(out: Path) -> dict[int, set[tuple[str, str]]]:
+    """Source and task of the episodes that each step trained on, all of which are sampled."""
+    tasks: dict[int, set[tuple[str, str]]] = {}
+    for line in (out / "episodes.jsonl").read_text().splitlines():
+        episode = json.loads(line)
+        if episode["outcome"] in ("completed", "truncated"):  # else it failed, and is only kept to be looked at
+            tasks.setdefault(episode["step"], set()).add((episode["source"], episode["task"]))
+    return tasks
 
 
 def processes_of(command: Command, service: str, replica: int = 0) -> list[psutil.Process]:

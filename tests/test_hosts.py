@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.commands import Command, forgotten, metrics, shared_memory, tiny_run
+from tests.commands import TASKS, Command, forgotten, metrics, shared_memory, tasks_by_step, tiny_run
 from tests.fake_actors import hosts_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_left")]
 
 FOUR = (
     *("--job", "process:4", "--trainer.ranks", "2", "--generator.replicas", "2"),
-    *("--placement", "trainer=host0+host1;generator=host1+host2;environment=host3;reward=host3"),
+    *("--placement", "trainer=host0+host1;generator=host1+host2;environment=host3+host1;reward=host3+host1"),
 )
 
 
@@ -31,7 +33,17 @@ def hosts_of_services(command: Command) -> dict[str, set[str]]:
     return found
 
 
-def test_a_run_over_four_hosts_goes_on_when_two_of_them_are_killed(
+def kill(command: Command, out: Path, host: str) -> None:
+    """Kills a host, which the run must notice within 5 s."""
+    killed = time.time()
+    os.kill(hosts_of(command.process.pid)[host], signal.SIGKILL)
+    command.wait_for(f"host {host} is gone")
+    events = map(json.loads, (out / "events.jsonl").read_text().splitlines())
+    noticed = next(event["time"] for event in events if f"host {host} is gone" in event["text"])
+    assert noticed - killed < 5
+
+
+def test_a_run_over_four_hosts_goes_on_when_one_of_each_kind_is_killed(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ):
     before, out = shared_memory(), tmp_path / "run"
@@ -40,10 +52,11 @@ def test_a_run_over_four_hosts_goes_on_when_two_of_them_are_killed(
         tiny_model,
         out,
         *FOUR,
-        *("--env", "tests.fake_envs:Elsewhere", "--steps", "40", "--checkpoint-every", "2"),
+        *TASKS,
+        *("--env", "tests.fake_envs:Elsewhere", "--steps", "60", "--checkpoint-every", "2", "--groups-per-batch", "4"),
     )
     command.wait_for("host host3: reward, environment")
-    command.wait_for(r"step +3/40")
+    command.wait_for(r"step +3/60")
     expected = {
         "trainer": {"host0", "host1"},
         "generator": {"host1", "host2"},
@@ -53,17 +66,23 @@ def test_a_run_over_four_hosts_goes_on_when_two_of_them_are_killed(
     }
     found = hosts_of_services(command)
     assert {service: found.get(service) for service in expected} == expected
-    pids = hosts_of(command.process.pid)
-    os.kill(pids["host2"], signal.SIGKILL)  # engine 1 moves
-    command.wait_for("host host2 is gone")
+    kill(command, out, "host2")  # engine 1 moves
     command.wait_for("generator/1 has recovered")
-    os.kill(pids["host0"], signal.SIGKILL)  # so do the trainer's ranks
+    kill(command, out, "host3")  # so do environment and reward
+    command.wait_for("environment/0 has recovered")
+    kill(command, out, "host0")  # and the trainer's ranks
     command.wait_for("the run continues from step [0-9]+$")
-    command.wait_for(r"step +40/40")
+    command.wait_for(r"step +60/60")
     assert command.end() == 0, command.output
     rows = [row for row in metrics(out) if "loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert [row["step"] for row in rows] == list(range(1, 61))
     assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows), "engines have the weights of all ranks"
+    batches = tasks_by_step(out)
+    assert {step: Counter(source for source, _ in tasks) for step, tasks in batches.items()} == {
+        step: {"chain_sum": 3, "basic_arithmetic": 1} for step in range(1, 61)
+    }, "the mixture is exact"
+    drawn = Counter(task for tasks in batches.values() for task in tasks)
+    assert set(drawn.values()) == {1}, "no task is trained twice"
     placed = json.loads((out / "hosts.json").read_text())
     assert placed["services"]["trainer"] == ["host0", "host1"]
     assert not command.strays()

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from forge_rl.weights.volume import reclaim
-from tests.commands import Command, actor_of, forgotten, metrics, shared_memory, tiny_run
+from tests.commands import TASKS, Command, actor_of, forgotten, metrics, shared_memory, tasks_by_step, tiny_run
 
 FOR_EVER = ("--steps", "100000", "--evaluation.every", "0")
 
@@ -35,19 +35,6 @@ def engine_of(command: Command, replica: int) -> psutil.Process:
     return next(process for process in below if "EngineCore" in " ".join(process.cmdline()))
 
 
-def tasks_by_step(out: Path) -> dict[int, set[tuple[str, str]]]:
-    """Source and task of the episodes that each step trained on, all of which are sampled."""
-    tasks: dict[int, set[tuple[str, str]]] = {}
-    for line in (out / "episodes.jsonl").read_text().splitlines():
-        episode = json.loads(line)
-        if episode["outcome"] in ("completed", "truncated"):  # else it failed, and is only kept to be looked at
-            tasks.setdefault(episode["step"], set()).add((episode["source"], episode["task"]))
-    return tasks
-
-
-# With four digits no source draws one task twice in a run of some hundred steps by itself.
-_LARGE = "min_terms=2,max_terms=2,min_digits=4,max_digits=4"
-TASKS = ("--tasks", f"chain_sum:{_LARGE}*3", f"basic_arithmetic:{_LARGE}*1")
 COLOCATED = ("--evaluation.every", "0", *TASKS, "--groups-per-batch", "4", "--placement", "colocated")
 
 

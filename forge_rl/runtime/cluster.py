@@ -102,6 +102,8 @@ class Cluster:
         self._watchers: dict[str, HostWatcher] = {}
         self.lost: dict[str, str] = {}
         """Hosts that are gone for good, with the cause."""
+        self.heard: dict[str, float] = {}
+        """Last answer of each watched host, see `Processes`."""
         self._loss = asyncio.Event()
         self.on_lost: list[Callable[[str, str], None]] = []
         """Called with the name of a host that is gone, and the cause."""

@@ -24,6 +24,8 @@ _LOOK_S = 0.5
 _SILENT_LOOKS = 6
 """Looks, over 3 s, for which an agent may leave its report unanswered. Counts looks, not seconds, so that nobody is
 late when this process itself was stopped."""
+_SILENT_LOOKS_OF_ALL = 40
+"""Looks, over 20 s, if no other host answers either: more likely this process has no time, or lost its network."""
 _PROBE_S = 1.5
 """Time for the other processes of a host to answer once its agent does not."""
 _CALL_S = 10.0
@@ -53,6 +55,8 @@ class Processes(Protocol):
     """The part of a Cluster that an agent needs."""
 
     lost: dict[str, str]
+    heard: dict[str, float]
+    """Time of the event loop's clock at which each watched host answered last."""
 
     def spawn(self, name: str, *, env: Mapping[str, str] | None = None, host: str = "") -> Any: ...
 
@@ -64,7 +68,8 @@ class Processes(Protocol):
 class HostWatcher:
     """Watches processes of one other host. Its agent starts with the first watch, and is replaced if it dies or hangs.
 
-    A host counts as lost if neither its agent nor any watched process answers: noticed within 5 s.
+    A host counts as lost if neither its agent nor any watched process answers: noticed within 5 s, or 22 s if no other
+    watched host answers meanwhile.
 
     Args:
         host: name of the host.
@@ -163,13 +168,23 @@ class HostWatcher:
         """
         answer = asyncio.ensure_future(self._call("report", _BEAT_S, deadline_s=None))
         answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # not logged if nobody waits
-        for _ in range(_SILENT_LOOKS):
+        clock, heard = asyncio.get_running_loop().time, self._cluster.heard
+        began, looks = clock(), 0
+        while looks < _SILENT_LOOKS or (looks < _SILENT_LOOKS_OF_ALL and not self._another_answers(began)):
             await asyncio.wait((answer,), timeout=_LOOK_S)
+            looks += 1
             if answer.done():
                 events: list[Event] = answer.result()
+                heard[self._host] = clock()
                 return events
         answer.cancel()
-        raise self._error(f"it has not answered for {_SILENT_LOOKS * _LOOK_S:g} s")
+        raise self._error(f"it has not answered for {looks * _LOOK_S:g} s")
+
+    def _another_answers(self, since: float) -> bool:
+        """Return whether another host has answered since then, or there is none to ask."""
+        lost = self._cluster.lost
+        others = [time for host, time in self._cluster.heard.items() if host != self._host and host not in lost]
+        return not others or max(others) > since
 
     async def _replace(self, cause: str) -> bool:
         """Replace an agent that died or hangs, unless its whole host does; return whether the host lives."""
