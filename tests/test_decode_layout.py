@@ -1,8 +1,10 @@
 """Layouts of engines over devices: those that cannot work are refused, with what works."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +19,9 @@ SMALL = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, 
 MOE = {**SMALL, "num_experts": 6, "moe_intermediate_size": 36}
 
 
-def check(folder: Path, config: dict[str, int], *, engines: int = 1, **settings: int) -> None:
+def check(folder: Path, config: dict[str, int], *, engines: int = 1, **settings: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
-    check_decode_layout(folder, DecodeSettings(**settings), engines=engines)  # type: ignore[arg-type]
+    check_decode_layout(folder, DecodeSettings(**settings), engines=engines)
 
 
 @pytest.mark.parametrize(
@@ -82,3 +84,28 @@ def test_an_engine_decodes_more_requests_at_a_time_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(generator_config, "device_type", lambda: device)
     assert generator_config.GeneratorConfig().max_num_seqs == requests
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "settings", "message"),
+    [
+        ("cpu", SMALL, {"batch_invariant": True}, "--generator.batch-invariant needs GPUs"),
+        ("cpu", SMALL, {"quantization": "fp8"}, "--generator.quantization needs GPUs"),
+        ("cuda", SMALL, {"quantization": "int8"}, "int8 is of experts, and the model has none"),
+        ("cuda", SMALL, {"quantization": "fp8", "dtype": "float32"}, "computes in bfloat16, not in float32"),
+        ("cuda", SMALL, {"quantization": "fp8", "batch_invariant": True}, ""),
+        ("cuda", MOE, {"quantization": "int8"}, ""),
+    ],
+)
+def test_kernels_that_vllm_lacks_are_refused(
+    device: str,
+    config: dict[str, int],
+    settings: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_layout, "device_type", lambda: device)
+    monkeypatch.setattr(decode_layout, "gpus", lambda: 1)
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        check(tmp_path, config, **settings)

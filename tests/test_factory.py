@@ -70,6 +70,11 @@ def test_an_engine_on_cpu_compiles_nothing_at_its_first_request() -> None:
     assert decode_environment(0, replicas=1)["TORCH_COMPILE_DISABLE"] == "1"
 
 
+def test_vllm_reads_whether_it_is_to_be_batch_invariant_before_it_is_imported() -> None:
+    assert decode_environment(0, replicas=1, batch_invariant=True)["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in decode_environment(0, replicas=1)
+
+
 @pytest.mark.parametrize(
     ("visible", "names"), [("", ["0", "1"]), ("4,5", ["4", "5"]), ("GPU-8a1f, MIG-77c2", ["GPU-8a1f", "MIG-77c2"])]
 )

@@ -25,9 +25,11 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
         engines: number of engines.
 
     Raises:
-        ConfigError: the model's heads, widths or experts cannot be split this way, or there are too few GPUs.
+        ConfigError: the model's heads, widths or experts cannot be split this way, there are too few GPUs, or vLLM has
+            no kernels of the wanted kind for this device or model.
         ModelError: config.json cannot be read.
     """
+    _check_kernels(settings)
     if device_type() == "cuda" and engines * settings.devices > gpus():
         raise ConfigError(
             f"{engines} x an engine of {settings.tensor_parallel_size} x {settings.data_parallel_size} devices needs "
@@ -35,7 +37,8 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
             hint="lower --generator.replicas, --generator.tensor-parallel-size or --generator.data-parallel-size; "
             "--generator.max-num-seqs has one engine decode more at a time",
         )
-    if settings.devices == 1 and not (settings.enable_expert_parallel or settings.routed_experts):
+    rounds_experts = settings.quantization == "int8"
+    if settings.devices == 1 and not (settings.enable_expert_parallel or settings.routed_experts or rounds_experts):
         return
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -46,6 +49,11 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
         raise ModelError(f"{folder / 'config.json'} cannot be read: {error!r}", hint="give a model folder") from error
     if settings.routed_experts and not experts:
         raise ConfigError("the model has no experts to be returned", hint="leave out --generator.routed-experts")
+    if rounds_experts and not experts:
+        raise ConfigError(
+            "--generator.quantization int8 is of experts, and the model has none",
+            hint="set --generator.quantization fp8, or none",
+        )
     if settings.enable_expert_parallel:
         _check_experts(experts, settings)
 
@@ -59,6 +67,19 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
             f"{settings.tensor_parallel_size} devices cannot share the model's {heads} heads, {key_heads} key heads "
             f"and layers of width {' and '.join(map(str, widths))} evenly",
             hint=f"set --generator.tensor-parallel-size to one of {sizes}",
+        )
+
+
+def _check_kernels(settings: DecodeSettings) -> None:
+    """Refuse kernels that vLLM lacks: on CPU none is batch-invariant, and quantised ones need AMX at least."""
+    wanted = {"batch-invariant": settings.batch_invariant, "quantization": settings.quantization != "none"}
+    flags = " and ".join(f"--generator.{name}" for name, asked in wanted.items() if asked)
+    if flags and device_type() != "cuda":
+        raise ConfigError(f"{flags} needs GPUs, and engines would run on CPU", hint=f"leave out {flags}")
+    if settings.quantization != "none" and settings.dtype == "float32":
+        raise ConfigError(
+            f"--generator.quantization {settings.quantization} computes in bfloat16, not in float32",
+            hint="set --generator.dtype bfloat16",
         )
 
 

@@ -53,6 +53,7 @@ def decode_environment(
     devices: int = 1,
     gpus: Sequence[str] = (),
     cores: int | None = None,
+    batch_invariant: bool = False,
 ) -> dict[str, str]:
     """Return environment variables for a decode engine's process.
 
@@ -62,6 +63,7 @@ def decode_environment(
         devices: devices per engine.
         gpus: the host's GPUs for engines, as CUDA_VISIBLE_DEVICES names them there; by default this machine's.
         cores: number of cores of the host; this machine's by default.
+        batch_invariant: see `DecodeSettings`; vLLM reads it when it is imported.
     """
     env = thread_environment(replicas * devices, cores) | {
         # An engine with a single worker runs in its process: it starts sooner and needs no messages between the two.
@@ -70,6 +72,8 @@ def decode_environment(
         "VLLM_NO_USAGE_STATS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if batch_invariant:
+        env["VLLM_BATCH_INVARIANT"] = "1"
     if gpus or device_type() == "cuda":
         # A forked worker would inherit locks held by this process's threads, and no CUDA context survives a fork. The
         # thread count is set because vLLM would leave one thread to fingerprint all repacked weights.

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # importing torch takes seconds, and a process that only hold
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 TrainDtype = Literal["auto", "float32", "bfloat16", "float64"]
+Quantization = Literal["none", "fp8", "int8"]
 _WHOLE_GPU = 0.9
 """Share of the memory of a GPU that an engine takes which has it to itself."""
 
@@ -56,6 +57,13 @@ class DecodeSettings:
     """Return the experts that each token was routed to with each completion, for router replay in training."""
     enforce_eager: bool = False
     """Disable compilation and CUDA graphs: starts sooner, decodes slower. Always the case on CPU."""
+    batch_invariant: bool = False
+    """Have each completion's logprobs not depend on what else an engine decodes at the time, by vLLM's batch-invariant
+    kernels; slower. For CUDA, compute capability 8.0 or later."""
+    quantization: Quantization = "none"
+    """Format that engines round the weights of each version to when they load it: faster, and another policy than the
+    trainer's. fp8: E4M3, with a scale for each output of a linear layer or expert matrix and each token's input. int8:
+    of experts only, with a scale for each output. Embeddings and the head are not rounded. For CUDA."""
     stall_s: float = 180.0
     """Timeout for one step of an engine, including long prompts; an engine that exceeds it is replaced."""
 

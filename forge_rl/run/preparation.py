@@ -235,6 +235,8 @@ async def check(
         log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
         model = await asyncio.to_thread(dequantized, model, config.cache, progress)
     _tell_of_predicting_layers(config.model, model, architecture, log)
+    if unlike := rounded_rollouts(config.generator.quantization, loss):
+        log.warn(unlike)
     if config.starts_engines:
         check_decode_layout(model, config.generator, engines=config.generator.replicas)
         check_context(architecture, config.generator)
@@ -259,6 +261,17 @@ async def check(
         critic=critic,
         teachers=teachers,
         teacher_folders=folders,
+    )
+
+
+def rounded_rollouts(quantization: str, loss: Loss) -> str:
+    """Return a warning if engines round their weights and the loss does not correct for it, or ""."""
+    correction = getattr(loss, "correction", None)
+    if quantization == "none" or (correction is not None and (correction.mode != "none" or correction.reject)):
+        return ""
+    return (
+        f"engines decode with weights rounded to {quantization}, and the loss does not correct for the difference: "
+        "set --loss NAME:correction=tis, or watch the gap between engine and trainer"
     )
 
 

@@ -460,6 +460,7 @@ class _Processes:
             devices=self.config.devices,
             gpus=self.places.gpus.get(seat.host, ()),
             cores=self.places.cores.get(seat.host),
+            batch_invariant=self.config.batch_invariant,
         )
 
     def host_of(self, index: int) -> str | None:

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 PromptLogprobs = tuple[tuple[tuple[int, float, int], ...], ...]
 """(id, logprob, rank) triples at each position of a prompt."""
+_QUANTIZATION = {"none": None, "fp8": "fp8_per_channel", "int8": "int8_per_channel_weight_only"}
+"""vLLM's names of online quantisation, which is repeated whenever weights are loaded."""
 _CLOSE_S = 0.5
 """Seconds until vLLM's process is killed on shutdown: a graceful exit takes four, and saves nothing."""
 
@@ -318,6 +320,7 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
         load_format="safetensors",
         config_format="hf",
         dtype=str(resolve_dtype(settings.dtype)).removeprefix("torch."),
+        quantization=_QUANTIZATION[settings.quantization],
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
         # A group shares the full blocks of its prompt. vLLM's default of 128 tokens on CPU exceeds short prompts; 32 is
