@@ -458,7 +458,7 @@ def test_processes_end_with_a_controller_that_is_killed(hosts: tuple[str, ...], 
             time.sleep(0.1)
         assert b"LaunchOptions" in logged or hosts, logged[-3000:]  # other hosts' may come much later
         assert SECRET.encode() not in logged, "Monarch's log, which every user can read, tells the environment"
-        folders = [*scratch.glob("monarch_process_job_*"), *scratch.glob("hosts-*"), *scratch.glob("forge_rl-*")]
+        folders = [*scratch.glob("monarch_process_job_*"), *scratch.glob("forgerl-*")]
         assert len(folders) == (3 if hosts else 1)
         assert all(folder.stat().st_mode & 0o077 == 0 for folder in folders)
         controller.kill()

@@ -23,6 +23,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.runtime.host_watcher import HostWatcher
 from forge_rl.runtime.isolation import public_ports
 from forge_rl.runtime.processes import clean_up_after
+from forge_rl.runtime.scratch import make_scratch
 from forge_rl.runtime.signals import outlive_stop_signals
 from forge_rl.system.variables import handed_on, hide, kept_back, take
 
@@ -262,7 +263,7 @@ def set_defaults() -> None:
 @functools.cache
 def _scratch() -> str:
     """Create a folder for the children's sockets and temporary files, removed when this process ends."""
-    folder = tempfile.mkdtemp(prefix="forge_rl-")  # private, and short enough for socket names
+    folder = make_scratch()
     clean_up_after([folder])
     return folder
 

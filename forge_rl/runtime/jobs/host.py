@@ -17,7 +17,6 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 
 import psutil  # type: ignore[import-untyped]
 
@@ -27,6 +26,7 @@ from forge_rl.runtime.cluster import quiet_stderr, set_defaults
 from forge_rl.runtime.jobs.slurm_queue import requeue_without_controller
 from forge_rl.runtime.monarch_log import secure_monarch_log
 from forge_rl.runtime.processes import clean_up_after
+from forge_rl.runtime.scratch import make_scratch
 
 MARK = "forge_rl host: "
 """Begins each line that is meant for the controller; a login shell may print others."""
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--watch", metavar="JOB", default="")
     flags = parser.parse_args()
     os.environ.setdefault("HYPERACTOR_MESH_ORPHAN_TIMEOUT", "60s")  # ssh passes no variables on
-    os.environ["TMPDIR"] = scratch = tempfile.mkdtemp(prefix="host-")  # short, for socket names
+    os.environ["TMPDIR"] = scratch = make_scratch()
     clean_up_after([scratch])
     for number in _NOTICES:
         signal.signal(number, _notice)  # the controller decides when this host ends

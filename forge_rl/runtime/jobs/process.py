@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from forge_rl.errors import check_flags
 from forge_rl.runtime.cluster import quiet_stderr, set_defaults
 from forge_rl.runtime.jobs.protocol import JobListener
 from forge_rl.runtime.processes import clean_up_after
+from forge_rl.runtime.scratch import make_scratch
 from forge_rl.system.variables import kept_back
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ async def local_hosts(
     set_defaults()
     from monarch.job import ProcessJob
 
-    scratch = tempfile.mkdtemp(prefix="hosts-")  # hosts leave folders behind; short, for socket names
+    scratch = make_scratch()  # hosts leave folders behind
     # ProcessJob adds to this process's variables and cannot remove any, so secrets are set to "".
     job = ProcessJob(dict.fromkeys(names, 1), env={**dict.fromkeys(kept_back(), ""), "TMPDIR": scratch})
     guard = None
