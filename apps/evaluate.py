@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import itertools
 import json
 import secrets
@@ -76,6 +75,7 @@ from forge_rl.run.lm_eval import (
     run_lm_eval,
     scores_of,
 )
+from forge_rl.run.results_file import Results, Sets, short_digest
 from forge_rl.run.run_dir import as_json, code_digests, versions, write_json
 from forge_rl.run.score_tables import plain_table, print_benchmarks, print_scores, short_names
 from forge_rl.runtime.isolation import Isolation, check_isolation
@@ -87,7 +87,7 @@ from forge_rl.services.reward import Reward, RewardFunction, parts_of
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
 from forge_rl.tokens.tokenizer import Tokenizer
-from forge_rl.types import Episode, Outcome, Sampling, Score, Task
+from forge_rl.types import Episode, Outcome, Sampling, Task
 
 from . import gateway
 
@@ -101,10 +101,6 @@ _PROMPT_TOKENS = 2048
 _COMMAND = "command:"
 _OFTEN_CUT = 0.1
 """Warn above this share of cut answers."""
-
-Sets = Mapping[str, Sequence[Task]]
-Key = tuple[str, str, str]
-"""Set and source of a task, and a digest of its content, as files may change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,79 +188,7 @@ class Config:
         if self.env:
             code |= code_digests(build_environment(self.env))
         parts = (self.rewards, code, self.episodes, self.temperature, self.seed, engines, worlds)
-        return _digest(json.dumps([as_json(part) for part in parts], sort_keys=True))
-
-
-class Results:
-    """Results of one model: a file with a line per finished task, read on construction.
-
-    Args:
-        path: the file; malformed lines, such as an incomplete last one, are dropped.
-        sets: tasks by set. Lines of other tasks are ignored.
-    """
-
-    def __init__(self, path: Path, sets: Sets) -> None:
-        self._path = path
-        self._tasks = {_key(name, task): task for name, tasks in sets.items() for task in tasks}
-        self.episodes: dict[Key, Sequence[Episode]] = {}
-        """Episodes of the finished tasks."""
-        whole = b""
-        for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else []:
-            found = self._read(line)
-            if found is not None:
-                whole += line
-                key, episodes = found
-                if key in self._tasks and all(episode.outcome.scored for episode in episodes):
-                    self.episodes[key] = episodes
-        path.write_bytes(whole)
-
-    def add(self, name: str, episodes: Sequence[Episode]) -> None:
-        """Store the episodes of a task."""
-        task = episodes[0].task
-        rows = [
-            {
-                "reward": episode.reward,
-                "parts": dict(episode.score.parts) if episode.score else {},
-                "answer": episode.score.answer if episode.score else "",
-                "outcome": episode.outcome.value,
-                "problem": episode.problem,
-                "turns": [turn.text for turn in episode.turns],
-                "tokens": episode.response_tokens,
-            }
-            for episode in episodes
-        ]
-        key = _key(name, task)
-        row = {"set": name, "source": task.source, "task": task.id, "digest": key[2], "messages": task.messages}
-        row["episodes"] = rows
-        with self._path.open("a") as file:
-            file.write(json.dumps(row, default=str) + "\n")
-        self.episodes[key] = episodes
-
-    def missing(self, sets: Sets) -> Sets:
-        """Return the unfinished tasks by set."""
-        return {name: [task for task in tasks if _key(name, task) not in self.episodes] for name, tasks in sets.items()}
-
-    def of_set(self, name: str, tasks: Sequence[Task]) -> list[Sequence[Episode]]:
-        """Return the episodes of each task of a set."""
-        return [self.episodes[_key(name, task)] for task in tasks]
-
-    def _read(self, line: bytes) -> tuple[Key, list[Episode]] | None:
-        try:
-            row = json.loads(line)
-            key = (row["set"], row["source"], row["digest"])
-            task = self._tasks.get(key) or Task(id=row["task"], source=row["source"], messages=())
-            return key, [
-                Episode(
-                    task=task,
-                    turns=(),
-                    score=Score(total=float(each["reward"]), answer=str(each["answer"])),
-                    outcome=Outcome(each["outcome"]),
-                    problem=str(each["problem"]),
-                )
-                for each in row["episodes"]
-            ]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            return None
+        return short_digest(json.dumps([as_json(part) for part in parts], sort_keys=True))
 
 
 async def main(config: Config) -> None:
@@ -645,15 +569,7 @@ def _file_name(name: str, folder: Path) -> str:
     """Return the name of a model's results file, with a digest of its files, which may change."""
     files = sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern))
     stamps = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return f"{Path(name).name or 'model'}-{_digest(json.dumps([str(folder), stamps]))}"
-
-
-def _key(name: str, task: Task) -> Key:
-    return name, task.source, _digest(json.dumps([task.id, task.messages, task.truth], default=str, sort_keys=True))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{Path(name).name or 'model'}-{short_digest(json.dumps([str(folder), stamps]))}"
 
 
 def _mean(episodes: Sequence[Episode]) -> float | None:

@@ -14,8 +14,6 @@ import pytest
 
 from apps.evaluate import (
     Config,
-    Results,
-    _key,
     build_sets,
     compare,
     find_model,
@@ -30,6 +28,7 @@ from forge_rl.metrics.episode_files import EpisodeFile
 from forge_rl.metrics.recorder import recorded_files
 from forge_rl.rollout.evaluation import EvalTasks
 from forge_rl.run.past_runs import read_run
+from forge_rl.run.results_file import Results, _key
 from forge_rl.run.score_tables import short_names
 from forge_rl.services.generator import Generator
 from forge_rl.types import Episode, Outcome, Score, Task

@@ -1,0 +1,99 @@
+"""Results of an evaluated model in a file that a later evaluation resumes from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from forge_rl.types import Episode, Outcome, Score, Task
+
+Sets = Mapping[str, Sequence[Task]]
+Key = tuple[str, str, str]
+"""Set and source of a task, and a digest of its content, as files may change."""
+
+
+class Results:
+    """Results of one model: a file with a line per finished task, read on construction.
+
+    Args:
+        path: the file; malformed lines, such as an incomplete last one, are dropped.
+        sets: tasks by set. Lines of other tasks are ignored.
+    """
+
+    def __init__(self, path: Path, sets: Sets) -> None:
+        self._path = path
+        self._tasks = {_key(name, task): task for name, tasks in sets.items() for task in tasks}
+        self.episodes: dict[Key, Sequence[Episode]] = {}
+        """Episodes of the finished tasks."""
+        whole = b""
+        for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else []:
+            found = self._read(line)
+            if found is not None:
+                whole += line
+                key, episodes = found
+                if key in self._tasks and all(episode.outcome.scored for episode in episodes):
+                    self.episodes[key] = episodes
+        path.write_bytes(whole)
+
+    def add(self, name: str, episodes: Sequence[Episode]) -> None:
+        """Store the episodes of a task."""
+        task = episodes[0].task
+        rows = [
+            {
+                "reward": episode.reward,
+                "parts": dict(episode.score.parts) if episode.score else {},
+                "answer": episode.score.answer if episode.score else "",
+                "outcome": episode.outcome.value,
+                "problem": episode.problem,
+                "turns": [turn.text for turn in episode.turns],
+                "tokens": episode.response_tokens,
+            }
+            for episode in episodes
+        ]
+        key = _key(name, task)
+        row = {"set": name, "source": task.source, "task": task.id, "digest": key[2], "messages": task.messages}
+        row["episodes"] = rows
+        with self._path.open("a") as file:
+            file.write(json.dumps(row, default=str) + "\n")
+        self.episodes[key] = episodes
+
+    def missing(self, sets: Sets) -> Sets:
+        """Return the unfinished tasks by set."""
+        return {name: [task for task in tasks if _key(name, task) not in self.episodes] for name, tasks in sets.items()}
+
+    def of_set(self, name: str, tasks: Sequence[Task]) -> list[Sequence[Episode]]:
+        """Return the episodes of each task of a set."""
+        return [self.episodes[_key(name, task)] for task in tasks]
+
+    def _read(self, line: bytes) -> tuple[Key, list[Episode]] | None:
+        try:
+            row = json.loads(line)
+            key = (row["set"], row["source"], row["digest"])
+            task = self._tasks.get(key) or Task(id=row["task"], source=row["source"], messages=())
+            return key, [
+                Episode(
+                    task=task,
+                    turns=(),
+                    score=Score(total=float(each["reward"]), answer=str(each["answer"])),
+                    outcome=Outcome(each["outcome"]),
+                    problem=str(each["problem"]),
+                )
+                for each in row["episodes"]
+            ]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+
+
+def short_digest(text: str) -> str:
+    """Return 8 hexadecimal digits that identify a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _key(name: str, task: Task) -> Key:
+    return (
+        name,
+        task.source,
+        short_digest(json.dumps([task.id, task.messages, task.truth], default=str, sort_keys=True)),
+    )
