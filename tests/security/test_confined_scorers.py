@@ -26,6 +26,8 @@ from forge_rl.rewards.verifiers import ReasoningGymReward, verify
 from forge_rl.rewards.workers import Workers
 from forge_rl.types import Score, Task
 
+pytestmark = pytest.mark.processes
+
 
 async def scored(task: Task, text: str) -> Score:
     score = Auto()(task, text)

@@ -317,6 +317,7 @@ def test_where_no_socket_can_be_made_the_run_goes_on_without(tmp_path: Path):
     assert "nobody can attach" in warning
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not can_make_networks(), reason="this machine lets its users make no networks of their own")
 def test_a_run_in_a_network_of_its_own_is_reached_from_outside(tmp_path: Path):
     serve = f"""
