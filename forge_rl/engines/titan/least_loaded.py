@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,15 +16,17 @@ from torchtitan.models.common.moe import RoutedExperts
 from forge_rl.engines.expert_plan import ExpertPlan, plan_experts, routes
 from forge_rl.engines.titan.shards import local
 
-Compute: TypeAlias = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], torch.Tensor]
-"""Sends rows, [R, dim], through experts: given their weights, the rows sorted by expert, and the rows of each."""
-
 
 class LeastLoadedExperts(RoutedExperts):
     """torchtitan's routed experts, whose overloaded ranks lend experts to the least loaded ones.
 
-    Parameters stay where they are. Lent weights travel in forward and again in backward, instead of being saved; their
-    gradients return to the owner. Every rank takes part in the same exchanges, whether it has rows or not.
+    Parameters stay where they are. Lent weights travel to the borrower in forward and again in backward, as they are
+    not kept in between; their gradients return to the owner. Owner and borrower compute at the same time, in both
+    passes: weights are sent before any computation, and gradients after all of it.
+
+    A rank holds the weights of all the experts that it borrows while it computes: one more than its own where it
+    borrows one, and k where it borrows k. The owner keeps no copy of what it lends, and adds returned gradients one
+    expert at a time.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -62,124 +64,180 @@ class LeastLoadedExperts(RoutedExperts):
             send = send[_order(*route.sent, device=x.device)]
         tokens = send // topk_scores_BLK.size(-1)
         computed = _order(*route.computed, device=x.device)
-        received = dispatcher._dispatch_token_exchange(x[tokens], group, route.receive, route.send)[computed]
-        own = len(received) - sum(route.borrowed)
-        out = torch.empty_like(received)
-        out[computed[:own]] = self.inner_experts(received[:own], torch.from_numpy(route.own).to(x.device))
-        if plan.rounds:
-            weights = [local(each) for each in self.inner_experts.parameters()]
-            loans = _Loans(plan, rank, route.borrowed, group)
-            out[computed[own:]] = _Lent.apply(self.inner_experts.compute, loans, received[own:], *weights)
+        loans = _Loans(plan, rank, computed.split([int(route.own.sum()), *route.borrowed]), group)
+        own = torch.from_numpy(route.own).to(x.device)
+        out = self._spread(loans, own, dispatcher._dispatch_token_exchange(x[tokens], group, route.receive, route.send))
         back = dispatcher._combine_token_exchange(out, group, route.send, route.receive)
         summed: torch.Tensor = dispatcher.summed(back, tokens, topk_scores_BLK.flatten()[send], x)
         return summed.view_as(x_BLD)
 
+    def _spread(self, loans: _Loans, counts: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """Send rows through own and borrowed experts, [R, dim], of which `counts`, [own experts], are for own ones."""
+        experts = self.inner_experts
+        weights = [local(each) for each in experts.parameters()]
+        rows, *others = _Lend.apply(loans, received, *weights)
+        del received
+        taken, borrowed = others[: loans.borrows], others[loans.borrows :]
+        outs = [experts(rows, counts)]
+        loans.receive()
+        for index, part in enumerate(taken):
+            own = borrowed[index * len(weights) : (index + 1) * len(weights)]
+            outs.append(experts.compute(own, part, torch.tensor([len(part)], device=part.device)))
+        # Backward receives into the storage of `borrowed`, which other nodes have saved, with `data`'s own version.
+        out: torch.Tensor = _Join.apply(loans, *outs, *(each.data for each in borrowed), *(w.detach() for w in weights))
+        return out
+
 
 class _Loans:
-    """One rank's exchanges of experts in a plan.
+    """One rank's exchanges of experts in a plan, each between an owner and a borrower.
 
     Args:
-        plan: has at least one round.
-        rows: rows of the expert that this rank borrows in each round; 0 if it borrows none.
+        places: indices of the received rows that this rank computes with its own experts, and then, for each round,
+            with the expert that it borrows; none if it borrows none.
     """
 
-    def __init__(self, plan: ExpertPlan, rank: int, rows: Sequence[int], group: ProcessGroup) -> None:
+    def __init__(self, plan: ExpertPlan, rank: int, places: Sequence[torch.Tensor], group: ProcessGroup) -> None:
         ranks, experts = plan.rows.shape
-        self.rows = list(rows)
-        self._group = group
-        self._ranks = ranks
         first = rank * (experts // ranks)
-        self._lends, self._owners = list[tuple[int, int] | None](), list[int | None]()
+        self._group = group
+        self._rounds = list[tuple[tuple[int, int] | None, int | None]]()
+        """For each round, the own expert that is lent and its borrower, and the owner of the borrowed one."""
         for loans in plan.rounds:
-            self._lends.append(
-                next(((loan.expert - first, loan.borrower) for loan in loans if loan.owner == rank), None)
-            )
-            self._owners.append(next((loan.owner for loan in loans if loan.borrower == rank), None))
+            lent = next(((loan.expert - first, loan.borrower) for loan in loans if loan.owner == rank), None)
+            self._rounds.append((lent, next((loan.owner for loan in loans if loan.borrower == rank), None)))
+        own, *others = places
+        self.places = [own, *(each for each, (_, owner) in zip(others, self._rounds, strict=True) if owner is not None)]
+        self.borrows = len(self.places) - 1
+        """Number of experts that this rank borrows."""
+        self._sent, self._coming = list[dist.Work](), list[dist.Work]()
 
-    def fetch(self, index: int, weights: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Exchange the experts of a round; returns the weights of the borrowed one, each with an axis of 1 expert."""
-        size = sum(each[0].numel() for each in weights)
-        lends, owner = self._lends[index], self._owners[index]
-        given = None if lends is None else torch.cat([each[lends[0]].flatten() for each in weights])
-        came = self._exchange(given, None if lends is None else lends[1], owner, size, weights[0])
-        if came is None:
-            return None
-        parts = came.split([each[0].numel() for each in weights])
-        return [part.view(1, *each.shape[1:]) for part, each in zip(parts, weights, strict=True)]
+    def start(self, weights: Sequence[torch.Tensor], borrowed: Sequence[torch.Tensor]) -> None:
+        """Start to send the experts that this rank lends, and to receive those that it borrows.
+
+        Args:
+            weights: parameters of the own experts, each [own experts, ...].
+            borrowed: the same of each borrowed expert, each [1, ...], one expert after the other.
+        """
+        into = iter(borrowed)
+        for lent, owner in self._rounds:
+            if lent is not None:
+                given = [each[lent[0]].contiguous() for each in weights]
+                self._sent += _exchange(dist.isend, given, lent[1], self._group)
+            if owner is not None:
+                self._coming += _exchange(dist.irecv, [next(into) for _ in weights], owner, self._group)
+
+    def receive(self) -> None:
+        """Wait until the borrowed experts have come."""
+        _wait(self._coming)
+
+    def finish(self) -> None:
+        """Wait until the lent experts have been sent."""
+        _wait(self._sent)
 
     def give_back(
-        self, index: int, own: Sequence[torch.Tensor] | None, sums: Sequence[torch.Tensor], like: torch.Tensor
-    ) -> None:
-        """Return the gradients of a round's borrowed expert to its owner, which adds them to its `sums`.
-
-        `sums` is empty on ranks that lend nothing.
-        """
-        lends, owner = self._lends[index], self._owners[index]
-        size = sum(each[0].numel() for each in sums)
-        given = None if own is None else torch.cat([each.flatten() for each in own])
-        came = self._exchange(given, owner, None if lends is None else lends[1], size, like)
-        if lends is not None and came is not None:
-            parts = came.split([each[0].numel() for each in sums])
-            for total, part in zip(sums, parts, strict=True):
-                total[lends[0]] += part.view(total.shape[1:])
-
-    @property
-    def lends(self) -> bool:
-        """Whether this rank lends an expert in any round."""
-        return any(each is not None for each in self._lends)
-
-    def _exchange(
-        self, given: torch.Tensor | None, to: int | None, source: int | None, size: int, like: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Send a flat tensor to a rank, and receive one of `size` from another."""
-        out_sizes, in_sizes = [0] * self._ranks, [0] * self._ranks
-        if given is not None and to is not None:
-            out_sizes[to] = given.numel()
-        if source is not None:
-            in_sizes[source] = size
-        came = like.new_empty(sum(in_sizes))
-        dist.all_to_all_single(came, like.new_empty(0) if given is None else given, in_sizes, out_sizes, self._group)
-        return came if source is not None else None
+        self, grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of borrowed experts to their owners; returns the sums of those of lent ones, shaped as
+        `weights`, if this rank lends any."""
+        sums = [torch.zeros_like(each) for each in weights] if any(lent for lent, _ in self._rounds) else []
+        given = iter(grads)
+        for lent, owner in self._rounds:
+            works = list[dist.Work]()
+            if owner is not None:
+                works += _exchange(dist.isend, [next(given).contiguous() for _ in weights], owner, self._group)
+            if lent is not None:
+                came = [each.new_empty(each.shape[1:]) for each in weights]
+                works += _exchange(dist.irecv, came, lent[1], self._group)
+            _wait(works)
+            if lent is not None:
+                for total, part in zip(sums, came, strict=True):
+                    total[lent[0]] += part
+        return sums or [None] * len(weights)
 
 
-class _Lent(torch.autograd.Function):
-    """Sends rows through borrowed experts, whose weights are not kept for backward."""
+def _exchange(
+    way: Callable[..., Any], tensors: Sequence[torch.Tensor], peer: int, group: ProcessGroup
+) -> list[dist.Work]:
+    """Start to send tensors to a rank of the group, or to receive them from it."""
+    works: list[dist.Work] = dist.batch_isend_irecv(
+        [dist.P2POp(way, each, group=group, group_peer=peer) for each in tensors]
+    )
+    return works
+
+
+def _wait(works: list[dist.Work]) -> None:
+    while works:
+        works.pop(0).wait()
+
+
+class _Lend(torch.autograd.Function):
+    """Starts the exchange of lent experts, and sorts rows by who owns their experts.
+
+    All computation of forward uses its results, so that its backward, which returns the gradients of borrowed experts,
+    comes after all computation.
+    """
 
     @staticmethod
-    def forward(ctx: Any, compute: Compute, loans: _Loans, rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.compute, ctx.loans = compute, loans
-        ctx.save_for_backward(rows, *weights)
-        found = []
-        for index, part in enumerate(rows.split(loans.rows)):
-            fetched = loans.fetch(index, weights)
-            found.append(part if fetched is None else compute(fetched, part, _count(part)))
-        return torch.cat(found)
+    def forward(ctx: Any, loans: _Loans, rows: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.loans = loans
+        ctx.save_for_backward(*weights)
+        borrowed = [each.new_empty(1, *each.shape[1:]) for _ in range(loans.borrows) for each in weights]
+        loans.start(weights, borrowed)
+        is_trained = ctx.needs_input_grad[2:] * loans.borrows
+        ctx.mark_non_differentiable(*(each for each, is_one in zip(borrowed, is_trained, strict=True) if not is_one))
+        return *(rows[places] for places in loans.places), *borrowed
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        loans: _Loans = ctx.loans
+        parts, given = grads[: loans.borrows + 1], grads[loans.borrows + 1 :]
+        loans.finish()
+        weights = ctx.saved_tensors
+        is_trained = any(ctx.needs_input_grad[2:])
+        weight_grads = loans.give_back(given, weights) if is_trained else [None] * len(weights)
+        return None, _placed(parts, loans.places) if ctx.needs_input_grad[1] else None, *weight_grads
+
+
+class _Join(torch.autograd.Function):
+    """Puts computed rows back into the order in which they came, and frees the weights of borrowed experts.
+
+    Its backward, which fetches them again, comes before all other computation.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loans: _Loans, *inputs: torch.Tensor) -> torch.Tensor:
+        parts = inputs[: loans.borrows + 1]
+        weights = inputs[loans.borrows + 1 :]
+        size = len(weights) // (loans.borrows + 1)
+        borrowed, own = weights[:-size], weights[-size:]
+        ctx.loans, ctx.size = loans, size
+        ctx.save_for_backward(*borrowed, *own)
+        for each in borrowed:
+            each.untyped_storage().resize_(0)
+        loans.finish()
+        return _placed(parts, loans.places)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, *weights = ctx.saved_tensors
         loans: _Loans = ctx.loans
-        trained = any(ctx.needs_input_grad[3:])
-        sums = [torch.zeros_like(each) for each in weights] if trained and loans.lends else []
-        row_grads = []
-        for index, (part, own) in enumerate(zip(rows.split(loans.rows), grad.split(loans.rows), strict=True)):
-            fetched = loans.fetch(index, weights)
-            given = None
-            if fetched is None:
-                row_grads.append(part)
-            else:
-                with torch.enable_grad():
-                    inputs = [part.detach().requires_grad_(), *(each.requires_grad_() for each in fetched)]
-                    out = ctx.compute(inputs[1:], inputs[0], _count(part))
-                wanted = inputs if trained else inputs[:1]
-                row_grad, *given_back = torch.autograd.grad(out, wanted, own)
-                row_grads.append(row_grad)
-                given = given_back if trained else None
-            if trained:
-                loans.give_back(index, given, sums, weights[0])
-        weight_grads: Sequence[torch.Tensor | None] = sums or [None] * len(weights)
-        return None, None, torch.cat(row_grads), *weight_grads
+        saved = ctx.saved_tensors  # read once, as recomputation demands
+        borrowed, own = saved[: -ctx.size], saved[-ctx.size :]
+        for each in borrowed:
+            each.untyped_storage().resize_(each.nbytes)
+        loans.start(own, borrowed)
+        parts = [grad[places] for places in loans.places]
+        loans.receive()
+        return None, *parts, *([None] * len(saved))
+
+
+def _placed(parts: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Put parts of rows, each [its rows, dim], to their places among all: [rows, dim]."""
+    rows = parts[0].new_empty(sum(map(len, places)), *parts[0].shape[1:])
+    for part, at in zip(parts, places, strict=True):
+        rows[at] = part
+    return rows
 
 
 def rank_loads(model: nn.Module) -> torch.Tensor | None:
@@ -188,10 +246,6 @@ def rank_loads(model: nn.Module) -> torch.Tensor | None:
     modules = (module for module in model.modules() if isinstance(module, LeastLoadedExperts))
     found = [module.heaviest for module in modules if module.heaviest is not None]
     return torch.tensor(found, dtype=torch.float64) if found else None
-
-
-def _count(rows: torch.Tensor) -> torch.Tensor:
-    return torch.tensor([len(rows)], device=rows.device)
 
 
 def _gathered(counts: torch.Tensor, group: ProcessGroup) -> Any:
