@@ -39,8 +39,8 @@ class ExpertPlan:
     rows: Counts
     """[ranks, experts]: rows that each rank computes of each expert. The columns sum up to the experts' loads."""
     rounds: tuple[tuple[Loan, ...], ...]
-    """Loans, one round after the other. In a round, a rank lends at most one expert and borrows at most one, so that
-    it holds one more expert than its own. Empty if each rank computes its own experts."""
+    """Loans, in the order in which ranks exchange them: in a round, a rank lends at most one expert and borrows at
+    most one. Empty if each rank computes its own experts."""
 
 
 def plan_experts(load: Counts, *, ranks: int) -> ExpertPlan:

@@ -25,7 +25,7 @@ class LeastLoadedExperts(RoutedExperts):
     passes: weights are sent before any computation, and gradients after all of it.
 
     A rank holds the weights of all the experts that it borrows while it computes: one more than its own where it
-    borrows one, and k where it borrows k. The owner keeps no copy of what it lends, and adds returned gradients one
+    borrows one, and k where it borrows k. The owner sends its parameters themselves, and adds returned gradients one
     expert at a time.
     """
 
@@ -83,7 +83,8 @@ class LeastLoadedExperts(RoutedExperts):
         for index, part in enumerate(taken):
             own = borrowed[index * len(weights) : (index + 1) * len(weights)]
             outs.append(experts.compute(own, part, torch.tensor([len(part)], device=part.device)))
-        # Backward receives into the storage of `borrowed`, which other nodes have saved, with `data`'s own version.
+        # Backward receives into the storage that other nodes have saved; `data` has a version of its own, which theirs
+        # is not compared with.
         out: torch.Tensor = _Join.apply(loans, *outs, *(each.data for each in borrowed), *(w.detach() for w in weights))
         return out
 
@@ -137,8 +138,12 @@ class _Loans:
     def give_back(
         self, grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of borrowed experts to their owners; returns the sums of those of lent ones, shaped as
-        `weights`, if this rank lends any."""
+        """Return the gradients of borrowed experts to their owners.
+
+        Returns:
+            For each of `weights`, the parameters of the own experts, the sum of the borrowers' gradients; None if this
+            rank lends no expert.
+        """
         sums = [torch.zeros_like(each) for each in weights] if any(lent for lent, _ in self._rounds) else []
         given = iter(grads)
         for lent, owner in self._rounds:
