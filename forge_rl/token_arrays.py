@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,23 @@ def _same(a: object, b: object) -> bool:
     return bool(a == b)
 
 
+FULL = 0.9
+"""Share of a KV cache in use above which it counts as full."""
+
+
+class CacheUse(NamedTuple):
+    """An engine's report about its KV cache, since the last one."""
+
+    usage: float
+    """Highest share of the cache in use."""
+    preemptions: int
+    """How often requests that ended now had lost their keys and values to others."""
+    waiting: int
+    """Most requests that waited inside the engine at once."""
+    fitting: int
+    """Number of requests that ran while others waited and the cache was full; 0 if it never was."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunk(ByValue):
     """Part of a completion, as it is decoded. Token fields are aligned, as in Turn."""
@@ -91,15 +108,25 @@ class Chunk(ByValue):
     prompt: tuple[tuple[tuple[int, float, int], ...], ...] = ()
     """(id, logprob, rank) of each prompt token and its most likely alternatives, empty for the first token; in the
     first chunk, if requested by "prompt_logprobs"."""
+    cache: CacheUse | None = None
+    """Use of the engine's KV cache since its last report: in the last chunk, and once requests wait for room in it."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # Takes a third of the time of pickling three arrays; a stream has a chunk per token.
         arrays = (self.token_ids.tobytes(), self.logprobs.tobytes(), self.versions.tobytes())
-        return _read_chunk, (*arrays, self.text, self.finish, self.top, self.routed, self.prompt)
+        return _read_chunk, (*arrays, self.text, self.finish, self.top, self.routed, self.prompt, self.cache)
 
 
 def _read_chunk(
-    ids: bytes, logprobs: bytes, versions: bytes, text: str, finish: Any, top: Any, routed: Any, prompt: Any
+    ids: bytes,
+    logprobs: bytes,
+    versions: bytes,
+    text: str,
+    finish: Any,
+    top: Any,
+    routed: Any,
+    prompt: Any,
+    cache: Any,
 ) -> Chunk:
     return Chunk(
         token_ids=np.frombuffer(ids, np.int32),
@@ -110,6 +137,7 @@ def _read_chunk(
         top=top,
         routed=routed,
         prompt=prompt,
+        cache=cache,
     )
 
 

@@ -22,7 +22,7 @@ from monarch.actor import concurrent_endpoint
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import WeightsError
 from forge_rl.runtime.service import ServiceActor
-from forge_rl.token_arrays import Chunk, ScoredTokens
+from forge_rl.token_arrays import CacheUse, Chunk, ScoredTokens
 from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest, TensorEntry
 
@@ -59,8 +59,9 @@ class Orders:
                 `setup`, `prepare` or `load`: "die", "raise", "hold" or "refuse"; `say`: tokens to answer `prompt`
                 tokens with,
                 and `texts`, as vLLM's detokenizer would give them; `reads`: version that a load says it read;
-                `version`: that its tokens are said to be of; `forgets`: its weights
-                are gone once it sleeps; `imports`: as a spare it only imports.
+                `cache`: reports of its KV cache, with each token;
+                `version`: that its tokens are said to be of; `forgets`: its weights are gone once it sleeps;
+                `imports`: as a spare it only imports.
         """
         part = self._folder / f"{engine}.new"
         part.write_text(json.dumps(orders))
@@ -186,6 +187,7 @@ class FakeEngine(ServiceActor):
                     versions=(orders.get("version", self._version),),
                     text=text,
                     finish="length" if count == sampling.max_tokens - 1 else "",
+                    cache=CacheUse(*orders["cache"]) if "cache" in orders else None,
                 )
                 yield _garbage(misdeed, chunk) if misdeed else chunk
                 await asyncio.sleep(0)

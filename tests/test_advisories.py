@@ -1,6 +1,7 @@
 """Advisories: each condition is caused, with the step since when it holds and the flag to change."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,9 @@ STEADY: Row = {
     "seconds/rollout": 6.0,
     "queue/engine/mean": 1.0,
     "queue/decoding/mean": 64.0,
+    "generator/kv_cache_usage": 0.8,
+    "generator/preemptions": 0.0,
+    "generator/request_limit": 64.0,
     "reward_parts/correct": 0.5,
     "reward_parts/brief": 0.2,
     "tokens/completion_mean": 200.0,
@@ -52,6 +56,10 @@ CAUSES: dict[str, tuple[Sequence[Row], str]] = {
         "a step took 60 s, usual are 10 s, most of it in phase",
     ),
     "queued": ([{"queue/engine/mean": 200.0}], "--generator.max-num-seqs"),
+    "cache": (
+        [{"generator/kv_cache_usage": 0.98, "generator/preemptions": 7.0, "generator/request_limit": 20.0}],
+        "98% in use, 7 times a request lost its place and was computed again; an engine gets 20 requests at a time",
+    ),
     "part": ([{"reward_parts/correct": 0.0, "reward_parts/brief": 0.9}], "brief is 100% of the reward"),
     "longer": ([{"tokens/completion_mean": 500.0}], "grown from 200 to 500 tokens"),
     "shorter": ([{"tokens/completion_mean": 40.0}], "shrunk from 200 to 40 tokens"),
@@ -76,6 +84,9 @@ def run_of(kind: str) -> list[Row]:
 def test_every_condition_has_a_cause_here() -> None:
     assert CAUSES.keys() == _CONDITIONS.keys()
     assert advisories_of([{"step": step, **STEADY} for step in range(1, 200)], max_lag=4) == []
+    page = (Path(__file__).parent.parent / "docs" / "running" / "see.md").read_text()
+    kinds = re.findall(r"^\| (`.*?`) \|", page.partition("## Advisories")[2].partition("## ")[0], re.M)
+    assert {kind.strip("`") for cell in kinds for kind in cell.split(", ")} == _CONDITIONS.keys(), "as documented"
 
 
 @pytest.mark.parametrize("kind", CAUSES)
@@ -91,6 +102,13 @@ def test_a_condition_is_named_with_its_first_step(kind: str) -> None:
     assert [each.kind for each in begun].count(kind) == 1, "it is returned once"
     allowed = {"variance": {"uniform"}}
     assert {each.kind for each in begun} - {kind} <= allowed.get(kind, set())
+
+
+@pytest.mark.parametrize(("usage", "preemptions", "full"), [(0.98, 0, False), (0.995, 0, True), (0.7, 1, True)])
+def test_a_cache_counts_as_full_by_its_use_or_by_preemptions(usage: float, preemptions: int, full: bool) -> None:
+    row = {"generator/kv_cache_usage": usage, "generator/preemptions": preemptions}
+    found = advisories_of([{"step": step, **row} for step in range(1, 4)])
+    assert [advisory.kind for advisory, _ in found] == ["cache"] * full
 
 
 def test_an_advisory_ends_and_a_rollback_forgets() -> None:

@@ -270,6 +270,7 @@ async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> 
                 assert tuple(turn.prompt_ids) == PROMPT
         assert 0 < load.in_place <= len(load.fingerprints)
 
+        assert 0 < generator.pop_metrics()["generator/kv_cache_usage"] < 0.5
         again = await generator.generate(PROMPT, Sampling(max_tokens=8, seed=0))
         assert tuple(again.token_ids) == tuple(turns[0].token_ids), "a seed decides an answer"
         assert isinstance(await generator.chat("What is 2 + 3?"), str)

@@ -551,6 +551,32 @@ def test_scores_come_from_another_engine_if_one_fails(tmp_path: Path, misdeed: s
     asyncio.run(check())
 
 
+def test_an_engine_whose_cache_is_full_gets_fewer_requests_until_it_dies(tmp_path: Path, nothing_left: None) -> None:
+    async def check() -> None:
+        async with stage(tmp_path) as on:
+            await on.load(1)
+            assert on.generator.pop_metrics() == {}
+            told: list[dict[int, int]] = []
+            on.generator.listeners.append(lambda: told.append(on.generator.engines()))
+            on.orders.tell(0, cache=(0.97, 3, 5, 11))
+            await on.generator.generate(PROMPT, Sampling(max_tokens=2), engine=0)
+            assert told == [{0: 11, 1: 64}]
+            assert {name.removeprefix("generator/"): value for name, value in on.generator.pop_metrics().items()} == {
+                "kv_cache_usage": 0.97,
+                "preemptions": 6,
+                "waiting": 5,
+                "request_limit": 11,
+            }
+            on.orders.tell(0, cache=(float("nan"), 0, 0, 0))
+            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0))
+            assert "it sent garbage: a chunk has the cache use" in on.faults.seen[-1].cause
+            on.orders.tell(0)
+            await on.until_serving(0, 1)
+            assert on.generator.engines() == {0: 64, 1: 64}
+
+    asyncio.run(check())
+
+
 def test_a_spare_takes_the_place_of_an_engine_that_dies(tmp_path: Path, nothing_left: None) -> None:
     async def check() -> None:
         async with stage(tmp_path, spares=1) as on:

@@ -11,6 +11,8 @@ import torch
 
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ForgeError
+from forge_rl.services.request_limits import RequestLimit
+from forge_rl.token_arrays import CacheUse
 from tests.fakes import make_model
 
 pytestmark = pytest.mark.processes  # importing vLLM takes as long as starting some
@@ -56,6 +58,7 @@ def test_what_one_engine_compiled_serves_others(tmp_path: Path, monkeypatch: pyt
 
 def test_weights_that_can_be_loaded_again_are_dropped_in_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     from forge_rl.engines.vllm import engine
+    from forge_rl.engines.vllm.cache_stats import CacheStats
 
     calls: list[str] = []
 
@@ -77,7 +80,7 @@ def test_weights_that_can_be_loaded_again_are_dropped_in_sleep(monkeypatch: pyte
         return whole, found
 
     async def check() -> None:
-        made = engine.VLLMEngine(llm, DecodeSettings())
+        made = engine.VLLMEngine(llm, DecodeSettings(), CacheStats())
         hold = partial(hold_made, made)
         assert await hold(asleep=True) == (True, ["stop", "sleep 1"])
         assert await hold(asleep=False) == (True, ["wake_up ['weights', 'kv_cache']", "resume"])
@@ -122,3 +125,125 @@ def test_norms_and_swiglu_on_a_cpu_give_what_vllms_own_give(dtype: torch.dtype):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
     assert norm._forward_method.func is cpu._normalize
     assert swiglu._forward_method is cpu._silu_and_mul
+
+
+def test_a_step_tells_how_many_requests_a_full_cache_holds() -> None:
+    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+    from forge_rl.engines.vllm.cache_stats import CacheStats
+
+    stats = CacheStats()
+
+    def step(usage: float, running: int, waiting: int, **finished: int) -> CacheUse:
+        iteration = IterationStats()
+        iteration.finished_requests = [
+            SimpleNamespace(request_id=ids[name], num_preemptions=count) for name, count in finished.items()
+        ]
+        scheduler = SchedulerStats(kv_cache_usage=usage, num_running_reqs=running, num_waiting_reqs=waiting)
+        stats.note(0, scheduler, iteration)
+        return stats.pop()
+
+    ids = {"old": stats.request_id()}
+    assert step(0.4, 13, 51) == (0.4, 0, 51, 0), "others wait for their turn to be prefilled, not for room"
+    assert step(0.97, 64, 0) == (0.97, 0, 0, 0)
+    assert step(0.7, 63, 1) == (0.7, 0, 1, 63), "one was preempted, and has given back its blocks"
+    assert step(0.7, 63, 1) == (0.7, 0, 1, 0)
+    assert step(0.95, 61, 2, old=0) == (0.95, 0, 2, 62), "one more has run, and ended"
+    stats.cleared()
+    ids["new"] = stats.request_id()
+    assert step(0.2, 13, 51) == (0.2, 0, 51, 0), "a load of weights clears a full cache"
+    assert step(0.5, 62, 0, old=3, new=1) == (0.5, 2 + 1, 0, 0), "a load has preempted the older one once"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM's blocks are shorter")
+def test_vllm_preempts_fewer_requests_once_their_number_is_limited(tmp_path: Path) -> None:
+    # vLLM's own scheduler with 63 blocks of 32 tokens; a request grows to 7 blocks.
+    from forge_rl.engines.vllm.cache_stats import CacheStats
+
+    stats, limit = CacheStats(), RequestLimit(32)
+    scheduler = _Scheduled(tmp_path, blocks=64, max_num_seqs=32)
+
+    def decode(count: int, tokens: int, *, limited: bool = True, clear_at: int = 0) -> int:
+        """Decode requests of 13 tokens; returns how often they were preempted for lack of room."""
+        preemptions = steps = 0
+        waiting, running = count, 0
+        while waiting or running:
+            free = limit.limit - running if limited else waiting
+            for _ in range(min(free, waiting)):
+                scheduler.add(stats.request_id(), tokens)
+                waiting, running = waiting - 1, running + 1
+            steps += 1
+            if steps == clear_at:
+                scheduler.clear()
+                stats.cleared()
+            scheduler_stats, ended = scheduler.step()
+            stats.note(0, scheduler_stats, SimpleNamespace(finished_requests=ended))
+            running -= len(ended)
+            for _ in range(max(len(ended), stats.fitting is not None)):
+                use = stats.pop()
+                preemptions += use.preemptions
+                limit.note(use)
+        return preemptions
+
+    assert decode(32, 12, limited=False, clear_at=5) == 0, "a load of weights preempts all, for no lack of room"
+    assert limit.limit == 32
+    assert decode(32, 200, limited=False) > 25
+    assert 9 <= limit.limit < 16, "9 always fit"
+    assert decode(64, 200) < 10
+    before = limit.limit
+    assert decode(100, 8) == 0
+    assert before + 3 < limit.limit < 32, "it grows again while there is room"
+
+
+class _Scheduled:
+    """vLLM's scheduler without a model: each step draws a token for each request that it schedules."""
+
+    def __init__(self, folder: Path, *, blocks: int, max_num_seqs: int) -> None:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        from forge_rl.engines.vllm import engine, register
+
+        register()
+        make_model(folder)
+        arguments = engine._arguments(folder, DecodeSettings(max_model_len=256, max_num_seqs=max_num_seqs), seed=0)
+        arguments.skip_tokenizer_init = True
+        config = arguments.create_engine_config()
+        config.cache_config.num_gpu_blocks = blocks
+        size = config.cache_config.block_size
+        layer = FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        cache = KVCacheConfig(
+            num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)]
+        )
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(size, sha256)
+        self._scheduler = Scheduler(config, cache, StructuredOutputManager(config), block_size=size, log_stats=True)
+        self._requests: dict[str, Any] = {}
+
+    def add(self, name: str, tokens: int) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        prompt = [len(self._requests)] * 13  # no two share a block
+        self._requests[name] = Request(name, prompt, params, None, block_hasher=self._hasher)
+        self._scheduler.add_request(self._requests[name])
+
+    def clear(self) -> None:
+        assert self._scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def step(self) -> tuple[Any, list[SimpleNamespace]]:
+        """Returns the scheduler's stats and, for each request that ended, its id and number of preemptions."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        scheduled = self._scheduler.schedule()
+        names = list(scheduled.num_scheduled_tokens)
+        drawn = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, [[7] for _ in names])
+        outputs = self._scheduler.update_from_output(scheduled, drawn)[0]
+        ended = [each.request_id for each in outputs.outputs if each.finish_reason is not None]
+        return outputs.scheduler_stats, [
+            SimpleNamespace(request_id=name, num_preemptions=self._requests[name].num_preemptions) for name in ended
+        ]

@@ -262,6 +262,19 @@ def _queued(of: _History) -> str:
     )
 
 
+def _cache(of: _History) -> str:
+    usage, preemptions = of.last("generator/kv_cache_usage"), of.last("generator/preemptions")
+    if usage is None or (usage < 0.99 and not preemptions):
+        return ""
+    lost = f", {preemptions:.0f} times a request lost its place and was computed again" if preemptions else ""
+    limit = of.last("generator/request_limit")
+    fewer = f"; an engine gets {limit:.0f} requests at a time" if limit is not None else ""
+    return (
+        f"the KV caches are full ({usage:.0%} in use{lost}{fewer}): raise --generator.gpu-memory-utilization (on CPU "
+        "--generator.kv-cache-gib) or --generator.replicas, or lower --generator.max-num-seqs"
+    )
+
+
 def _part(of: _History) -> str:
     parts = of.starting_with("reward_parts/")
     total = sum(map(abs, parts.values()))
@@ -358,6 +371,7 @@ _CONDITIONS: dict[str, tuple[str | tuple[str, ...], int, Callable[[_History], st
     "lag": ("lag/mean", 5, _lag),
     "stall": ("seconds/step", 1, _stall),
     "queued": ("queue/engine/mean", 5, _queued),
+    "cache": ("generator/kv_cache_usage", 3, _cache),
     "part": ("reward_parts/", 5, _part),
     "longer": ("tokens/completion_mean", 3, _longer),
     "shorter": ("tokens/completion_mean", 3, _shorter),

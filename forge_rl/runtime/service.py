@@ -339,6 +339,11 @@ class Service:
         self._faults.recovered(self.name, spare.index)
         self._notify()
 
+    def tell_listeners(self) -> None:
+        """Call all `listeners`."""
+        for listener in list(self.listeners):
+            self._faults.tell(listener)
+
     async def change(self) -> None:
         """Wait until a replica next starts to serve or dies, or a spare stands by, dies or is adopted."""
         await self._changed.wait()
@@ -543,8 +548,7 @@ class Service:
         served, replica.state = replica.serving, state
         self._notify()
         if served != replica.serving:
-            for listener in list(self.listeners):
-                self._faults.tell(listener)
+            self.tell_listeners()
 
     def _notify(self) -> None:
         self._changed.set()

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.errors import PoisonError, ReplicaError
-from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds, read_only
+from forge_rl.token_arrays import CacheUse, Chunk, ScoredTokens, TokenIds, read_only
 from forge_rl.tokens.tokenizer import TextStream, Tokenizer
 from forge_rl.types import Sampling, Turn
 
@@ -210,7 +210,15 @@ def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size:
             return f"a token is of version {version}, where the engine serves {' or '.join(map(str, versions))}"
     if not isinstance(chunk.text, str) or chunk.finish not in ("", "stop", "length"):
         return f"a chunk has the finish {chunk.finish!r} and the text {chunk.text!r}"
+    if chunk.cache is not None and not _is_valid(chunk.cache):
+        return f"a chunk has the cache use {chunk.cache!r}"
     return ""
+
+
+def _is_valid(use: object) -> bool:
+    if not isinstance(use, CacheUse) or not all(isinstance(value, int | float) for value in use):
+        return False
+    return min(use) >= 0 and use.usage <= 1
 
 
 def validate_scores(scores: object, count: int, top_k: int, vocab_size: int) -> str:

@@ -35,6 +35,7 @@ from forge_rl.services.engine_spares import EngineSpares
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.non_finite import NonFiniteTokens
+from forge_rl.services.request_limits import RequestLimits
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -64,6 +65,7 @@ class Generator:
         self.non_finite = NonFiniteTokens()
         self._trial = asyncio.Lock()
         """Held by a suspect completion until its first token, so that suspects run one at a time."""
+        self._limits = RequestLimits(config.max_num_seqs * config.data_parallel_size)
         self.last_load: Sequence[LoadReport] = ()
         """Each engine's report of the last load."""
 
@@ -165,9 +167,8 @@ class Generator:
         return self._service.listeners
 
     def engines(self) -> dict[int, int]:
-        """Return the serving engines: maximum concurrent requests by index."""
-        most = self.config.max_num_seqs * self.config.data_parallel_size
-        return {replica.index: most for replica in self._service.replicas if replica.serving}
+        """Return the serving engines: maximum concurrent requests by index, as their KV caches allow."""
+        return {replica.index: self._limits.of(replica) for replica in self._service.replicas if replica.serving}
 
     @property
     def spares(self) -> int:
@@ -221,6 +222,8 @@ class Generator:
                     chunk, problem = self.non_finite.mask(chunk, completion.sampling, replica)
                 if problem:
                     raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
+                if chunk.cache is not None and self._limits.note(replica, chunk.cache):
+                    self._service.tell_listeners()
                 return completion.add(chunk)
 
             deadline_s, gather_s = self.config.request_deadline_s, completion.gather_s
@@ -384,6 +387,10 @@ class Generator:
     async def wake(self) -> None:
         """Resume decoding after `sleep`; engines that are also paused stay paused."""
         await self._pool.hold(asleep=False)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return metrics of the engines' KV caches since the last call; see `RequestLimits.pop_metrics`."""
+        return self._limits.pop_metrics()
 
     def drain_busy_s(self) -> list[float]:
         """Return each engine's busy seconds since the last call."""

@@ -8,7 +8,6 @@ import math
 import os
 import pickle
 import sys
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from forge_rl.engines.devices import device_type
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.vllm import BACKEND
+from forge_rl.engines.vllm.cache_stats import CacheStats
 from forge_rl.engines.vllm.causes import own_log, start_cause
 from forge_rl.engines.vllm.cpu import unlink_shared_memory
 from forge_rl.engines.vllm.internals import (
@@ -65,8 +65,9 @@ _CLOSE_S = 0.5
 class VLLMEngine:
     """A `DecodeEngine` on vLLM, in child processes or, with a single worker, in this one."""
 
-    def __init__(self, llm: AsyncLLM, settings: DecodeSettings) -> None:
+    def __init__(self, llm: AsyncLLM, settings: DecodeSettings, cache: CacheStats) -> None:
         self._llm = llm
+        self._cache = cache
         self._returns_routing = settings.routed_experts
         self._closing = False
         self._requests = 0
@@ -78,6 +79,8 @@ class VLLMEngine:
         """Held while vLLM's state (below) is brought to the requested state (above), and during loads."""
         self._stopped = False
         """True while vLLM decodes nothing."""
+        self._cleared = False
+        """True if the KV cache was cleared since vLLM last decoded."""
         self._released: list[str] = []
         """Parts that were freed: "weights", "kv_cache"."""
         self._loaded = False
@@ -94,8 +97,10 @@ class VLLMEngine:
     @classmethod
     async def start(cls, folder: Path, settings: DecodeSettings, seed: int) -> VLLMEngine:
         try:
+            cache = CacheStats()
             with children_outlive_stop_signals():  # vLLM's processes have handlers that end them
-                engine = cls(AsyncLLM.from_engine_args(_arguments(folder, settings, seed)), settings)
+                arguments = _arguments(folder, settings, seed)
+                engine = cls(AsyncLLM.from_engine_args(arguments, stat_loggers=[cache.logger()]), settings, cache)
             await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
             await engine._all_workers("scale_prompt_logits")
             if settings.routed_experts and device_type() == "cpu":
@@ -115,7 +120,7 @@ class VLLMEngine:
     ) -> AsyncGenerator[Chunk, None]:
         if self._failure:
             raise WeightsError(f"the engine serves nothing: {self._failure}", hint="load a version that can be read")
-        request, sent, clock = uuid.uuid4().hex, 0, asyncio.get_running_loop().time
+        request, sent, clock = self._cache.request_id(), 0, asyncio.get_running_loop().time
         prompt = {"type": "token", "prompt_token_ids": np.asarray(prompt_ids).tolist()}
         generated = self._llm.generate(prompt, _parameters(sampling), request_id=request)
         gathered: list[CompletionOutput] = []
@@ -148,6 +153,8 @@ class VLLMEngine:
                     if self._returns_routing and chunk.finish:
                         routed = await self._routing_of(request, completion)
                         chunk = replace(chunk, routed=routed[: len(prompt_ids) + sent - 1])
+                    if chunk.finish or self._cache.fitting is not None:
+                        chunk = replace(chunk, cache=self._cache.pop())
                     gathered = []
                     yield chunk
         except VLLMValidationError as error:
@@ -177,7 +184,8 @@ class VLLMEngine:
         prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
         self._requests += 1
         try:
-            async with contextlib.aclosing(self._llm.generate(prompt, params, request_id=uuid.uuid4().hex)) as outputs:
+            generated = self._llm.generate(prompt, params, request_id=self._cache.request_id())
+            async with contextlib.aclosing(generated) as outputs:
                 found = [output.prompt_logprobs async for output in outputs if output.prompt_logprobs]
         except VLLMValidationError as error:
             raise ConfigError(
@@ -262,6 +270,9 @@ class VLLMEngine:
             if self._asleep or self._paused or self._dropped:
                 await self._stop(clear_cache=False)
             elif self._stopped and not self._failure:
+                if self._cleared:
+                    self._cache.cleared()
+                    self._cleared = False
                 await self._llm.resume_generation()
                 self._stopped = False
 
@@ -269,6 +280,7 @@ class VLLMEngine:
         if not self._stopped or clear_cache:
             await stop_decoding(self._llm, clear_cache=clear_cache)
             self._stopped = True
+            self._cleared |= clear_cache
 
     async def _release(self) -> None:
         """Free memory; not with AsyncLLM.sleep, as its wake_up resumes a paused engine."""

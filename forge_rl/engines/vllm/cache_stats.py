@@ -1,0 +1,96 @@
+"""What vLLM says about its KV cache after each step."""
+
+from __future__ import annotations
+
+import uuid
+
+from vllm.config import VllmConfig
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+
+from forge_rl.token_arrays import FULL, CacheUse
+
+
+class CacheStats:
+    """Collects the use of the KV caches of all data-parallel copies of an engine.
+
+    After the cache was cleared, `cleared` must be called before the engine resumes: to clear it, vLLM preempts all
+    running requests, which says nothing about its size.
+    """
+
+    def __init__(self) -> None:
+        self.fitting: int | None = None
+        """Number of requests that ran while others waited for room, since the last `pop`; None if none had to."""
+        self._preemptions = 0
+        self._usage = 0.0
+        self._waiting = 0
+        self._running: dict[int, int] = {}
+        """Number of requests in the last step of each copy."""
+        self._last_usage: dict[int, float] = {}
+        """Share of the cache in use after the last step of each copy."""
+        self._clears = 0
+
+    def request_id(self) -> str:
+        """Return an id for a new request. It begins with the number of times that the cache has been cleared."""
+        return f"{self._clears}-{uuid.uuid4().hex}"
+
+    def cleared(self) -> None:
+        """Record that the cache was cleared, and its running requests thereby preempted."""
+        self._clears += 1
+        self._last_usage.clear()
+
+    def pop(self) -> CacheUse:
+        """Return the numbers since the last call, and start again."""
+        use = CacheUse(
+            usage=self._usage, preemptions=self._preemptions, waiting=self._waiting, fitting=self.fitting or 0
+        )
+        self._usage, self._preemptions, self._waiting, self.fitting = 0.0, 0, 0, None
+        return use
+
+    def note(self, copy: int, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
+        """Take what vLLM reports of a step of one copy."""
+        ended = iteration.finished_requests if iteration is not None else ()
+        if scheduler is not None:
+            self._running[copy] = scheduler.num_running_reqs
+            self._usage = max(self._usage, scheduler.kv_cache_usage)
+            self._waiting = max(self._waiting, scheduler.num_waiting_reqs)
+            # Requests that ended or were preempted in this step have given their blocks back, so the step before counts
+            # too.
+            fullest = max(scheduler.kv_cache_usage, self._last_usage.get(copy, 0.0))
+            self._last_usage[copy] = scheduler.kv_cache_usage
+            if scheduler.num_waiting_reqs and fullest >= FULL:
+                self.fitting = sum(self._running.values()) + len(ended)
+        for request in ended:
+            clears = self._clears - int((request.request_id or "").partition("-")[0])
+            self._preemptions += max(0, request.num_preemptions - clears)
+
+    def logger(self) -> type[PrometheusStatLogger]:
+        """Return a class of loggers that report here.
+
+        They stand for vLLM's own Prometheus logger, which would otherwise compute hundreds of values at each step.
+        """
+        stats = self
+
+        class Logger(PrometheusStatLogger):
+            def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
+                """Register no metrics."""
+
+            def record(
+                self,
+                scheduler_stats: SchedulerStats | None,
+                iteration_stats: IterationStats | None,
+                mm_cache_stats: MultiModalCacheStats | None = None,
+                engine_idx: int = 0,
+            ) -> None:
+                stats.note(engine_idx, scheduler_stats, iteration_stats)
+
+            def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+                """Record nothing."""
+
+            def record_admission_rejection(self, reason: str) -> None:
+                """Record nothing."""
+
+            def log_engine_initialized(self) -> None:
+                """Log nothing."""
+
+        return Logger

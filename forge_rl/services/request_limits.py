@@ -1,0 +1,84 @@
+"""How many requests each engine gets at a time: as many as its KV cache holds without preempting any."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from forge_rl.runtime.replica import Replica
+from forge_rl.token_arrays import FULL, CacheUse
+
+_GROWTH = 1 / 16
+"""Growth of the limit while as many completions end as it allows requests."""
+
+
+class RequestLimit:
+    """Limit of one engine, which drops to what fits once requests wait for room, and then grows slowly again.
+
+    A preempted request loses its keys and values, and computes them again later: with too many requests, an engine
+    mostly repeats itself.
+
+    Args:
+        most: the limit with room for all.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._limit = float(most)
+
+    @property
+    def limit(self) -> int:
+        """Maximum concurrent requests, at least 1."""
+        return int(self._limit)
+
+    def note(self, use: CacheUse) -> None:
+        """Adapt to an engine's report, which comes with the end of each completion, and once requests wait for room."""
+        if use.fitting:
+            self._limit = min(self._limit, float(use.fitting))
+        elif use.usage < FULL:
+            self._limit = min(self._most, self._limit + max(1.0, _GROWTH * self._limit) / self._limit)
+
+
+class RequestLimits:
+    """Limits of all engines, and metrics of their caches."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._limits: WeakKeyDictionary[Replica, RequestLimit] = WeakKeyDictionary()
+        self._preemptions = self._waiting = 0
+        self._usage: float | None = None
+        self._lowest = most
+
+    def of(self, engine: Replica) -> int:
+        """Return an engine's limit; a new engine starts with the highest."""
+        return self._limits[engine].limit if engine in self._limits else self._most
+
+    def note(self, engine: Replica, use: CacheUse) -> bool:
+        """Take an engine's report; return whether its limit has changed."""
+        before = self.of(engine)
+        self._limits.setdefault(engine, RequestLimit(self._most)).note(use)
+        now = self.of(engine)
+        self._preemptions += use.preemptions
+        self._waiting = max(self._waiting, use.waiting)
+        self._usage = max(self._usage or 0.0, use.usage)
+        self._lowest = min(self._lowest, now)
+        return now != before
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return metrics since the last call; empty without reports.
+
+        `generator/kv_cache_usage`: the highest share of a cache in use. `generator/preemptions`: how often requests had
+        to give up their place in one. `generator/waiting`: most requests that waited inside an engine at once.
+        `generator/request_limit`: the lowest limit of an engine.
+        """
+        if self._usage is None:
+            return {}
+        found = {
+            "generator/kv_cache_usage": self._usage,
+            "generator/preemptions": float(self._preemptions),
+            "generator/waiting": float(self._waiting),
+            "generator/request_limit": float(self._lowest),
+        }
+        self._preemptions = self._waiting = 0
+        self._usage = None
+        self._lowest = min((each.limit for each in self._limits.values()), default=self._most)
+        return found
