@@ -47,6 +47,7 @@ def plan_of(model: str, ranks: int, reference: int = 0) -> Callable[[TrainSettin
             weights=4 * weights,
             gradients=4 * weights,
             optimizer=8 * weights,
+            moments=8 * weights,
             reference=reference * weights,
             gathered=2 * weights if ranks == 1 else 2 * WEIGHTS[model] // 24,
             activations=round(kept * GIB * settings.seq_len / 1024),

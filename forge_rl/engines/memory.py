@@ -21,7 +21,9 @@ class TrainMemory:
     gradients: int
     """Same size as the weights, or whole matrices where ranks reduce them once per update, see `adds_up_once`."""
     optimizer: int
-    """Both moments of AdamW."""
+    """Both moments of AdamW, in the dtype of `TrainSettings.optimizer_state`."""
+    moments: int
+    """Both moments as a checkpoint holds them, float32 or wider; no part of a step."""
     reference: int
     """Frozen copy for a KL penalty, in the dtype of forward and backward."""
     gathered: int
@@ -47,12 +49,12 @@ class TrainMemory:
     def copy(self) -> int:
         """Bytes of host memory while a checkpoint is written: a copy of the state, and another of the tensor being
         written."""
-        return self.weights + self.optimizer + self.largest
+        return self.weights + self.moments + self.largest
 
     @property
     def total(self) -> int:
         """Bytes at the peak of a step."""
-        return int(sum(vars(self).values())) - self.largest
+        return int(sum(vars(self).values())) - self.largest - self.moments
 
 
 def adds_up_once(weights: int, settings: TrainSettings, *, ranks: int) -> bool:

@@ -8,6 +8,18 @@ from typing import Literal
 
 from forge_rl.errors import check_flags
 
+OptimizerState = Literal["float32", "bfloat16", "int8"]
+SCALED_TOGETHER = 256
+"""Elements of a moment in int8 that share a float32 scale. Dettmers et al. share one among 2,048; fewer keep an outlier
+from more elements, for 1/64 byte."""
+LEAST_INT8 = 4096
+"""Weights with fewer elements, such as norms and biases, keep float32 moments where others have int8."""
+
+
+def moments_bytes(state: OptimizerState) -> float:
+    """Bytes of both moments of one weight of a large tensor."""
+    return {"float32": 8.0, "bfloat16": 4.0, "int8": 2 + 8 / SCALED_TOGETHER}[state]
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:

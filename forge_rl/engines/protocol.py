@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.optimizer import OptimizerConfig, OptimizerState
 from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest, TensorSpec
@@ -172,6 +172,10 @@ class TrainSettings:
     """Weights not to train, as patterns of Hugging Face names such as "model.embed_tokens.*" "model.layers.[0-9].*".
     Frozen weights are published once."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer_state: OptimizerState = "float32"
+    """Dtype of AdamW's two moments, which take 8, 4 or 2 bytes a weight. Those in bfloat16 are rounded stochastically;
+    int8 is blockwise dynamic quantization. Both compute in float32, in a slower optimizer. Checkpoints hold the moments
+    in float32."""
     tensor_parallel_degree: int = 1
     """Ranks that split each matrix: its heads, hidden units and vocabulary. Must divide the model's heads and key
     heads."""

@@ -13,12 +13,13 @@ from forge_rl.engines.costs import attention_flops, forward_flops, head_weights,
 from forge_rl.engines.device_types import DeviceType
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.memory import adds_up_once
+from forge_rl.engines.optimizer import moments_bytes
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings, TrainSettings
 from forge_rl.errors import ConfigError
 
-_ADAMW_BYTES = 28
-"""Bytes of float32 that AdamW reads (weight, gradient, both moments) and writes (weight, both moments) per weight."""
+_ADAMW_BYTES = 12
+"""Bytes of float32 that AdamW reads (weight, gradient) and writes (weight) per weight, besides both moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +233,8 @@ def train_times(
     if ep > 1 and a.experts:
         sent = local / tp * a.experts.top_k * a.dim * itemsize * (ep - 1) / ep * len(a.experts.layers)
         parts["links of expert parallelism"] = work.epochs * 2 * passes * sent / (spread.link(device, ep) * use.links)
-    state = _ADAMW_BYTES * a.weights / (spread.ranks // s.data_parallel_replicate_degree)
+    touched = _ADAMW_BYTES + 2 * moments_bytes(s.optimizer_state)
+    state = touched * a.weights / (spread.ranks // s.data_parallel_replicate_degree)
     rate = device.host_link * use.links if s.enable_cpu_offload else device.bandwidth * use.memory
     parts["optimizer"] = spread.sharers * work.epochs * work.minibatches * state / rate
     return Times(parts=parts)

@@ -19,6 +19,7 @@ from forge_rl.engines.context import check_context
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.memory import TrainMemory
+from forge_rl.engines.optimizer import moments_bytes
 from forge_rl.engines.platform import gpu_bytes, resolve_dtype
 from forge_rl.errors import ConfigError
 from forge_rl.models.resolve import resolve_model
@@ -231,12 +232,14 @@ def check_state_fits(
     """
     count, ranks, on_gpu = architecture.weights, config.trainer.ranks, device_type() == "cuda"
     split = max(1, ranks // int(getattr(config.trainer, "data_parallel_replicate_degree", 1)))
-    state = (16 + reference * resolve_dtype(config.trainer.dtype).itemsize) * count // split
+    moments = moments_bytes(config.trainer.optimizer_state)
+    state = int((8 + moments + reference * resolve_dtype(config.trainer.dtype).itemsize) * count) // split
     kept = on_gpu and config.trainer.enable_cpu_offload
     critics = []
     if critic is not None:
         weights = read_architecture(Path(critic.model)).weights if critic.model else count
-        own = 16 * weights // (critic.ranks // critic.data_parallel_replicate_degree)
+        per_weight = 8 + moments_bytes(critic.optimizer_state)
+        own = int(per_weight * weights) // (critic.ranks // critic.data_parallel_replicate_degree)
         if on_gpu:
             state += own
         else:

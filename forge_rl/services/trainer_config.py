@@ -60,6 +60,11 @@ class TrainerConfig(TrainSettings):
                 "attention has no float64 on a GPU",
                 hint="set --trainer.dtype to bfloat16 or float32, or train on a CPU",
             )
+        if self.dtype == "float64" and self.optimizer_state != "float32":
+            raise ConfigError(
+                f"training in float64 has float64 moments, not {self.optimizer_state}",
+                hint="leave out --trainer.optimizer-state, or set another --trainer.dtype",
+            )
         if self.enable_cpu_offload and device_type() == "cpu":
             raise ConfigError(
                 "the ranks are on a CPU, so weights and optimizer state are in host memory already",

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, Writ
 
 from forge_rl.engines.titan.host_memory import HostCopies, HostCopy
 from forge_rl.engines.titan.shards import named_weights, slice_of, values_of
+from forge_rl.engines.titan.small_adamw import Moment, SmallAdamW
 from forge_rl.errors import CheckpointError
 from forge_rl.weights.slices import TensorSlice
 
@@ -39,8 +40,8 @@ class Block:
     """Shape of the whole tensor."""
     tensor_slice: TensorSlice
     """Slice of the whole tensor that the values are."""
-    values: torch.Tensor | HostCopy
-    """The slice's values, or a copy of them, to be written."""
+    values: torch.Tensor | Moment | HostCopy
+    """The slice's values, a moment to read them from, or a copy of them, to be written."""
 
     @staticmethod
     def whole(values: torch.Tensor) -> Block:
@@ -69,12 +70,14 @@ class Block:
 
 def copied(state: Mapping[str, Block]) -> dict[str, Block]:
     """Copy all blocks to host memory; the bytes are there once the device is synchronised."""
-    copies = HostCopies()
-    return {
-        name: replace(block, values=copies.of(block.values))
-        for name, block in state.items()
-        if isinstance(block.values, torch.Tensor)
-    }
+    copies, found = HostCopies(), dict[str, Block]()
+    for name, block in state.items():
+        values = block.values
+        assert not isinstance(values, HostCopy), f"{name} is copied already"
+        if isinstance(values, Moment):
+            values = values.read().view(block.tensor_slice.size)
+        found[name] = replace(block, values=copies.of(values))
+    return found
 
 
 def _chunk(tensor_slice: TensorSlice) -> ChunkStorageMetadata:
@@ -105,7 +108,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: Mapping[str, int]) -> dict[str, Block]:
-    """Return this rank's blocks of all state by name; creates AdamW's state, which AdamW does only at the first step.
+    """Return this rank's blocks of all state by name; creates the moments, which AdamW does only at the first step.
 
     Raises:
         CheckpointError: the optimizer trains other tensors than the model's weights, as after an interrupted step.
@@ -114,19 +117,27 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: M
     state = {name: Block.whole(torch.tensor(count)) for name, count in counts.items()}
     steps = torch.tensor(0.0)
     for name, parameter in named_weights(model):
-        kept = {f"model.{name}": parameter}
+        kept: dict[str, torch.Tensor | Moment] = {f"model.{name}": parameter}
         if parameter.requires_grad:
-            moments = optimizer.state[parameter]
-            if not moments:
-                moments["step"] = torch.tensor(0.0, device=parameter.device)  # where fused AdamW expects it
-                moments["exp_avg"] = torch.zeros_like(parameter)
-                moments["exp_avg_sq"] = torch.zeros_like(parameter)
-            steps = moments["step"].detach().clone().cpu()
-            kept |= {f"{moment}.{name}": moments[moment] for moment in ("exp_avg", "exp_avg_sq")}
+            kept |= {f"{key}.{name}": moment for key, moment in _moments(optimizer, parameter).items()}
+            steps = optimizer.state[parameter]["step"].detach().clone().cpu()
         shape, here = tuple(parameter.shape), slice_of(parameter)
-        state |= {key: Block(shape=shape, tensor_slice=here, values=values_of(each)) for key, each in kept.items()}
+        for key, each in kept.items():
+            values = each if isinstance(each, Moment) else values_of(each)
+            state[key] = Block(shape=shape, tensor_slice=here, values=values)
     state["steps"] = Block.whole(steps)
     return state
+
+
+def _moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, torch.Tensor | Moment]:
+    if isinstance(optimizer, SmallAdamW):
+        return optimizer.moments(parameter)
+    state = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.tensor(0.0, device=parameter.device)  # where fused AdamW expects it
+        state["exp_avg"] = torch.zeros_like(parameter)
+        state["exp_avg_sq"] = torch.zeros_like(parameter)
+    return {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
 
 
 def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from forge_rl.engines.titan.blocks import LoadPlanner, training_state
 from forge_rl.engines.titan.index import TensorReader
 from forge_rl.engines.titan.shards import named_weights, names_of, slice_of, values_of
+from forge_rl.engines.titan.small_adamw import ROOT, Moment
 from forge_rl.errors import CheckpointError, ModelError
 from forge_rl.models.hf_folder import open_weights, tensor_files
 from forge_rl.weights.names import VALUE_HEAD
@@ -78,9 +80,15 @@ def load_training_state(
         CheckpointError: the state is incomplete, corrupt, crafted, or of another model.
     """
     state = training_state(model, optimizer, dict.fromkeys(counts, 0))
+    moments = {key: block.values for key, block in state.items() if isinstance(block.values, Moment)}
+    for key in moments:  # pieces of a block may come one by one
+        held = torch.empty(state[key].tensor_slice.size)
+        state[key] = replace(state[key], values=held)
     try:
         reader = TensorReader(folder)
-        _check_frozen(set(reader.read_metadata().state_dict_metadata), set(state), folder)
+        saved = set(reader.read_metadata().state_dict_metadata)
+        _check_moments(saved, set(state), folder)
+        _check_frozen(saved, set(state), folder)
         dcp.load(state, storage_reader=reader, planner=LoadPlanner())
     except CheckpointError:
         raise
@@ -89,10 +97,22 @@ def load_training_state(
             f"the training state in {folder} cannot be read: {cause_of(error)}",
             hint="delete that step's folder to resume from the one before it",
         ) from error
+    for key, moment in moments.items():
+        moment.write_all(cast(torch.Tensor, state[key].values).view(-1))
     for parameter in model.parameters():
         if parameter.requires_grad:
             optimizer.state[parameter]["step"].copy_(state["steps"].values)
     return {name: int(cast(torch.Tensor, state[name].values)) for name in counts}
+
+
+def _check_moments(saved: set[str], wanted: set[str], folder: Path) -> None:
+    """Raise CheckpointError if only one of a training state and this run has the roots of small second moments."""
+    small = [any(key.startswith(f"{ROOT}.") for key in keys) for keys in (saved, wanted)]
+    if small[0] != small[1]:
+        raise CheckpointError(
+            f"the training state in {folder} has moments of {'bfloat16 or int8' if small[0] else 'float32'}",
+            hint="set --trainer.optimizer-state as in that run, or choose another --out",
+        )
 
 
 def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:

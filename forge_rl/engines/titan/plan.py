@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from forge_rl.engines.architecture import Architecture
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.memory import TrainMemory, adds_up_once
+from forge_rl.engines.optimizer import LEAST_INT8, moments_bytes
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeAttention, TreeMask
@@ -31,6 +32,8 @@ class Trace:
     """Number of parameters."""
     trained: int
     """Number of parameters that are not frozen."""
+    few: int
+    """Number of those in tensors too small for moments in int8."""
     largest: int
     """Elements of the largest parameter."""
     outputs: int
@@ -88,7 +91,8 @@ def plan_training(
     return TrainMemory(
         weights=kept * traced.count // split,
         gradients=kept * traced.trained // (tp if adds_up_once(traced.count, settings, ranks=ranks) else split),
-        optimizer=2 * kept * traced.trained // split,
+        optimizer=_moments(traced, settings, kept) // split,
+        moments=2 * kept * traced.trained // split,
         reference=dtype.itemsize * traced.count // split if reference else 0,
         gathered=_gathered(traced, dtype, split, settings.expert_parallel_degree) // tp,
         activations=row,
@@ -98,6 +102,14 @@ def plan_training(
         largest=kept * traced.largest // split,
         heap=2 * min(HEAD_CHUNK_BYTES, 4 * tokens * traced.outputs) if device_type() == "cpu" else 0,
     )
+
+
+def _moments(traced: Trace, settings: TrainSettings, kept: int) -> int:
+    """Bytes of both moments, of which small tensors' are float32 where others are int8."""
+    if settings.optimizer_state == "float32":
+        return 2 * kept * traced.trained
+    few = traced.few if settings.optimizer_state == "int8" else 0
+    return 8 * few + round(moments_bytes(settings.optimizer_state) * (traced.trained - few))
 
 
 def _trace(architecture: Architecture, settings: TrainSettings, values: bool, tokens: int) -> Trace:
@@ -121,6 +133,7 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
     return Trace(
         count=sum(size for size, _ in sizes),
         trained=sum(size for size, is_trained in sizes if is_trained),
+        few=sum(size for size, is_trained in sizes if is_trained and size < LEAST_INT8),
         largest=max(size for size, _ in sizes),
         outputs=outputs,
         units=tuple((experts, others) for experts, others in [*units, (0, outside)]),

@@ -40,6 +40,7 @@ from forge_rl.engines.titan.routing import rank_metrics, routing_counts, routing
 from forge_rl.engines.titan.rows import DeviceRow, on_device
 from forge_rl.engines.titan.saving import CheckpointWriter
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
+from forge_rl.engines.titan.small_adamw import SmallAdamW
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics import EffectiveShare, Max, Mean, Sum, Value
 from forge_rl.packing.rows import Minibatch, Row
@@ -455,16 +456,14 @@ class TitanEngine:
         """Number of the policy's parameters over all ranks."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        """Make an optimizer of the model's weights, whose state AdamW creates at the first step."""
-        optimizer = self._settings.optimizer
-        return torch.optim.AdamW(
-            [{"params": parameters} for parameters in _by_mesh(self.model)],
-            lr=optimizer.lr,
-            betas=(optimizer.beta1, optimizer.beta2),
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        """Make an optimizer of the model's weights, whose state it creates at the first step."""
+        optimizer, kind = self._settings.optimizer, self._settings.optimizer_state
+        groups = [{"params": parameters} for parameters in _by_mesh(self.model)]
+        betas, decay = (optimizer.beta1, optimizer.beta2), optimizer.weight_decay
+        if kind == "float32":
+            return torch.optim.AdamW(groups, lr=optimizer.lr, betas=betas, weight_decay=decay, fused=True)
+        return SmallAdamW(groups, kind=kind, lr=optimizer.lr, betas=betas, weight_decay=decay)
 
     def _build(self, *, frozen: bool = False) -> PolicyModel:
         """Build and load a model; a frozen one has its weights in the dtype of the forward pass."""
