@@ -27,6 +27,8 @@ from forge_rl.services.host_check_actors import DecodeCheckActor, HostCheckActor
 _CALL_S = 60.0
 _START_S = 120.0
 """Timeout of a process's start, whose imports may come from a slow disk."""
+_TRIAL_S = 300.0
+"""Timeout of a call that starts an engine or a trainer, on a host that may be busy."""
 _SEEN_S = 10.0
 """Time in which a file that another host wrote must appear on a shared file system."""
 _WRITTEN = 64 << 20
@@ -271,7 +273,7 @@ async def _once(
     try:
         replica = service.spawn(actor, host=host, env=env)
         await service.watch(replica, deadline_s=_START_S)
-        return await replica.call(method, *args, deadline_s=_START_S)
+        return await replica.call(method, *args, deadline_s=_TRIAL_S)
     finally:
         await service.stop()
 
