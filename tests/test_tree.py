@@ -15,6 +15,7 @@ import torch
 from forge_rl.algorithms.tree import tree_advantages
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.packing.rows import Layout, dense_mask, pack
+from forge_rl.packing.trees import decoded_tokens
 from forge_rl.packing.unpacking import trained_tokens, unpack, values_of_episodes
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
@@ -42,6 +43,10 @@ class Forking:
         if len(self.said) == 3:
             return Step(done=True, reward=float(completion[-1]), output="/".join(self.said))
         return Step(done=False, messages=({"role": "user", "content": "?"},), branches=self.branches)
+
+
+class Straight(Forking):
+    branches = 1
 
 
 class Wide(Forking):
@@ -76,13 +81,14 @@ def paths(group: Group) -> list[tuple[int, ...]]:
     ("kind", "expected"),
     [
         (Forking, [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (4, 0), (4, 1)]),
+        (Straight, [(0,), (1,), (2,), (3,), (4,), (5,)]),
         (Wide, [(0, 0), (0, 1), (0, 2), (0, 3), (4, 0), (4, 1)]),
     ],
 )
 def test_the_leaves_of_trees_fill_each_group_exactly(kind: type, expected: list[tuple[int, ...]]) -> None:
     generator = StagedGenerator()
     executor, _ = trees(kind, generator=generator)
-    batch = asyncio.run(executor.next_batch())
+    batch = asyncio.run(asyncio.wait_for(executor.next_batch(), 60))
     assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
     for group in batch.groups:
         assert paths(group) == expected
@@ -223,6 +229,7 @@ def test_a_tree_is_computed_once_and_its_gradient_is_that_of_separate_episodes(b
         gradients.append(torch.autograd.grad(loss / minibatch.tokens, list(model.parameters())))
         if given is batch:
             assert (laid.trained_tokens, laid.unscored_tokens, laid.packed_tokens) == (12, 0, 15)
+            assert decoded_tokens(batch) == 12
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-6)
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.token_arrays import Segment
-from forge_rl.types import Episode
+from forge_rl.types import Batch, Episode
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +170,17 @@ def first_holders(episodes: Sequence[Episode]) -> list[list[tuple[int, int]]]:
         ]
         for number, episode in enumerate(episodes)
     ]
+
+
+def decoded_tokens(batch: Batch) -> int:
+    """Return the number of tokens that were generated for a batch; turns that episodes have in common count once."""
+    return sum(
+        len(turn.token_ids)
+        for group in batch.groups
+        for number, holders in enumerate(first_holders(group.episodes))
+        for turn, (first, _) in zip(group.episodes[number].turns, holders, strict=True)
+        if first == number
+    )
 
 
 def build_trees(branches: list[Branch], group: int, *, share_prefixes: bool) -> list[Tree]:

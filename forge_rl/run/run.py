@@ -16,6 +16,7 @@ from forge_rl.metrics import Metric, batch_metrics
 from forge_rl.metrics.display.format import duration
 from forge_rl.metrics.sinks import RunOutcome
 from forge_rl.packing.rows import Packed, pack
+from forge_rl.packing.trees import decoded_tokens
 from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.run.attach import LiveSchedule
@@ -244,7 +245,7 @@ class Run(Generic[C]):
             self.last_batch = batch
             values |= batch_metrics(batch)
             if self._generates:
-                self._clock.tokens("rollout", sum(episode.response_tokens for episode in batch.episodes))
+                self._clock.tokens("rollout", decoded_tokens(batch))
         if packed is not None:
             values |= {
                 "tokens/packed": float(packed.packed_tokens),
