@@ -1,8 +1,10 @@
 """README and docs: tutorials run as they stand, on a tiny model; quotes, links and figures are what they name."""
 
+import importlib
 import json
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,8 +16,10 @@ from benchmarks.demo import DEMO
 from benchmarks.report import Report
 from forge_rl.algorithms.correction import Correction
 from forge_rl.algorithms.user_loss import try_loss
+from forge_rl.cli import commands as programs
 from forge_rl.criteria import read_criteria
 from forge_rl.data.sources import Columns
+from forge_rl.envs.env_flag import build_environment
 from forge_rl.flags.command_line import parse
 from forge_rl.rewards.reward_flag import REWARDS, build_reward
 from forge_rl.sandbox.inside.server import missing_layers
@@ -48,6 +52,27 @@ SMALL = (
 def test_the_tutorials_have_a_command_for_each_way_in() -> None:
     assert set(FILES) == {"mine.py", "safe.py", "shop.py", "world.py", "agent.py"}
     assert len(COMMANDS) == 9
+
+
+def test_the_commands_of_the_first_tasks_are_read_as_they_stand(tmp_path: Path, monkeypatch) -> None:
+    text = (ROOT / "docs" / "doors" / "first-tasks.md").read_text()
+    fences = re.findall(r"```(\w+)\n(.*?)```", text, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for kind, body in fences:
+        if kind == "python" and (found := re.match(r"# (\S+)\n", body)):
+            (tmp_path / found[1]).write_text(body)
+    subprocess.run([sys.executable, "make.py"], check=True)
+    for name in ("sums", "wrong"):
+        recorded_run(tmp_path / "runs" / name, "one_turn", steps=1, groups=1, size=2)
+    lines = [line for kind, body in fences if kind == "sh" for line in body.splitlines() if line.startswith("forge-rl")]
+    assert len(lines) == 11
+    for line in lines:
+        _, name, *args = shlex.split(line)
+        module = importlib.import_module(programs()[name].removeprefix("forge_rl."))
+        parse(module.Config, name, args)
+    assert build_reward(("mine.py:score",)) is not None
+    assert build_environment("guess.py:Guess") is not None
+    assert build_environment("shop.py:TOOLS,max_turns=4") is not None
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
