@@ -56,6 +56,8 @@ def test_the_trainer_reads_the_copy_as_transformers_does(tmp_path: Path, process
 
     make_quantized(tmp_path)
     assert read_architecture(tmp_path).quantized
+    with pytest.raises(ModelError, match="holds quantised weights, which cannot be trained"):
+        titan_logits(tmp_path, torch.arange(40))
     copy, token_ids = dequantized(tmp_path, tmp_path / "cache"), torch.arange(40)
     with torch.no_grad():
         expected = of_transformers(copy)(token_ids[None]).logits[0]

@@ -292,7 +292,10 @@ def _resolved(
 ) -> tuple[CriticConfig | None, dict[str, Path]]:
     """Return the critic's settings with the folder of its model, and the folder of each teacher."""
     if critic is not None and critic.model:
-        critic = replace(critic, model=str(resolve_model(critic.model, config.cache, progress).resolve()))
+        folder = resolve_model(critic.model, config.cache, progress).resolve()
+        if read_architecture(folder).quantized:
+            folder = dequantized(folder, config.cache, progress)
+        critic = replace(critic, model=str(folder))
     folders = {} if teachers is None else resolve_teachers(teachers, model, config.cache, progress)
     return critic, folders
 

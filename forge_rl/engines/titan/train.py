@@ -41,7 +41,7 @@ from forge_rl.engines.titan.rows import DeviceRow, on_device
 from forge_rl.engines.titan.saving import CheckpointWriter
 from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
 from forge_rl.engines.titan.small_adamw import SmallAdamW
-from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.errors import ConfigError, ForgeError, ModelError
 from forge_rl.metrics import EffectiveShare, Max, Mean, Sum, Value
 from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.weights.manifest import Manifest, TensorSpec
@@ -58,6 +58,11 @@ class TitanEngine:
         self.rank = dist.get_rank()
         self.updates = self.planned = 0
         self.architecture = read_architecture(folder)
+        if self.architecture.quantized:
+            raise ModelError(
+                f"{folder} holds quantised weights, which cannot be trained as they are",
+                hint="train the copy that forge_rl.models.dequantized makes",
+            )
         self.device = own_device()
         if self.device.type == "cuda":
             compile_once()
