@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
+import os
 import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.queues import Queue
 from queue import Empty
 from typing import Any
@@ -17,6 +19,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from benchmarks.report import BenchmarkError
+from forge_rl.engines.cpu import HEAP_ENVIRONMENT
 
 
 def run_ranks(function: Callable[..., object], ranks: int, *args: object, deadline_s: float = 600) -> list[Any]:
@@ -37,8 +40,9 @@ def run_ranks(function: Callable[..., object], ranks: int, *args: object, deadli
     found: dict[int, Any] = {}
     until = time.monotonic() + deadline_s
     try:
-        for process in processes:
-            process.start()
+        with _heap_of_ranks():
+            for process in processes:
+                process.start()
         while len(found) < ranks:
             # Checked before reading the results, as a process that exits now has already put its result.
             codes = [process.exitcode for process in processes]
@@ -66,6 +70,18 @@ def run_ranks(function: Callable[..., object], ranks: int, *args: object, deadli
             process.join(0 if len(found) < ranks else 60)
             process.kill()
             process.join()
+
+
+@contextlib.contextmanager
+def _heap_of_ranks() -> Iterator[None]:
+    """Let processes that start in the body, the fork server first, keep freed memory as a trainer's ranks do."""
+    before = os.environ.copy()
+    os.environ.update(HEAP_ENVIRONMENT)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _death(rank: int, ranks: int, code: int) -> BenchmarkError:
