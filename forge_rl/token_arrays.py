@@ -110,24 +110,20 @@ class Chunk(ByValue):
     first chunk, if requested by "prompt_logprobs"."""
     cache: CacheUse | None = None
     """Use of the engine's KV cache since its last report: in the last chunk, and once requests wait for room in it."""
+    drafted: int = 0
+    """Tokens that were drafted for the completion by speculation; in the last chunk."""
+    accepted: int = 0
+    """How many of them were accepted; in the last chunk."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # Takes a third of the time of pickling three arrays; a stream has a chunk per token.
         arrays = (self.token_ids.tobytes(), self.logprobs.tobytes(), self.versions.tobytes())
-        return _read_chunk, (*arrays, self.text, self.finish, self.top, self.routed, self.prompt, self.cache)
+        counts = (self.cache, self.drafted, self.accepted)
+        return _read_chunk, (*arrays, self.text, self.finish, self.top, self.routed, self.prompt, *counts)
 
 
-def _read_chunk(
-    ids: bytes,
-    logprobs: bytes,
-    versions: bytes,
-    text: str,
-    finish: Any,
-    top: Any,
-    routed: Any,
-    prompt: Any,
-    cache: Any,
-) -> Chunk:
+def _read_chunk(ids: bytes, logprobs: bytes, versions: bytes, *rest: Any) -> Chunk:
+    text, finish, top, routed, prompt, cache, drafted, accepted = rest
     return Chunk(
         token_ids=np.frombuffer(ids, np.int32),
         logprobs=np.frombuffer(logprobs, np.float32),
@@ -138,6 +134,8 @@ def _read_chunk(
         routed=routed,
         prompt=prompt,
         cache=cache,
+        drafted=drafted,
+        accepted=accepted,
     )
 
 

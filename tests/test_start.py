@@ -53,6 +53,9 @@ class Handle:
     def drain_busy_s(self) -> list[float]:
         return []
 
+    def drain_drafts(self) -> tuple[int, int]:
+        return 0, 0
+
     async def publish(self, store: object, *, dtype: str) -> int:
         return 0
 

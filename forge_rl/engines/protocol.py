@@ -55,6 +55,10 @@ class DecodeSettings:
     """Share of a GPU's memory that an engine may take; trainer and engine may share a GPU."""
     routed_experts: bool = False
     """Return the experts that each token was routed to with each completion, for router replay in training."""
+    speculation: str = "off"
+    """Speculative decoding: tokens are drafted from the request's own text (ngram) or also from other answers to the
+    same prompt (suffix), and verified several at a time; the distribution stays exact. off, or
+    KIND[:max_tokens=8,max_running=8,min_accepted=0.3]."""
     enforce_eager: bool = False
     """Disable compilation and CUDA graphs: starts sooner, decodes slower. Always the case on CPU."""
     batch_invariant: bool = False

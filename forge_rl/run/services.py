@@ -58,10 +58,13 @@ class RolloutServices:
         return version
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics since the last call: tokens without a finite logprob, the time of each transition, use of the
-        KV caches, and environments whose process died."""
+        """Return metrics since the last call: tokens without a finite logprob, drafted ones, the time of each
+        transition, use of the KV caches, and environments whose process died."""
         found = {"tokens/non_finite": float(self.generator.non_finite.drain())} | self.devices.pop_metrics()
         found |= self.generator.pop_metrics()
+        drafted, accepted = self.generator.drain_drafts()
+        if drafted:
+            found |= {"rollout/drafted": float(drafted), "rollout/accepted": float(accepted)}
         return found if self.environment is None else found | self.environment.pop_metrics()
 
 

@@ -194,6 +194,8 @@ def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size:
     count = len(chunk.token_ids)
     if len(chunk.logprobs) != count or len(chunk.versions) != count:
         return f"{count} tokens have {len(chunk.logprobs)} logprobs and {len(chunk.versions)} versions"
+    if not 0 <= chunk.accepted <= chunk.drafted:
+        return f"{chunk.accepted} of {chunk.drafted} drafted tokens were accepted"
     if chunk.routed is not None and not chunk.finish:
         return "experts came before the end"
     if sampling.top_logprobs and len(chunk.top) != count:

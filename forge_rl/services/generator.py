@@ -63,6 +63,7 @@ class Generator:
         self._stopping = False
         self._loading = asyncio.Lock()
         self.non_finite = NonFiniteTokens()
+        self._drafted = self._accepted = 0
         self._trial = asyncio.Lock()
         """Held by a suspect completion until its first token, so that suspects run one at a time."""
         self._limits = RequestLimits(config.max_num_seqs * config.data_parallel_size)
@@ -224,6 +225,8 @@ class Generator:
                     raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
                 if chunk.cache is not None and self._limits.note(replica, chunk.cache):
                     self._service.tell_listeners()
+                self._drafted += chunk.drafted
+                self._accepted += chunk.accepted
                 return completion.add(chunk)
 
             deadline_s, gather_s = self.config.request_deadline_s, completion.gather_s
@@ -395,6 +398,11 @@ class Generator:
     def drain_busy_s(self) -> list[float]:
         """Return each engine's busy seconds since the last call."""
         return self._service.drain_busy_s()
+
+    def drain_drafts(self) -> tuple[int, int]:
+        """Return how many tokens engines drafted since the last call, and how many of them were accepted."""
+        found, self._drafted, self._accepted = (self._drafted, self._accepted), 0, 0
+        return found
 
     async def stop(self) -> None:
         """Stop the engines: first vLLM's processes, then ours."""

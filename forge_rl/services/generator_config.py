@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.engines.speculation import check_speculation
 from forge_rl.errors import check_flags
 from forge_rl.runtime.supervision import Restart
 
@@ -53,3 +54,4 @@ class GeneratorConfig(DecodeSettings):
             },
             below={"temperature": 10, "gpu_memory_utilization": 1},
         )
+        check_speculation(self.speculation, routed_experts=self.routed_experts)

@@ -307,7 +307,8 @@ def engine_settings(config: TeachersConfig, policy: GeneratorConfig, folder: Pat
     if not longest:
         longest = min(policy.max_model_len + policy.max_model_len // 4 + 1, positions(read_architecture(folder)))
     own = {each.name: getattr(config, each.name) for each in fields(TeachersConfig) if each.name != "models"}
-    return replace(policy, **own | {"max_model_len": longest, "max_tokens": 1, "routed_experts": False, "spares": 0})
+    fixed = {"max_model_len": longest, "max_tokens": 1, "routed_experts": False, "spares": 0, "speculation": "off"}
+    return replace(policy, **own | fixed)
 
 
 def _logprobs(episode: Episode) -> npt.NDArray[np.float32]:

@@ -28,13 +28,16 @@ from forge_rl.engines import ENGINE_DIED, ENGINE_STALLED
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.engines.speculation import read_speculation
 from forge_rl.engines.vllm import BACKEND
 from forge_rl.engines.vllm.cache_stats import CacheStats
 from forge_rl.engines.vllm.causes import own_log, start_cause
 from forge_rl.engines.vllm.cpu import unlink_shared_memory
+from forge_rl.engines.vllm.drafting import speculative_config
 from forge_rl.engines.vllm.internals import (
     answer_between_steps,
     call_workers,
+    draft_counts,
     engine_pids,
     stop_decoding,
     version_starts,
@@ -103,6 +106,8 @@ class VLLMEngine:
                 engine = cls(AsyncLLM.from_engine_args(arguments, stat_loggers=[cache.logger()]), settings, cache)
             await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
             await engine._all_workers("scale_prompt_logits")
+            if speculation := read_speculation(settings.speculation):
+                await engine._all_workers("speculate", pickle.dumps(speculation))
             if settings.routed_experts and device_type() == "cpu":
                 await engine._all_workers("capture_routing")
             for pid in await engine._all_workers("process_id"):
@@ -148,6 +153,9 @@ class VLLMEngine:
                         continue
                     chunk = _chunk(gathered, sampling, version_starts(self._llm, request, completion), sent)
                     sent += len(chunk.token_ids)
+                    if chunk.finish:
+                        drafted, accepted = draft_counts(completion)
+                        chunk = replace(chunk, drafted=drafted, accepted=accepted)
                     if of_prompt:
                         chunk, of_prompt = replace(chunk, prompt=of_prompt), ()
                     if self._returns_routing and chunk.finish:
@@ -325,6 +333,7 @@ class VLLMEngine:
 
 def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngineArgs:
     on_cpu = device_type() == "cpu"
+    speculation = read_speculation(settings.speculation)
     return AsyncEngineArgs(
         model=str(folder),
         # Whatever the folder holds, read only data: no Python code, no pickled weights.
@@ -355,6 +364,8 @@ def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngine
         # Output projection in float32, as in the trainer: rounding logits to bfloat16 costs 0.03 per logprob.
         hf_overrides={"head_dtype": "float32"},
         enable_prefix_caching=True,
+        speculative_config=speculation and speculative_config(speculation),
+        per_request_spec_decode_metrics="summary" if speculation else "none",
         disable_log_stats=True,
         # With "auto", the first constraint would choose the backend for all later ones.
         structured_outputs_config=StructuredOutputsConfig(backend="xgrammar"),

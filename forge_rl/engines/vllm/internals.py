@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,34 @@ def version_starts(llm: AsyncLLM, request: str, output: CompletionOutput) -> lis
     (internal,) = llm.output_processor.external_req_ids[request]
     starts: list[tuple[str, int]] = llm.output_processor.request_states[internal].weight_version_starts
     return starts
+
+
+def draft_counts(output: CompletionOutput) -> tuple[int, int]:
+    """Numbers of drafted and of accepted tokens of an ended completion; 0 without speculation."""
+    found = output.spec_decode_metrics
+    if found is None:
+        return 0, 0
+    return found.num_draft_tokens, sum(accepted * steps for accepted, steps in enumerate(found.histogram))
+
+
+def draft_to_the_end(runner: Any) -> None:
+    """Leave it to the drafter to keep within the context.
+
+    vLLM has all requests of a batch verify zeros once one of them comes near the end of its context.
+    """
+    check_names(runner, ("drafter", "effective_drafter_max_model_len", "input_batch.num_prompt_tokens"))
+    runner.effective_drafter_max_model_len = 1 << 30
+
+
+def ngram_proposer(vllm_config: Any, max_tokens: int) -> Any:
+    """Return vLLM's proposer of what followed the last 2 to 8 tokens before, in the same request."""
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer  # imports numba
+
+    config = copy.copy(vllm_config)
+    config.speculative_config = copy.copy(vllm_config.speculative_config)
+    config.speculative_config.prompt_lookup_min, config.speculative_config.prompt_lookup_max = 2, 8
+    config.speculative_config.num_speculative_tokens = max_tokens
+    return NgramProposer(config)
 
 
 def allow_another_update(worker: Any) -> None:

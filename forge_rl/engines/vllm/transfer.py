@@ -116,6 +116,12 @@ class WorkerExtension:
         scale_prompt_logits(worker.model_runner)
 
     @_answered
+    def forge_rl_speculate(self, settings: bytes) -> None:
+        """Start drafting by pickled settings, a `Speculation`."""
+        worker: Any = self
+        worker.model_runner.drafter.bind(worker.model_runner, pickle.loads(settings))
+
+    @_answered
     def forge_rl_capture_routing(self) -> None:
         """Start recording the experts that each request's tokens are routed to."""
         from forge_rl.engines.vllm.cpu_routing import RoutingCapture

@@ -1,0 +1,88 @@
+"""Drafts tokens for vLLM's speculative decoding; runs in vLLM's workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from forge_rl.engines.speculation import DraftSwitch, Speculation
+from forge_rl.engines.vllm import internals
+from forge_rl.engines.vllm.suffixes import AnswerIndex
+
+_INDEX_TOKENS = 1 << 20
+"""Tokens that a worker's index of answers holds: 36 MiB."""
+
+
+def speculative_config(settings: Speculation) -> dict[str, object]:
+    """Return vLLM's speculative_config for an engine whose workers have a `Drafter`."""
+    return {
+        "method": "custom_class",
+        "model": f"{Drafter.__module__}.{Drafter.__name__}",
+        "num_speculative_tokens": settings.max_tokens,
+        # Drafter makes drafts for fewer; without a schedule, vLLM pads the first step of a cached prompt with tokens
+        # that are always rejected.
+        "num_speculative_tokens_per_batch_size": [(1, 1, settings.max_tokens)],
+    }
+
+
+class Drafter:
+    """vLLM's proposer of its method "custom_class": switched by `DraftSwitch`.
+
+    Drafts are only proposals. vLLM's rejection sampler accepts each token with the probability that the model gives
+    it, and otherwise samples from the rest of the distribution, so that the tokens are distributed as without drafts.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._config = vllm_config
+        self._runner: Any = None
+
+    def bind(self, runner: Any, settings: Speculation) -> None:
+        """Start drafting for a worker's model runner."""
+        internals.draft_to_the_end(runner)
+        self._runner = runner
+        self._most = settings.max_tokens
+        self._max_model_len = self._config.model_config.max_model_len
+        self._switch = DraftSwitch(settings)
+        self._drafted: dict[str, int] = {}
+        """Length of each request's last draft."""
+        self._answers = AnswerIndex(_INDEX_TOKENS) if settings.kind == "suffix" else None
+        self._ngram = None if self._answers else internals.ngram_proposer(self._config, settings.max_tokens)
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: npt.NDArray[Any],
+        token_ids_cpu: npt.NDArray[Any],
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Return a draft for each request of the batch, perhaps an empty one.
+
+        Args:
+            sampled_token_ids: new tokens of each request; none while its prompt is computed.
+            num_tokens_no_spec: `[R]`, tokens of each request.
+            token_ids_cpu: `[R, max_model_len] int32`, the tokens.
+        """
+        count = len(sampled_token_ids)
+        if self._runner is None:
+            return [[] for _ in range(count)]
+        requests: list[str] = self._runner.input_batch.req_ids
+        drafted = [self._drafted.get(requests[row], 0) for row in range(count)]
+        accepted = [min(had, len(sampled) - 1) for had, sampled in zip(drafted, sampled_token_ids, strict=True) if sampled]
+        self._switch.note(sum(drafted), sum(accepted))
+        drafts: list[list[int]] = [[] for _ in range(count)]
+        allowed = self._switch.allows(count)
+        if self._ngram is not None:
+            if allowed:
+                drafts = self._ngram.propose(self._most, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        elif self._answers is not None:
+            prompts = self._runner.input_batch.num_prompt_tokens
+            for row, sampled in enumerate(sampled_token_ids):
+                if sampled:
+                    tokens = token_ids_cpu[row, : num_tokens_no_spec[row]]
+                    self._answers.follow(requests[row], tokens, int(prompts[row]))
+                    most = min(self._most, self._max_model_len - 1 - len(tokens))
+                    if allowed and most > 0:
+                        drafts[row] = self._answers.draft(requests[row], most)
+        self._drafted = {requests[row]: len(draft) for row, draft in enumerate(drafts) if draft}
+        return drafts

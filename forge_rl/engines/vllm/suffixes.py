@@ -1,0 +1,207 @@
+"""Indexes of recent answers, of fixed size, that find what followed the end of a text before."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+_ANCHOR = 3
+"""Number of tokens that must recur for a place to be found."""
+_LONGEST = 24
+"""Maximum length of a match that is told apart from longer ones."""
+_PLACES = 16
+"""Maximum number of places that are compared, the most recent first."""
+_DOUBT = 3
+"""Weight of "something else follows", in tokens of a match."""
+_LEAST = 0.25
+"""A draft ends before a token whose estimated probability of being accepted is below this."""
+_PROMPT = 4096
+"""Maximum number of a prompt's last tokens that are taken up."""
+_TASKS = 4096
+"""Maximum number of prompts that are remembered."""
+_FOLLOWED = 2048
+"""Maximum number of requests that are remembered, for those that a weight update interrupts."""
+
+
+class SuffixIndex:
+    """Tokens of texts in a ring, chained by hashes of `_ANCHOR` tokens and of a key, such as the texts' task.
+
+    index = SuffixIndex(1 << 20)
+    for token in (5, 6, 7, 8):
+        end = index.append(token, key=1, end=end)
+    index.draft((5, 6, 7), key=1, most=4)  # [8]
+
+    Args:
+        size: maximum number of tokens, a power of 2; the oldest are overwritten. Each takes 36 bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        assert size & (size - 1) == 0, "a power of 2"
+        self._mask = size - 1
+        self._tokens = array("i", bytes(4 * size))
+        self._before = array("q", b"\xff" * 8 * size)
+        """Place of the token before, in the same text; -1 if there is none."""
+        self._after = array("q", b"\xff" * 8 * size)
+        self._chain = array("q", b"\xff" * 8 * size)
+        """Previous place with the same hash."""
+        self._heads = array("q", b"\xff" * 8 * size)
+        """Last place of each hash."""
+        self._written = 0
+        """Places are numbered in the order of writing and never reused; a place's slot is."""
+
+    def append(self, token: int, *, key: int, end: int) -> int:
+        """Append a token to a text that ends at place `end`, -1 for a new text; returns the token's place."""
+        place, slot = self._written, self._written & self._mask
+        self._written += 1
+        if not self._kept(end):
+            end = -1
+        self._tokens[slot], self._before[slot], self._after[slot], self._chain[slot] = token, end, -1, -1
+        if end >= 0:
+            self._after[end & self._mask] = place
+        tail = self.tail(place, _ANCHOR)
+        if len(tail) == _ANCHOR:
+            head = self._hash(tail, key)
+            self._chain[slot], self._heads[head] = self._heads[head], place
+        return place
+
+    def tail(self, place: int, most: int) -> list[int]:
+        """Return up to `most` tokens of a text up to a place, the last first."""
+        found: list[int] = []
+        while len(found) < most and self._kept(place):
+            found.append(self._tokens[place & self._mask])
+            place = self._before[place & self._mask]
+        return found
+
+    def draft(self, place: int, *, key: int, most: int) -> list[int]:
+        """Return the tokens that may follow a text up to a place, at most `most`.
+
+        Each place where the text's last tokens occurred before votes for what followed there, with the length of its
+        match, against `_DOUBT`. The winner's share estimates how likely it is; the draft ends where the product of
+        these shares falls below `_LEAST`.
+        """
+        ending = self.tail(place, _LONGEST)
+        if len(ending) < _ANCHOR:
+            return []
+        votes = self._matches(place, ending, key)
+        drafted: list[int] = []
+        likely = 1.0
+        while votes and len(drafted) < most:
+            shares: dict[int, int] = {}
+            for at, length in votes:
+                token = self._tokens[at & self._mask]
+                shares[token] = shares.get(token, 0) + length
+            best = max(shares, key=shares.__getitem__)
+            likely *= shares[best] / (sum(shares.values()) + _DOUBT)
+            if likely < _LEAST:
+                break
+            drafted.append(best)
+            votes = [
+                (next_at, min(length + 1, _LONGEST))
+                for at, length in votes
+                if self._tokens[at & self._mask] == best and (next_at := self._after[at & self._mask]) >= 0
+            ]
+        return drafted
+
+    def _matches(self, place: int, ending: Sequence[int], key: int) -> list[tuple[int, int]]:
+        """Return places after recent occurrences of the ending, with the lengths of the matches."""
+        found: list[tuple[int, int]] = []
+        at = self._heads[self._hash(ending[:_ANCHOR], key)]
+        for _ in range(_PLACES):
+            if not self._kept(at):
+                break
+            if at != place and (following := self._after[at & self._mask]) >= 0:
+                length = self._common(at, ending)
+                if length >= _ANCHOR:
+                    found.append((following, length))
+            at = self._chain[at & self._mask]
+        return found
+
+    def _common(self, at: int, ending: Sequence[int]) -> int:
+        """Return how many tokens up to a place equal those of an ending, the last first."""
+        for length, token in enumerate(ending):
+            if not self._kept(at) or self._tokens[at & self._mask] != token:
+                return length
+            at = self._before[at & self._mask]
+        return len(ending)
+
+    def _kept(self, place: int) -> bool:
+        return place >= 0 and place >= self._written - self._mask - 1
+
+    def _hash(self, tail: Sequence[int], key: int) -> int:
+        return hash((key, *tail)) & self._mask
+
+
+class AnswerIndex:
+    """Drafts the rest of an answer from other answers to the same prompt, and from what the request itself holds.
+
+    A prompt that begins with another request's whole prompt belongs to the same task: a later turn of a sibling, or
+    the rest of an answer that another engine began.
+
+    Args:
+        size: maximum number of tokens, as for `SuffixIndex`.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._index = SuffixIndex(size)
+        self._tasks: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        """Number of each task and the length of its prompt, by the prompt's hash; the most recently used last."""
+        self._lengths: Counter[int] = Counter()
+        self._made = 0
+        self._requests: OrderedDict[str, _Followed] = OrderedDict()
+
+    def follow(self, request: str, tokens: npt.NDArray[np.int32], prompt_tokens: int) -> None:
+        """Take up what a request has gained since the last call.
+
+        Args:
+            tokens: `[T]`, its prompt and its answer so far.
+            prompt_tokens: length of its prompt.
+        """
+        followed = self._requests.get(request)
+        if followed is None:
+            task, shared = self._task(tokens[:prompt_tokens])
+            followed = self._requests[request] = _Followed(task=task, end=-1, known=max(shared, prompt_tokens - _PROMPT))
+            if len(self._requests) > _FOLLOWED:
+                self._requests.popitem(last=False)
+        for token in tokens[followed.known :].tolist():
+            followed.end = self._index.append(token, key=followed.task, end=followed.end)
+        followed.known = len(tokens)
+        self._requests.move_to_end(request)
+
+    def draft(self, request: str, most: int) -> list[int]:
+        """Return what may follow a request's tokens, at most `most` of them."""
+        followed = self._requests[request]
+        return self._index.draft(followed.end, key=followed.task, most=most)
+
+    def _task(self, prompt: npt.NDArray[np.int32]) -> tuple[int, int]:
+        """Return the number of a prompt's task, and how many of its tokens the index has from an earlier request."""
+        for length in sorted(self._lengths):
+            if length > len(prompt):
+                break
+            found = self._tasks.get(digest := hash(prompt[:length].tobytes()))
+            if found is not None and found[1] == length:
+                self._tasks.move_to_end(digest)
+                return found
+        self._made += 1
+        self._tasks[hash(prompt.tobytes())] = self._made, len(prompt)
+        self._lengths[len(prompt)] += 1
+        if len(self._tasks) > _TASKS:
+            _, (_, length) = self._tasks.popitem(last=False)
+            self._lengths[length] -= 1
+            self._lengths += Counter()  # drops zeros
+        return self._made, 0
+
+
+@dataclass
+class _Followed:
+    """A request whose tokens are in the index."""
+
+    task: int
+    end: int
+    """Place of its last token."""
+    known: int
+    """Number of its tokens that were taken up or passed over."""

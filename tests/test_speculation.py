@@ -1,0 +1,133 @@
+"""Speculation: the flag, which drafts are made and when, and that vLLM's rejection of drafts keeps the distribution."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forge_rl.engines.speculation import DraftSwitch, Speculation, check_speculation, read_speculation
+from forge_rl.engines.vllm.suffixes import AnswerIndex, SuffixIndex
+from forge_rl.errors import ConfigError
+
+SETTINGS = Speculation(kind="suffix", max_tokens=4, max_running=2, min_accepted=0.5)
+
+
+def test_the_flag_names_a_kind_and_its_options() -> None:
+    assert read_speculation("off") is None
+    assert read_speculation("ngram") == Speculation(kind="ngram", max_tokens=8, max_running=8, min_accepted=0.3)
+    assert read_speculation("suffix:max_tokens=4,max_running=2,min_accepted=0.5") == SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("sufix", "unknown kind 'sufix'"),
+        ("draft:some/model", "draft models are not supported"),
+        ("off:max_tokens=4", "off does not take this"),
+        ("suffix:tokens=4", "no option 'tokens'"),
+        ("suffix:max_tokens=0", "max_tokens is 0"),
+        ("suffix:min_accepted=1.5", "min_accepted is 1.5"),
+    ],
+)
+def test_a_wrong_flag_is_a_config_error(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        read_speculation(text)
+
+
+def test_speculation_and_router_replay_exclude_each_other() -> None:
+    check_speculation("off", routed_experts=True)
+    with pytest.raises(ConfigError, match="router-replay"):
+        check_speculation("suffix", routed_experts=True)
+
+
+def write(index: SuffixIndex, tokens: list[int], key: int = 0) -> int:
+    end = -1
+    for token in tokens:
+        end = index.append(token, key=key, end=end)
+    return end
+
+
+def test_a_draft_is_what_followed_the_longest_match_until_votes_split() -> None:
+    index = SuffixIndex(256)
+    write(index, [*range(10, 30), 1, 2, 3])
+    end = write(index, list(range(15, 25)))
+    # One place, a match of 10: 10/13 * 11/14 * 12/15 * 13/16 * 14/17 = 0.32, and times 15/18 = 0.27, 16/19 = 0.23.
+    assert index.draft(end, key=0, most=16) == [25, 26, 27, 28, 29, 1]
+    assert index.draft(end, key=0, most=2) == [25, 26]
+    assert index.draft(end, key=1, most=16) == [], "of another task"
+    assert index.draft(write(index, [24, 25, 27]), key=0, most=16) == []
+    write(index, [5, 6, 7, 8])
+    write(index, [5, 6, 7, 9])
+    assert index.draft(write(index, [5, 6, 7]), key=0, most=16) == [9]  # 3/(6+3), the later place first
+    for other in (11, 12, 13):
+        write(index, [5, 6, 7, other])
+    assert index.draft(write(index, [5, 6, 7]), key=0, most=16) == [], "3/(15+3) is too unlikely"
+
+
+def test_the_index_keeps_its_size_and_only_the_latest_tokens() -> None:
+    drawn = random.Random(0)
+    index, texts = SuffixIndex(64), list[list[int]]()
+    for _ in range(200):
+        texts.append([drawn.randrange(3) for _ in range(drawn.randrange(1, 40))])
+        end = write(index, texts[-1])
+        recent = [token for text in texts for token in text][-64:]
+        # With three different tokens nearly everything matches; nothing that was overwritten may be followed.
+        assert index.tail(end, 100) == texts[-1][-64:][::-1]
+        assert set(index.draft(end, key=0, most=8)) <= set(recent)
+    assert len(index._tokens) == len(index._heads) == 64
+
+
+def test_answers_are_drafted_from_siblings_and_later_turns_but_not_from_other_tasks() -> None:
+    index = AnswerIndex(1 << 12)
+    prompt, answer = list(range(100, 120)), list(range(200, 240))
+
+    def follow(request: str, *parts: list[int], prompt_tokens: int) -> list[int]:
+        index.follow(request, np.array([token for part in parts for token in part], np.int32), prompt_tokens)
+        return index.draft(request, 4)
+
+    assert follow("a", prompt, answer[:10], prompt_tokens=20) == []
+    assert follow("a", prompt, answer, prompt_tokens=20) == []
+    assert follow("sibling", prompt, answer[:10], prompt_tokens=20) == answer[10:14]
+    assert follow("later turn", prompt, answer[:3], [7, 8], answer[:10], prompt_tokens=25) == answer[10:14]
+    assert follow("other", [1, *prompt], answer[:10], prompt_tokens=21) == []
+    assert follow("copies its prompt", prompt[:2], prompt_tokens=2) == []
+
+
+def test_drafts_are_off_with_many_running_and_while_few_are_accepted() -> None:
+    switch = DraftSwitch(SETTINGS)
+    assert (switch.allows(2), switch.allows(3)) == (True, False)
+    for _ in range(16):
+        switch.note(4, 1)
+    assert [switch.allows(1) for _ in range(64)].count(True) == 2, "only to measure again"
+    for _ in range(32):
+        switch.note(4, 4)
+    assert switch.allows(1)
+
+
+def test_the_drafter_counts_what_was_accepted_and_keeps_within_the_context() -> None:
+    pytest.importorskip("vllm")
+    from forge_rl.engines.vllm.drafting import Drafter
+
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=32))
+    drafter = Drafter(config)
+    tokens = np.zeros((3, 32), np.int32)
+    lengths = np.array([20, 13, 9])
+    assert drafter.propose([[1], [2], []], lengths, tokens) == [[], [], []], "not bound yet"
+    batch = SimpleNamespace(req_ids=["a", "b", "c"], num_prompt_tokens=np.array([4, 4, 9]))
+    runner: Any = SimpleNamespace(drafter=drafter, input_batch=batch, effective_drafter_max_model_len=32)
+    settings = Speculation(kind="suffix", max_tokens=4, max_running=3, min_accepted=0.5)
+    drafter.bind(runner, settings)
+    tokens[0, :20] = [1, 2, 3, 4, *range(10, 26)]
+    tokens[1, :13] = tokens[0, :13]
+    assert drafter.propose([[1], [2], []], lengths, tokens) == [[], list(tokens[0, 13:17]), []]
+    tokens[1, :16] = [*tokens[0, :15], 99]
+    drafter.propose([[1], [14, 15, 99], []], np.array([20, 16, 9]), tokens)
+    assert (drafter._switch._drafted, drafter._switch._accepted) == (4, 2)
+    tokens[0, :31] = [1, 2, 3, 4, *range(10, 27), *range(10, 20)]
+    lengths = np.array([31, 16, 9])
+    assert drafter.propose([[1], [], []], lengths, tokens)[0] == [], "the context ends with the next token"
