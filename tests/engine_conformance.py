@@ -162,6 +162,8 @@ class Decoder:
     """Requests that the engine still has."""
     base: torch.nn.Module
     """Model that the engine was started with."""
+    speculates: bool = False
+    """Whether it drafts tokens for requests without a seed."""
     version: int = 0
     model: torch.nn.Module = field(init=False)
 
@@ -334,6 +336,54 @@ async def requests_in_flight_go_on_under_the_new_version(decoder: Decoder) -> No
     assert set(turn.versions) == new.keys(), "a block of the old weights was used"
 
 
+def of_few_words(model: torch.nn.Module) -> tuple[torch.nn.Module, list[int]]:
+    """The model, changed so that it writes only three tokens, and these in many orders; and the tokens.
+
+    Element 0 of the residual stream becomes a constant, by which the output projection suppresses the others.
+    """
+    words = [301, 302, 303]
+    with torch.no_grad():
+        weights = dict(model.named_parameters())
+        for name, weight in weights.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight[0] = 0
+        weights["model.embed_tokens.weight"][:, 0] = 0.2
+        weights["lm_head.weight"].mul_(10)[:, 0] = -10
+        weights["lm_head.weight"][words, 0] = 0
+    return model, words
+
+
+async def answers_that_repeat_each_other_are_sampled_exactly(decoder: Decoder) -> None:
+    models: dict[int, torch.nn.Module] = {}
+    manifests = []
+    for _ in range(2):
+        decoder.version += 1
+        models[decoder.version], words = of_few_words(changed(decoder.base))
+        manifests.append(publish(models[decoder.version], decoder.folder, decoder.version, bucket_bytes=1 << 20))
+    await decoder.load(manifests[0])
+    first = models[manifests[0].version]
+    counts = torch.zeros(3, 3, 3)
+    for _ in range(10):
+        waves = [decoder.stream(Sampling(max_tokens=6)) for _ in range(60)]
+        for turn in [await stream.turn() for stream in waves]:
+            counts[tuple(words.index(token) for token in turn.token_ids[:3])] += 1
+    check_logprobs(turn, {manifests[0].version: first})
+    orders = torch.cartesian_prod(*[torch.tensor(words)] * 3)
+    with torch.no_grad():
+        logits = first(torch.cat([torch.tensor(PROMPT).expand(27, -1), orders], 1)).logits[:, -4:-1].double()
+    expected = counts.sum() * logits.log_softmax(-1).gather(2, orders[:, :, None]).sum((1, 2)).exp()
+    statistic = ((counts.flatten() - expected) ** 2 / expected).sum()
+    assert torch.special.gammaincc(torch.tensor(13.0).double(), statistic / 2) > 1e-4, "chi-square test, 26 degrees"
+    streams = [decoder.stream(Sampling(max_tokens=TOKENS)) for _ in range(4)]
+    await decoder.complete(Sampling(max_tokens=8))
+    await decoder.load(manifests[1])
+    for stream in streams:
+        check_logprobs(await stream.turn(), models)
+    drafted = sum(stream.chunks[-1].drafted for stream in streams)
+    accepted = sum(stream.chunks[-1].accepted for stream in streams)
+    assert (0 < accepted < drafted) if decoder.speculates else (accepted == drafted == 0)
+
+
 async def after_a_load_that_fails_nothing_is_served_until_one_succeeds(decoder: Decoder) -> None:
     old = await decoder.load_next()
     model, manifest = decoder.publish(bucket_bytes=64 << 10)
@@ -474,6 +524,7 @@ DECODE: dict[str, Callable[[Decoder], Awaitable[None]]] = {
         closing_a_stream_ends_its_request,
         buckets_may_be_small_and_gone_with_the_next_one,
         requests_in_flight_go_on_under_the_new_version,
+        answers_that_repeat_each_other_are_sampled_exactly,
         after_a_load_that_fails_nothing_is_served_until_one_succeeds,
         a_version_that_does_not_fit_is_refused,
         paused_requests_go_on_as_if_nothing_had_been,

@@ -7,6 +7,7 @@ import contextlib
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ class VLLMHost(ServiceActor):
             tokenizer=Tokenizer(folder),
             unfinished=engine._llm.output_processor.get_num_unfinished_requests,  # type: ignore[attr-defined]
             base=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            speculates=self._settings.speculation != "off",
         )
 
     @concurrent_endpoint
@@ -68,10 +70,10 @@ class VLLMHost(ServiceActor):
 
 
 @contextlib.asynccontextmanager
-async def hosted(host: type[ServiceActor], folder: Path, devices: Mapping[str, int]) -> AsyncIterator[RunCheck]:
+async def hosted(host: type[ServiceActor], folder: Path, given: Mapping[str, Any]) -> AsyncIterator[RunCheck]:
     """Starts an engine on the tiny model; yields what runs a check on it."""
     model = make_tiny_model(folder / "model", bundled_model(default_cache()), tied=False)
-    settings = DecodeSettings(dtype="float32", max_model_len=512, kv_cache_gib=0.25, **devices)
+    settings = DecodeSettings(dtype="float32", max_model_len=512, kv_cache_gib=0.25, **given)
     loop = asyncio.get_running_loop()
     async with cluster(folder) as (made, faults):
         service = Service("engines", made, faults)
@@ -89,14 +91,24 @@ async def hosted(host: type[ServiceActor], folder: Path, devices: Mapping[str, i
     scope="module",
     params=[
         pytest.param((VLLMHost, {}), id="one-device"),
+        pytest.param(
+            (VLLMHost, {"speculation": "suffix:max_tokens=4,max_running=64,min_accepted=0"}),
+            id="speculation",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            (VLLMHost, {"speculation": "ngram:max_tokens=4,max_running=64,min_accepted=0"}),
+            id="ngrams",
+            marks=pytest.mark.long,
+        ),
         pytest.param((VLLMHost, {"tensor_parallel_size": 2}), id="tensor-parallel", marks=pytest.mark.long),
         pytest.param((VLLMHost, {"data_parallel_size": 2}), id="data-parallel", marks=pytest.mark.long),
     ],
 )
 def run_on_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCheck]:
     with asyncio.Runner() as runner:
-        host, devices = request.param
-        context = hosted(host, tmp_path_factory.mktemp("engine"), devices)
+        host, given = request.param
+        context = hosted(host, tmp_path_factory.mktemp("engine"), given)
         yield runner.run(context.__aenter__())
         runner.run(context.__aexit__(None, None, None))
 

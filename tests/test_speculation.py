@@ -118,8 +118,9 @@ def test_the_drafter_counts_what_was_accepted_and_keeps_within_the_context() -> 
     tokens = np.zeros((3, 32), np.int32)
     lengths = np.array([20, 13, 9])
     assert drafter.propose([[1], [2], []], lengths, tokens) == [[], [], []], "not bound yet"
-    batch = SimpleNamespace(req_ids=["a", "b", "c"], num_prompt_tokens=np.array([4, 4, 9]))
+    batch = SimpleNamespace(req_ids=["a", "b", "c"], num_prompt_tokens=np.array([4, 4, 9]), generators={})
     runner: Any = SimpleNamespace(drafter=drafter, input_batch=batch, effective_drafter_max_model_len=32)
+    runner.device = torch.device("cpu")
     settings = Speculation(kind="suffix", max_tokens=4, max_running=3, min_accepted=0.5)
     drafter.bind(runner, settings)
     tokens[0, :20] = [1, 2, 3, 4, *range(10, 26)]
@@ -128,6 +129,75 @@ def test_the_drafter_counts_what_was_accepted_and_keeps_within_the_context() -> 
     tokens[1, :16] = [*tokens[0, :15], 99]
     drafter.propose([[1], [14, 15, 99], []], np.array([20, 16, 9]), tokens)
     assert (drafter._switch._drafted, drafter._switch._accepted) == (4, 2)
+    batch.generators[1] = None
+    assert drafter.propose([[1], [2], []], lengths, tokens) == [[], [], []], "a request with a seed"
     tokens[0, :31] = [1, 2, 3, 4, *range(10, 27), *range(10, 20)]
     lengths = np.array([31, 16, 9])
     assert drafter.propose([[1], [], []], lengths, tokens)[0] == [], "the context ends with the next token"
+
+
+def p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    """Pearson's chi-square test that counts were drawn with these probabilities."""
+    expected = counts.sum() * probs.double()
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(probs) - 1) / 2).double(), statistic / 2))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the sampler of CPUs")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_sampled_tokens_are_distributed_as_without_drafts(seed: int, top_k: int) -> None:
+    """Pairs of tokens of 30,000 requests, each with a draft of two, or of one, or a padded one, or none that fits."""
+    from vllm.v1.sample import rejection_sampler
+
+    from forge_rl.engines.vllm import cpu
+
+    cpu.verify_drafts()
+    torch.manual_seed(seed)
+    requests, temperature = 30_000, 0.7
+    first, second = torch.randn(5), torch.randn(5, 5)
+    drafts = torch.tensor([[0, 1], [3, 3], [2, -1]]).repeat(requests // 3, 1)
+    logits = torch.stack([first.expand(requests, 5), second[drafts[:, 0]]], 1).flatten(0, 1)
+    ends = torch.arange(2, 2 * requests + 1, 2, dtype=torch.int32)
+    metadata: Any = SimpleNamespace(
+        all_greedy=False,
+        all_random=True,
+        temperature=torch.full((requests,), temperature),
+        top_k=torch.full((requests,), top_k) if top_k else None,
+        top_p=None,
+        generators={0: torch.Generator().manual_seed(seed)},
+    )
+    scaled = rejection_sampler.apply_sampling_constraints(logits.clone(), ends, metadata)
+    bonus = torch.full((requests, 1), 4, dtype=torch.int32)
+    output = rejection_sampler.rejection_sample(
+        drafts.flatten().int(), [2] * requests, 2, ends, None, scaled, bonus, metadata
+    )
+
+    def probs(logits: torch.Tensor) -> torch.Tensor:
+        kept = logits.topk(top_k or 5).values[-1]
+        return torch.where(logits >= kept, logits / temperature, -torch.inf).softmax(-1)
+
+    def check(tokens: torch.Tensor, wanted: torch.Tensor) -> None:
+        counts = torch.bincount(tokens, minlength=5)
+        assert not counts[wanted == 0].any()
+        assert p_value(counts[wanted > 0], wanted[wanted > 0]) > 0.01
+
+    for kind in range(3):
+        check(output[kind::3, 0].long(), probs(first))
+        followed = output[kind::3][output[kind::3, 0] == drafts[kind, 0]]
+        if len(followed):
+            check(followed[:, 1].long(), probs(second[drafts[kind, 0]]))
+        assert (followed[:, 2] >= 0).equal(followed[:, 1] == drafts[kind, 1]), "a bonus after what was all accepted"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the sampler of CPUs")
+def test_greedy_requests_keep_drafts_that_are_the_likeliest() -> None:
+    from forge_rl.engines.vllm import cpu
+
+    output = torch.full((3, 3), -1)
+    drafted, likeliest = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 2, 3, 9, 9])
+    greedy = torch.tensor([True, True, False])
+    cpu._rejection_greedy_sample(
+        output, torch.tensor([2, 4, 5]), drafted, likeliest, torch.tensor([[7], [8], [8]]), greedy
+    )
+    assert output.tolist() == [[1, 2, 7], [3, 9, -1], [-1, -1, -1]]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy.typing as npt
 
 from forge_rl.engines.speculation import DraftSwitch, Speculation
-from forge_rl.engines.vllm import internals
+from forge_rl.engines.vllm import cpu, internals
 from forge_rl.engines.vllm.suffixes import AnswerIndex
 
 _INDEX_TOKENS = 1 << 20
@@ -31,6 +31,7 @@ class Drafter:
 
     Drafts are only proposals. vLLM's rejection sampler accepts each token with the probability that the model gives
     it, and otherwise samples from the rest of the distribution, so that the tokens are distributed as without drafts.
+    Requests with a seed get no drafts: which random numbers they draw would depend on the other requests.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -40,6 +41,8 @@ class Drafter:
     def bind(self, runner: Any, settings: Speculation) -> None:
         """Start drafting for a worker's model runner."""
         internals.draft_to_the_end(runner)
+        if runner.device.type == "cpu":
+            cpu.verify_drafts()
         self._runner = runner
         self._most = settings.max_tokens
         self._max_model_len = self._config.model_config.max_model_len
@@ -68,13 +71,17 @@ class Drafter:
             return [[] for _ in range(count)]
         requests: list[str] = self._runner.input_batch.req_ids
         drafted = [self._drafted.get(requests[row], 0) for row in range(count)]
-        accepted = [min(had, len(sampled) - 1) for had, sampled in zip(drafted, sampled_token_ids, strict=True) if sampled]
+        accepted = [
+            min(had, len(sampled) - 1) for had, sampled in zip(drafted, sampled_token_ids, strict=True) if sampled
+        ]
         self._switch.note(sum(drafted), sum(accepted))
         drafts: list[list[int]] = [[] for _ in range(count)]
         allowed = self._switch.allows(count)
+        seeded = self._runner.input_batch.generators
         if self._ngram is not None:
             if allowed:
-                drafts = self._ngram.propose(self._most, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+                drafting = [[] if row in seeded else sampled for row, sampled in enumerate(sampled_token_ids)]
+                drafts = self._ngram.propose(self._most, drafting, num_tokens_no_spec, token_ids_cpu)
         elif self._answers is not None:
             prompts = self._runner.input_batch.num_prompt_tokens
             for row, sampled in enumerate(sampled_token_ids):
@@ -82,7 +89,7 @@ class Drafter:
                     tokens = token_ids_cpu[row, : num_tokens_no_spec[row]]
                     self._answers.follow(requests[row], tokens, int(prompts[row]))
                     most = min(self._most, self._max_model_len - 1 - len(tokens))
-                    if allowed and most > 0:
+                    if allowed and most > 0 and row not in seeded:
                         drafts[row] = self._answers.draft(requests[row], most)
         self._drafted = {requests[row]: len(draft) for row, draft in enumerate(drafts) if draft}
         return drafts

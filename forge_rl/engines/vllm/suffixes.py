@@ -164,7 +164,9 @@ class AnswerIndex:
         followed = self._requests.get(request)
         if followed is None:
             task, shared = self._task(tokens[:prompt_tokens])
-            followed = self._requests[request] = _Followed(task=task, end=-1, known=max(shared, prompt_tokens - _PROMPT))
+            followed = self._requests[request] = _Followed(
+                task=task, end=-1, known=max(shared, prompt_tokens - _PROMPT)
+            )
             if len(self._requests) > _FOLLOWED:
                 self._requests.popitem(last=False)
         for token in tokens[followed.known :].tolist():
