@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,3 +206,26 @@ def test_greedy_requests_keep_drafts_that_are_the_likeliest() -> None:
         output, torch.tensor([2, 4, 5]), drafted, likeliest, torch.tensor([[7], [8], [8]]), greedy
     )
     assert output.tolist() == [[1, 2, 7], [3, 9, -1], [-1, -1, -1]]
+
+
+def test_the_benchmark_tells_distributions_apart() -> None:
+    from benchmarks.speculation import p_value
+
+    drawn = random.Random(0)
+
+    def sample(weights: list[int]) -> Counter[tuple[int, ...]]:
+        return Counter((number,) for number in drawn.choices(range(12), weights, k=400))
+
+    assert p_value(sample([12, *[3] * 11]), sample([12, *[3] * 11])) > 0.01
+    assert p_value(sample([12, *[3] * 11]), sample([30, *[3] * 11])) < 0.001
+    assert p_value(Counter({(1,): 5, (2,): 5}), Counter({(1,): 5, (2,): 5})) == 1
+
+
+@pytest.mark.long
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    command = [sys.executable, "-m", "benchmarks.speculation", "--smoke", "--json", str(path)]
+    subprocess.run(command, check=True, timeout=600)
+    report = json.loads(path.read_text())
+    assert {"tail_speedup", "step_speedup", "distribution_p"} <= set(report["results"])
+    assert {row["engine"] for row in report["rows"] if row["drafted"]} == {"drafted"}

@@ -73,8 +73,8 @@ def check_speculation(text: str, *, routed_experts: bool) -> None:
     """
     if read_speculation(text) is not None and routed_experts:
         raise ConfigError(
-            "--generator.speculation does not go with --trainer.router-replay: the experts of rejected drafts would be "
-            "taken for those of the tokens",
+            "--generator.speculation does not go with --trainer.router-replay: engines would also return the "
+            "experts of rejected drafts",
             hint="leave one of them out",
         )
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 _ANCHOR = 3
 """Number of tokens that must recur for a place to be found."""
 _LONGEST = 24
-"""Maximum length of a match that is told apart from longer ones."""
+"""Maximum length of a match; longer ones count as this long."""
 _PLACES = 16
 """Maximum number of places that are compared, the most recent first."""
 _DOUBT = 3
@@ -122,7 +122,7 @@ class SuffixIndex:
         return found
 
     def _common(self, at: int, ending: Sequence[int]) -> int:
-        """Return how many tokens up to a place equal those of an ending, the last first."""
+        """Return the length of the common ending of a text up to a place and of `ending` (last token first)."""
         for length, token in enumerate(ending):
             if not self._kept(at) or self._tokens[at & self._mask] != token:
                 return length
