@@ -114,18 +114,18 @@ def test_drafts_are_off_with_many_running_and_while_few_are_accepted() -> None:
     assert switch.allows(1)
 
 
+@pytest.mark.processes  # importing vLLM takes as long as starting some
 def test_the_drafter_counts_what_was_accepted_and_keeps_within_the_context() -> None:
-    pytest.importorskip("vllm")
     from forge_rl.engines.vllm.drafting import Drafter
 
-    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=32))
+    device = SimpleNamespace(device_type="cpu")
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=32), device_config=device)
     drafter = Drafter(config)
     tokens = np.zeros((3, 32), np.int32)
     lengths = np.array([20, 13, 9])
     assert drafter.propose([[1], [2], []], lengths, tokens) == [[], [], []], "not bound yet"
     batch = SimpleNamespace(req_ids=["a", "b", "c"], num_prompt_tokens=np.array([4, 4, 9]), generators={})
     runner: Any = SimpleNamespace(drafter=drafter, input_batch=batch, effective_drafter_max_model_len=32)
-    runner.device = torch.device("cpu")
     settings = Speculation(kind="suffix", max_tokens=4, max_running=3, min_accepted=0.5)
     drafter.bind(runner, settings)
     tokens[0, :20] = [1, 2, 3, 4, *range(10, 26)]
@@ -148,6 +148,7 @@ def p_value(counts: torch.Tensor, probs: torch.Tensor) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(probs) - 1) / 2).double(), statistic / 2))
 
 
+@pytest.mark.processes  # importing vLLM takes as long as starting some
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sampler of CPUs")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("top_k", [0, 3])
@@ -195,6 +196,7 @@ def test_sampled_tokens_are_distributed_as_without_drafts(seed: int, top_k: int)
         assert (followed[:, 2] >= 0).equal(followed[:, 1] == drafts[kind, 1]), "a bonus after what was all accepted"
 
 
+@pytest.mark.processes  # importing vLLM takes as long as starting some
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sampler of CPUs")
 def test_greedy_requests_keep_drafts_that_are_the_likeliest() -> None:
     from forge_rl.engines.vllm import cpu
@@ -229,3 +231,57 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert {"tail_speedup", "step_speedup", "distribution_p"} <= set(report["results"])
     assert {row["engine"] for row in report["rows"] if row["drafted"]} == {"drafted"}
+
+
+@pytest.mark.processes  # importing vLLM takes as long as starting some
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the sampler of CPUs")
+def test_each_token_has_the_logprob_of_the_model_at_its_place() -> None:
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    from forge_rl.engines.vllm import cpu
+
+    sampler = RejectionSampler(Sampler(logprobs_mode="processed_logprobs"))
+    cpu.verify_drafts()
+    torch.manual_seed(0)
+    drafts, starts, temperatures = [[0, 1, 0], [2], []], [0, 4, 6], torch.tensor([0.5, 1.0, 2.0])
+    logits = 2 * torch.randn(7, 4)
+    none = torch.zeros(3)
+    sampling = SamplingMetadata(
+        temperature=temperatures,
+        all_greedy=False,
+        all_random=True,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=0,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=none,
+        presence_penalties=none,
+        repetition_penalties=none,
+        output_token_ids=[[], [], []],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+        spec_token_ids=drafts,
+    )
+    lengths = set()
+    for _ in range(200):
+        metadata = SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
+        metadata.target_logits_indices = torch.tensor([0, 1, 2, 4])
+        metadata.bonus_logits_indices = torch.tensor([3, 5, 6])
+        output = sampler(metadata, None, logits.clone(), sampling)
+        tokens, logprobs = sampler.parse_output(output.sampled_token_ids, 4, (), output.logprobs_tensors)
+        assert logprobs is not None
+        found = iter(logprobs.logprobs[:, 0].tolist())
+        for row, ids in enumerate(tokens):
+            for place, token in enumerate(ids):
+                wanted = (logits[starts[row] + place] / temperatures[row]).log_softmax(-1)[token]
+                assert next(found) == pytest.approx(float(wanted), abs=1e-5)
+        lengths.add(tuple(map(len, tokens)))
+    assert len(lengths) > 4
+    assert {each[2] for each in lengths} == {1}

@@ -37,12 +37,12 @@ class Drafter:
     def __init__(self, vllm_config: Any) -> None:
         self._config = vllm_config
         self._runner: Any = None
+        if vllm_config.device_config.device_type == "cpu":
+            cpu.verify_drafts()
 
     def bind(self, runner: Any, settings: Speculation) -> None:
         """Start drafting for a worker's model runner."""
         internals.draft_to_the_end(runner)
-        if runner.device.type == "cpu":
-            cpu.verify_drafts()
         self._runner = runner
         self._most = settings.max_tokens
         self._max_model_len = self._config.model_config.max_model_len
