@@ -240,6 +240,47 @@ def test_a_spare_computes_with_the_weights_that_the_dead_engine_had(
     asyncio.run(check())
 
 
+@pytest.mark.long
+def test_requests_beyond_the_kv_cache_finish_and_lower_the_limit_for_a_while(
+    tiny_model: Path, tmp_path: Path, nothing_left: None
+) -> None:
+    # 64 blocks of 32 tokens; a request grows to 7 of them.
+    engine = Generator.Config(dtype="float32", max_model_len=256, kv_cache_gib=1 / 1024, max_num_seqs=32)
+
+    async def check() -> None:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+        async with serving(Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path)) as served:
+            _, generator, faults = served
+
+            async def answer(tokens: int, count: int) -> tuple[list[Turn], dict[str, float]]:
+                """Decode this many requests at once, past the limit."""
+                seeds = [Sampling(max_tokens=tokens, seed=seed) for seed in range(count)]
+                turns = await asyncio.gather(*[generator.generate(PROMPT, sampling) for sampling in seeds])
+                return turns, generator.pop_metrics()
+
+            _, found = await answer(12, 32)
+            assert found["generator/preemptions"] == 0, "each fits into one block"
+            assert generator.engines() == {0: 32}
+
+            turns, found = await answer(200, 32)
+            assert max(len(turn.token_ids) for turn in turns) == 200
+            assert max(gap(model, turn) for turn in turns) < 1e-4
+            assert found["generator/preemptions"] > 0
+            assert found["generator/waiting"] > 0
+            assert found["generator/kv_cache_usage"] > 0.9
+            limit = generator.engines()[0]
+            assert 8 <= found["generator/request_limit"] <= limit < 32, "9 always fit"
+
+            for _ in range(3):
+                assert (await answer(8, 32))[1]["generator/preemptions"] == 0
+            assert limit < generator.engines()[0], "it grows once there is room"
+            assert faults.seen == []
+
+    asyncio.run(check())
+
+
 def test_an_engine_computes_with_the_weights_that_were_published_last(served_engine: Serving, tiny_model: Path) -> None:
     served_engine.run(_check_weights(served_engine.generator, served_engine.faults, tiny_model))
 
