@@ -57,11 +57,14 @@ def verify_drafts() -> None:
     Without Triton, its launcher fails to read the signatures of the kernels, and of its C++ kernels the one that
     repeats temperatures writes to a copy. These are plain torch; arguments as for the Triton kernels.
     """
-    sampler: Any = rejection_sampler
-    sampler._expand = _expand
-    sampler._sample_recovered_tokens = _sample_recovered_tokens
-    sampler._rejection_greedy_sample = _rejection_greedy_sample
-    sampler._rejection_random_sample = _rejection_random_sample
+    for kernel in (_expand, _sample_recovered_tokens, _rejection_greedy_sample, _rejection_random_sample):
+        replaced: Any = kernel
+        replaced.register_warmup = _no_warmup  # called by each sampler that is made from now on
+        setattr(rejection_sampler, kernel.__name__, replaced)
+
+
+def _no_warmup(**_: object) -> None:
+    pass
 
 
 def unlink_shared_memory(worker: int) -> None:
