@@ -21,7 +21,7 @@ from forge_rl.run.launch import launch
 from forge_rl.run.past_runs import PastRun, list_runs
 from forge_rl.system.terminal import clipped
 
-_STYLES = {"running": "green", "finished": "", "stopped": "yellow"}
+_STYLES = {"running": "green", "finished": "", "stopped": "yellow", "failed": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)

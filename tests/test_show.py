@@ -138,12 +138,13 @@ def test_hostile_episodes_are_text_and_damaged_files_are_named(tmp_path: Path) -
 
 def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
     steps = [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5, "held_out": 0.75}]
-    for name in ("done", "live", "cut"):
+    for name in ("done", "live", "cut", "broken"):
         place = run_folder(tmp_path / name)
         (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps) + '{"step": 3, "rew')
         (place / ".lock").touch()
     summary = {"score_before": 0.1, "score_after": 0.9, "best": {"step": 1}}
     (tmp_path / "done" / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "broken" / "summary.json").write_text(json.dumps({"outcome": "failed"}))
     odd = run_folder(tmp_path / "odd \x1b[2J")
     (odd / "metrics.jsonl").write_text('{"step": true}\n[' + "[" * 100_000 + '\n{"step": 7, "reward/mean": 1e999}\n')
     (odd / "config.json").write_text("[]")
@@ -154,10 +155,11 @@ def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
         text = shown(runs.Config(place=tmp_path))
     found = {line.split()[0]: line for line in text.splitlines()[1:]}
     assert "\x1b" not in text
-    assert found.keys() == {"done", "live", "cut", "odd"}
+    assert found.keys() == {"done", "live", "cut", "broken", "odd"}
     assert "finished  2 of 4     0.5           0.1    0.9   step 1" in found["done"]
     assert "running   2 of 4     0.5                 0.75" in found["live"]
     assert "stopped" in found["cut"]
+    assert "failed" in found["broken"]
     assert " 7 " in found["odd"]
     with pytest.raises(ConfigError, match="has no runs"):
         shown(runs.Config(place=tmp_path / "done"))

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from forge_rl.errors import ConfigError
 
-State = Literal["running", "finished", "stopped"]
+State = Literal["running", "finished", "stopped", "failed"]
 _MOST_BYTES = 1 << 28
 """Maximum size of a file of metrics that is read."""
 _MOST_JSON_BYTES = 1 << 22
@@ -70,8 +70,9 @@ def read_run(folder: Path, locked: set[int] | None = None) -> PastRun:
     with contextlib.suppress(OSError):
         lock = (folder / ".lock").stat().st_ino
     best, steps = summary.get("best"), config.get("steps")
-    ended: State = "finished" if summary.get("outcome", "finished") == "finished" else "stopped"
-    state: State = "running" if lock in locked else ended if summary else "stopped"
+    ended: dict[str, State] = {"finished": "finished", "failed": "failed"}
+    outcome = str(summary.get("outcome", "finished")) if summary else ""
+    state: State = "running" if lock in locked else ended.get(outcome, "stopped")
     scores = [value for row in rows if (value := as_float(row.get("held_out"))) is not None]
     return PastRun(
         folder=folder,
