@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import psutil
@@ -108,6 +109,8 @@ def test_processes_of_other_hosts_are_watched_and_ended_by_an_agent(tmp_path: Pa
 def test_a_process_whose_pid_was_reused_is_not_taken_for_the_former() -> None:
     with subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: "b/replica-0"}) as process:
         try:
+            while not psutil.Process(process.pid).environ():  # for a moment after exec, it has none
+                time.sleep(0.01)
             assert is_marked(process.pid, MARK, "b/replica-0")
             assert not is_marked(process.pid, MARK, "a/replica-0")
         finally:

@@ -39,6 +39,7 @@ class Handle:
     dtype = "float32"
     sampling = Sampling(max_tokens=4)
     function = None
+    leaves = 1
     non_finite = NonFiniteTokens()
 
     def __init__(self, name: str, stopped: list[str]) -> None:
@@ -225,7 +226,8 @@ def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
 
     async def check() -> None:
         running = asyncio.create_task(body())
-        await waiting.wait()
+        async with asyncio.timeout(60):
+            await waiting.wait()
         await asyncio.sleep(0.05)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
