@@ -40,6 +40,9 @@ class Drafter:
         if vllm_config.device_config.device_type == "cpu":
             cpu.verify_drafts()
 
+    def load_model(self, model: object) -> None:
+        """Load nothing; vLLM calls this on CPU."""
+
     def bind(self, runner: Any, settings: Speculation) -> None:
         """Start drafting for a worker's model runner."""
         internals.draft_to_the_end(runner)
