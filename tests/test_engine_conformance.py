@@ -96,11 +96,6 @@ async def hosted(host: type[ServiceActor], folder: Path, given: Mapping[str, Any
             id="speculation",
             marks=pytest.mark.long,
         ),
-        pytest.param(
-            (VLLMHost, {"speculation": "ngram:max_tokens=4,max_running=64,min_accepted=0"}),
-            id="ngrams",
-            marks=pytest.mark.long,
-        ),
         pytest.param((VLLMHost, {"tensor_parallel_size": 2}), id="tensor-parallel", marks=pytest.mark.long),
         pytest.param((VLLMHost, {"data_parallel_size": 2}), id="data-parallel", marks=pytest.mark.long),
     ],
