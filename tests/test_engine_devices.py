@@ -113,7 +113,7 @@ def test_a_run_goes_on_when_a_worker_of_its_engine_is_killed(
     commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path
 ) -> None:
     before = shared_memory()
-    arguments = ("--steps", "8", "--generator.tensor-parallel-size", "2", "--weights.shm", str(shm))
+    arguments = ("--steps", "40", "--generator.tensor-parallel-size", "2", "--weights.shm", str(shm))
     command = tiny_run(commands, tiny_model, tmp_path / "run", *arguments)
     command.wait_for("step +2/")
     first, second = workers_of(command)
@@ -123,7 +123,7 @@ def test_a_run_goes_on_when_a_worker_of_its_engine_is_killed(
     assert not first.is_running()
     assert command.end(400) == 0, command.output
     rows = metrics(tmp_path / "run")
-    assert [row["step"] for row in rows] == list(range(9))
+    assert [row["step"] for row in rows] == list(range(41))
     assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows)
     (fault,) = json.loads((tmp_path / "run" / "summary.json").read_text())["faults"]
     assert "vLLM engine process died" in str(fault)
