@@ -4,7 +4,7 @@ the page of a run of 100,000 episodes takes to open in headless Chromium.
 Packing, sending to a rank, its answer with logprobs, log and files are the run's own. The rank only waits for as long
 as the flags say, and no engine decodes meanwhile: both leave the cores of the controller to the recorder, as GPUs do.
 
-python -m benchmarks.recording --json docs/figures/recording.json
+python -m benchmarks.recording --json out.json
 """
 
 from __future__ import annotations
