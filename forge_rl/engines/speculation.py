@@ -21,22 +21,19 @@ _RETRY = 32
 @dataclass(frozen=True, kw_only=True)
 class _Options:
     max_tokens: int = 8
+    """Maximum tokens of a draft."""
     max_running: int = 8
+    """Maximum running requests for which tokens are drafted; with more, a step is bound by compute."""
     min_accepted: float = 0.3
+    """Share of drafted tokens that must be accepted; below it, drafts are made only now and then, to measure again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speculation:
+class Speculation(_Options):
     """Settings of speculative decoding."""
 
     kind: Literal["ngram", "suffix"]
     """Where drafts come from: ngram, the request's own text; suffix, also other answers to the same prompt."""
-    max_tokens: int
-    """Maximum tokens of a draft."""
-    max_running: int
-    """Maximum running requests for which tokens are drafted; with more, a step is bound by compute."""
-    min_accepted: float
-    """Share of drafted tokens that must be accepted; below it, drafts are made only now and then, to measure again."""
 
 
 def read_speculation(text: str) -> Speculation | None:

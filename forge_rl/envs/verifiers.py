@@ -35,7 +35,7 @@ _AGAIN_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiersSettings:
-    """How `VerifiersEnv` runs an environment, whatever its taskset; options of `--env verifiers:NAME`."""
+    """How `VerifiersEnv` runs an environment, with any taskset; options of `--env verifiers:NAME`."""
 
     python: str = ""
     """An interpreter with verifiers and the environment; by default one is made with uv and kept."""

@@ -87,7 +87,7 @@ class ScheduleConfig:
 
 EpisodeState = Literal["new", "reserved", "in_env", "waiting", "decoding", "done"]
 """new: not started. reserved: for a branch of another episode. in_env: in its environment, or being scored. waiting:
-for an engine. decoding: on an engine. done: has a result, or is no longer needed."""
+for an engine. decoding: on an engine. done: has a result, or is not needed any more."""
 
 EVALUATION = -1
 """Batch number of an evaluation's episodes: they go after the awaited batch and before later ones, or first while the

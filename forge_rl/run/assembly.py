@@ -27,7 +27,7 @@ from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.run.checkpoint_mirror import MirrorTask
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.control import Control, serving_control
-from forge_rl.run.endpoints import listen
+from forge_rl.run.endpoints import check_reachable, listen
 from forge_rl.run.evaluator import Evaluates, Evaluator, RolloutEvaluations
 from forge_rl.run.example_evaluation import AnswerEvaluations, ExampleEvaluations
 from forge_rl.run.live import LiveSettings
@@ -108,7 +108,11 @@ async def assemble(
             monitor.display.startup("first weights", "ready", f"version {version}, attested")
         monitor.training = lambda: services.trainer.progress
         run = Run(config, services, batches, evaluator, checkpointer, live, monitor, loss, close=close)
-        outside = stack.enter_context(listen(config.attach_on, "--attach-on")) if config.attach_on else None
+        outside = None
+        if config.attach_on:
+            outside = stack.enter_context(listen(config.attach_on, "--attach-on"))
+            host, port = outside.getsockname()[:2]  # a name may stand for a public address
+            check_reachable(f"{host}:{port}", "--attach-on", may_be_public=config.isolation.public_ports)
         control = Control(run, live, policy)
         await stack.enter_async_context(serving_control(prepared.folder, control, log.warn, outside))
         gc.freeze()  # also modules imported meanwhile: see responsive_loop

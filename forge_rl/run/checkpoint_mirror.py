@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints at an fsspec address, from which the run goes on where its folder is lost."""
+"""Copies of a run's checkpoints at an fsspec address, from which a run resumes whose folder is lost."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
-
 from forge_rl.errors import CheckpointError
 from forge_rl.metrics.logger import RunLog
 from forge_rl.models.cache import Progress
 from forge_rl.run.checkpoints import MANIFEST, Checkpoint, Checkpoints
+from forge_rl.system.remote_folders import open_folder
 from forge_rl.system.terminal import clipped
 
 SETTINGS = ("config.json", "versions.json")
@@ -27,13 +26,13 @@ _MOST_FILES = 100_000
 
 
 class CheckpointMirror:
-    """Copies checkpoints to an address and back; whoever can write to the address decides on the weights.
+    """Copies checkpoints to an address and back; everybody who can write there decides on the weights.
 
     The manifest of a checkpoint is written last and removed first: one without it is not there.
 
         mirror = CheckpointMirror("s3://bucket/run")
         mirror.restore(folder, same=check, tell=print, progress=show)  # before the run
-        mirror.copy(checkpoints)  # after each save: what is new goes there, what was removed here is removed there
+        mirror.copy(checkpoints)  # after each save: new ones go there, and removed ones are removed
 
     Args:
         address: a folder in any of fsspec's file systems, which only this run writes to.
@@ -43,13 +42,7 @@ class CheckpointMirror:
     """
 
     def __init__(self, address: str) -> None:
-        try:
-            self._files, self._root = fsspec.url_to_fs(address, skip_instance_cache=True)
-        except (ImportError, ValueError) as error:
-            raise CheckpointError(
-                f"--checkpoint-mirror is an address that fsspec cannot open: {clipped(str(error), lines=1, width=200)}",
-                hint="name a folder, such as s3://bucket/run (with s3fs installed) or file:///shared/run",
-            ) from error
+        self._files, self._root = open_folder(address, flag="--checkpoint-mirror", error=CheckpointError)
 
     def copy(self, checkpoints: Checkpoints) -> int:
         """Bring the address to the state of the run's folder, newest first; returns the bytes written.
@@ -190,7 +183,7 @@ class CheckpointMirror:
 
 
 class MirrorTask:
-    """Copies a run's checkpoints in a thread while the run goes on; a failure is a warning, and tried again with the
+    """Copies a run's checkpoints in a thread during the run; a failure is a warning, and tried again with the
     next checkpoint."""
 
     def __init__(self, mirror: CheckpointMirror, checkpoints: Checkpoints, log: RunLog) -> None:

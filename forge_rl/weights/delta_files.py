@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal
 
-import fsspec  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge_rl.errors import WeightsError
+from forge_rl.system.remote_folders import open_folder
 from forge_rl.system.terminal import clipped
 from forge_rl.weights.delta_codec import Kind, most_bytes
 from forge_rl.weights.manifest import TensorEntry
@@ -86,13 +86,7 @@ class DeltaFolder:
     """
 
     def __init__(self, address: str) -> None:
-        try:
-            self._files, self._root = fsspec.url_to_fs(address, skip_instance_cache=True)
-        except (ImportError, ValueError) as error:
-            raise WeightsError(
-                f"--weights.mirror is {address!r}, which fsspec cannot open: {error}",
-                hint="name a folder, such as s3://bucket/run (with s3fs installed) or file:///shared/run",
-            ) from error
+        self._files, self._root = open_folder(address, flag="--weights.mirror", error=WeightsError)
         self.address = address
 
     def numbers(self) -> list[int]:

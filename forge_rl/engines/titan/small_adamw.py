@@ -19,16 +19,16 @@ ROOT = "exp_avg_root"
 _AT_ONCE = SCALED_TOGETHER << 14
 """Elements that are updated at a time, which bounds the float32 temporaries."""
 _LEAST_SCALE = 1e-30
-"""Blocks of smaller values are stored as 0, as products of codes and such scales are no normal float32."""
+"""Blocks of smaller values are stored as 0, as products of codes and such scales would not be normal float32."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A moment of this rank's n elements of a weight, as it is stored.
+    """A stored moment of this rank's n elements of a weight.
 
     uint8 are codes of blockwise dynamic quantization (Dettmers et al., https://arxiv.org/abs/2110.02861, section 2),
     in blocks of consecutive elements. A block's scale is its element of the largest magnitude, with its sign, so that
-    this element is code 1.0 exactly, and quantizing what was read changes nothing.
+    this element is code 1.0 exactly, and quantizing the values read changes nothing.
     """
 
     values: torch.Tensor
@@ -39,7 +39,7 @@ class Moment:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of what is read."""
+        """Dtype of the values read."""
         return torch.float32
 
     def read(self, first: int = 0, end: int | None = None) -> torch.Tensor:
@@ -93,11 +93,11 @@ class SmallAdamW(torch.optim.Optimizer):
     compensation. The noise follows from the step and the weight's index: ranks with the same shard stay equal, and a
     run that resumes draws the same.
 
-    The root of the second moment is what is stored. It is never rounded to 0 from above, as dividing by 0 + eps would
+    The second moment is stored as its root, which is never rounded to 0 from above, as dividing by 0 + eps would
     give a huge update (the zero-point problem of https://arxiv.org/abs/2309.01507, section 3.2).
 
     Args:
-        kind: dtype of the moments. With int8, those of weights with less than 4,096 elements stay float32.
+        kind: dtype of the moments. With int8, weights of fewer than 4,096 elements keep float32 moments.
     """
 
     def __init__(

@@ -106,8 +106,8 @@ class VLLMEngine:
                 engine = cls(AsyncLLM.from_engine_args(arguments, stat_loggers=[cache.logger()]), settings, cache)
             await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
             await engine._all_workers("scale_prompt_logits")
-            if speculation := read_speculation(settings.speculation):
-                await engine._all_workers("speculate", pickle.dumps(speculation))
+            if read_speculation(settings.speculation):
+                await engine._all_workers("speculate", settings.speculation)
             if settings.routed_experts and device_type() == "cpu":
                 await engine._all_workers("capture_routing")
             for pid in await engine._all_workers("process_id"):

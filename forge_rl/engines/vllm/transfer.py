@@ -16,6 +16,7 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from forge_rl.engines.speculation import read_speculation
 from forge_rl.engines.vllm import cpu, internals
 from forge_rl.engines.vllm.prompt_scores import scale_prompt_logits
 from forge_rl.engines.vllm.slicing import SliceWatch
@@ -116,10 +117,10 @@ class WorkerExtension:
         scale_prompt_logits(worker.model_runner)
 
     @_answered
-    def forge_rl_speculate(self, settings: bytes) -> None:
-        """Start drafting by pickled settings, a `Speculation`."""
+    def forge_rl_speculate(self, settings: str) -> None:
+        """Start drafting, by settings as for `DecodeSettings.speculation`."""
         worker: Any = self
-        worker.model_runner.drafter.bind(worker.model_runner, pickle.loads(settings))
+        worker.model_runner.drafter.bind(worker.model_runner, read_speculation(settings))
 
     @_answered
     def forge_rl_capture_routing(self) -> None:
