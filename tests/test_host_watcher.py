@@ -7,14 +7,17 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from forge_rl.errors import ServiceError
+from forge_rl.runtime import host_watcher
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.host_agent import is_marked
-from forge_rl.runtime.host_watcher import MARK
+from forge_rl.runtime.host_watcher import MARK, HostWatcher
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from tests.fake_actors import FakeActor, cluster_of, hosts_of, new_service_name, pid_of, send_signal
@@ -117,3 +120,23 @@ def test_a_process_whose_pid_was_reused_is_not_taken_for_the_former() -> None:
             process.kill()
     with pytest.raises(psutil.NoSuchProcess):
         is_marked(2**22 - 1, MARK, "a/replica-0")
+
+
+@pytest.mark.parametrize(("other", "looks"), [("none", 6), ("answers", 6), ("silent", 40), ("lost", 6)])
+def test_a_silent_host_is_given_longer_while_no_other_answers(
+    other: str, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def check() -> None:
+        monkeypatch.setattr(host_watcher, "_LOOK_S", 0.005)
+        now = asyncio.get_running_loop().time()
+        heard = {} if other == "none" else {"b": now + 60 if other == "answers" else now - 60}
+        cluster: Any = SimpleNamespace(lost={"b": "killed"} if other == "lost" else {}, heard=heard)
+        watcher = HostWatcher("a", cluster)
+        watcher._agent = SimpleNamespace(report=SimpleNamespace(call_one=never))
+        with pytest.raises(ServiceError, match=f"not answered for {looks * 0.005:g} s"):
+            await watcher._report()
+
+    asyncio.run(check())
