@@ -535,6 +535,16 @@ def test_a_module_that_cannot_be_preloaded_is_named(sandbox: SharedPool):
         asyncio.run(work())
 
 
+def test_a_session_begins_without_the_modules_that_would_slow_its_fork(sandbox: SharedPool):
+    async def work():
+        async with sandbox.pool.session() as session:
+            return await session.run(
+                "import sys\n{'shutil', 'lzma', 'bz2', 'tempfile', 'threading'} & set(sys.modules)"
+            )
+
+    assert sandbox.run(work()).value == "set()"
+
+
 def test_the_documents_example_runs(sandbox: SharedPool):
     page = (Path(__file__).parent.parent / "docs" / "doors" / "sandbox.md").read_text()
     program = page.split("```python\n")[1].split("```")[0]

@@ -11,7 +11,6 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import time
@@ -56,7 +55,12 @@ exec head -c "$2" -- "$1" """
 
 def bubblewrap() -> str | None:
     """Return the path of bubblewrap, or None if this machine lacks it."""
-    return shutil.which("bwrap", path=_SEARCHED)
+    return _found("bwrap")
+
+
+def _found(name: str) -> str | None:
+    paths = (os.path.join(folder, name) for folder in _SEARCHED.split(":"))
+    return next((path for path in paths if os.path.isfile(path) and os.access(path, os.X_OK)), None)
 
 
 @dataclass
@@ -117,7 +121,7 @@ class Commands:
         for name in ("home", "tmp"):
             os.mkdir(name, 0o700)
         self._bwrap = bubblewrap()
-        self._shell = shutil.which("bash", path=_SEARCHED) or "/bin/sh"
+        self._shell = _found("bash") or "/bin/sh"
         self._programs = [path for folder in self.folders if os.path.isdir(path := os.path.join(folder, "bin"))]
 
     def serve(self) -> NoReturn:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import stat
 from collections.abc import Iterator, Sequence
+from typing import BinaryIO
 
 from forge_rl.sandbox.inside import kernel
 
@@ -90,6 +90,8 @@ def make_folder(scratch: str, name: str, uid: int) -> int:
 
 def remove(scratch: str, names: Sequence[str]) -> None:
     """Unmount and delete folders that an ended session has left in a scratch folder which others use."""
+    import shutil  # not in what sessions are forked from: its libraries would be a fifth of the mappings to copy
+
     for name in names:
         with contextlib.suppress(OSError):
             kernel.unmount(os.path.join(scratch, name))
@@ -150,8 +152,13 @@ def _copy_file(name: str, source: int, target: int, mode: int) -> None:
     reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=source)  # it may be a pipe by now
     writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=target)
     with open(reading, "rb") as read, open(writing, "wb") as written:
-        shutil.copyfileobj(read, written)
+        _copy_bytes(read, written)
         os.fchmod(writing, mode)
+
+
+def _copy_bytes(source: BinaryIO, target: BinaryIO) -> None:
+    while part := source.read(1 << 20):
+        target.write(part)
 
 
 @contextlib.contextmanager
@@ -207,7 +214,7 @@ def _copy_folder(source: int, target: int, uid: int) -> None:
                     open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=source), "rb") as reading,
                     open(os.open(name, flags, 0o600, dir_fd=target), "wb") as writing,
                 ):
-                    shutil.copyfileobj(reading, writing)
+                    _copy_bytes(reading, writing)
                     os.fchown(writing.fileno(), uid, uid)
                     os.fchmod(writing.fileno(), about.st_mode & 0o777)
         os.fchown(target, uid, uid)
