@@ -34,7 +34,7 @@ Profile: TypeAlias = Literal["standard", "strict", "process"]
 _OPTIONAL = ("cgroup", "landlock", "seccomp")
 _BYTES_PER_SESSION = 4 << 20
 _SPARE_FILES = 128
-_STARTING = 8
+_STARTING = 16
 """Sessions that start at a time."""
 
 

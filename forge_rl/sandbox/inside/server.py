@@ -20,7 +20,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -32,7 +32,7 @@ _FILES = 256
 """Open files of a process of a session."""
 _MOST_FILES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")  # struct ucred
-_MOST_MESSAGE, _MOST_GIVEN = 1 << 16, 4
+_MOST_MESSAGE, _MOST_GIVEN, _MOST_AT_ONCE = 1 << 16, 4, 16
 
 
 def missing_layers(profile: str) -> dict[str, str]:
@@ -218,20 +218,36 @@ class _Server:
                 self._reap()  # only now: the kernel looks at every child
             for name in list(self.ending):
                 self._finish(name)
-            if self.channel.fileno() in ready:
-                message, fds, _, _ = socket.recv_fds(self.channel, _MOST_MESSAGE, _MOST_GIVEN)
-                if not message:
-                    return
-                self._answer(json.loads(message), fds)
+            if self.channel.fileno() in ready and not self._answer_all():
+                return
+
+    def _answer_all(self) -> bool:
+        """Answer the requests that wait; False if the owner has closed the channel.
+
+        All sessions that are to start are prepared before the first is forked: after a fork, each page that this
+        process writes is copied, 200 for each session otherwise.
+        """
+        prepared: list[Iterator[None]] = []
+        while len(prepared) < _MOST_AT_ONCE and select.select([self.channel], [], [], 0)[0]:
+            text, fds, _, _ = socket.recv_fds(self.channel, _MOST_MESSAGE, _MOST_GIVEN)  # ignores its flags
+            if not text:
+                return False
+            answer = self._answer(json.loads(text), fds)
+            if next(answer, self) is None:
+                prepared.append(answer)
+        for answer in prepared:
+            next(answer, None)
+        return True
 
     def _tell(self, **message: object) -> None:
         self.channel.send(json.dumps(message).encode())
 
-    def _answer(self, message: dict[str, Any], fds: list[int]) -> None:
+    def _answer(self, message: dict[str, Any], fds: list[int]) -> Iterator[None]:
+        """Do what a request asks for, and yield once before a session is forked."""
         name, do = str(message["session"]), message["do"]
         try:
             if do == "start":
-                self._start(name, message["limits"], *fds)
+                yield from self._start(name, message["limits"], *fds)
             elif do == "fork":
                 birth = socket.socket(fileno=os.dup(fds[0]))
                 self._prepare_fork(name, message, birth, fds[1:])
@@ -248,7 +264,7 @@ class _Server:
             for fd in fds:
                 os.close(fd)
 
-    def _start(self, name: str, limits: dict[str, Any], control: int, *workspace: int) -> None:
+    def _start(self, name: str, limits: dict[str, Any], control: int, *workspace: int) -> Iterator[None]:
         uid = self.first_uid + int(name) % self.uids
         self._add(name, limits)
         lineage = self.sessions[name] = _Lineage(
@@ -259,6 +275,14 @@ class _Server:
         doors, last = self.tree.doors(name, "memory", "pids"), self.tree.doors(name, "cpu")
         unified = self.tree.unified(name)
         try:
+            if not self.strict:
+                os.mkdir(lineage.folder, 0o700)
+                _mount_scratch(lineage, limits)
+                if workspace:
+                    _show_workspace(lineage, limits, *workspace)
+            yield
+            if name not in self.sessions or name in self.ending:
+                raise OSError("it was ended before it began")
             if self.strict:
                 ours, birth = frames.birth_channel()
                 self._expect(name, ours, fork=False)
@@ -271,10 +295,6 @@ class _Server:
                 birth.close()
                 self.inits[lineage.init] = lineage
             else:
-                os.mkdir(lineage.folder, 0o700)
-                _mount_scratch(lineage, limits)
-                if workspace:
-                    _show_workspace(lineage, limits, *workspace)
                 pid = kernel.fork_into(unified)
                 if pid == 0:
                     meters = self.tree.meters(name) if self.process else []
