@@ -409,7 +409,7 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
                 model=server.model,
                 folder=folder,
                 max_model_len=generator.max_model_len,
-                concurrent=config.generator.max_num_seqs * config.generator.replicas,
+                concurrent=config.generator.max_num_seqs * config.generator.engines,
             )
 
 

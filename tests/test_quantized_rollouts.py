@@ -29,7 +29,7 @@ def vllm_config(folder: Path, quantization: Quantization) -> Any:
     register()
     make_model(folder, "qwen3_moe")
     settings = DecodeSettings(dtype="bfloat16", max_model_len=64, quantization=quantization)
-    arguments = engine._arguments(folder, settings, 0)
+    arguments = engine.engine_arguments(folder, settings, 0)
     arguments.skip_tokenizer_init = True
     return arguments.create_engine_config()
 

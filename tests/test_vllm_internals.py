@@ -32,10 +32,10 @@ def test_a_private_name_that_is_gone_is_named() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM's own blocks are short")
 def test_a_short_prompt_of_a_group_fills_a_block_that_its_episodes_share(tmp_path: Path) -> None:
-    from forge_rl.engines.vllm.engine import _arguments
+    from forge_rl.engines.vllm.engine import engine_arguments
 
     make_model(tmp_path)
-    size = _arguments(tmp_path, DecodeSettings(), 0).block_size
+    size = engine_arguments(tmp_path, DecodeSettings(), 0).block_size
     assert size is not None
     assert size <= 42, "the tokens of a prompt of the demo"
     assert size % 32 == 0, "vLLM's fast kernels on CPU take no other"
@@ -49,7 +49,7 @@ def test_what_one_engine_compiled_serves_others(tmp_path: Path, monkeypatch: pyt
     configs = []
     for pid in (7, 8):
         monkeypatch.setattr(engine.os, "getpid", lambda pid=pid: pid)
-        arguments = engine._arguments(tmp_path, DecodeSettings(max_model_len=64), seed=pid)
+        arguments = engine.engine_arguments(tmp_path, DecodeSettings(max_model_len=64), seed=pid)
         arguments.skip_tokenizer_init = True
         configs.append(arguments.create_engine_config())
     assert [config.additional_config.pid for config in configs] == [7, 8]
@@ -209,7 +209,9 @@ class _Scheduled:
 
         register()
         make_model(folder)
-        arguments = engine._arguments(folder, DecodeSettings(max_model_len=256, max_num_seqs=max_num_seqs), seed=0)
+        arguments = engine.engine_arguments(
+            folder, DecodeSettings(max_model_len=256, max_num_seqs=max_num_seqs), seed=0
+        )
         arguments.skip_tokenizer_init = True
         config = arguments.create_engine_config()
         config.cache_config.num_gpu_blocks = blocks

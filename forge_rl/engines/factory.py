@@ -13,6 +13,7 @@ from forge_rl.engines.devices import device_type
 from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.platform import cpu_cores
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, TrainEngine, TrainSettings
+from forge_rl.engines.remote import RemoteServer
 from forge_rl.runtime.cluster import visible_gpu
 
 if TYPE_CHECKING:
@@ -108,6 +109,24 @@ async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: i
     from forge_rl.engines.vllm.engine import VLLMEngine
 
     return await VLLMEngine.start(folder, settings, seed)
+
+
+def serve_command(folder: Path, settings: DecodeSettings, *, host: str, port: int, seed: int) -> list[str]:
+    """Return the arguments of `vllm` that start a server for `connect_decode_engine`; see `vllm.served`."""
+    from forge_rl.engines.vllm.served import serve_command
+
+    return serve_command(folder, settings, host=host, port=port, seed=seed)
+
+
+async def connect_decode_engine(server: RemoteServer, settings: DecodeSettings) -> DecodeEngine:
+    """Connect to a decode engine that somebody else started.
+
+    Raises:
+        ConfigError: the server does not answer, or its settings do not fit.
+    """
+    from forge_rl.engines.remote.engine import RemoteEngine
+
+    return await RemoteEngine.connect(server, settings)
 
 
 def plan_training(

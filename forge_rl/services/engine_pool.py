@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,6 +58,7 @@ class EnginePool:
         spares: take the place of dead engines; kept ready from the first load on.
         weights_bytes: size of the model's weights, which extends the timeout of going to sleep.
         replace: gives a replacement engine its devices, possibly after a wait, and reserves them while it starts.
+        remote: indices of engines in servers that others run, which need no devices here, and no spares.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class EnginePool:
         spares: EngineSpares,
         weights_bytes: int = 0,
         replace: Lend = contextlib.nullcontext,
+        remote: Container[int] = (),
     ) -> None:
         self._service = service
         self._spawn = spawn
         self._start_deadline_s = start_deadline_s
         self._hold_deadline_s = CONTROL_DEADLINE_S + weights_bytes / _HELD_BYTES_PER_S
         self._replace = replace
+        self._remote = remote
         self.spares = spares
         self._keeping: asyncio.Task[None] | None = None
         """Keeps the spares ready."""
@@ -114,7 +117,7 @@ class EnginePool:
 
     async def start_one(self, index: int) -> None:
         """Start the engine with an index, possibly replacing a dead one, and bring it to the desired state."""
-        spare = self.spares.take(index)
+        spare = None if index in self._remote else self.spares.take(index)
         replica = spare.replica if spare is not None else self._spawn(index)
         if spare is None:
             await self._service.watch(replica, deadline_s=self._start_deadline_s)
@@ -122,7 +125,7 @@ class EnginePool:
             if spare is not None and spare.started:
                 await self._bring(replica, DesiredState(asleep=True))
                 return
-            if replica.incarnation:
+            if replica.incarnation and index not in self._remote:
                 await self._devices(stack)
             environment = [self.spares.environment(index)] if spare is not None else []
             await replica.call("setup", *environment, deadline_s=self._start_deadline_s)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TypeAlias
 
 from forge_rl.engines import EXIT_MEANINGS
 from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.decode_layout import check_decode_layout
-from forge_rl.engines.factory import decode_environment, spare_environment
+from forge_rl.engines.factory import decode_environment, spare_environment, thread_environment
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.engines.remote import RemoteServer
 from forge_rl.errors import (
     ConfigError,
     ContextError,
@@ -102,6 +104,7 @@ class Generator:
         """
         if hosts is None:
             check_decode_layout(model, config, engines=config.replicas)
+        remote = range(len(config.urls))
         service = Service(name, cluster, faults, uniform=True, exit_meanings=EXIT_MEANINGS)
         places = hosts or ServiceHosts()
         processes = _Processes(
@@ -112,12 +115,13 @@ class Generator:
             seed=seed,
             places=places,
             seats=Seats(cluster, places, gpus_each=config.devices),
+            patience_s=deadline_s / 2,
         )
         spares = EngineSpares(
             service,
             processes.spawn_spare,
             processes.environment,
-            numbers=range(config.replicas, config.replicas + config.spares),
+            numbers=range(config.engines, config.engines + config.spares),
             start_deadline_s=deadline_s,
             restart=config.restart,
             host_of=processes.host_of,
@@ -129,12 +133,13 @@ class Generator:
             weights_bytes=stored_bytes(model),
             replace=replace,
             spares=spares,
+            remote=remote,
         )
         async with task_group() as group:
             tokenizer = group.create_task(  # imports take seconds
                 asyncio.to_thread(Tokenizer, model, parse_control_tokens=parse_control_tokens)
             )
-            group.create_task(service.start(config.replicas, pool.start_one, config.restart))
+            group.create_task(service.start(config.engines, pool.start_one, config.restart))
         return cls(config, service, pool, tokenizer.result(), lend)
 
     @property
@@ -465,6 +470,10 @@ class _Processes:
     seed: int
     places: ServiceHosts
     seats: Seats
+    patience_s: float
+    """Time for a server of others to come back."""
+    owner: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Name of this generator, for servers of others."""
 
     def environment(self, index: int) -> dict[str, str]:
         """Return the environment variables of the engine with an index."""
@@ -483,13 +492,21 @@ class _Processes:
         return self.seats.take(index).host if self.places.gpus else None
 
     def spawn(self, index: int) -> Replica:
-        """Spawn the engine with an index."""
-        args, env = self._args(index, "replica"), self.environment(index)
+        """Spawn the engine with an index, or the process that uses it in a server of others."""
+        args = self._args(index, "replica")
+        if index < len(self.config.urls):
+            again = index < len(self.service.replicas)
+            server = RemoteServer(
+                url=self.config.urls[index], owner=self.owner, wait_s=self.patience_s if again else 0.0
+            )
+            env = thread_environment(sharers=1, cores=1)
+            return self.service.spawn(self.actor, *args, server, env=env, index=index, secrets=True)
+        env = self.environment(index)
         return self.service.spawn(self.actor, *args, env=env, host=self.seats.take(index).host, index=index)
 
     def spawn_spare(self, number: int) -> Replica:
         """Spawn the spare with a number, without devices, on the host of an engine."""
-        like = number % self.config.replicas
+        like = len(self.config.urls) + number % self.config.replicas
         args, env = self._args(number, "spare"), spare_environment(self.environment(like))
         host = self.seats.take(like).host
         return self.service.spawn(self.actor, *args, env=env, host=host, index=number, spare=True)

@@ -11,8 +11,9 @@ from types import MappingProxyType
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.engines.devices import device_type
-from forge_rl.engines.factory import import_decode_engine, start_decode_engine
+from forge_rl.engines.factory import connect_decode_engine, import_decode_engine, start_decode_engine
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings
+from forge_rl.engines.remote import RemoteServer
 from forge_rl.runtime.priority import low_priority
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.system.variables import set_here
@@ -23,19 +24,25 @@ from forge_rl.weights.transports.protocol import Transport
 
 
 class GeneratorActor(ServiceActor):
-    """One engine in its own process, called `name` in errors; see `DecodeEngine`."""
+    """One engine in its own process, or in a server that others run, called `name` in errors; see `DecodeEngine`."""
 
-    def __init__(self, model: Path, settings: DecodeSettings, seed: int, name: str) -> None:
+    def __init__(
+        self, model: Path, settings: DecodeSettings, seed: int, name: str, server: RemoteServer | None = None
+    ) -> None:
         self._model = model
         self._settings = settings
         self._seed = seed
         self._name = name
+        self._server = server
         self._engine: DecodeEngine | None = None
 
     @concurrent_endpoint
     async def setup(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
         """Start the engine; environment variables that differ from the process's are set first, for a spare."""
         set_here(environment)
+        if self._server is not None:
+            self._engine = await connect_decode_engine(self._server, self._settings)
+            return
         self._engine = await start_decode_engine(self._model, self._settings, seed=self._seed)
 
     @concurrent_endpoint

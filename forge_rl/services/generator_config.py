@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.speculation import check_speculation
-from forge_rl.errors import check_flags
+from forge_rl.errors import ConfigError, check_flags
 from forge_rl.runtime.supervision import Restart
+from forge_rl.system.redaction import without_credentials
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,11 @@ class GeneratorConfig(DecodeSettings):
 
     replicas: int = 1
     """Number of vLLM engines, each on tensor_parallel_size times data_parallel_size GPUs, or all on one
-    CPU."""
+    CPU. May be 0 with --generator.urls."""
+    urls: tuple[str, ...] = ()
+    """Addresses of vLLM servers that others started by forge-rl serve-engine, such as http://10.0.0.7:8000, whose
+    engines join the run beside its own replicas. VLLM_API_KEY must hold their key. Anything but https:// must be a
+    private address."""
     spares: int = 0
     """Number of spare engines that stand by to take the place of engines that die, which otherwise takes a whole
     start. On CPU each needs an engine's memory, less its KV cache; on GPUs it holds no device memory: it has imported
@@ -37,14 +43,18 @@ class GeneratorConfig(DecodeSettings):
     restart: Restart = field(default_factory=Restart)
     """Policy for engines that die."""
 
+    @property
+    def engines(self) -> int:
+        """Number of engines: those in other servers, which come first, and the run's own."""
+        return len(self.urls) + self.replicas
+
     def __post_init__(self) -> None:
         check_flags(
             self,
             "--generator.",
             least=dict.fromkeys(("gpu_memory_utilization", "spares"), 0)
-            | dict.fromkeys(
-                ("replicas", "max_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size"), 1
-            ),
+            | dict.fromkeys(("max_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size"), 1)
+            | {"replicas": 0 if self.urls else 1},
             above={
                 "temperature": 0,
                 "kv_cache_gib": 0,
@@ -55,3 +65,33 @@ class GeneratorConfig(DecodeSettings):
             below={"temperature": 10, "gpu_memory_utilization": 1},
         )
         check_speculation(self.speculation, routed_experts=self.routed_experts)
+        for url in self.urls:
+            _check_url(url)
+        if self.spares and not self.replicas:
+            raise ConfigError("--generator.spares stand by for replicas, and there are none", hint="leave it out")
+        if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+            raise ConfigError("--generator.urls names a server twice", hint="name each server once")
+        if self.urls and self.routed_experts:
+            raise ConfigError(
+                "engines of --generator.urls do not return the experts that router replay needs",
+                hint="leave out --trainer.router-replay, or use engines of the run",
+            )
+
+
+def _check_url(url: str) -> None:
+    """Raise ConfigError, without any password, if an address is not one of a server."""
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # the port is no number
+        valid = False
+    if valid and "@" in parts.netloc:
+        raise ConfigError(
+            f"--generator.urls holds a user or password: {without_credentials(url)}",
+            hint="leave it out, and put the server's key into the environment variable VLLM_API_KEY",
+        )
+    if not valid or parts.query or parts.fragment:
+        raise ConfigError(
+            f"--generator.urls: {without_credentials(url)!r} is not the address of a server",
+            hint="write http://HOST:PORT or https://HOST:PORT",
+        )

@@ -100,12 +100,12 @@ def resolve(folder: Path, settings: DecodeSettings) -> str:
     Raises:
         AssertionError: the configuration is wrong for an engine on a GPU, or differs between processes.
     """
-    from forge_rl.engines.vllm.engine import _arguments
+    from forge_rl.engines.vllm.engine import engine_arguments
     from forge_rl.engines.vllm.transfer import Owner
 
     configs = []
     for pid in (7, 8):
-        arguments = _arguments(folder, settings, pid)
+        arguments = engine_arguments(folder, settings, pid)
         arguments.skip_tokenizer_init = True
         arguments.additional_config = Owner(pid)
         configs.append(arguments.create_engine_config())

@@ -102,22 +102,28 @@ class VLLMEngine:
         try:
             cache = CacheStats()
             with children_outlive_stop_signals():  # vLLM's processes have handlers that end them
-                arguments = _arguments(folder, settings, seed)
-                engine = cls(AsyncLLM.from_engine_args(arguments, stat_loggers=[cache.logger()]), settings, cache)
-            await engine._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
-            await engine._all_workers("scale_prompt_logits")
-            if read_speculation(settings.speculation):
-                await engine._all_workers("speculate", settings.speculation)
-            if settings.routed_experts and device_type() == "cpu":
-                await engine._all_workers("capture_routing")
-            for pid in await engine._all_workers("process_id"):
-                unlink_shared_memory(pid)
-                when_process_ends(pid, engine._on_engine_death)
+                arguments = engine_arguments(folder, settings, seed)
+                llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[cache.logger()])
+            return await cls.over(llm, settings, cache)
         except (ValueError, RuntimeError) as error:
             raise ModelError(
                 f"vLLM does not start with {folder}: {start_cause(error, own_log())}",
                 hint="see logs/generator-*.log in the run folder for vLLM's output",
             ) from error
+
+    @classmethod
+    async def over(cls, llm: AsyncLLM, settings: DecodeSettings, cache: CacheStats) -> VLLMEngine:
+        """Prepare a vLLM engine that has started with this module's worker extension and weight transfer."""
+        engine = cls(llm, settings, cache)
+        await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+        await engine._all_workers("scale_prompt_logits")
+        if read_speculation(settings.speculation):
+            await engine._all_workers("speculate", settings.speculation)
+        if settings.routed_experts and device_type() == "cpu":
+            await engine._all_workers("capture_routing")
+        for pid in await engine._all_workers("process_id"):
+            unlink_shared_memory(pid)
+            when_process_ends(pid, engine._on_engine_death)
         return engine
 
     async def stream(
@@ -331,7 +337,8 @@ class VLLMEngine:
             os._exit(ENGINE_DIED)
 
 
-def _arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngineArgs:
+def engine_arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngineArgs:
+    """Return vLLM's arguments for an engine of a run."""
     on_cpu = device_type() == "cpu"
     speculation = read_speculation(settings.speculation)
     return AsyncEngineArgs(

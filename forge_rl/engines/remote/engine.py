@@ -1,0 +1,349 @@
+"""A decode engine that somebody else started, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+
+from forge_rl.engines import SERVER_GONE
+from forge_rl.engines.platform import resolve_dtype
+from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.engines.remote import KEY_VARIABLE, PREFIX, PROTOCOL, SESSION_HEADER, RemoteServer, wire
+from forge_rl.engines.remote.server import LEASE_S
+from forge_rl.errors import AttestationError, ConfigError, ForgeError
+from forge_rl.system.variables import api_key
+from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
+from forge_rl.types import Sampling
+from forge_rl.weights.manifest import LoadReport, Manifest
+from forge_rl.weights.transports.protocol import TensorBucket
+
+if TYPE_CHECKING:
+    import torch
+
+_CONNECT_S = 5.0
+_BEAT_S = 1.0
+"""Seconds between heartbeats."""
+_SILENT_S = LEASE_S - 5.0
+"""Seconds without an answer to a heartbeat after which the server counts as gone; its session may end soon after."""
+_MOST_FAILURES = 2
+"""Failed heartbeats after which the server counts as gone; a single one may be a connection that was just closed."""
+_CLAIM_S = 120.0
+"""Time for a server to answer a claim: the first one prepares its workers."""
+_PART_BYTES = 1 << 20
+
+
+class RemoteEngine:
+    """A `DecodeEngine` in vLLM's server at an address.
+
+    engine = await RemoteEngine.connect(RemoteServer(url="http://10.0.0.7:8000", owner="..."), settings)
+
+    Its process ends once the server is gone. Pausing frees nothing there: the server's devices are its own.
+    """
+
+    def __init__(self, client: httpx.AsyncClient, server: RemoteServer) -> None:
+        self._client = client
+        self._server = server
+        self._beating: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(cls, server: RemoteServer, settings: DecodeSettings) -> RemoteEngine:
+        """Begin a session with a server.
+
+        Raises:
+            ConfigError: it cannot be reached, refuses the key, is used by another run, or its settings do not fit.
+        """
+        key = api_key("--generator.urls", KEY_VARIABLE)
+        await asyncio.to_thread(_check_address, server.url)
+        client = httpx.AsyncClient(
+            base_url=server.url.rstrip("/") + PREFIX,
+            headers={"authorization": f"Bearer {key}", "accept-encoding": "identity"},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),
+            follow_redirects=False,
+            trust_env=False,
+        )
+        engine = cls(client, server)
+        try:
+            await engine._claim(settings)
+        except BaseException:
+            await client.aclose()
+            raise
+        engine._beating = asyncio.create_task(engine._beat())
+        return engine
+
+    async def _claim(self, settings: DecodeSettings) -> None:
+        clock = asyncio.get_running_loop().time
+        end = clock() + self._server.wait_s
+        while True:
+            try:
+                found = await self._ask("claim", {"owner": self._server.owner}, deadline_s=_CLAIM_S)
+                break
+            except (_GoneError, TimeoutError) as error:
+                if clock() >= end:
+                    raise ConfigError(
+                        f"the engine at {self._server.url} does not answer: {error or 'it is silent'}",
+                        hint="start it there by: forge-rl serve-engine --model MODEL",
+                    ) from error
+                await asyncio.sleep(_BEAT_S)
+            except _StatusError as error:
+                hints = {401: f"set {KEY_VARIABLE} to the server's key", 404: "start it by: forge-rl serve-engine"}
+                hints[423] = "wait until the other run has ended, or give this one another engine"
+                raise ConfigError(
+                    f"the engine at {self._server.url} refuses: {error}", hint=hints.get(error.status, "see its log")
+                ) from error
+            except wire.WireError as error:
+                raise ConfigError(
+                    f"what answers at {self._server.url} is no engine of forge_rl: {error}",
+                    hint="start one there by: forge-rl serve-engine --model MODEL",
+                ) from error
+        session, facts = found.get("session"), found.get("facts")
+        if found.get("protocol") != PROTOCOL or not isinstance(facts, dict) or not _is_plain(session):
+            raise ConfigError(
+                f"the engine at {self._server.url} speaks protocol {wire.shown(found.get('protocol'))}, not {PROTOCOL}",
+                hint="install the same version of forge_rl on both machines",
+            )
+        self._client.headers[SESSION_HEADER] = str(session)
+        if problems := _mismatches(facts, settings):
+            raise ConfigError(
+                f"the engine at {self._server.url} does not fit the run: {'; '.join(problems)}",
+                hint="start it by forge-rl serve-engine with the same --engine settings as --generator's",
+            )
+
+    async def stream(
+        self, prompt_ids: TokenIds, sampling: Sampling, *, gather_s: float = 0.0
+    ) -> AsyncGenerator[Chunk, None]:
+        body = {
+            "prompt_ids": np.asarray(prompt_ids).tolist(),
+            "sampling": wire.sampling_to_json(sampling),
+            "gather_s": gather_s,
+        }
+        with self._own_errors(of_request=bool(sampling.extra)):
+            async with contextlib.aclosing(self._lines("stream", json.dumps(body).encode())) as lines:
+                async for line in lines:
+                    chunk = wire.chunk_from_json(line)
+                    yield chunk
+                    if chunk.finish:
+                        return
+
+    async def score(
+        self, prompt_ids: TokenIds, token_ids: TokenIds, *, temperature: float = 1.0, top_k: int = 0
+    ) -> ScoredTokens:
+        body = {
+            "prompt_ids": np.asarray(prompt_ids).tolist(),
+            "token_ids": np.asarray(token_ids).tolist(),
+            "temperature": temperature,
+            "top_k": top_k,
+        }
+        with self._own_errors():
+            return wire.scores_from_json(await self._ask("score", body), len(token_ids), top_k)
+
+    async def hold(self, *, paused: bool, asleep: bool) -> bool:
+        with self._own_errors():
+            found = await self._ask("hold", {"paused": paused or asleep, "asleep": False})
+        return found.get("whole") is True
+
+    async def serve_model(self) -> None:
+        with self._own_errors():
+            await self._ask("serve_model", {})
+
+    async def load(self, manifest: Manifest, buckets: AsyncIterator[TensorBucket], *, reader: str) -> LoadReport:
+        with self._own_errors():
+            lines = self._lines("load", _frames(manifest, buckets))
+            async with contextlib.aclosing(lines):
+                report = wire.report_from_json(await anext(lines))
+        manifest.attest(report.fingerprints, reader)
+        return report
+
+    def close(self) -> None:
+        """Give the server back; its process stays."""
+        if self._beating is not None:
+            self._beating.cancel()
+        with contextlib.suppress(httpx.HTTPError):
+            url = f"{self._client.base_url}release"
+            httpx.post(url, headers=self._client.headers, json={}, timeout=2.0, trust_env=False)
+
+    async def _beat(self) -> None:
+        """End this process once the server is gone."""
+        clock = asyncio.get_running_loop().time
+        heard, cause, failures = clock(), "it does not answer", 0
+        while clock() - heard < _SILENT_S and failures < _MOST_FAILURES:
+            await asyncio.sleep(0 if failures else _BEAT_S)
+            try:
+                await self._ask("beat", {}, deadline_s=_CONNECT_S)
+                heard, failures = clock(), 0
+            except TimeoutError:
+                continue
+            except Exception as error:  # whatever it answers, a session is only kept by the right answer
+                cause, failures = wire.shown(error), failures + 1
+        print(f"forge_rl: the engine at {self._server.url} is gone: {cause}", file=sys.stderr, flush=True)
+        os._exit(SERVER_GONE)
+
+    @contextlib.contextmanager
+    def _own_errors(self, *, of_request: bool = False) -> Any:
+        """Turn what the server did wrong into errors of this engine, which is then replaced.
+
+        A refusal is passed on as one only if the request may be at fault; else a server could end the run.
+        """
+        try:
+            yield
+        except AttestationError:
+            raise
+        except ForgeError as error:
+            if of_request and isinstance(error, ConfigError):
+                raise
+            raise RuntimeError(f"{self._server.url}: {error.message}") from error
+        except (_GoneError, _StatusError, wire.WireError, StopAsyncIteration) as error:
+            raise RuntimeError(f"{self._server.url}: {error or 'its answer ends too early'}") from error
+
+    async def _ask(self, route: str, body: Mapping[str, Any], *, deadline_s: float | None = None) -> dict[str, Any]:
+        """Send a request and return its answer, of one line."""
+        async with asyncio.timeout(deadline_s):
+            async with contextlib.aclosing(self._lines(route, json.dumps(body).encode())) as lines:
+                async for line in lines:
+                    return line
+        raise wire.WireError("an answer is empty")
+
+    async def _lines(self, route: str, content: bytes | AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any], None]:
+        """Send a request and yield the lines of its answer.
+
+        Raises:
+            _GoneError: the server cannot be reached, or ends the connection.
+            _StatusError: the answer's status is an error's.
+            WireError: the answer is not of lines of JSON, or a line is too long.
+            ForgeError, RuntimeError: the server's error.
+        """
+        try:
+            async with self._client.stream("POST", route, content=content) as response:
+                if "content-encoding" in response.headers:
+                    raise wire.WireError("the answer is compressed")
+                if response.status_code != 200:
+                    raise _StatusError(response.status_code, await _start_of(response))
+                async with contextlib.aclosing(_split(response)) as lines:
+                    async for line in lines:
+                        found = wire.read_object(line)
+                        if "error" in found:
+                            raise wire.error_from_json(found)
+                        yield found
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
+            raise _GoneError(wire.shown(error) or type(error).__name__) from error
+
+
+class _GoneError(Exception):
+    """A server that cannot be reached, or ended the connection."""
+
+
+class _StatusError(Exception):
+    """An answer with an error's status."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"status {status}: {text}")
+        self.status = status
+
+
+async def _split(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of an answer as they arrive."""
+    rest = bytearray()
+    async for part in response.aiter_raw():
+        rest += part
+        if b"\n" in part:
+            *lines, rest = rest.split(b"\n")
+            for line in lines:
+                yield bytes(line)
+        if len(rest) > wire.MOST_LINE:
+            raise wire.WireError(f"a line has more than {wire.MOST_LINE} bytes")
+    if rest:
+        yield bytes(rest)
+
+
+async def _start_of(response: httpx.Response) -> str:
+    """Return the message of an error's answer, or its start."""
+    data = b""
+    async for part in response.aiter_raw():
+        data = (data + part)[:4096]
+        if len(data) == 4096:
+            break
+    with contextlib.suppress(wire.WireError):
+        return wire.shown(wire.read_object(data).get("message", ""))
+    return wire.shown(data[:200].decode(errors="replace"))
+
+
+async def _frames(manifest: Manifest, buckets: AsyncIterator[TensorBucket]) -> AsyncIterator[bytes]:
+    """Yield a version as frames: a header each, then the bytes of a bucket's tensors."""
+    yield _header(wire.manifest_to_json(manifest))
+    async for bucket in buckets:
+        yield _header({"tensors": [entry.name for entry in bucket.entries]})
+        with bucket.open() as tensors:
+            for entry in bucket.entries:
+                data = memoryview(_bytes(tensors[entry.name]))
+                for start in range(0, len(data), _PART_BYTES):
+                    yield bytes(data[start : start + _PART_BYTES])
+                if missing := -len(data) % wire.ALIGN:
+                    yield bytes(missing)
+    yield _header({"tensors": []})
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    import torch
+
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def _header(found: Mapping[str, Any]) -> bytes:
+    data = json.dumps(found).encode()
+    return len(data).to_bytes(4, "big") + data
+
+
+def _is_plain(text: object) -> bool:
+    """Return whether a text can be a header's value."""
+    return isinstance(text, str) and 0 < len(text) <= 100 and text.isascii() and text.isalnum()
+
+
+def _mismatches(facts: Mapping[str, Any], settings: DecodeSettings) -> list[str]:
+    """Compare a server's settings with the run's."""
+    wanted = {
+        "dtype": str(resolve_dtype(settings.dtype)).removeprefix("torch."),
+        "head_dtype": "float32",
+        "logprobs_mode": "processed_logprobs",
+    }
+    found = [
+        f"its {name} is {wire.shown(facts.get(name))}, and {value} is needed"
+        for name, value in wanted.items()
+        if facts.get(name) != value
+    ]
+    if (facts.get("quantization") is not None) != (settings.quantization != "none"):
+        found.append(f"its quantization is {wire.shown(facts.get('quantization'))}, the run's {settings.quantization}")
+    longest = facts.get("max_model_len")
+    if type(longest) is not int or longest < settings.max_model_len:
+        found.append(f"its max_model_len is {wire.shown(longest)}, and {settings.max_model_len} is needed")
+    return found
+
+
+def _check_address(url: str) -> None:
+    """Refuse to send the key without encryption to a public address.
+
+    Raises:
+        ConfigError: the address is public, or its name is unknown.
+    """
+    parts = urlsplit(url)
+    if parts.scheme == "https":
+        return
+    try:
+        found = {place[0] for *_, place in socket.getaddrinfo(parts.hostname, parts.port or 80)}
+    except OSError as error:
+        raise ConfigError(f"the host of {url} is unknown: {error.strerror}", hint="correct --generator.urls") from error
+    if public := [each for each in found if ipaddress.ip_address(str(each).partition("%")[0]).is_global]:
+        raise ConfigError(
+            f"{url} is at the public address {public[0]}, and the key and the weights would travel unencrypted",
+            hint="use https://, or a tunnel to a private address",
+        )

@@ -1,0 +1,270 @@
+"""Messages between the ends of a remote engine, as JSON, and the framing of weights. Whatever does not fit is refused.
+
+Floats keep their exact value: JSON has the shortest decimals that read back as the same number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from forge_rl.errors import AttestationError, ConfigError, ForgeError, WeightsError
+from forge_rl.system.terminal import visible
+from forge_rl.token_arrays import CacheUse, Chunk, ScoredTokens
+from forge_rl.types import Sampling
+from forge_rl.weights.manifest import LoadReport, Manifest, TensorEntry
+
+MOST_LINE = 16 << 20
+"""Longest message, in bytes."""
+ALIGN = 64
+"""Alignment of tensors in a bucket, in bytes."""
+_DTYPES = ("float32", "bfloat16", "float16")
+_MOST_SHOWN = 500
+_KINDS: dict[str, type[ForgeError]] = {"config": ConfigError, "weights": WeightsError, "attestation": AttestationError}
+
+
+class WireError(Exception):
+    """A message that is not what it should be."""
+
+
+def read_object(data: bytes, *, most: int = MOST_LINE) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        WireError: it is something else, or too long.
+    """
+    if len(data) > most:
+        raise WireError(f"a message has more than {most} bytes")
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise WireError(f"a message is not a JSON object: {shown(data[:80].decode(errors='replace'))}")
+    return found
+
+
+def shown(text: object) -> str:
+    """Return another machine's text as it may be printed: one short line."""
+    return visible(str(text)[:_MOST_SHOWN]).replace("\n", " ")
+
+
+def error_to_json(error: Exception) -> dict[str, str]:
+    """Return an error as its `kind`, `message` and `hint`."""
+    kind = next((name for name, each in _KINDS.items() if type(error) is each), "failed")
+    message = error.message if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
+    return {"error": kind, "message": message, "hint": error.hint if isinstance(error, ForgeError) else ""}
+
+
+def error_from_json(found: Mapping[str, Any]) -> Exception:
+    """Return the error that a message holds."""
+    message, hint = shown(found.get("message", "")), shown(found.get("hint", ""))
+    kind = _KINDS.get(str(found.get("error")))
+    return RuntimeError(f"the server failed: {message}") if kind is None else kind(message, hint=hint)
+
+
+def sampling_to_json(sampling: Sampling) -> dict[str, Any]:
+    """Return sampling settings as JSON.
+
+    Raises:
+        ConfigError: a setting in `extra` has no JSON form.
+    """
+    found = {**vars(sampling), "extra": dict(sampling.extra)}
+    try:
+        json.dumps(found, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a sampling setting cannot be sent to a remote engine: {error}", hint="use plain values in `extra`"
+        ) from error
+    return found
+
+
+def sampling_from_json(found: object) -> Sampling:
+    """Return sampling settings.
+
+    Raises:
+        WireError: they are malformed.
+    """
+    if not isinstance(found, dict) or not isinstance(found.get("extra", {}), dict):
+        raise WireError("sampling settings are not an object")
+    try:
+        return Sampling(**{**found, "stop": tuple(map(str, found.get("stop", ())))})
+    except (TypeError, ValueError, ForgeError) as error:
+        raise WireError(f"sampling settings are malformed: {error}") from error
+
+
+def integers(found: object, name: str) -> list[int]:
+    """Return a list of integers of 32 bits.
+
+    Raises:
+        WireError: it is something else.
+    """
+    if not isinstance(found, list) or not all(type(each) is int and -(2**31) <= each < 2**31 for each in found):
+        raise WireError(f"{name} are not a list of integers")
+    return found
+
+
+def _floats(found: object, name: str) -> list[float]:
+    if not isinstance(found, list) or not all(type(each) in (int, float) for each in found):
+        raise WireError(f"{name} are not a list of numbers")
+    try:
+        with np.errstate(over="ignore"):
+            return np.array(found, np.float64).astype(np.float32).tolist()  # type: ignore[no-any-return]
+    except OverflowError as error:
+        raise WireError(f"{name} hold a number that is too large") from error
+
+
+def chunk_to_json(chunk: Chunk) -> dict[str, Any]:
+    """Return a chunk as JSON, without its default values."""
+    found: dict[str, Any] = {
+        "token_ids": chunk.token_ids.tolist(),
+        "logprobs": chunk.logprobs.tolist(),
+        "versions": chunk.versions.tolist(),
+        "text": chunk.text,
+    }
+    more = {"finish": chunk.finish, "top": chunk.top, "prompt": chunk.prompt, "cache": chunk.cache}
+    more |= {"drafted": chunk.drafted, "accepted": chunk.accepted}
+    return found | {name: value for name, value in more.items() if value}
+
+
+def chunk_from_json(found: Mapping[str, Any]) -> Chunk:
+    """Return a chunk; whether its values are possible is checked by whoever knows the request.
+
+    Raises:
+        WireError: it is malformed, or empty without being the last.
+    """
+    ids, finish, text = integers(found.get("token_ids"), "token ids"), found.get("finish", ""), found.get("text")
+    if finish not in ("", "stop", "length") or not isinstance(text, str):
+        raise WireError(f"a chunk has the finish {shown(finish)!r} and a text of type {type(text).__name__}")
+    if not (ids or finish):
+        raise WireError("a chunk is empty")
+    counts = [found.get("drafted", 0), found.get("accepted", 0)]
+    try:
+        return Chunk(
+            token_ids=ids,
+            logprobs=_floats(found.get("logprobs"), "logprobs"),
+            versions=integers(found.get("versions"), "versions"),
+            text=text,
+            finish=finish,
+            top=tuple(
+                tuple((_integer(token), _float(value)) for token, value in each) for each in found.get("top", ())
+            ),
+            prompt=tuple(
+                tuple((_integer(token), _float(value), _integer(rank)) for token, value, rank in each)
+                for each in found.get("prompt", ())
+            ),
+            cache=_cache(found["cache"]) if "cache" in found else None,
+            drafted=_integer(counts[0]),
+            accepted=_integer(counts[1]),
+        )
+    except (TypeError, ValueError) as error:
+        raise WireError(f"a chunk is malformed: {shown(error)}") from error
+
+
+def _integer(found: object) -> int:
+    return integers([found], "entries")[0]
+
+
+def _float(found: object) -> float:
+    return _floats([found], "entries")[0]
+
+
+def _cache(found: object) -> CacheUse:
+    usage, *counts = _floats(found, "the cache's numbers")
+    if len(counts) != 3 or not all(math.isfinite(each) for each in counts):
+        raise WireError("the use of a cache is malformed")
+    return CacheUse(usage, *map(int, counts))
+
+
+def scores_to_json(scores: ScoredTokens) -> dict[str, Any]:
+    """Return scores as JSON, with their matrices flattened."""
+    return {name: getattr(scores, name).ravel().tolist() for name in ("logprobs", "top_ids", "top_logprobs")}
+
+
+def scores_from_json(found: Mapping[str, Any], count: int, top_k: int) -> ScoredTokens:
+    """Return the scores of `count` tokens, with the `top_k` most likely of each.
+
+    Raises:
+        WireError: they are malformed, or of other numbers.
+    """
+    try:
+        return ScoredTokens(
+            logprobs=_floats(found.get("logprobs"), "logprobs"),
+            top_ids=np.array(integers(found.get("top_ids"), "token ids"), np.int32).reshape(count, top_k),
+            top_logprobs=np.array(_floats(found.get("top_logprobs"), "logprobs"), np.float32).reshape(count, top_k),
+        )
+    except ValueError as error:
+        raise WireError(f"scores are malformed: {shown(error)}") from error
+
+
+def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
+    """Return a version and its tensors as JSON, without where they are."""
+    tensors = [[entry.name, list(entry.shape), entry.dtype, entry.fingerprint] for entry in manifest.tensors]
+    return {"version": manifest.version, "tensors": tensors}
+
+
+def manifest_from_json(found: Mapping[str, Any]) -> Manifest:
+    """Return a version and its tensors, which belong to no bucket yet.
+
+    Raises:
+        WireError: it is malformed.
+    """
+    entries = []
+    try:
+        for name, shape, dtype, fingerprint in found["tensors"]:
+            if not isinstance(name, str) or dtype not in _DTYPES or type(fingerprint) is not int:
+                raise WireError(f"a tensor {shown(name)!r} is malformed")
+            sizes = tuple(integers(shape, "sizes"))
+            if min(sizes, default=0) < 0:
+                raise WireError(f"a tensor {shown(name)!r} has a negative size")
+            entries.append(
+                TensorEntry(name=name, shape=sizes, dtype=dtype, bucket="", offset=0, fingerprint=fingerprint)
+            )
+        return Manifest(version=_integer(found["version"]), tensors=tuple(entries), buckets=())
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"a version is malformed: {shown(error)}") from error
+
+
+def places(entries: Sequence[TensorEntry]) -> tuple[list[int], int]:
+    """Return the offset of each tensor of a bucket as it is sent, and the bucket's size in bytes."""
+    offsets, size = [], 0
+    for entry in entries:
+        offsets.append(size)
+        size += -(-entry.bytes // ALIGN) * ALIGN
+    return offsets, size
+
+
+def report_to_json(report: LoadReport) -> dict[str, Any]:
+    """Return the report of a load as JSON."""
+    return asdict(report)
+
+
+def report_from_json(found: Mapping[str, Any]) -> LoadReport:
+    """Return the report of a load.
+
+    Raises:
+        WireError: it is malformed.
+    """
+    fingerprints, seconds = found.get("fingerprints"), found.get("seconds")
+    if not isinstance(fingerprints, dict) or not all(type(each) is int for each in fingerprints.values()):
+        raise WireError("the fingerprints of a load are malformed")
+    if not isinstance(seconds, dict):
+        raise WireError("the seconds of a load are malformed")
+    taken = dict(zip(("wait", "pause", "load", "finish", "fingerprint"), [0.0] * 5, strict=True))
+    for name in taken:
+        taken[name] = _float(seconds.get(name, 0.0))
+    read = found.get("bytes_read")
+    if not isinstance(read, list) or not all(type(each) is int for each in read):
+        raise WireError("the bytes of a load are malformed")
+    return LoadReport(
+        version=_integer(found.get("version")),
+        fingerprints=fingerprints,
+        in_place=_integer(found.get("in_place")),
+        bytes_read=tuple(read),
+        seconds=taken,
+    )

@@ -1,0 +1,104 @@
+"""vLLM's own server with forge_rl's routes: the middleware that adds them, and the command that starts it.
+
+vllm serve MODEL --middleware forge_rl.engines.vllm.served.ForgeRoutes ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.engines.remote import KEY_VARIABLE, PREFIX
+from forge_rl.engines.remote.server import EngineServer, Receive, Scope, Send
+from forge_rl.engines.vllm import BACKEND
+from forge_rl.engines.vllm.cache_stats import CacheStats
+from forge_rl.engines.vllm.engine import VLLMEngine, engine_arguments
+from forge_rl.engines.vllm.transfer import WorkerExtension
+from forge_rl.errors import ConfigError
+
+_ABSENT = ("model", "additional_config", "disable_log_stats")
+"""Arguments that the command does not pass on."""
+
+
+class ForgeRoutes:
+    """Middleware for vLLM's server, by which a run decodes on its engine and loads weights into it."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+        self._starting: asyncio.Future[EngineServer] | None = None
+        self._key = os.environ.get(KEY_VARIABLE, "")
+        if not self._key:
+            raise ConfigError(
+                f"the environment variable {KEY_VARIABLE} is not set",
+                hint="set it to a random key, also for the run: whoever has it can replace the weights",
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer forge_rl's requests, and pass on all others."""
+        if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
+            await self._app(scope, receive, send)
+            return
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start(scope["app"].state.engine_client))
+        await (await asyncio.shield(self._starting))(scope, receive, send)
+
+    async def _start(self, llm: AsyncLLM) -> EngineServer:
+        config = llm.vllm_config
+        if config.weight_transfer_config is None or config.weight_transfer_config.backend != BACKEND:
+            raise ConfigError("the server has no weight transfer of forge_rl", hint="start it by forge-rl serve-engine")
+        settings = DecodeSettings(max_model_len=config.model_config.max_model_len)
+        engine = await VLLMEngine.over(llm, settings, CacheStats())
+        return EngineServer(engine, key=self._key, facts=_facts(llm))
+
+
+def _facts(llm: AsyncLLM) -> dict[str, Any]:
+    """Return what a run compares with its own settings."""
+    model = llm.vllm_config.model_config
+    return {
+        "vllm": vllm.__version__,
+        "max_model_len": model.max_model_len,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "head_dtype": str(model.head_dtype).removeprefix("torch."),
+        "logprobs_mode": model.logprobs_mode,
+        "quantization": model.quantization,
+        "vocab_size": model.get_vocab_size(),
+    }
+
+
+def serve_command(model: Path, settings: DecodeSettings, *, host: str, port: int, seed: int) -> list[str]:
+    """Return the arguments of `vllm` that start a server whose engine can join a run: `["serve", MODEL, ...]`."""
+    arguments = engine_arguments(model, settings, seed)
+    routes = f"{ForgeRoutes.__module__}.{ForgeRoutes.__name__}"
+    assert arguments.worker_extension_cls == f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
+    return [
+        *("serve", str(model), "--host", host, "--port", str(port), "--middleware", routes),
+        *("--api-server-count", "1", "--disable-uvicorn-access-log"),
+        *_flags(arguments),
+    ]
+
+
+def _flags(arguments: AsyncEngineArgs) -> Iterator[str]:
+    """Yield the flags of arguments that differ from vLLM's defaults."""
+    plain = AsyncEngineArgs(model=arguments.model)
+    for each in fields(arguments):
+        value = getattr(arguments, each.name)
+        if each.name in _ABSENT or value is None or value == getattr(plain, each.name):
+            continue
+        flag = "--" + each.name.replace("_", "-")
+        if isinstance(value, bool):
+            yield flag if value else f"--no-{flag[2:]}"
+            continue
+        yield flag
+        if hasattr(value, "backend"):  # of weight transfer and constraints, whose other settings are vLLM's defaults
+            value = {"backend": value.backend}
+        yield json.dumps(value) if isinstance(value, dict) else str(value)
