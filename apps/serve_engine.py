@@ -44,7 +44,7 @@ class Config:
     """Seed of the engine, for requests without a seed."""
     cache: Path = field(default_factory=default_cache)
     """Folder for bundled models, which are built on first use."""
-    dry_run: bool = False
+    print_command: bool = False
     """Print the command with its environment, without the key, and exit."""
 
     def __post_init__(self) -> None:
@@ -58,14 +58,14 @@ class Config:
 
 async def main(config: Config) -> None:
     """Replace this process by vLLM's server."""
-    if not config.dry_run:
+    if not config.print_command:
         api_key("--api-key", KEY_VARIABLE)
     model = await asyncio.to_thread(resolve_model, config.model, config.cache)
     devices = config.engine.devices
     own = decode_environment(0, replicas=1, devices=devices, batch_invariant=config.engine.batch_invariant)
     arguments = serve_command(model, config.engine, host=config.host, port=config.port, seed=config.seed)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments]
-    if config.dry_run:
+    if config.print_command:
         print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in own.items()), shlex.join(command)]))
         return
     key = {KEY_VARIABLE: os.environ[KEY_VARIABLE]}

@@ -215,9 +215,7 @@ async def _start(name: str, detail: str, starting: Awaitable[S], started: list[_
 def _engines(config: RunConfig) -> str:
     replicas, each, remote = config.generator.replicas, config.generator.devices, len(config.generator.urls)
     own = f"{replicas} replica" + "s" * (replicas > 1) + f" of {each} devices" * (each > 1)
-    return f"vLLM, {own if replicas else ''}{' and ' if replicas and remote else ''}" + f"{remote} elsewhere" * bool(
-        remote
-    )
+    return "vLLM, " + " and ".join([own] * (replicas > 0) + [f"{remote} elsewhere"] * (remote > 0))
 
 
 async def _start_generator(

@@ -235,7 +235,7 @@ class Generator:
                 return completion.add(chunk)
 
             deadline_s, gather_s = self.config.request_deadline_s, completion.gather_s
-            with self._blaming(replica):
+            with self._blaming(replica, refuses=bool(sampling.extra)):
                 await replica.ask("stream", prompt_ids, sampling, gather_s, deadline_s=deadline_s, on_item=take)
             if not completion.finish:
                 raise self._pool.mark_failed(replica, "it sent garbage: its stream ended without a finish")
@@ -419,12 +419,19 @@ class Generator:
         await self._service.stop()
 
     @contextlib.contextmanager
-    def _blaming(self, replica: Replica) -> Iterator[None]:
-        """Count an engine as failed if it reports an error of its own in the body."""
+    def _blaming(self, replica: Replica, *, refuses: bool = False) -> Iterator[None]:
+        """Count an engine as failed if it reports an error of its own in the body.
+
+        So does a refusal by a server of others, unless the request may be at fault (`refuses`): it would end the run.
+        """
         try:
             yield
         except (ReplicaError, DeadlineError):
             raise
+        except (ConfigError, WeightsError) as error:
+            if replica.index >= len(self.config.urls) or (refuses and isinstance(error, ConfigError)):
+                raise
+            raise self._pool.mark_failed(replica, f"it refuses: {error.message}") from error
         except ServiceError as error:
             if self._stopping:
                 raise

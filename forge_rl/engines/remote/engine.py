@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -21,7 +21,7 @@ from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.remote import KEY_VARIABLE, PREFIX, PROTOCOL, SESSION_HEADER, RemoteServer, wire
 from forge_rl.engines.remote.server import LEASE_S
-from forge_rl.errors import AttestationError, ConfigError, ForgeError
+from forge_rl.errors import ConfigError
 from forge_rl.system.variables import api_key
 from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.types import Sampling
@@ -128,7 +128,7 @@ class RemoteEngine:
             "sampling": wire.sampling_to_json(sampling),
             "gather_s": gather_s,
         }
-        with self._own_errors(of_request=bool(sampling.extra)):
+        with self._blaming():
             async with contextlib.aclosing(self._lines("stream", json.dumps(body).encode())) as lines:
                 async for line in lines:
                     chunk = wire.chunk_from_json(line)
@@ -145,23 +145,29 @@ class RemoteEngine:
             "temperature": temperature,
             "top_k": top_k,
         }
-        with self._own_errors():
+        with self._blaming():
             return wire.scores_from_json(await self._ask("score", body), len(token_ids), top_k)
 
     async def hold(self, *, paused: bool, asleep: bool) -> bool:
-        with self._own_errors():
+        with self._blaming():
             found = await self._ask("hold", {"paused": paused or asleep, "asleep": False})
         return found.get("whole") is True
 
     async def serve_model(self) -> None:
-        with self._own_errors():
+        with self._blaming():
             await self._ask("serve_model", {})
 
     async def load(self, manifest: Manifest, buckets: AsyncIterator[TensorBucket], *, reader: str) -> LoadReport:
-        with self._own_errors():
-            lines = self._lines("load", _frames(manifest, buckets))
-            async with contextlib.aclosing(lines):
-                report = wire.report_from_json(await anext(lines))
+        problems: list[Exception] = []
+        try:
+            with self._blaming():
+                lines = self._lines("load", _frames(manifest, buckets, reader, problems))
+                async with contextlib.aclosing(lines):
+                    report = wire.report_from_json(await anext(lines))
+        except Exception:
+            if problems:
+                raise problems[0] from None
+            raise
         manifest.attest(report.fingerprints, reader)
         return report
 
@@ -190,19 +196,10 @@ class RemoteEngine:
         os._exit(SERVER_GONE)
 
     @contextlib.contextmanager
-    def _own_errors(self, *, of_request: bool = False) -> Any:
-        """Turn what the server did wrong into errors of this engine, which is then replaced.
-
-        A refusal is passed on as one only if the request may be at fault; else a server could end the run.
-        """
+    def _blaming(self) -> Iterator[None]:
+        """Raise RuntimeError, as a failed engine does, if the server is gone or answers with something else."""
         try:
             yield
-        except AttestationError:
-            raise
-        except ForgeError as error:
-            if of_request and isinstance(error, ConfigError):
-                raise
-            raise RuntimeError(f"{self._server.url}: {error.message}") from error
         except (_GoneError, _StatusError, wire.WireError, StopAsyncIteration) as error:
             raise RuntimeError(f"{self._server.url}: {error or 'its answer ends too early'}") from error
 
@@ -278,19 +275,36 @@ async def _start_of(response: httpx.Response) -> str:
     return wire.shown(data[:200].decode(errors="replace"))
 
 
-async def _frames(manifest: Manifest, buckets: AsyncIterator[TensorBucket]) -> AsyncIterator[bytes]:
-    """Yield a version as frames: a header each, then the bytes of a bucket's tensors."""
-    yield _header(wire.manifest_to_json(manifest))
-    async for bucket in buckets:
+async def _frames(
+    manifest: Manifest, buckets: AsyncIterator[TensorBucket], reader: str, problems: list[Exception]
+) -> AsyncIterator[bytes]:
+    """Yield a version as frames: a header each, then the bytes of a bucket's tensors.
+
+    What goes wrong is added to `problems`, and the server told, so that it has given up the load when it answers.
+    """
+    yield _header({**wire.manifest_to_json(manifest), "reader": reader})
+    while True:
+        try:
+            bucket = await anext(buckets, None)
+        except Exception as error:
+            problems.append(error)
+            yield _header({"failed": True})
+            return
+        if bucket is None:
+            yield _header({"tensors": []})
+            return
         yield _header({"tensors": [entry.name for entry in bucket.entries]})
-        with bucket.open() as tensors:
-            for entry in bucket.entries:
-                data = memoryview(_bytes(tensors[entry.name]))
-                for start in range(0, len(data), _PART_BYTES):
-                    yield bytes(data[start : start + _PART_BYTES])
-                if missing := -len(data) % wire.ALIGN:
-                    yield bytes(missing)
-    yield _header({"tensors": []})
+        try:
+            with bucket.open() as tensors:
+                for entry in bucket.entries:
+                    data = memoryview(_bytes(tensors[entry.name]))
+                    for start in range(0, len(data), _PART_BYTES):
+                        yield bytes(data[start : start + _PART_BYTES])
+                    if missing := -len(data) % wire.ALIGN:
+                        yield bytes(missing)
+        except Exception as error:  # the connection ends in the middle of a bucket, which the server takes for the end
+            problems.append(error)
+            raise
 
 
 def _bytes(tensor: torch.Tensor) -> Any:

@@ -189,11 +189,12 @@ class EngineServer:
 
     async def _load(self, receive: Receive, reply: _Reply) -> None:
         body = _Body(receive)
-        manifest = wire.manifest_from_json(await body.header())
+        header = await body.header()
+        manifest = wire.manifest_from_json(header)
         self._loaded = True
         try:
             async with contextlib.aclosing(_buckets(body, manifest)) as buckets:
-                report = await self._engine.load(manifest, buckets, reader="the remote engine")
+                report = await self._engine.load(manifest, buckets, reader=wire.shown(header.get("reader")))
         except Refusal:
             raise
         except Exception:
@@ -214,7 +215,9 @@ _ROUTES: Mapping[str, Callable[[EngineServer, Receive, Any], Any]] = {
 async def _buckets(body: _Body, manifest: Manifest) -> AsyncGenerator[segment.SegmentBucket, None]:
     """Yield the buckets that a request brings, each in shared memory of its own until the next one is asked for."""
     entries = {entry.name: entry for entry in manifest.tensors}
-    while names := (await body.header()).get("tensors"):
+    while names := (header := await body.header()).get("tensors") or header.get("failed"):
+        if names is True:
+            raise WeightsError("the version did not arrive whole", hint="load it again")
         if not isinstance(names, list) or not all(isinstance(name, str) and name in entries for name in names):
             raise wire.WireError("a bucket has tensors that the version has not")
         found = [entries[name] for name in names]

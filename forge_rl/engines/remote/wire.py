@@ -127,9 +127,8 @@ def chunk_to_json(chunk: Chunk) -> dict[str, Any]:
         "versions": chunk.versions.tolist(),
         "text": chunk.text,
     }
-    more = {"finish": chunk.finish, "top": chunk.top, "prompt": chunk.prompt, "cache": chunk.cache}
-    more |= {"drafted": chunk.drafted, "accepted": chunk.accepted}
-    return found | {name: value for name, value in more.items() if value}
+    more = ((name, getattr(chunk, name)) for name in ("finish", "top", "prompt", "cache", "drafted", "accepted"))
+    return found | {name: value for name, value in more if value}
 
 
 def chunk_from_json(found: Mapping[str, Any]) -> Chunk:
