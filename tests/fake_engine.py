@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,7 +20,8 @@ import numpy as np
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.engines.protocol import DecodeSettings
-from forge_rl.errors import WeightsError
+from forge_rl.engines.remote import RemoteServer
+from forge_rl.errors import ConfigError, WeightsError
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.token_arrays import CacheUse, Chunk, ScoredTokens
 from forge_rl.types import Sampling
@@ -54,8 +55,8 @@ class Orders:
 
         Args:
             engine: index.
-            orders: `stream` after `after` tokens: "hold", "raise", "end", or a key of GARBAGE or NON_FINITE, and with
-                `lasts` at each token from there on;
+            orders: `stream` after `after` tokens: "hold", "raise", "refuse", "end", or a key of GARBAGE or NON_FINITE,
+                and with `lasts` at each token from there on;
                 `setup`, `prepare` or `load`: "die", "raise", "hold" or "refuse"; `say`: tokens to answer `prompt`
                 tokens with,
                 and `texts`, as vLLM's detokenizer would give them; `reads`: version that a load says it read;
@@ -109,10 +110,13 @@ class FakeStore:
 class FakeEngine(ServiceActor):
     """An engine that follows its orders."""
 
-    def __init__(self, model: Path, settings: DecodeSettings, seed: int, name: str) -> None:
+    def __init__(
+        self, model: Path, settings: DecodeSettings, seed: int, name: str, server: RemoteServer | None = None
+    ) -> None:
         assert type(settings) is DecodeSettings, "a generator's own config would bring torch and the controller's code"
         self._index = int(name.rpartition(" ")[2])
         self._folder = Path(os.environ[FOLDER])
+        self._server = server
         self._version = -1
         self._dropped = False
         self._held: set[str] = set()
@@ -121,7 +125,7 @@ class FakeEngine(ServiceActor):
 
     @concurrent_endpoint
     async def setup(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        self._note("setup", environment=dict(environment))
+        self._note("setup", environment=dict(environment), server=self._server and asdict(self._server))
         await self._obey("setup")
 
     @concurrent_endpoint
@@ -177,6 +181,8 @@ class FakeEngine(ServiceActor):
                     await asyncio.Event().wait()
                 if misdeed == "raise":
                     raise RuntimeError("the engine has a bug")
+                if misdeed == "refuse":
+                    raise ConfigError("not this one")
                 if misdeed == "end":
                     return
                 token, text = self._next(ids, orders)

@@ -84,11 +84,16 @@ async def stage(
     spares: int = 0,
     max_restarts: int = 100,
     replace: Lend = contextlib.nullcontext,
+    urls: tuple[str, ...] = (),
 ) -> AsyncIterator[Stage]:
     (tmp_path / "logs").mkdir()
     os.environ[FOLDER] = str(tmp_path)
     config = Generator.Config(
-        replicas=engines, spares=spares, max_model_len=256, restart=Restart(max_restarts=max_restarts, backoff_s=0.01)
+        replicas=engines,
+        urls=urls,
+        spares=spares,
+        max_model_len=256,
+        restart=Restart(max_restarts=max_restarts, backoff_s=0.01),
     )
     async with cluster(tmp_path / "logs") as (made, faults):
         generator = await Generator.start(
@@ -170,6 +175,43 @@ def test_a_completion_is_resumed_elsewhere_from_the_tokens_that_there_are(tmp_pa
             with pytest.raises(ReplicaError, match="killed by SIGKILL"):
                 await once
             assert completion.shown.tolist() == [*PROMPT, *draw(PROMPT, 3)]
+
+    asyncio.run(check())
+
+
+def test_an_engine_of_others_has_no_devices_here_and_what_it_refuses_ends_no_run(
+    tmp_path: Path, nothing_left: None
+) -> None:
+    waited: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def devices() -> AsyncIterator[None]:
+        waited.append("devices")
+        yield
+
+    async def check() -> None:
+        async with stage(tmp_path, 1, urls=("http://elsewhere:8000",), spares=1, replace=devices) as on:
+            elsewhere, own = sorted(on.orders.notes("setup"), key=lambda note: note["engine"])
+            assert elsewhere["server"]["url"] == "http://elsewhere:8000"
+            assert elsewhere["server"]["wait_s"] == 0, "a wrong address is told at once"
+            assert own["server"] is None
+            assert await on.load(1) == 1
+            await on.until(lambda: on.generator.spares == 1)
+            on.only_once(0, stream="refuse", after=3)
+            turn = await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0)
+            assert right(turn)
+            assert "it refuses: not this one" in on.faults.seen[-1].cause
+            await on.until_serving(0, 1)
+            again = on.orders.notes("setup")[-1]
+            assert (again["engine"], again["server"]["owner"]) == (0, elsewhere["server"]["owner"])
+            assert again["server"]["wait_s"] > 0, "it waits for a server that comes back"
+            assert await on.state(0) == (1, [])
+            assert on.generator.spares == 1
+            assert not waited
+            on.orders.tell(0, stream="refuse")
+            with pytest.raises(ConfigError, match="not this one"):
+                await on.generator.generate(PROMPT, Sampling(max_tokens=20, extra={"top_p": 0.5}), engine=0)
+            assert set(on.generator.engines()) == {0, 1}, "the request may be at fault"
 
     asyncio.run(check())
 

@@ -1,6 +1,8 @@
 """vLLM's private names, of which one that is gone is named, and what it is started with."""
 
 import asyncio
+import contextlib
+import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from forge_rl.engines.protocol import DecodeSettings
-from forge_rl.errors import ForgeError
+from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.services.request_limits import RequestLimit
 from forge_rl.token_arrays import CacheUse
 from tests.fakes import make_model
@@ -249,3 +251,29 @@ class _Scheduled:
         return outputs.scheduler_stats, [
             SimpleNamespace(request_id=name, num_preemptions=self._requests[name].num_preemptions) for name in ended
         ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kv_connector": "OffloadingConnector"}, "specify kv_role"),
+        ({"kv_conector": "OffloadingConnector"}, "kv_conector: Unexpected keyword argument"),
+        ({"kv_connector": "Nothing", "kv_role": "kv_both"}, "'Nothing' cannot be imported"),
+        ({"kv_connector": "ExampleConnector", "kv_role": "kv_both"}, "ExampleConnector has no reset_cache"),
+        ({"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}, ""),
+    ],
+)
+@pytest.mark.parametrize("within", [False, True])
+def test_a_kv_connector_that_cannot_forget_old_weights_is_refused(
+    given: dict[str, Any], message: str, within: bool
+) -> None:
+    from forge_rl.engines.vllm.kv_transfer import read_kv_transfer
+
+    if within:
+        parts = {"connectors": [{"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both"}, given]}
+        given = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": parts}
+    expected = pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
+    with expected:
+        config = read_kv_transfer(json.dumps(given))
+        assert config is not None
+        assert config.kv_connector == given["kv_connector"]

@@ -59,6 +59,10 @@ class DecodeSettings:
     """Speculative decoding: tokens are drafted from the request's own text (ngram) or also from other answers to the
     same prompt (suffix), and verified several at a time; the distribution stays exact. off, or
     KIND[:max_tokens=8,max_running=8,min_accepted=0.3]."""
+    kv_transfer_config: str = ""
+    """vLLM's config of KV transfer, as JSON: for a connector that offloads keys and values to host memory or a store.
+    It must forget them when weights are loaded. Example: {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 8589934592}}."""
     enforce_eager: bool = False
     """Disable compilation and CUDA graphs: starts sooner, decodes slower. Always the case on CPU."""
     batch_invariant: bool = False

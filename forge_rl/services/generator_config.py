@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -65,6 +66,8 @@ class GeneratorConfig(DecodeSettings):
             below={"temperature": 10, "gpu_memory_utilization": 1},
         )
         check_speculation(self.speculation, routed_experts=self.routed_experts)
+        if self.kv_transfer_config:
+            _check_json(self.kv_transfer_config)
         for url in self.urls:
             _check_url(url)
         if self.spares and not self.replicas:
@@ -76,6 +79,19 @@ class GeneratorConfig(DecodeSettings):
                 "engines of --generator.urls do not return the experts that router replay needs",
                 hint="leave out --trainer.router-replay, or use engines of the run",
             )
+
+
+def _check_json(text: str) -> None:
+    """Raise ConfigError if a text is not a JSON object; what it says is checked by vLLM when an engine starts."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"--generator.kv-transfer-config is not a JSON object: {text[:80]}",
+            hint='write for example {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}, in single quotes',
+        )
 
 
 def _check_url(url: str) -> None:

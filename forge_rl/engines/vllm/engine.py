@@ -42,6 +42,7 @@ from forge_rl.engines.vllm.internals import (
     stop_decoding,
     version_starts,
 )
+from forge_rl.engines.vllm.kv_transfer import read_kv_transfer
 from forge_rl.engines.vllm.prompt_scores import TEMPERATURE
 from forge_rl.engines.vllm.steps import watch_steps
 from forge_rl.engines.vllm.transfer import Owner, WorkerExtension, WorkerReport
@@ -371,6 +372,7 @@ def engine_arguments(folder: Path, settings: DecodeSettings, seed: int) -> Async
         # Output projection in float32, as in the trainer: rounding logits to bfloat16 costs 0.03 per logprob.
         hf_overrides={"head_dtype": "float32"},
         enable_prefix_caching=True,
+        kv_transfer_config=read_kv_transfer(settings.kv_transfer_config),
         speculative_config=speculation and speculative_config(speculation),
         per_request_spec_decode_metrics="summary" if speculation else "none",
         disable_log_stats=True,

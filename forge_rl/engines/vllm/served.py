@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from forge_rl.engines.vllm.cache_stats import CacheStats
 from forge_rl.engines.vllm.engine import VLLMEngine, engine_arguments
 from forge_rl.engines.vllm.transfer import WorkerExtension
 from forge_rl.errors import ConfigError
+from forge_rl.system.variables import api_key
 
 _ABSENT = ("model", "additional_config", "disable_log_stats")
 """Arguments that the command does not pass on."""
@@ -36,12 +36,7 @@ class ForgeRoutes:
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
         self._starting: asyncio.Future[EngineServer] | None = None
-        self._key = os.environ.get(KEY_VARIABLE, "")
-        if not self._key:
-            raise ConfigError(
-                f"the environment variable {KEY_VARIABLE} is not set",
-                hint="set it to a random key, also for the run: whoever has it can replace the weights",
-            )
+        self._key = api_key("--middleware", KEY_VARIABLE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer forge_rl's requests, and pass on all others."""
@@ -115,4 +110,6 @@ def _flags(arguments: AsyncEngineArgs) -> Iterator[str]:
         yield flag
         if hasattr(value, "backend"):  # of weight transfer and constraints, whose other settings are vLLM's defaults
             value = {"backend": value.backend}
+        elif each.name == "kv_transfer_config":
+            value = asdict(value)
         yield json.dumps(value) if isinstance(value, dict) else str(value)

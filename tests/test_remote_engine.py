@@ -1,0 +1,531 @@
+"""An engine that others run, over HTTP: both ends, and servers that lie, hang, die or are not engines at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import uvicorn
+
+from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.engines.remote import KEY_VARIABLE, PREFIX, RemoteServer, server, wire
+from forge_rl.engines.remote.engine import RemoteEngine, _header
+from forge_rl.errors import AttestationError, ConfigError, WeightsError
+from forge_rl.services.generator_config import GeneratorConfig
+from forge_rl.token_arrays import CacheUse, Chunk, ScoredTokens
+from forge_rl.types import Sampling
+from forge_rl.weights import segment
+from forge_rl.weights.fingerprints import Move, move
+from forge_rl.weights.manifest import LoadReport, Manifest, TensorEntry
+from forge_rl.weights.slices import TensorSlice
+
+KEY = "a-key-of-tests"
+FACTS = {
+    "dtype": "float32",
+    "head_dtype": "float32",
+    "logprobs_mode": "processed_logprobs",
+    "quantization": None,
+    "max_model_len": 512,
+}
+SETTINGS = DecodeSettings(dtype="float32", max_model_len=256)
+
+
+class Engine:
+    """A DecodeEngine that counts up from the prompt's last token, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.held = (False, False)
+        self.loaded: dict[str, np.ndarray[Any, Any]] = {}
+        self.open = 0
+        self.stalls_at = -1
+        """Number of the token at which it hangs."""
+        self.error: Exception | None = None
+
+    async def stream(self, prompt_ids: Any, sampling: Sampling, *, gather_s: float = 0) -> AsyncGenerator[Chunk, None]:
+        if self.error is not None:
+            raise self.error
+        self.open += 1
+        try:
+            for count in range(sampling.max_tokens):
+                if count == self.stalls_at:
+                    await asyncio.Event().wait()
+                yield Chunk(
+                    token_ids=[prompt_ids[-1] + count + 1],
+                    logprobs=[-0.1 - count / 3],
+                    versions=[self.version],
+                    text="é",
+                    finish="length" if count == sampling.max_tokens - 1 else "",
+                    top=(((7, -0.25), (8, -float("inf"))),),
+                    cache=CacheUse(0.5, 1, 2, 3),
+                )
+        finally:
+            self.open -= 1
+
+    async def score(self, prompt_ids: Any, token_ids: Any, *, temperature: float, top_k: int) -> ScoredTokens:
+        shape = (len(token_ids), top_k)
+        return ScoredTokens(
+            logprobs=np.full(shape[0], -temperature), top_ids=np.zeros(shape), top_logprobs=np.full(shape, -2.5)
+        )
+
+    async def hold(self, *, paused: bool, asleep: bool) -> bool:
+        self.held = paused, asleep
+        return True
+
+    async def serve_model(self) -> None:
+        self.version = 0
+
+    async def load(self, manifest: Manifest, buckets: AsyncIterator[Any], *, reader: str) -> LoadReport:
+        fingerprints = {}
+        async for bucket in buckets:
+            with bucket.open() as tensors:
+                for entry in bucket.entries:
+                    self.loaded[entry.name] = tensors[entry.name].float().numpy().copy()
+                    fingerprints[entry.name] = _fingerprint(tensors[entry.name])
+        manifest.attest(fingerprints, reader)
+        self.version = manifest.version
+        return LoadReport(version=self.version, fingerprints=fingerprints, in_place=1, bytes_read=(9,), seconds={})
+
+    def close(self) -> None:
+        pass
+
+
+def _fingerprint(tensor: Any) -> int:
+    import torch
+
+    target = torch.empty_like(tensor)
+    (found,) = move([Move(target, tensor, tuple(tensor.shape), TensorSlice.whole(tuple(tensor.shape)))])
+    return found
+
+
+@contextlib.asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[str]:
+    """The address of an ASGI app."""
+    place = socket.create_server(("127.0.0.1", 0))
+    served = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+    serving = asyncio.create_task(served.serve([place]))
+    try:
+        yield f"http://127.0.0.1:{place.getsockname()[1]}"
+    finally:
+        served.should_exit = served.force_exit = True
+        await serving
+        place.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, facts: Mapping[str, Any] = FACTS
+) -> AsyncIterator[RemoteEngine]:
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    async with listening(server.EngineServer(engine, key=KEY, facts=facts)) as url:
+        remote = await RemoteEngine.connect(RemoteServer(url=url, owner="a", wait_s=30), SETTINGS)
+        try:
+            yield remote
+        finally:
+            await _disconnect(remote)
+
+
+async def _disconnect(remote: RemoteEngine) -> None:
+    assert remote._beating is not None
+    remote._beating.cancel()
+    await remote._client.aclose()
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await work()
+
+    asyncio.run(bounded())
+
+
+def version(number: int) -> tuple[Manifest, dict[str, Any]]:
+    import torch
+
+    torch.manual_seed(number)
+    weights = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.randn(400_000)}
+    entries = tuple(
+        TensorEntry(
+            name=name,
+            shape=tuple(weight.shape),
+            dtype=str(weight.dtype).removeprefix("torch."),
+            bucket=f"{number}/0",
+            offset=0,
+            fingerprint=_fingerprint(weight),
+        )
+        for name, weight in weights.items()
+    )
+    return Manifest(version=number, tensors=entries, buckets=()), weights
+
+
+async def buckets(manifest: Manifest, weights: Mapping[str, Any], *, fail: bool = False) -> AsyncIterator[Any]:
+    class Bucket:
+        def __init__(self, entries: tuple[TensorEntry, ...]) -> None:
+            self.entries = entries
+
+        @contextlib.contextmanager
+        def open(self) -> Any:
+            yield weights
+
+    yield Bucket(manifest.tensors[:2])
+    if fail:
+        raise WeightsError("bucket 1 is gone")
+    yield Bucket(manifest.tensors[2:])
+
+
+def test_what_an_engine_decodes_arrives_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        engine = Engine()
+        async with connected(engine, monkeypatch) as remote:
+            await remote.serve_model()
+            chunks = [chunk async for chunk in remote.stream([5, 6], Sampling(max_tokens=3, stop=("x",)))]
+            direct = [chunk async for chunk in engine.stream([5, 6], Sampling(max_tokens=3))]
+            assert chunks == direct
+            assert [chunk.versions.tolist() for chunk in chunks] == [[0]] * 3
+            scores = await remote.score([5], [6, 7], temperature=0.7, top_k=3)
+            assert scores == await engine.score([5], [6, 7], temperature=0.7, top_k=3)
+            assert await remote.hold(paused=False, asleep=True)
+            assert engine.held == (True, False), "a server's devices are its own"
+
+    run(work)
+
+
+def test_weights_arrive_whole_and_attested_and_a_version_that_does_not_is_not_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        engine = Engine()
+        async with connected(engine, monkeypatch) as remote:
+            manifest, weights = version(3)
+            report = await remote.load(manifest, buckets(manifest, weights), reader="engine 7")
+            assert (report.version, report.in_place, report.bytes_read) == (3, 1, (9,))
+            assert all((engine.loaded[name] == weight.float().numpy()).all() for name, weight in weights.items())
+            following, others = version(4)
+            with pytest.raises(WeightsError, match="bucket 1 is gone"):
+                await remote.load(following, buckets(following, others, fail=True), reader="engine 7")
+            assert engine.version == 3
+            with pytest.raises(AttestationError, match="engine 7 holds other weights than version 4: 3 of 3"):
+                await remote.load(following, buckets(following, weights), reader="engine 7")
+            assert engine.version == 3
+            report = await remote.load(following, buckets(following, others), reader="engine 7")
+            assert report.version == engine.version == 4
+            with pytest.raises(WeightsError, match="holds weights that a run has loaded"):
+                await remote.serve_model()
+
+    run(work)
+
+
+def test_a_server_that_only_claims_to_have_loaded_is_found_out_by_its_fingerprints(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        engine = Engine()
+
+        async def pretend(manifest: Manifest, found: AsyncIterator[Any], *, reader: str) -> LoadReport:
+            async for _ in found:
+                pass
+            return LoadReport(version=manifest.version, fingerprints={"a": 1, "b": 2, "c": 3}, in_place=3)
+
+        monkeypatch.setattr(engine, "load", pretend)
+        async with connected(engine, monkeypatch) as remote:
+            manifest, weights = version(3)
+            with pytest.raises(AttestationError, match="engine 7 holds other weights than version 3"):
+                await remote.load(manifest, buckets(manifest, weights), reader="engine 7")
+
+    run(work)
+
+
+def test_closing_a_stream_and_losing_its_client_end_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        engine = Engine()
+        async with connected(engine, monkeypatch) as remote:
+            engine.stalls_at = 1
+            async with contextlib.aclosing(remote.stream([5], Sampling(max_tokens=9))) as chunks:
+                await anext(chunks)
+                assert engine.open == 1
+            while engine.open:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    run(work)
+
+
+def test_errors_keep_their_kind_and_show_no_control_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        engine = Engine()
+        async with connected(engine, monkeypatch) as remote:
+            for raised, kind in (
+                (ConfigError("no \x1b[2J", hint="that"), ConfigError),
+                (WeightsError("none", hint="that"), WeightsError),
+                (ValueError("a bug \x1b[2J"), RuntimeError),
+            ):
+                engine.error = raised
+                with pytest.raises(kind) as caught:
+                    await anext(remote.stream([5], Sampling(max_tokens=2)))
+                assert "\x1b" not in str(caught.value)
+                assert str(raised).split("\\")[0].split("\x1b")[0] in str(caught.value)
+
+    run(work)
+
+
+def test_one_run_at_a_time_has_an_engine_until_it_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        monkeypatch.setattr(server, "LEASE_S", 0.5)
+        engine = Engine()
+        async with connected(engine, monkeypatch) as remote:
+            url = remote._server.url
+            with pytest.raises(ConfigError, match="another run uses this engine"):
+                await RemoteEngine.connect(RemoteServer(url=url, owner="b"), SETTINGS)
+            await remote.hold(paused=True, asleep=False)
+            engine.stalls_at = 1
+            stream = remote.stream([5], Sampling(max_tokens=9))
+            await anext(stream)
+            assert remote._beating is not None
+            remote._beating.cancel()
+            while engine.open:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert engine.held == (False, False), "the server's other users can go on"
+            with pytest.raises(RuntimeError, match="the session has ended"):
+                async for _ in stream:
+                    pass
+            with pytest.raises(RuntimeError, match="status 409"):
+                await remote.hold(paused=True, asleep=False)
+            await _disconnect(await RemoteEngine.connect(RemoteServer(url=url, owner="b"), SETTINGS))
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "bfloat16"}, "its dtype is bfloat16, and float32 is needed"),
+        ({"logprobs_mode": "raw_logprobs"}, "its logprobs_mode is raw_logprobs"),
+        ({"max_model_len": 128}, "its max_model_len is 128, and 256 is needed"),
+        ({"max_model_len": "\x1b[2J"}, r"its max_model_len is \\x1b\[2J"),
+        ({"quantization": "fp8"}, "its quantization is fp8, the run's none"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(
+    changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with connected(Engine(), monkeypatch, {**FACTS, **changes}):
+            pass
+
+    with pytest.raises(ConfigError, match=message):
+        run(work)
+
+
+def test_a_wrong_key_is_refused_and_none_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with listening(server.EngineServer(Engine(), key="another", facts=FACTS)) as url:
+            for key, message in ((KEY, "the key is missing or wrong"), ("", f"{KEY_VARIABLE} is not set")):
+                monkeypatch.setenv(KEY_VARIABLE, key)
+                with pytest.raises(ConfigError, match=message) as caught:
+                    await RemoteEngine.connect(RemoteServer(url=url, owner="a"), SETTINGS)
+                assert KEY not in str(caught.value)
+
+    run(work)
+
+
+CLAIMED = json.dumps({"protocol": 1, "session": "abc", "facts": FACTS}).encode() + b"\n"
+GOOD = {"token_ids": [5], "logprobs": [-1.0], "versions": [1], "text": "x"}
+
+
+def line(**changes: Any) -> bytes:
+    return json.dumps({**GOOD, **changes}).encode() + b"\n"
+
+
+GARBAGE: list[tuple[bytes, str]] = [
+    (b"[1]\n", "not a JSON object"),
+    (b"\xff\x00\x1b[2J\n", r"not a JSON object: .*\\x1b"),
+    (b"[" * 100_000 + b"\n", "not a JSON object"),
+    (line(token_ids=[]), "a chunk is empty"),
+    (line(token_ids=["5"]), "token ids are not a list of integers"),
+    (line(token_ids=[2**40]), "token ids are not a list of integers"),
+    (line(token_ids=[True]), "token ids are not a list of integers"),
+    (line(token_ids=5), "token ids are not a list of integers"),
+    (line(logprobs=[None]), "logprobs are not a list of numbers"),
+    (line(logprobs=[10**400]), "a number that is too large"),
+    (line(versions=[1.0]), "versions are not a list of integers"),
+    (line(text=5), "a text of type int"),
+    (line(finish="\x1b"), r"the finish '.*x1b'"),
+    (line(finish=["stop"]), "the finish"),
+    (line(top=[[[1]]]), "a chunk is malformed"),
+    (line(top=5), "a chunk is malformed"),
+    (line(prompt=[[["a", 1, 1]]]), "entries are not a list of integers"),
+    (line(cache=[1, 2]), "the use of a cache is malformed"),
+    (line(cache=[float("inf")] * 4), "the use of a cache is malformed"),
+    (line(drafted="many"), "entries are not a list of integers"),
+    (json.dumps({"error": ["x"], "message": {"a": "\x1b"}}).encode() + b"\n", "the server failed"),
+]
+
+
+def test_garbage_is_an_error_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with connected_to(b"", monkeypatch) as (remote, answer):
+            assert [chunk async for chunk in remote.stream([5], Sampling(max_tokens=2))] == [], "no finish: see decode"
+            for answer.body, message in GARBAGE:
+                with pytest.raises(RuntimeError, match=message):
+                    await anext(remote.stream([5], Sampling(max_tokens=2)))
+
+    run(work)
+
+
+def test_an_endless_line_and_a_bomb_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        monkeypatch.setattr(wire, "MOST_LINE", 1 << 20)
+        async with connected_to(b"x" * (4 << 20), monkeypatch) as (remote, answer):
+            with pytest.raises(RuntimeError, match="a line has more than 1048576 bytes"):
+                await anext(remote.stream([5], Sampling(max_tokens=2)))
+            answer.body, answer.headers = b"x", [(b"content-encoding", b"gzip")]
+            with pytest.raises(RuntimeError, match="the answer is compressed"):
+                await anext(remote.stream([5], Sampling(max_tokens=2)))
+            answer.status, answer.headers = 307, [(b"location", b"http://127.0.0.1:1/")]
+            with pytest.raises(RuntimeError, match="status 307"):
+                await anext(remote.stream([5], Sampling(max_tokens=2)))
+
+    run(work)
+
+
+def test_a_server_that_closes_its_sockets_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+
+    async def work() -> None:
+        async with connected(Engine(), monkeypatch) as remote:
+            over = asyncio.Event()
+            monkeypatch.setattr("os._exit", lambda status: (ended.append(status), over.set()))
+            remote._client.base_url = "http://127.0.0.1:1/"
+            await over.wait()
+            with pytest.raises(RuntimeError, match=r"attempts failed|refused|reset"):
+                await remote.hold(paused=True, asleep=False)
+
+    run(work)
+    assert ended == [73], "its process ends, and is started again"
+
+
+@dataclasses.dataclass
+class Answer:
+    """What a server answers that claims to be an engine."""
+
+    body: bytes
+    headers: list[tuple[bytes, bytes]] = dataclasses.field(default_factory=list)
+    status: int = 200
+
+
+@contextlib.asynccontextmanager
+async def connected_to(body: bytes, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[RemoteEngine, Answer]]:
+    """A server that claims to be an engine, and then answers with this."""
+    answer = Answer(body)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        told = Answer(CLAIMED) if scope["path"] == f"{PREFIX}claim" else answer
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": told.status, "headers": told.headers})
+        await send({"type": "http.response.body", "body": told.body})
+
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    async with listening(app) as url:
+        remote = await RemoteEngine.connect(RemoteServer(url=url, owner="a", wait_s=30), SETTINGS)
+        assert remote._beating is not None
+        remote._beating.cancel()
+        try:
+            yield remote, answer
+        finally:
+            await remote._client.aclose()
+
+
+def test_a_malformed_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [
+        (b"\x00\x00\x00\x05[1,2]", "not a JSON object"),
+        (b"\xff\xff\xff\xff", "a header has 4294967295 bytes"),
+        (b"\x00\x00\x00\x02{}", "a version is malformed"),
+        (_header({"version": 1, "tensors": [["a", [2], "int4", 5]]}), "a tensor 'a' is malformed"),
+        (_header({"version": 1, "tensors": [["a", [-2], "float32", 5]]}), "a tensor 'a' has a negative size"),
+        (_header({"version": 1, "tensors": []}) + _header({"tensors": ["a"]}), "tensors that the version has not"),
+        (_header({"version": 1, "tensors": []}) + _header({"tensors": "a"}), "tensors that the version has not"),
+        (b"\x00\x00", "ends too early"),
+    ]
+
+    async def work() -> None:
+        async with connected(Engine(), monkeypatch) as remote:
+            for body, message in cases:
+                with pytest.raises(RuntimeError, match=message):
+                    await anext(remote._lines("load", body))
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"urls": ("ftp://a",)}, "'ftp://a' is not the address of a server"),
+        ({"urls": ("http://a:x",)}, "is not the address"),
+        ({"urls": ("http://a?key=1",)}, "is not the address"),
+        ({"urls": ("http://me:secret@a:8000",)}, "holds a user or password: http://a:8000"),
+        ({"urls": ("http://a", "http://a/")}, "names a server twice"),
+        ({"replicas": 0}, "replicas is 0"),
+        ({"urls": ("http://a",), "replicas": 0, "spares": 1}, "there are none"),
+        ({"urls": ("http://a",), "routed_experts": True}, "do not return the experts"),
+        ({"kv_transfer_config": "OffloadingConnector"}, "is not a JSON object: OffloadingConnector"),
+    ],
+)
+def test_addresses_are_checked(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        GeneratorConfig(**given)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_key_is_not_sent_unencrypted_to_a_public_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        monkeypatch.setenv(KEY_VARIABLE, KEY)
+        with pytest.raises(ConfigError, match=r"at the public address 8\.8\.8\.8"):
+            await RemoteEngine.connect(RemoteServer(url="http://8.8.8.8:1", owner="a"), SETTINGS)
+
+    run(work)
+
+
+def test_memory_of_buckets_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    created: list[Any] = []
+    real = segment.create_anonymous
+
+    def noted(size: int) -> Any:
+        created.append(real(size))
+        return created[-1]
+
+    monkeypatch.setattr(segment, "create_anonymous", noted)
+
+    async def work() -> None:
+        async with connected(Engine(), monkeypatch) as remote:
+            manifest, weights = version(1)
+            await remote.load(manifest, buckets(manifest, weights), reader="engine 7")
+
+    run(work)
+    assert len(created) == 2
+    assert all(not Path(ref.path).exists() for ref, _ in created)
+
+
+def test_every_field_of_sampling_survives() -> None:
+    sampling = Sampling(
+        max_tokens=5,
+        temperature=0.3,
+        seed=2**40,
+        stop=("a", "b"),
+        top_logprobs=2,
+        extra={"top_p": 0.5, "x": {"y": [1]}},
+    )
+    read = wire.sampling_from_json(json.loads(json.dumps(wire.sampling_to_json(sampling))))
+    assert read == sampling
+    assert set(wire.sampling_to_json(sampling)) == {each.name for each in dataclasses.fields(Sampling)}
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        wire.sampling_to_json(Sampling(max_tokens=5, extra={"x": object()}))
+    with pytest.raises(wire.WireError):
+        wire.sampling_from_json({"max_tokens": 5, "unknown": 1})
