@@ -3,8 +3,8 @@
 VLLM_API_KEY=... python -m apps.serve_engine --model smollm2-135m --port 8000
 VLLM_API_KEY=... python -m recipes.grpo --generator.urls http://127.0.0.1:8000
 
-Whoever has the key can replace the engine's weights, and read all that it decodes. There is no flag for the key, as all
-users of a machine see the flags of its processes.
+Whoever has the key can replace the engine's weights. The key is read from the environment only, as all users of a
+machine see the flags of its processes.
 """
 
 from __future__ import annotations

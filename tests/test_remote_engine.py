@@ -217,7 +217,7 @@ def test_weights_arrive_whole_and_attested_and_a_version_that_does_not_is_not_se
             assert engine.version == 3
             report = await remote.load(following, buckets(following, others), reader="engine 7")
             assert report.version == engine.version == 4
-            with pytest.raises(WeightsError, match="holds weights that a run has loaded"):
+            with pytest.raises(WeightsError, match="a run has replaced the weights"):
                 await remote.serve_model()
 
     run(work)

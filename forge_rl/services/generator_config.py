@@ -23,8 +23,8 @@ class GeneratorConfig(DecodeSettings):
     CPU. May be 0 with --generator.urls."""
     urls: tuple[str, ...] = ()
     """Addresses of vLLM servers that others started by forge-rl serve-engine, such as http://10.0.0.7:8000, whose
-    engines join the run beside its own replicas. VLLM_API_KEY must hold their key. Anything but https:// must be a
-    private address."""
+    engines join the run in addition to its replicas. The environment variable VLLM_API_KEY must hold their key. Only
+    https:// may lead to a public address."""
     spares: int = 0
     """Number of spare engines that stand by to take the place of engines that die, which otherwise takes a whole
     start. On CPU each needs an engine's memory, less its KV cache; on GPUs it holds no device memory: it has imported
@@ -82,7 +82,7 @@ class GeneratorConfig(DecodeSettings):
 
 
 def _check_json(text: str) -> None:
-    """Raise ConfigError if a text is not a JSON object; what it says is checked by vLLM when an engine starts."""
+    """Raise ConfigError if a text is not a JSON object. vLLM checks its contents when an engine starts."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

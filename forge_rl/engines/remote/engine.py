@@ -104,7 +104,7 @@ class RemoteEngine:
                 ) from error
             except wire.WireError as error:
                 raise ConfigError(
-                    f"what answers at {self._server.url} is no engine of forge_rl: {error}",
+                    f"{self._server.url} is not an engine that can join runs: {error}",
                     hint="start one there by: forge-rl serve-engine --model MODEL",
                 ) from error
         session, facts = found.get("session"), found.get("facts")
@@ -117,7 +117,7 @@ class RemoteEngine:
         if problems := _mismatches(facts, settings):
             raise ConfigError(
                 f"the engine at {self._server.url} does not fit the run: {'; '.join(problems)}",
-                hint="start it by forge-rl serve-engine with the same --engine settings as --generator's",
+                hint="start it with the run's settings: forge-rl serve-engine --engine.dtype, --engine.max-model-len",
             )
 
     async def stream(

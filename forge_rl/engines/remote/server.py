@@ -76,7 +76,7 @@ class EngineServer:
             self._check_key(headers.get("authorization", ""))
             name = scope["path"].rpartition(PREFIX)[2]
             if scope["method"] != "POST" or name not in ("claim", "beat", "release", *_ROUTES):
-                raise Refusal(404, "there is no such route")
+                raise Refusal(404, "no such route")
             if name == "claim":
                 await _answer(send, await self._claim(await _whole(receive)))
                 return
@@ -101,7 +101,7 @@ class EngineServer:
             raise Refusal(401, "the key is missing or wrong")
 
     async def _claim(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Begin a session, and end that of the same run or of one that is silent."""
+        """Begin a session. An earlier session of the same run, or of a silent one, ends."""
         owner, clock = body.get("owner"), asyncio.get_running_loop().time
         if not isinstance(owner, str) or not owner:
             raise Refusal(400, "a claim names no owner")
@@ -181,9 +181,7 @@ class EngineServer:
     async def _serve_model(self, receive: Receive, reply: _Reply) -> None:
         await _whole(receive)
         if self._loaded:
-            raise WeightsError(
-                "the server holds weights that a run has loaded, not those of its model", hint="start the server again"
-            )
+            raise WeightsError("a run has replaced the weights of the server's model", hint="start the server again")
         await self._engine.serve_model()
         await reply.end({})
 

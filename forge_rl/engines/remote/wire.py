@@ -29,7 +29,7 @@ _KINDS: dict[str, type[ForgeError]] = {"config": ConfigError, "weights": Weights
 
 
 class WireError(Exception):
-    """A message that is not what it should be."""
+    """A malformed message."""
 
 
 def read_object(data: bytes, *, most: int = MOST_LINE) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def chunk_to_json(chunk: Chunk) -> dict[str, Any]:
 
 
 def chunk_from_json(found: Mapping[str, Any]) -> Chunk:
-    """Return a chunk; whether its values are possible is checked by whoever knows the request.
+    """Return a chunk. Its values may still be impossible for the request.
 
     Raises:
         WireError: it is malformed, or empty without being the last.
@@ -230,7 +230,7 @@ def manifest_from_json(found: Mapping[str, Any]) -> Manifest:
 
 
 def places(entries: Sequence[TensorEntry]) -> tuple[list[int], int]:
-    """Return the offset of each tensor of a bucket as it is sent, and the bucket's size in bytes."""
+    """Return the offset of each tensor in a bucket on the wire, and the bucket's size in bytes."""
     offsets, size = [], 0
     for entry in entries:
         offsets.append(size)

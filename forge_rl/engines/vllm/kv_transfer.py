@@ -54,7 +54,7 @@ def read_kv_transfer(text: str) -> KVTransferConfig | None:
 
 
 def _connectors(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
-    """Yield a config, or those of its parts."""
+    """Yield the config of each connector that is combined, or of the only one."""
     if config.kv_connector != "MultiConnector":
         yield config
         return
