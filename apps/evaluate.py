@@ -478,7 +478,7 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
         factory = SingleTurn if plays is not None or config.agent else environment
         worlds = Environment.start(config.environment, *given, factory=factory, deadline_s=gateway.START_DEADLINE_S)
         async with task_group() as group:
-            starting = group.create_task(services.engines(config.generator, folder, config.seed))
+            starting = group.create_task(services.engines(config.generator, folder, config.seed, config.cache))
             starting_reward = group.create_task(services.started(scorer))
             starting_worlds = group.create_task(services.started(worlds))
         generator, reward, tokenizer = starting.result(), starting_reward.result(), Tokenizer(folder)

@@ -14,13 +14,14 @@ import os
 import shlex
 import sys
 from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal, Protocol, TypeVar
 
 import tyro
 
 from forge_rl.engines.context import with_longest_context
+from forge_rl.engines.speculation import resolve_draft_model
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend, check_address
 from forge_rl.gateway.keys import kept_key, read_key
@@ -103,8 +104,10 @@ class Services:
         self.stack.push_async_callback(service.stop)
         return service
 
-    async def engines(self, config: Generator.Config, folder: Path, seed: int) -> Generator:
-        """Start engines that serve the model in a folder."""
+    async def engines(self, config: Generator.Config, folder: Path, seed: int, cache: Path) -> Generator:
+        """Start engines that serve the model in a folder; `cache` is where a bundled draft model is kept."""
+        drafts = await asyncio.to_thread(resolve_draft_model, config.speculation, folder, cache)
+        config = replace(config, speculation=drafts)
         generator = await self.started(
             Generator.start(config, self.cluster, self.faults, model=folder, seed=seed, deadline_s=START_DEADLINE_S)
         )
@@ -145,7 +148,7 @@ async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway,
         folder, name = await asyncio.to_thread(_model, config)
         tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens)
         settings = with_longest_context(config.generator, folder, least=config.generator.max_tokens)
-        engines = await services.engines(settings, folder, config.seed)
+        engines = await services.engines(settings, folder, config.seed, config.cache)
         gateway = Gateway(
             config,
             GeneratorBackend(engines, name),

@@ -178,11 +178,11 @@ async def _measure(config: Config, report: Report) -> None:
             found: dict[str, _Speed] = {}
             for name in sorted(generators, reverse=epoch % 2 == 1):
                 speed = found[name] = await _epoch(generators[name], requests)
-                drafted, accepted = generators[name].drain_drafts()
+                drafts = generators[name].drain_drafts()
                 report.rows.append(
                     {"epoch": epoch, "engine": name, "warm_up": epoch == 0}
                     | vars(speed)
-                    | {"drafted": drafted, "accepted": accepted}
+                    | {"drafted": drafts.drafted, "accepted": drafts.accepted, "drafting": drafts.share_of_steps}
                 )
             plain, with_drafts = found["plain"], found["drafted"]
             if epoch:

@@ -114,16 +114,18 @@ class Chunk(ByValue):
     """Tokens that were drafted for the completion by speculation; in the last chunk."""
     accepted: int = 0
     """How many of them were accepted; in the last chunk."""
+    verified: int = 0
+    """Steps that verified a draft for the completion; in the last chunk."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # Takes a third of the time of pickling three arrays; a stream has a chunk per token.
         arrays = (self.token_ids.tobytes(), self.logprobs.tobytes(), self.versions.tobytes())
-        counts = (self.cache, self.drafted, self.accepted)
+        counts = (self.cache, self.drafted, self.accepted, self.verified)
         return _read_chunk, (*arrays, self.text, self.finish, self.top, self.routed, self.prompt, *counts)
 
 
 def _read_chunk(ids: bytes, logprobs: bytes, versions: bytes, *rest: Any) -> Chunk:
-    text, finish, top, routed, prompt, cache, drafted, accepted = rest
+    text, finish, top, routed, prompt, cache, drafted, accepted, verified = rest
     return Chunk(
         token_ids=np.frombuffer(ids, np.int32),
         logprobs=np.frombuffer(logprobs, np.float32),
@@ -136,6 +138,7 @@ def _read_chunk(ids: bytes, logprobs: bytes, versions: bytes, *rest: Any) -> Chu
         cache=cache,
         drafted=drafted,
         accepted=accepted,
+        verified=verified,
     )
 
 

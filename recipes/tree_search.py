@@ -6,6 +6,7 @@ python -m recipes.tree_search --help
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import forge_rl as rl
 
@@ -29,17 +30,36 @@ class Forking:
         return rl.Step(done=True, output="".join(self.written))
 
 
+class Regrowing:
+    """A whole answer, of which others of its group rewrite the rest from its three most surprising tokens."""
+
+    leaves = 4
+
+    def __init__(self, task: rl.Task) -> None:
+        self.task = task
+
+    async def reset(self) -> rl.Observation:
+        return rl.Observation(messages=self.task.messages)
+
+    async def step(self, completion: str) -> rl.Step:
+        return rl.Step(done=True, forks=3)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(rl.TaskConfig):
     """Train a policy on trees of answers, by the advantages of TreeRL (arXiv 2506.11902)."""
 
     loss: rl.LossTexts = ("clipped",)
+    fork_at: Literal["length", "entropy"] = "length"
+    """Where answers fork, unless --env names a world. length: after parts of --generator.max-tokens. entropy: at the
+    most surprising tokens of whole answers, as in TreeRL."""
     generator: rl.GeneratorConfig = field(default_factory=lambda: rl.GeneratorConfig(max_tokens=8))
 
 
 def start(config: Config) -> rl.Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""
-    environment = rl.build_environment(config.env) if config.env else Forking
+    own = Regrowing if config.fork_at == "entropy" else Forking
+    environment = rl.build_environment(config.env) if config.env else own
     return rl.start(
         config,
         loss=rl.build_loss(config.loss),

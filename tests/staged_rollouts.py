@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +57,9 @@ class Letters:
 
     def extend(self, ids: Sequence[int], messages: Sequence[Message], **_: object) -> tuple[int, ...]:
         return (*map(int, ids), *self.render(messages))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
 
     def text_stream(self, prompt_ids: Sequence[int]) -> LetterStream:
         return LetterStream()
@@ -137,14 +140,14 @@ class StagedEnvironment:
 
     async def open(self, task: Task) -> tuple[object, Observation]:
         env = self.factory(task)
-        return StagedSession(env, self), await env.reset()
+        return StagedSession(env, lambda: self.factory(task), owner=self), await env.reset()
 
 
 @dataclass(frozen=True)
 class StagedSession(LocalSession):
     """Session that tells its environment when it is closed."""
 
-    owner: StagedEnvironment
+    owner: StagedEnvironment = field(kw_only=True)
 
     async def close(self) -> None:
         self.abandon()

@@ -25,7 +25,7 @@ from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.system.variables import set_here
 from forge_rl.tokens.tokenizer import Tokenizer
-from tests.engine_conformance import DECODE, TRAIN, Decoder, Trainers
+from tests.engine_conformance import DECODE, TRAIN, Decoder, Trainers, changed, of_few_words
 from tests.fake_actors import cluster
 from tests.fakes import make_model
 from tests.tiny import make_tiny_model
@@ -94,10 +94,22 @@ class RemoteHost(VLLMHost):
         return decoder
 
 
+def draft_model(folder: Path) -> Path:
+    """A model of one layer that writes the words of `of_few_words`, in other orders."""
+    from transformers import AutoModelForCausalLM
+
+    made = make_tiny_model(folder / "draft", bundled_model(default_cache()), tied=False, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    of_few_words(changed(model))[0].save_pretrained(made)
+    return made
+
+
 @contextlib.asynccontextmanager
 async def hosted(host: type[ServiceActor], folder: Path, given: Mapping[str, Any]) -> AsyncIterator[RunCheck]:
     """Starts an engine on the tiny model; yields what runs a check on it."""
     model = make_tiny_model(folder / "model", bundled_model(default_cache()), tied=False)
+    if "{}" in (text := given.get("speculation", "")):
+        given = {"speculation": text.format(draft_model(folder))}
     settings = DecodeSettings(dtype="float32", max_model_len=512, kv_cache_gib=0.25, **given)
     loop = asyncio.get_running_loop()
     async with cluster(folder) as (made, faults):
@@ -117,11 +129,16 @@ async def hosted(host: type[ServiceActor], folder: Path, given: Mapping[str, Any
     params=[
         pytest.param((VLLMHost, {}), id="one-device"),
         pytest.param(
-            (VLLMHost, {"speculation": "suffix:max_tokens=4,max_running=64,min_accepted=0"}),
+            (VLLMHost, {"speculation": "suffix:max_tokens=4,max_running=64,min_accepted=0,adaptive=false"}),
             id="speculation",
             marks=pytest.mark.long,
         ),
         pytest.param((RemoteHost, {}), id="remote", marks=pytest.mark.long),
+        pytest.param(
+            (VLLMHost, {"speculation": "draft:{},max_tokens=4,max_running=64,min_accepted=0,adaptive=false"}),
+            id="draft-model",
+            marks=pytest.mark.long,
+        ),
         pytest.param((VLLMHost, {"tensor_parallel_size": 2}), id="tensor-parallel", marks=pytest.mark.long),
         pytest.param((VLLMHost, {"data_parallel_size": 2}), id="data-parallel", marks=pytest.mark.long),
     ],

@@ -77,7 +77,7 @@ def test_a_world_in_process_is_told_of_a_cut_answer_if_its_step_takes_that():
             return Step(done=True, reward=float(truncated))
 
     for factory, reward in ((Deaf, 0.0), (Hearing, 1.0)):
-        assert asyncio.run(LocalSession(factory(task_of())).step("a", truncated=True)).reward == reward
+        assert asyncio.run(LocalSession(factory(task_of()), Deaf).step("a", truncated=True)).reward == reward
 
 
 @pytest.mark.parametrize(("factory", "word"), [(NotingEnv, "close"), (PlainlyClosed, "plainly")])

@@ -13,6 +13,7 @@ from benchmarks.long_row import row_of
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines import decode_layout, degrees, memory
 from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.context import sequence_bytes
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import head as titan_head
@@ -140,6 +141,10 @@ def test_a_run_is_planned_by_its_flags(tmp_path: Path):
     copied = trainer.parts["copy of the state, while a checkpoint is written"]
     assert copied == 3 * trainer.parts["weights, float32"] + 4 * 3000 * 96, "and of the largest weight"
     assert engine.parts["keys and values"] == 2**30
+    drafting = replace(config.generator, speculation=f"draft:{tmp_path},max_running=2")
+    parts = plan_run(replace(config, generator=drafting), tmp_path, reference=False)[1].parts
+    assert parts["weights of the draft model"] == parts["weights, 4 bytes each"]
+    assert parts["its keys and values"] == 2 * sequence_bytes(read_architecture(tmp_path), config.generator)
     with_reference = plan_run(config, tmp_path, reference=True)[0]
     assert with_reference.total - trainer.total == trainer.parts["weights, float32"]
     assert (

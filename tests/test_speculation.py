@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,24 +17,36 @@ import numpy as np
 import pytest
 import torch
 
-from forge_rl.engines.speculation import DraftSwitch, Speculation, check_speculation, read_speculation
+from forge_rl.engines.speculation import (
+    DraftSwitch,
+    Speculation,
+    check_speculation,
+    read_speculation,
+    resolve_draft_model,
+)
 from forge_rl.engines.vllm.suffixes import AnswerIndex, SuffixIndex
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, ModelError
+from forge_rl.models.bundled import bundled_model, default_cache
+from tests.fakes import make_model
 
-SETTINGS = Speculation(kind="suffix", max_tokens=4, max_running=2, min_accepted=0.5)
+SETTINGS = Speculation(kind="suffix", max_tokens=4, max_running=2, min_accepted=0.5, adaptive=False)
 
 
 def test_the_flag_names_a_kind_and_its_options() -> None:
     assert read_speculation("off") is None
     assert read_speculation("ngram") == Speculation(kind="ngram", max_tokens=8, max_running=8, min_accepted=0.3)
-    assert read_speculation("suffix:max_tokens=4,max_running=2,min_accepted=0.5") == SETTINGS
+    assert read_speculation("suffix:max_tokens=4,max_running=2,min_accepted=0.5,adaptive=false") == SETTINGS
+    found = read_speculation("draft:org/model,max_tokens=4")
+    assert found == Speculation(kind="draft", model="org/model", max_tokens=4)
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("sufix", "unknown kind 'sufix'"),
-        ("draft:some/model", "draft models are not supported"),
+        ("draft", "draft names no model"),
+        ("draft:max_tokens=4", "draft names no model"),
+        ("suffix:some/model", "suffix does not take this"),
         ("off:max_tokens=4", "off does not take this"),
         ("suffix:tokens=4", "no option 'tokens'"),
         ("suffix:max_tokens=0", "max_tokens is 0"),
@@ -44,10 +58,33 @@ def test_a_wrong_flag_is_a_config_error(text: str, problem: str) -> None:
         read_speculation(text)
 
 
-def test_speculation_and_router_replay_exclude_each_other() -> None:
-    check_speculation("off", routed_experts=True)
+def test_speculation_is_refused_where_it_does_not_work() -> None:
+    check_speculation("off", routed_experts=True, devices=2)
+    check_speculation("suffix", routed_experts=False, devices=2)
     with pytest.raises(ConfigError, match="router-replay"):
-        check_speculation("suffix", routed_experts=True)
+        check_speculation("suffix", routed_experts=True, devices=1)
+    with pytest.raises(ConfigError, match="runs on one device, and an engine has 2"):
+        check_speculation("draft:some/model", routed_experts=False, devices=2)
+
+
+def test_a_draft_model_is_found_and_must_have_the_tokenizer_of_the_policy(tmp_path: Path) -> None:
+    policy = bundled_model(default_cache())
+    assert resolve_draft_model("suffix", policy, tmp_path) == "suffix"
+    found = read_speculation(resolve_draft_model("draft:smollm2-135m,max_tokens=3", policy, default_cache()))
+    assert found == Speculation(kind="draft", model=str(policy.resolve()), max_tokens=3)
+    other = tmp_path / "it's, another"
+    make_model(other)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(policy / name, other)
+    found = read_speculation(resolve_draft_model(f'draft:"{other}"', other, tmp_path))
+    assert found == Speculation(kind="draft", model=str(other))
+    given = json.loads((other / "tokenizer.json").read_text())
+    given["model"]["vocab"]["!"], given["model"]["vocab"]["#"] = (given["model"]["vocab"][each] for each in "#!")
+    (other / "tokenizer.json").write_text(json.dumps(given))
+    with pytest.raises(ConfigError, match=r"the draft model .* has another tokenizer than the policy: 2 tokens differ"):
+        resolve_draft_model(f'draft:"{other}"', policy, tmp_path)
+    with pytest.raises(ModelError, match="the draft model /nowhere/at/all: no such folder"):
+        resolve_draft_model("draft:/nowhere/at/all", policy, tmp_path)
 
 
 def write(index: SuffixIndex, tokens: list[int], key: int = 0) -> int:
@@ -104,14 +141,35 @@ def test_answers_are_drafted_from_siblings_and_later_turns_but_not_from_other_ta
 
 
 def test_drafts_are_off_with_many_running_and_while_few_are_accepted() -> None:
-    switch = DraftSwitch(SETTINGS)
-    assert (switch.allows(2), switch.allows(3)) == (True, False)
+    switch = DraftSwitch(SETTINGS, lambda: 0.0)
+    assert (switch.allows("ab", 2), switch.allows("abc", 3)) == (True, False)
     for _ in range(16):
         switch.note(4, 1)
-    assert [switch.allows(1) for _ in range(64)].count(True) == 2, "only to measure again"
+    assert [switch.allows("a", 1) for _ in range(64)].count(True) == 2, "only to measure again"
     for _ in range(32):
         switch.note(4, 4)
-    assert switch.allows(1)
+    assert switch.allows("a", 1)
+
+
+def test_drafts_are_off_where_they_yield_fewer_tokens_a_second() -> None:
+    """A step takes 10 ms; drafting 15 more, while two run, and none while one does. Drafts add a token a request."""
+    now = 0.0
+    switch = DraftSwitch(replace(SETTINGS, adaptive=True, min_accepted=0.0), lambda: now)
+
+    def drafting(running: str, cost_s: float, steps: int) -> int:
+        nonlocal now
+        count = 0
+        allowed = switch.allows(running, len(running))
+        for step in range(steps):
+            now += 0.01 + allowed * cost_s + (100 if step == steps // 2 else 0)  # a pause: no step's time
+            allowed = switch.allows(running, len(running) * (1 + allowed))
+            count += allowed
+        return count
+
+    assert drafting("ab", 0.015, 320) < 64, "off once both are known, but for every 32nd step"
+    assert drafting("ab", 0.015, 320) == 10
+    assert drafting("a", 0.0, 320) > 256, "other numbers of running requests have speeds of their own"
+    assert drafting("ab", 0.005, 1600) > 400, "on again once it pays"
 
 
 @pytest.mark.processes  # importing vLLM takes as long as starting some
@@ -126,7 +184,7 @@ def test_the_drafter_counts_what_was_accepted_and_keeps_within_the_context() -> 
     assert drafter.propose([[1], [2], []], lengths, tokens) == [[], [], []], "not bound yet"
     batch = SimpleNamespace(req_ids=["a", "b", "c"], num_prompt_tokens=np.array([4, 4, 9]), generators={})
     runner: Any = SimpleNamespace(drafter=drafter, input_batch=batch, effective_drafter_max_model_len=32)
-    settings = Speculation(kind="suffix", max_tokens=4, max_running=3, min_accepted=0.5)
+    settings = Speculation(kind="suffix", max_tokens=4, max_running=3, min_accepted=0.5, adaptive=False)
     drafter.bind(runner, settings)
     tokens[0, :20] = [1, 2, 3, 4, *range(10, 26)]
     tokens[1, :13] = tokens[0, :13]

@@ -18,6 +18,7 @@ from forge_rl.errors import ConfigError, LossError, ModelError, ServiceError, Ta
 from forge_rl.flags.user_code import load
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.run import services as services_module
+from forge_rl.services.completion import DraftCounts
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.types import Sampling
@@ -54,8 +55,8 @@ class Handle:
     def drain_busy_s(self) -> list[float]:
         return []
 
-    def drain_drafts(self) -> tuple[int, int]:
-        return 0, 0
+    def drain_drafts(self) -> DraftCounts:
+        return DraftCounts()
 
     async def publish(self, store: object, *, dtype: str) -> int:
         return 0

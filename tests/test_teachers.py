@@ -24,10 +24,10 @@ from forge_rl.run.defaults import check_teachers
 from forge_rl.run.plan import plan_run
 from forge_rl.services.completion import validate_scores
 from forge_rl.services.generator_config import GeneratorConfig
-from forge_rl.services.teachers import Teachers, check_same_tokens, engine_settings, resolve_teachers
+from forge_rl.services.teachers import Teachers, engine_settings, resolve_teachers
 from forge_rl.services.teachers_config import POLICY, TeachersConfig
 from forge_rl.token_arrays import ScoredTokens
-from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.tokens.tokenizer import Tokenizer, check_same_tokens
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 from recipes.distill import Config
 from tests.fakes import batch_of, make_model
@@ -272,7 +272,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path):
     vocab[a], vocab[b] = vocab[b], vocab[a]
     (tmp_path / "tokenizer.json").write_text(json.dumps(given))
     with pytest.raises(ConfigError, match="the teacher other has another tokenizer than the policy: 2 tokens differ"):
-        check_same_tokens("other", tmp_path, model)
+        check_same_tokens("the teacher other", tmp_path, model)
 
 
 @pytest.mark.usefixtures("process_group")

@@ -6,18 +6,21 @@ import asyncio
 import math
 from dataclasses import replace
 from inspect import getsource
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from forge_rl.algorithms.tree import tree_advantages
+from forge_rl.algorithms.tree import most_surprising, tree_advantages
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.packing.rows import Layout, dense_mask, pack
 from forge_rl.packing.trees import decoded_tokens
 from forge_rl.packing.unpacking import trained_tokens, unpack, values_of_episodes
 from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.services.completion import ResumableCompletion
+from forge_rl.token_arrays import Chunk
 from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
 from recipes import tree_search
 from tests.fakes import TASK
@@ -156,6 +159,65 @@ def test_a_cut_message_goes_on_with_its_own_tokens_and_other_random_numbers() ->
     with pytest.raises(Exception, match="unusable groups"):
         asyncio.run(ended.next_batch())
     assert "which the model has ended" in problems[0]
+
+
+class Whole(Forking):
+    """Asks for forks within its only answer."""
+
+    leaves = 3
+
+    async def step(self, completion: str) -> Step:
+        self.said.append(completion)
+        return Step(done=True, reward=float(len(self.said)), forks=2)
+
+
+class Undecided(StagedGenerator):
+    """Writes "abcd", as unlikely as given, and X in place of what is left of an answer."""
+
+    async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
+        self.seen.append((tuple(completion.shown.tolist()), completion.rest))
+        text, logprobs = "X" * completion.rest.max_tokens, [-1.0] * completion.rest.max_tokens
+        if len(text) == 4:
+            text, logprobs = "abcd", [-3.0, -0.5, -1.5, -2.0]
+        ids = [ord(letter) for letter in text]
+        completion.add(Chunk(token_ids=ids, logprobs=logprobs, versions=[0] * len(ids), text=text, finish="length"))
+
+
+def test_an_answer_forks_at_its_most_surprising_tokens() -> None:
+    generator = Undecided()
+    executor = rollouts(environment=StagedEnvironment(Whole), leaves=3, episodes=6, groups=1, generator=generator)
+    (group,) = asyncio.run(asyncio.wait_for(executor.next_batch(), 60)).groups
+    found = sorted((each.turns[-1].branch, [turn.text for turn in each.turns], each.output) for each in group.episodes)
+    assert found == [
+        branch
+        for tree in (0, 3)
+        for branch in (
+            ((tree, 0, 0), ["ab", "c", "d"], "abcd"),
+            ((tree, 0, 1), ["ab", "c", "X"], "abcX"),
+            ((tree, 1), ["ab", "XX"], "abXX"),
+        )
+    ]
+    for episode in group.episodes:
+        assert len(episode.segments) == 1
+        assert episode.reward == 1.0, "no world has seen another answer than its own"
+        pieces = [turn.branch for turn in episode.turns]
+        assert pieces == [episode.turns[-1].branch[: depth + 1] for depth in range(len(pieces))]
+        for before, after in pairwise(episode.turns):
+            assert after.prompt_ids.tolist() == before.context.tolist()
+    logprobs = next(each for each in group.episodes if each.turns[-1].branch == (0, 0, 0)).turns
+    assert [turn.logprobs.tolist() for turn in logprobs] == [[-3.0, -0.5], [-1.5], [-2.0]]
+    assert len(generator.seen) == 6, "what episodes have in common is decoded once"
+    assert len({sampling.seed for _, sampling in generator.seen}) == 6
+    assert executor.metrics()["rollouts/in_flight"] == 0
+
+
+def test_forks_are_at_the_least_likely_tokens_but_the_first() -> None:
+    logprobs = np.array([-9.0, -0.5, -2.0, 0.0, -1.0, math.nan, -2.0], np.float32)
+    assert most_surprising(logprobs, 0) == []
+    assert most_surprising(logprobs, 2) == [2, 6]
+    assert most_surprising(logprobs, 3) == [2, 4, 6]
+    assert most_surprising(logprobs, 99) == [1, 2, 4, 6], "certain tokens and those without a logprob are left out"
+    assert most_surprising(logprobs[:1], 1) == []
 
 
 def turn(prompt: list[int], answer: list[int], branch: tuple[int, ...]) -> Turn:

@@ -37,6 +37,22 @@ def tree_advantages(batch: Batch) -> list[list[npt.NDArray[np.float32]]]:
     return [_of_group(group.episodes) for group in batch.groups]
 
 
+def most_surprising(logprobs: npt.NDArray[np.float32], count: int) -> list[int]:
+    """Return the places of up to `count` tokens of a completion at which a fork promises most, in order.
+
+    These are the tokens with the highest -log p, by which TreeRL (section 3.1) estimates where the policy was
+    undecided. A fork at the first token would be another tree, so that it is never chosen; nor is a token without a
+    logprob, or with probability 1.
+
+        most_surprising(np.array([-3.0, -0.1, -2.0, 0.0]), 2)  # [1, 2]
+
+    Args:
+        logprobs: `[T]`, of the sampled tokens.
+    """
+    places = [place for place in np.argsort(logprobs, kind="stable").tolist() if place and logprobs[place] < 0]
+    return sorted(places[:count])
+
+
 def _of_group(episodes: Sequence[Episode]) -> list[npt.NDArray[np.float32]]:
     """Return the token advantages of each episode of a group."""
     below = defaultdict[tuple[int, ...], list[float]](list)

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
-from forge_rl.errors import ConfigError
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.devices import device_type
+from forge_rl.errors import ConfigError, ModelError
 from forge_rl.flags.options import read_options
 from forge_rl.flags.texts import parse, suggest
+from forge_rl.models.cache import Progress
+from forge_rl.models.dequantized import dequantized
+from forge_rl.models.resolve import resolve_model
+from forge_rl.tokens.tokenizer import check_same_tokens
 
 OFF = "off"
-_KINDS = ("ngram", "suffix")
+_KINDS = ("ngram", "suffix", "draft")
 _DECAY = 0.99
 _ENOUGH = 32
 """Number of drafted tokens from which on their accepted share counts."""
 _RETRY = 32
-"""While drafts are off, each how many steps one is made to measure again."""
+"""Interval in steps at which one drafts although drafts are off, or does not although they are on, to measure."""
+_MEASURED = 5
+"""Number of measured steps of each kind from which on their speeds are compared."""
+_FIRST_RETRY = 8
+"""The interval until then."""
+_WINDOW = 32
+"""Maximum number of steps of each kind that a speed is taken from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +42,19 @@ class _Options:
     """Maximum running requests for which tokens are drafted; with more, a step is bound by compute."""
     min_accepted: float = 0.3
     """Share of drafted tokens that must be accepted; below it, drafts are made only now and then, to measure again."""
+    adaptive: bool = True
+    """Stop drafting where steps with drafts are measured to yield fewer tokens per second than steps without."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation(_Options):
     """Settings of speculative decoding."""
 
-    kind: Literal["ngram", "suffix"]
-    """Where drafts come from: ngram, the request's own text; suffix, also other answers to the same prompt."""
+    kind: Literal["ngram", "suffix", "draft"]
+    """Where drafts come from: ngram, the request's own text; suffix, also other answers to the same prompt; draft, a
+    frozen smaller model."""
+    model: str = ""
+    """The draft model: bundled name, folder, or hub id; "" for the other kinds."""
 
 
 def read_speculation(text: str) -> Speculation | None:
@@ -44,13 +65,14 @@ def read_speculation(text: str) -> Speculation | None:
     Raises:
         ConfigError: the kind or an option is unknown, or an option has an invalid value.
     """
-    bundled = (OFF, *_KINDS, "draft")
+    bundled = (OFF, *_KINDS)
     parsed = parse(text, "--generator.speculation", bundled=bundled, takes_argument=True, takes_weight=False)
-    if parsed.name == "draft":
-        raise parsed.wrong("draft models are not supported", "use suffix; see docs/concepts/speculation.md")
     if parsed.name not in bundled:
-        raise parsed.wrong(f"unknown kind {parsed.name!r}", suggest(parsed.name, (OFF, *_KINDS), "kinds"))
-    if parsed.argument or (parsed.name == OFF and parsed.written):
+        raise parsed.wrong(f"unknown kind {parsed.name!r}", suggest(parsed.name, bundled, "kinds"))
+    model = parsed.argument.strip("\"'")
+    if parsed.name == "draft" and not model:
+        raise parsed.wrong("draft names no model", "write draft:MODEL, a smaller model with the policy's tokenizer")
+    if (model and parsed.name != "draft") or (parsed.name == OFF and parsed.written):
         raise parsed.wrong(f"{parsed.name} does not take this", "write off, or KIND:max_tokens=8")
     if parsed.name == OFF:
         return None
@@ -59,36 +81,83 @@ def read_speculation(text: str) -> Speculation | None:
     for name, (least, most) in bounds.items():
         if not least <= (value := getattr(options, name)) <= most:
             raise parsed.wrong(f"{name} is {value}", f"choose {least} to {most}", at=name)
-    return Speculation(kind=cast(Literal["ngram", "suffix"], parsed.name), **vars(options))
+    kind = cast(Literal["ngram", "suffix", "draft"], parsed.name)
+    return Speculation(kind=kind, model=model, **vars(options))
 
 
-def check_speculation(text: str, *, routed_experts: bool) -> None:
+def check_speculation(text: str, *, routed_experts: bool, devices: int) -> None:
     """Check the flag's text, and that engines with these settings can speculate.
+
+    Args:
+        devices: number of devices of an engine.
 
     Raises:
         ConfigError: the text is invalid, or the engine's settings rule speculation out.
     """
-    if read_speculation(text) is not None and routed_experts:
+    found = read_speculation(text)
+    if found is not None and routed_experts:
         raise ConfigError(
             "--generator.speculation does not go with --trainer.router-replay: engines would also return the "
             "experts of rejected drafts",
             hint="leave one of them out",
         )
+    if found is None or found.kind != "draft":
+        return
+    if device_type() == "cuda":
+        raise ConfigError("--generator.speculation draft: draft models run on CPU engines only", hint="use suffix")
+    if devices > 1:
+        raise ConfigError(
+            f"--generator.speculation draft: a draft model runs on one device, and an engine has {devices}",
+            hint="use suffix, or set --generator.tensor-parallel-size and --generator.data-parallel-size to 1",
+        )
+
+
+def resolve_draft_model(text: str, policy: Path, cache: Path, progress: Progress | None = None) -> str:
+    """Return the flag's text with the folder of its draft model in place of the model's name, if there is one.
+
+    Args:
+        policy: the policy's folder, whose tokenizer the draft model must have.
+        cache, progress: as for `resolve_model`.
+
+    Raises:
+        ConfigError: the draft model has another tokenizer.
+        ModelError: the draft model is not found, or is incomplete.
+    """
+    found = read_speculation(text)
+    if found is None or not found.model:
+        return text
+    try:
+        folder = resolve_model(found.model, cache, progress).resolve()
+        check_same_tokens(f"the draft model {found.model}", folder, policy)
+        folder = dequantized(folder, cache, progress) if read_architecture(folder).quantized else folder
+    except ModelError as error:
+        raise ModelError(f"the draft model {found.model}: {error.message}", hint=error.hint) from error
+    quote = "'" if '"' in str(folder) else '"'
+    options = "".join(f",{name}={getattr(found, name)}" for name in _Options.__annotations__)
+    return f"draft:{quote}{folder}{quote}{options}"
 
 
 class DraftSwitch:
-    """Turns drafts off while many requests run, and while too few drafted tokens are accepted.
+    """Turns drafts off while many requests run, while too few drafted tokens are accepted, and where they lose time.
 
-    Both sums below decay by `_DECAY` with each step that verified a draft, so that they cover about the last hundred.
+    Tokens per second of steps with and without drafts are measured, separately for 1, 2 to 3, 4 to 7, ... running
+    requests; every 32nd step is of the other kind, so that both stay known. The shares of accepted tokens decay by
+    `_DECAY` with each step that verified a draft, so that they cover about the last hundred.
 
     Args:
         settings: the thresholds.
+        clock: returns seconds.
     """
 
-    def __init__(self, settings: Speculation) -> None:
+    def __init__(self, settings: Speculation, clock: Callable[[], float]) -> None:
         self._settings = settings
+        self._clock = clock
         self._drafted = self._accepted = 0.0
-        self._steps_off = 0
+        self._steps = 0
+        self._speeds: dict[tuple[int, bool], deque[tuple[float, float]]] = defaultdict(lambda: deque(maxlen=_WINDOW))
+        """New tokens of each request, and seconds, of recent steps, by the size of the batch and whether it drafted."""
+        self._last: tuple[set[str], bool, float] = set(), False, 0.0
+        """Requests of the last step, whether it drafted, and when it began."""
 
     def note(self, drafted: int, accepted: int) -> None:
         """Count the tokens that one step verified and accepted."""
@@ -96,11 +165,40 @@ class DraftSwitch:
             self._drafted = _DECAY * self._drafted + drafted
             self._accepted = _DECAY * self._accepted + accepted
 
-    def allows(self, running: int) -> bool:
-        """Return whether the next step may verify drafts, with this many running requests."""
+    def allows(self, requests: Sequence[str], tokens: int) -> bool:
+        """Return whether the next step may verify drafts; called between any two steps.
+
+        Args:
+            requests: the running requests.
+            tokens: number of their tokens that the last step sampled.
+        """
+        running = len(requests)
         if running > self._settings.max_running:
+            self._last = set(), False, 0.0
             return False
-        if self._drafted < _ENOUGH or self._accepted >= self._settings.min_accepted * self._drafted:
-            return True
-        self._steps_off += 1
-        return self._steps_off % _RETRY == 0
+        size, now = running.bit_length(), self._clock()
+        before, drafted, began = self._last
+        if before == set(requests):  # else the step also computed prompts
+            self._speeds[size, drafted].append((tokens / running, now - began))
+        worth = self._accepts() and not (self._settings.adaptive and self._loses(size))
+        allowed = worth
+        if self._settings.adaptive or not worth:
+            self._steps += 1
+            known = not self._settings.adaptive or len(self._speeds[size, not worth]) >= _MEASURED
+            allowed ^= self._steps % (_RETRY if known else _FIRST_RETRY) == 0
+        self._last = set(requests), allowed, now
+        return allowed
+
+    def _accepts(self) -> bool:
+        return self._drafted < _ENOUGH or self._accepted >= self._settings.min_accepted * self._drafted
+
+    def _loses(self, size: int) -> bool:
+        """Return whether steps with drafts yield fewer tokens per second; outliers, such as pauses, do not count."""
+        speeds = [self._speeds[size, drafted] for drafted in (True, False)]
+        if any(len(steps) < _MEASURED for steps in speeds):
+            return False
+        drafting, plain = (
+            statistics.fmean(tokens for tokens, _ in steps) / statistics.median(seconds for _, seconds in steps)
+            for steps in speeds
+        )
+        return drafting < plain

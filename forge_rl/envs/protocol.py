@@ -53,6 +53,10 @@ class Step:
     branches: int = 1
     """Number of episodes that continue from here, each with a copy of the world: this one, and others of its group.
     There are fewer if the tree would exceed the factory's `leaves`. In evaluations only this episode continues."""
+    forks: int = 0
+    """Number of other episodes of the group that start within this completion, at its most surprising tokens, and
+    rewrite the rest; each in a world made again up to the completion before. Fewer start if the tree would exceed the
+    factory's `leaves`, and none in evaluations. Only when done."""
     continues: bool = False
     """True to let the model continue its last message, which a token limit cut; `messages` must be empty."""
     model_error: bool = False
@@ -65,6 +69,7 @@ class Step:
         assert self.done or shown or self.continues, "an episode that continues must show the model something"
         assert not (self.continues and (shown or self.done)), "a message that goes on is followed by no other"
         assert not (self.done and self.branches > 1), "an episode that is over has no branches"
+        assert self.done or not self.forks, "an episode forks within its last completion"
         assert not (self.messages and self.history), "a new history already includes the messages that follow"
 
 
@@ -94,7 +99,8 @@ class Env(Protocol):
     without doing the work again; it returns False to have `step` called instead.
 
     If a step has `branches`, the episode forks: an optional method `fork`, plain or async, returns an independent copy
-    of the environment. Without one, each copy is made from the task and given the same completions again.
+    of the environment. Without one, and if the step has `forks`, each copy is made from the task and given the same
+    completions again.
 
     An optional method `close`, plain or async, is called at the end, however the episode ends. Run blocking code in a
     thread: it would block all environments of the process.
@@ -113,7 +119,8 @@ class EnvFactory(Protocol):
     """Makes a new Env for each episode of a task. Must pickle, as it may be called in another process.
 
     With the attribute `in_process = True`, its environments run in the controller; use it if they only show messages.
-    With `leaves = L`, an episode may grow into a tree of up to L of its group's episodes, see `Step.branches`.
+    With `leaves = L`, an episode may grow into a tree of up to L of its group's episodes, see `Step.branches` and
+    `Step.forks`.
     """
 
     def __call__(self, task: Task) -> Env:

@@ -8,6 +8,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from forge_rl.algorithms.tree import most_surprising
 from forge_rl.errors import ContextError, DeadlineError, ForgeError, InfrastructureError, ReplicaError, SpendingError
 from forge_rl.rewards.scorer import scored
 from forge_rl.rollout.dispatcher import PolicyClient
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from forge_rl.envs.protocol import Parsed, Step
+    from forge_rl.rollout.state import InflightEpisode
     from forge_rl.services.environment import Environment, EnvSession, LocalSession
     from forge_rl.services.reward import Reward
 
@@ -46,6 +50,8 @@ class _Path:
     turns: list[Turn] = field(default_factory=list)
     given: list[tuple[float | None, Mapping[str, float]]] = field(default_factory=list)
     """Reward of each step, and its parts."""
+    pieces: int = 0
+    """Number of turns before the last that are part of the same completion, within which the episode forked."""
     decoding: bool = False
     """True while an error is ours, to be raised."""
 
@@ -133,25 +139,30 @@ class EpisodeRunner:
                 own = {"messages": path.shown, "seconds": self.clock() - asked_s, "branch": path.branch}
                 turns[-1] = Turn.of_arrays(**vars(turns[-1]) | own)
                 if path.tools and self.parse is not None:
-                    parsed = await self.parse(turns[-1], path.tools)
+                    parsed = await self.parse(self._whole(path), path.tools)
             except ContextError:
                 full = bool(turns)
                 if not full:
                     raise
             path.decoding = False
             truncated, asked_s = full or turns[-1].truncated, self.clock()
-            step = await path.session.step("" if full else turns[-1].text, truncated=truncated, parsed=parsed)
+            text = "" if full else self._whole(path).text
+            step = await path.session.step(text, truncated=truncated, parsed=parsed)
             if not full:
                 done = {"response_s": self.clock() - asked_s, "calls": step.calls or (parsed[1] if parsed else ())}
                 turns[-1] = Turn.of_arrays(**vars(turns[-1]) | done)
             path.given.append((step.reward, step.parts))
+            if step.forks and not full and isinstance(decode, PolicyClient):
+                await self._fork_within(path, step.forks, task, decode)
+            if step.done and step.output is None and path.pieces:
+                step = replace(step, output=text)
             if full and not step.done:
                 await path.session.close()
             if full or step.done:
                 return step, truncated
             path.prompt_ids = self._next_prompt(turns[-1], step, path.tools, parsed[1] if parsed else ())
             path.shown = step.messages if step.history is None else step.history
-            path.sampling = _of_the_rest(path, decode) if step.continues else None
+            path.sampling, path.pieces = _of_the_rest(path, decode) if step.continues else None, 0
             if step.branches > 1 and isinstance(decode, PolicyClient):
                 await self._fork(path, step.branches, task, decode)
             del step  # a history may be large, and there are thousands of episodes
@@ -164,16 +175,83 @@ class EpisodeRunner:
         taken = client.take_branches(branches - 1) if len(path.prompt_ids) < client.longest else []
         for number, branch in enumerate(taken, start=1):
             fork = replace(path, branch=(*path.branch, number), turns=[*path.turns], given=[*path.given])
-            error: Exception | None = None
-            try:
-                fork.session = await path.session.fork()
-            except Exception as failed:
-                error = failed
-            running = client.start_branch(branch, functools.partial(self._run, functools.partial(_begin, fork, error)))
-            if error is None:  # it may be cancelled before its first step
-                running.add_done_callback(functools.partial(_abandon, fork.session))
+            await self._start(branch, fork, path.session.fork, client)
         if taken:
             path.branch = (*path.branch, 0)
+
+    async def _start(
+        self,
+        branch: InflightEpisode,
+        fork: _Path,
+        copy: Callable[[], Awaitable[EnvSession | LocalSession]],
+        client: PolicyClient,
+    ) -> None:
+        """Start a branch, whose session `copy` makes."""
+        error: Exception | None = None
+        try:
+            fork.session = await copy()
+        except Exception as failed:
+            error = failed
+        running = client.start_branch(branch, functools.partial(self._run, functools.partial(_begin, fork, error)))
+        if error is None:  # it may be cancelled before its first step
+            running.add_done_callback(functools.partial(_abandon, fork.session))
+
+    async def _fork_within(self, path: _Path, forks: int, task: Task, client: PolicyClient) -> None:
+        """Start up to this many branches from within the last turn of a path, at the most surprising tokens.
+
+        The turn is cut there into turns that continue each other, so that each node of the tree has its own.
+        """
+        whole = path.turns.pop()
+        places = most_surprising(whole.logprobs, forks)
+        taken = client.take_branches(len(places)) if places else []
+        *earlier, last = path.given
+        start = 0
+        for place, branch in zip(most_surprising(whole.logprobs, len(taken)), taken, strict=True):
+            path.turns.append(self._piece(whole, start, place, path.branch))
+            path.pieces += 1
+            earlier.append((None, {}))
+            fork = replace(path, branch=(*path.branch, 1), turns=[*path.turns], given=[*earlier], shown=())
+            fork.prompt_ids = fork.turns[-1].context
+            rest = _of_the_rest(fork, client) or client.sampling
+            fork.sampling = replace(rest, max_tokens=client.sampling.max_tokens - self._whole(fork).token_ids.size)
+            await self._start(branch, fork, functools.partial(path.session.fork, undo_last=True), client)
+            path.branch, start = (*path.branch, 0), place
+        path.turns.append(self._piece(whole, start, len(whole.token_ids), path.branch) if taken else whole)
+        path.given = [*earlier, last]
+
+    def _whole(self, path: _Path) -> Turn:
+        """Return the last completion, which is the last turn unless the episode forked within it."""
+        *earlier, last = path.turns[-1 - path.pieces :]
+        if not earlier:
+            return last
+        parts = [*earlier, last]
+        ids = np.concatenate([part.token_ids for part in parts])
+        return replace(
+            last,
+            prompt_ids=parts[0].prompt_ids,
+            token_ids=ids,
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            versions=np.concatenate([part.versions for part in parts]),
+            text=self.tokenizer.decode(ids),
+        )
+
+    def _piece(self, whole: Turn, start: int, end: int, branch: tuple[int, ...]) -> Turn:
+        """Return the turn of these tokens of another, whose times belong to the last piece."""
+        ids, is_last, context = whole.token_ids[start:end], end == len(whole.token_ids), len(whole.prompt_ids) + end
+        return Turn.of_arrays(
+            **vars(whole)
+            | {
+                "prompt_ids": whole.context[: context - len(ids)],
+                "token_ids": ids,
+                "logprobs": whole.logprobs[start:end],
+                "versions": whole.versions[start:end],
+                "text": self.tokenizer.decode(ids),
+                "branch": branch,
+                "routed": None if whole.routed is None else whole.routed[: context - 1],
+            }
+            | ({"messages": ()} if start else {})
+            | ({} if is_last else {"calls": (), "truncated": False, "seconds": 0.0, "response_s": 0.0})
+        )
 
     def _next_prompt(self, turn: Turn, step: Step, tools: Tools, calls: Sequence[ToolCall]) -> TokenIds:
         """Return the next prompt: everything so far plus the new messages, or a new history.

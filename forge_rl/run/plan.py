@@ -15,12 +15,14 @@ from forge_rl.algorithms.loss_flag import build_loss
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.engines.architecture import Architecture, read_architecture
-from forge_rl.engines.context import check_context
+from forge_rl.engines.context import check_context, sequence_bytes
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.memory import TrainMemory
 from forge_rl.engines.optimizer import moments_bytes
 from forge_rl.engines.platform import gpu_bytes, resolve_dtype
+from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.engines.speculation import read_speculation, resolve_draft_model
 from forge_rl.errors import ConfigError
 from forge_rl.models.resolve import resolve_model
 from forge_rl.run.defaults import check_teachers, colocated, with_defaults
@@ -80,6 +82,8 @@ def show_plan(config: object) -> None:
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
     loss, reference, values = tried_loss(config)
     model = resolve_model(config.model, config.cache).resolve()
+    drafts = resolve_draft_model(config.generator.speculation, model, config.cache)
+    config = replace(config, generator=replace(config.generator, speculation=drafts))
     critic = getattr(config, "critic", None)
     if critic is not None and critic.model:
         critic = replace(critic, model=str(resolve_model(critic.model, config.cache).resolve()))
@@ -329,11 +333,23 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
     parts = {
         f"weights, {itemsize} bytes each": weights,
         "keys and values": round(generator.kv_cache_gib * 2**30),
+        **_draft_model(generator),
         "process": _ENGINE_PROCESS_BYTES,
     }
     engine = Need(who="engine", count=generator.replicas, parts=parts, hint=_ENGINE_FLAGS)
     asleep = {name: size for name, size in parts.items() if name != "keys and values"}
     return [engine, *_spares(config, asleep), store]
+
+
+def _draft_model(settings: DecodeSettings) -> dict[str, int]:
+    """Return the bytes that an engine's draft model takes, if there is one and its name is a folder."""
+    speculation = read_speculation(settings.speculation)
+    if speculation is None or not (Path(speculation.model) / "config.json").is_file():
+        return {}
+    architecture = read_architecture(Path(speculation.model))
+    room = speculation.max_running * sequence_bytes(architecture, settings)
+    weights = architecture.weights * resolve_dtype(settings.dtype).itemsize
+    return {"weights of the draft model": weights, "its keys and values": room}
 
 
 def _spares(config: RunConfig, parts: dict[str, int]) -> list[Need]:

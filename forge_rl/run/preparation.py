@@ -20,6 +20,7 @@ from forge_rl.engines.context import check_context
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
 from forge_rl.engines.platform import slow_format
+from forge_rl.engines.speculation import resolve_draft_model
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.tools import ToolParser
 from forge_rl.metrics import Display, EpisodeSink, EventSink, JSONLSink, PhaseClock, RunInfo, RunLog, Sink
@@ -217,6 +218,8 @@ async def check(
     log, progress = prepared.monitor.log, prepared.monitor.display.progress
     reference, values = "reference" in loss.needs, "values" in loss.needs
     model = (await asyncio.to_thread(resolve_model, config.model, config.cache, progress)).resolve()
+    drafts = await asyncio.to_thread(resolve_draft_model, config.generator.speculation, model, config.cache, progress)
+    config = replace(config, generator=replace(config.generator, speculation=drafts))
     architecture = read_architecture(model)
     check_model(config.trainer, config.trainer.ranks, architecture)
     critic, folders = await asyncio.to_thread(_resolved, config, model, critic, teachers, progress)

@@ -62,9 +62,10 @@ class RolloutServices:
         transition, use of the KV caches, and environments whose process died."""
         found = {"tokens/non_finite": float(self.generator.non_finite.drain())} | self.devices.pop_metrics()
         found |= self.generator.pop_metrics()
-        drafted, accepted = self.generator.drain_drafts()
-        if drafted:
-            found |= {"rollout/drafted": float(drafted), "rollout/accepted": float(accepted)}
+        drafts = self.generator.drain_drafts()
+        if drafts.drafted:
+            found |= {"rollout/drafted": float(drafts.drafted), "rollout/accepted": float(drafts.accepted)}
+            found["rollout/drafting"] = drafts.share_of_steps
         return found if self.environment is None else found | self.environment.pop_metrics()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -183,6 +183,29 @@ class ResumableCompletion:
         return replace(chunk, text=self._known[len(self.text) : max(end, len(self.text))])
 
 
+@dataclass
+class DraftCounts:
+    """Sums over chunks of what engines drafted by speculation."""
+
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    verified: int = 0
+    """Steps of single completions that verified a draft."""
+
+    def note(self, chunk: Chunk) -> None:
+        """Add a chunk's counts."""
+        self.tokens += len(chunk.token_ids)
+        self.drafted += chunk.drafted
+        self.accepted += chunk.accepted
+        self.verified += chunk.verified
+
+    @property
+    def share_of_steps(self) -> float:
+        """Share of the steps that verified a draft. Without one, a step yields one token of each completion."""
+        return min(1.0, self.verified / max(1, self.tokens - self.accepted))
+
+
 def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size: int, versions: Collection[int]) -> str:
     """Validate a chunk from an engine; returns why it is invalid, or "" if it is valid.
 
@@ -194,8 +217,8 @@ def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size:
     count = len(chunk.token_ids)
     if len(chunk.logprobs) != count or len(chunk.versions) != count:
         return f"{count} tokens have {len(chunk.logprobs)} logprobs and {len(chunk.versions)} versions"
-    if not 0 <= chunk.accepted <= chunk.drafted:
-        return f"{chunk.accepted} of {chunk.drafted} drafted tokens were accepted"
+    if not 0 <= chunk.accepted <= chunk.drafted or chunk.verified < 0:
+        return f"{chunk.accepted} of {chunk.drafted} drafted tokens were accepted in {chunk.verified} steps"
     if chunk.routed is not None and not chunk.finish:
         return "experts came before the end"
     if sampling.top_logprobs and len(chunk.top) != count:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -110,7 +111,7 @@ class Environment:
         """
         if self._service is None:
             self._opened += 1
-            local = LocalSession(make_env(self._factory, task))
+            local = LocalSession(make_env(self._factory, task), functools.partial(make_env, self._factory, task))
             return local, await reset_env(local.env)
         about = f"the environment of {task.source} {task.id}"
         return await self._service.try_on(lambda replica: self._open(replica, task, about), about=about, refuses=True)
@@ -225,22 +226,27 @@ class EnvSession:
         self._environment.replays["replayed"] += 1
         return step
 
-    async def fork(self) -> EnvSession:
+    async def fork(self, *, undo_last: bool = False) -> EnvSession:
         """Return another session in the same state: by the environment's `fork`, or by replaying the turns so far.
+
+        Args:
+            undo_last: return one in the state before the last step, always by replaying.
 
         Raises:
             ForgeError: the environment has no `fork` and must not be replayed; otherwise as `step`.
         """
         fork = EnvSession(self._environment, self._service, self._replica, self._task, self._about)
         fork._observation, fork._replayable, fork._forks = self._observation, self._replayable, self._forks
-        fork._log = list(self._log)
+        fork._log = self._log[:-1] if undo_last else list(self._log)
         try:
-            if self._forks and await self._copied(fork._key):
+            if self._forks and not undo_last and await self._copied(fork._key):
                 return fork
             if not self._replayable:
                 raise ForgeError(
-                    "the environment asked for branches, but has no `fork`, and `replayable = False`",
-                    hint="define `fork`, which returns an independent copy",
+                    "the environment asked for branches, but has no `fork`, and `replayable = False`"
+                    if not undo_last
+                    else "the environment asked for `forks`, but `replayable = False`",
+                    hint="define `fork`, which returns an independent copy, and ask for `branches`",
                 )
             await self._service.try_on(fork._rebuild, about=self._about, refuses=True)
         except BaseException:
@@ -305,14 +311,25 @@ class LocalSession:
     """An environment in this process, which only returns messages and has nothing to close."""
 
     env: Env
+    make: Callable[[], Env]
+    """Makes the environment again."""
+    given: list[Given] = field(default_factory=list)
+    """Arguments of its steps so far."""
 
     async def step(self, answer: str, *, truncated: bool = False, parsed: Parsed | None = None) -> Step:
         """Respond to one turn of the model, as `EnvSession.step` does."""
+        self.given.append((answer, truncated, parsed))
         return await step_env(self.env, answer, truncated, parsed)
 
-    async def fork(self) -> LocalSession:
-        """Return another session in the same state."""
-        return replace(self, env=await fork_env(self.env))
+    async def fork(self, *, undo_last: bool = False) -> LocalSession:
+        """Return another session in the same state, or in that before the last step."""
+        if not undo_last:
+            return replace(self, env=await fork_env(self.env), given=[*self.given])
+        made = replace(self, env=self.make(), given=[])
+        await reset_env(made.env)
+        for answer, truncated, parsed in self.given[:-1]:
+            await made.step(answer, truncated=truncated, parsed=parsed)
+        return made
 
     async def close(self) -> None:
         """Close an environment that is not done."""

@@ -31,7 +31,14 @@ from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.tasks import task_group
-from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion, validate_chunk, validate_scores
+from forge_rl.services.completion import (
+    GATHER_S,
+    DraftCounts,
+    Observer,
+    ResumableCompletion,
+    validate_chunk,
+    validate_scores,
+)
 from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, EnginePool, Lend, load_deadline_s
 from forge_rl.services.engine_spares import EngineSpares
 from forge_rl.services.generator_actor import GeneratorActor
@@ -65,7 +72,7 @@ class Generator:
         self._stopping = False
         self._loading = asyncio.Lock()
         self.non_finite = NonFiniteTokens()
-        self._drafted = self._accepted = 0
+        self._drafts = DraftCounts()
         self._trial = asyncio.Lock()
         """Held by a suspect completion until its first token, so that suspects run one at a time."""
         self._limits = RequestLimits(config.max_num_seqs * config.data_parallel_size)
@@ -230,8 +237,7 @@ class Generator:
                     raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
                 if chunk.cache is not None and self._limits.note(replica, chunk.cache):
                     self._service.tell_listeners()
-                self._drafted += chunk.drafted
-                self._accepted += chunk.accepted
+                self._drafts.note(chunk)
                 return completion.add(chunk)
 
             deadline_s, gather_s = self.config.request_deadline_s, completion.gather_s
@@ -404,9 +410,9 @@ class Generator:
         """Return each engine's busy seconds since the last call."""
         return self._service.drain_busy_s()
 
-    def drain_drafts(self) -> tuple[int, int]:
-        """Return how many tokens engines drafted since the last call, and how many of them were accepted."""
-        found, self._drafted, self._accepted = (self._drafted, self._accepted), 0, 0
+    def drain_drafts(self) -> DraftCounts:
+        """Return what engines drafted since the last call."""
+        found, self._drafts = self._drafts, DraftCounts()
         return found
 
     async def stop(self) -> None:

@@ -65,7 +65,7 @@ class GeneratorConfig(DecodeSettings):
             },
             below={"temperature": 10, "gpu_memory_utilization": 1},
         )
-        check_speculation(self.speculation, routed_experts=self.routed_experts)
+        check_speculation(self.speculation, routed_experts=self.routed_experts, devices=self.devices)
         if self.kv_transfer_config:
             _check_json(self.kv_transfer_config)
         for url in self.urls:

@@ -28,7 +28,7 @@ from forge_rl.services.generator import Generator
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.teachers_config import POLICY, TeachersConfig
 from forge_rl.token_arrays import ScoredTokens, TokenIds
-from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.tokens.tokenizer import check_same_tokens
 from forge_rl.types import Batch, Episode
 
 
@@ -272,28 +272,11 @@ def resolve_teachers(
     for name in config.names:
         try:
             folder = resolve_model(name, cache, progress).resolve()
-            check_same_tokens(name, folder, policy)
+            check_same_tokens(f"the teacher {name}", folder, policy)
             folders[name] = dequantized(folder, cache, progress) if read_architecture(folder).quantized else folder
         except ModelError as error:
             raise ModelError(f"the teacher {name}: {error.message}", hint=error.hint) from error
     return folders
-
-
-def check_same_tokens(name: str, folder: Path, policy: Path) -> None:
-    """Check that a teacher's tokenizer has the same token for each id as the policy's.
-
-    Raises:
-        ConfigError: it has not.
-        ModelError: one has no tokenizer.
-    """
-    own, policys = (Tokenizer(each).hf.get_vocab() for each in (folder, policy))
-    if differ := sorted({token for token, _ in own.items() ^ policys.items()}):
-        token = differ[0]
-        raise ConfigError(
-            f"the teacher {name} has another tokenizer than the policy: {len(differ)} tokens differ, such as "
-            f"{token!r}, which is {own.get(token, 'none')} there and {policys.get(token, 'none')} in the policy",
-            hint="choose a teacher of the policy's own family; logprobs of other tokens cannot be compared",
-        )
 
 
 def engine_settings(config: TeachersConfig, policy: GeneratorConfig, folder: Path) -> GeneratorConfig:

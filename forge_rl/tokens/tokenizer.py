@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from forge_rl.errors import ModelError
+from forge_rl.errors import ConfigError, ModelError
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.control_tokens import ControlTokens
 from forge_rl.tokens.tool_text import as_text, has_tools
@@ -351,3 +351,25 @@ class TextStream:
                 raise
             self._stream = self._fresh([])
             return self._stream.step(self._tokenizer, token) or ""
+
+
+def check_same_tokens(who: str, folder: Path, policy: Path) -> None:
+    """Check that a model's tokenizer has the same token for each id as the policy's.
+
+    Args:
+        who: what errors call the model, such as "the teacher NAME".
+
+    Raises:
+        ConfigError: it has not.
+        ModelError: one has no tokenizer.
+    """
+    if folder.samefile(policy):
+        return
+    own, policys = (Tokenizer(each).hf.get_vocab() for each in (folder, policy))
+    if differ := sorted({token for token, _ in own.items() ^ policys.items()}):
+        token = differ[0]
+        raise ConfigError(
+            f"{who} has another tokenizer than the policy: {len(differ)} tokens differ, such as "
+            f"{token!r}, which is {own.get(token, 'none')} there and {policys.get(token, 'none')} in the policy",
+            hint="choose a model of the policy's own family, with the same tokenizer",
+        )

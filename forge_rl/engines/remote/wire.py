@@ -127,7 +127,8 @@ def chunk_to_json(chunk: Chunk) -> dict[str, Any]:
         "versions": chunk.versions.tolist(),
         "text": chunk.text,
     }
-    more = ((name, getattr(chunk, name)) for name in ("finish", "top", "prompt", "cache", "drafted", "accepted"))
+    names = ("finish", "top", "prompt", "cache", "drafted", "accepted", "verified")
+    more = ((name, getattr(chunk, name)) for name in names)
     return found | {name: value for name, value in more if value}
 
 
@@ -142,7 +143,7 @@ def chunk_from_json(found: Mapping[str, Any]) -> Chunk:
         raise WireError(f"a chunk has the finish {shown(finish)!r} and a text of type {type(text).__name__}")
     if not (ids or finish):
         raise WireError("a chunk is empty")
-    counts = [found.get("drafted", 0), found.get("accepted", 0)]
+    counts = [_integer(found.get(name, 0)) for name in ("drafted", "accepted", "verified")]
     try:
         return Chunk(
             token_ids=ids,
@@ -158,8 +159,9 @@ def chunk_from_json(found: Mapping[str, Any]) -> Chunk:
                 for each in found.get("prompt", ())
             ),
             cache=_cache(found["cache"]) if "cache" in found else None,
-            drafted=_integer(counts[0]),
-            accepted=_integer(counts[1]),
+            drafted=counts[0],
+            accepted=counts[1],
+            verified=counts[2],
         )
     except (TypeError, ValueError) as error:
         raise WireError(f"a chunk is malformed: {shown(error)}") from error

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
 from forge_rl.engines.speculation import DraftSwitch, Speculation
 from forge_rl.engines.vllm import cpu, internals
+from forge_rl.engines.vllm.cpu_draft_model import DraftModel
 from forge_rl.engines.vllm.suffixes import AnswerIndex
 
 _INDEX_TOKENS = 1 << 20
@@ -37,6 +40,7 @@ class Drafter:
     def __init__(self, vllm_config: Any) -> None:
         self._config = vllm_config
         self._runner: Any = None
+        self._model: DraftModel | None = None
         if vllm_config.device_config.device_type == "cpu":
             cpu.verify_drafts()
 
@@ -49,11 +53,18 @@ class Drafter:
         self._runner = runner
         self._most = settings.max_tokens
         self._max_model_len = self._config.model_config.max_model_len
-        self._switch = DraftSwitch(settings)
+        self._switch = DraftSwitch(settings, time.perf_counter)
         self._drafted: dict[str, int] = {}
         """Length of each request's last draft."""
         self._answers = AnswerIndex(_INDEX_TOKENS) if settings.kind == "suffix" else None
-        self._ngram = None if self._answers else internals.ngram_proposer(self._config, settings.max_tokens)
+        self._ngram = internals.ngram_proposer(self._config, settings.max_tokens) if settings.kind == "ngram" else None
+        if settings.kind == "draft":
+            self._model = DraftModel(self._config, Path(settings.model), requests=settings.max_running)
+
+    def release(self) -> None:
+        """Free the pages of the draft model's keys and values on CPU."""
+        if self._model is not None:
+            self._model.release()
 
     def propose(
         self,
@@ -79,7 +90,7 @@ class Drafter:
         ]
         self._switch.note(sum(drafted), sum(accepted))
         drafts: list[list[int]] = [[] for _ in range(count)]
-        allowed = self._switch.allows(count)
+        allowed = self._switch.allows(requests, sum(map(len, sampled_token_ids)))
         seeded = self._runner.input_batch.generators
         if self._ngram is not None:
             if allowed:
@@ -94,5 +105,15 @@ class Drafter:
                     most = min(self._most, self._max_model_len - 1 - len(tokens))
                     if allowed and most > 0 and row not in seeded:
                         drafts[row] = self._answers.draft(requests[row], most)
+        elif self._model is not None and allowed:
+            texts = {
+                row: token_ids_cpu[row, : num_tokens_no_spec[row]]
+                for row, sampled in enumerate(sampled_token_ids)
+                if sampled and row not in seeded
+            }
+            most = {row: min(self._most, self._max_model_len - 1 - len(tokens)) for row, tokens in texts.items()}
+            drafted_now = self._model.draft([requests[row] for row in texts], list(texts.values()), list(most.values()))
+            for row, draft in zip(texts, drafted_now, strict=True):
+                drafts[row] = draft
         self._drafted = {requests[row]: len(draft) for row, draft in enumerate(drafts) if draft}
         return drafts

@@ -161,8 +161,8 @@ class VLLMEngine:
                     chunk = _chunk(gathered, sampling, version_starts(self._llm, request, completion), sent)
                     sent += len(chunk.token_ids)
                     if chunk.finish:
-                        drafted, accepted = draft_counts(completion)
-                        chunk = replace(chunk, drafted=drafted, accepted=accepted)
+                        drafted, accepted, verified = draft_counts(completion)
+                        chunk = replace(chunk, drafted=drafted, accepted=accepted, verified=verified)
                     if of_prompt:
                         chunk, of_prompt = replace(chunk, prompt=of_prompt), ()
                     if self._returns_routing and chunk.finish:

@@ -91,12 +91,14 @@ def version_starts(llm: AsyncLLM, request: str, output: CompletionOutput) -> lis
     return starts
 
 
-def draft_counts(output: CompletionOutput) -> tuple[int, int]:
-    """Numbers of drafted and of accepted tokens of an ended completion; 0 without speculation."""
+def draft_counts(output: CompletionOutput) -> tuple[int, int, int]:
+    """Numbers of drafted and of accepted tokens of an ended completion, and of steps that verified a draft; 0 without
+    speculation."""
     found = output.spec_decode_metrics
     if found is None:
-        return 0, 0
-    return found.num_draft_tokens, sum(accepted * steps for accepted, steps in enumerate(found.histogram))
+        return 0, 0, 0
+    accepted = sum(accepted * steps for accepted, steps in enumerate(found.histogram))
+    return found.num_draft_tokens, accepted, sum(found.histogram)
 
 
 def draft_to_the_end(runner: Any) -> None:
@@ -118,6 +120,31 @@ def ngram_proposer(vllm_config: Any, max_tokens: int) -> Any:
     config.speculative_config.prompt_lookup_min, config.speculative_config.prompt_lookup_max = 2, 8
     config.speculative_config.num_speculative_tokens = max_tokens
     return NgramProposer(config)
+
+
+def config_of_draft_model(vllm_config: Any, folder: str) -> Any:
+    """Return vLLM's settings for a second model in an engine's process, whose layers are kept apart.
+
+    Raises:
+        ValueError: vLLM does not serve the model.
+    """
+    from vllm.config import CompilationMode, ModelConfig
+
+    served, config = vllm_config.model_config, copy.copy(vllm_config)
+    check_names(config.compilation_config, ("static_forward_context", "static_all_moe_layers"))
+    config.model_config = ModelConfig(
+        model=folder,
+        tokenizer=folder,
+        trust_remote_code=False,
+        config_format="hf",
+        dtype=served.dtype,
+        enforce_eager=True,
+    )
+    config.quant_config = config.speculative_config = None
+    config.compilation_config = copy.copy(config.compilation_config)
+    config.compilation_config.mode = CompilationMode.NONE
+    config.compilation_config.static_forward_context, config.compilation_config.static_all_moe_layers = {}, []
+    return config
 
 
 def allow_another_update(worker: Any) -> None:

@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 
 from forge_rl.engines.speculation import read_speculation
 from forge_rl.engines.vllm import cpu, internals
+from forge_rl.engines.vllm.drafting import Drafter
 from forge_rl.engines.vllm.prompt_scores import scale_prompt_logits
 from forge_rl.engines.vllm.slicing import SliceWatch
 from forge_rl.errors import ForgeError, WeightsError
@@ -138,7 +139,10 @@ class WorkerExtension:
 
     @_answered
     def forge_rl_release_kv_cache(self) -> None:
-        cpu.release_kv_cache(self)
+        worker: Any = self
+        cpu.release_kv_cache(worker)
+        if isinstance(drafter := getattr(worker.model_runner, "drafter", None), Drafter):
+            drafter.release()
 
 
 @dataclass
