@@ -2,10 +2,11 @@
 
 python -m benchmarks.speculation --json out.json
 
-Two engines with the bundled model, one of which drafts, take turns on the same tasks: sums that a small policy answers
-in steps, as its demonstrations in the prompt do. Answers are sampled at the recipe's temperature, 1, to lengths from
-a heavy tail, which are the same for both engines; the texts are not, so speeds are tokens per second. The first epoch
-has only siblings to draft from and is not counted.
+The policy is the bundled model after supervised fine-tuning, as RL starts from one: `recipes.sft` first teaches it to
+add numbers step by step. Two engines serve it, one of which drafts, and take turns on the same tasks. Answers are
+sampled at the recipe's temperature, 1; their lengths follow how many numbers there are to add, which a heavy tail
+gives. Texts of both engines differ, so speeds are tokens per second. The first epoch has only siblings to draft from
+and is not counted.
 
 `tail_speedup` is of the time with 4 or fewer running requests, `step_speedup` of whole epochs. `distribution_p` is the
 smallest p-value of three chi-square tests that the first tokens of answers to one prompt are distributed alike.
@@ -15,7 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -25,7 +29,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, Report, run_benchmark
+from benchmarks.peer_environments import ROOT
+from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.runtime.cluster import Cluster
@@ -38,6 +43,7 @@ _DEADLINE_S = 900.0
 _TAIL = 4
 """Maximum running requests in the tail."""
 _BINS = 10
+_MOST_NUMBERS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +51,16 @@ class Config(BenchmarkConfig):
     """Measure speculation on real engines."""
 
     model: str = "smollm2-135m"
-    """Bundled model name, folder, or hub id."""
+    """Bundled model name, folder, or hub id; this model is fine-tuned first."""
+    taught_steps: int = 24
+    """Number of steps of the fine-tuning, of 32 answers each."""
     speculation: str = "suffix"
     """Settings of the engine that drafts, as for --generator.speculation."""
-    tasks: int = 6
+    tasks: int = 8
     """Number of tasks of an epoch."""
     group_size: int = 4
     """Number of answers to a task."""
-    most_tokens: int = 400
+    most_tokens: int = 480
     """Maximum tokens of an answer."""
     epochs: int = LEAST_REPEATS
     """Number of measured epochs."""
@@ -72,12 +80,51 @@ class _Speed:
     tail_seconds: float = 0.0
 
 
+def _sum(count: int, drawn: random.Random) -> dict[str, str]:
+    """Return a question for the sum of some numbers, and its answer step by step: 12 tokens a number."""
+    numbers = [drawn.randrange(10, 99) for _ in range(count)]
+    steps, total = [], numbers[0]
+    for number in numbers[1:]:
+        steps.append(f"{total} + {number} = {total + number}")
+        total += number
+    return {"question": f"Add {', '.join(map(str, numbers))}.", "answer": "\n".join(steps)}
+
+
+def _heavy_tailed(most: int, drawn: random.Random) -> int:
+    """Draw from a Pareto distribution of shape 1 from 3 on: half of the draws are below 6."""
+    return min(most, int(3 / (1 - drawn.random())))
+
+
+def _teach(config: Config, folder: Path) -> Path:
+    """Fine-tune the model on sums, and return the folder of what it became."""
+    drawn, tasks = random.Random(1), folder / "sums.jsonl"
+    rows = [_sum(_heavy_tailed(_MOST_NUMBERS, drawn), drawn) for _ in range(32 * config.taught_steps)]
+    tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {
+        "--model": config.model,
+        "--tasks": tasks,
+        "--steps": config.taught_steps,
+        "--groups-per-batch": 32,
+        "--trainer.optimizer.lr": 2e-4,
+        "--evaluation.every": 0,
+        "--out": folder / "taught",
+        "--display": "plain",
+    }
+    command = [sys.executable, "-m", "recipes.sft", *(str(part) for flag in flags.items() for part in flag)]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        raise BenchmarkError(f"the fine-tuning failed: {done.stdout[-2000:]}")
+    return max((folder / "taught" / "checkpoints").glob("step-*")) / "model"
+
+
 @contextlib.asynccontextmanager
 async def _generators(config: Config) -> AsyncIterator[dict[str, Generator]]:
-    """Start a generator without speculation, "plain", and one with, "drafted"; both serve the model's own weights."""
-    folder = resolve_model(config.model, default_cache())
-    with tempfile.TemporaryDirectory(prefix="speculation-") as logs:
-        cluster, faults = Cluster(Path(logs)), Faults()
+    """Start a generator without speculation, "plain", and one with, "drafted"; both serve the taught model."""
+    with tempfile.TemporaryDirectory(prefix="speculation-") as made_in:
+        folder = resolve_model(config.model, default_cache())
+        if not config.smoke:
+            folder = _teach(config, Path(made_in))
+        cluster, faults = Cluster(Path(made_in)), Faults()
         faults.install()
         made: dict[str, Generator] = {}
         try:
@@ -97,28 +144,14 @@ async def _generators(config: Config) -> AsyncIterator[dict[str, Generator]]:
             await cluster.close()
 
 
-def _prompts(generator: Generator, count: int, drawn: random.Random) -> list[list[int]]:
-    """Return prompts that ask for a sum after two that are worked out."""
-
-    def worked(numbers: Sequence[int]) -> str:
-        steps, total = [], numbers[0]
-        for number in numbers[1:]:
-            steps.append(f"{total} + {number} = {total + number}.")
-            total += number
-        return f"Question: {' + '.join(map(str, numbers))}\nAnswer: {' '.join(steps)} The sum is {total}.\n\n"
-
-    def numbers() -> list[int]:
-        return [drawn.randrange(10, 99) for _ in range(5)]
-
-    asked = [
-        f"{worked(numbers())}{worked(numbers())}Question: {' + '.join(map(str, numbers()))}\nAnswer:"
-        for _ in range(count)
-    ]
-    return [list(generator.tokenizer.encode(text)) for text in asked]
+def _prompt(generator: Generator, numbers: int, drawn: random.Random) -> list[int]:
+    """Return the tokens of a question as the fine-tuning has shown it."""
+    messages = [{"role": "user", "content": _sum(numbers, drawn)["question"]}]
+    return list(generator.tokenizer.render(messages))
 
 
 async def _epoch(generator: Generator, requests: Sequence[tuple[list[int], int]]) -> _Speed:
-    """Complete all requests at once, each to its length, and measure."""
+    """Complete all requests at once, each to its most tokens, and measure."""
     speed, running = _Speed(), len(requests)
     began = last = time.monotonic()
 
@@ -170,11 +203,9 @@ async def _measure(config: Config, report: Report) -> None:
     most = 24 if config.smoke else config.most_tokens
     speedups: dict[str, list[float]] = {"tail_speedup": [], "step_speedup": []}
     async with _generators(config) as generators:
-        prompts = _prompts(generators["plain"], tasks, drawn)
+        prompts = [_prompt(generators["plain"], _heavy_tailed(_MOST_NUMBERS, drawn), drawn) for _ in range(tasks)]
+        requests = [(prompt, most) for prompt in prompts for _ in range(config.group_size)]
         for epoch in range(1 + epochs):
-            # Pareto lengths of shape 1: half of the answers are below twice the shortest.
-            lengths = [min(most, int(most / 12 / (1 - drawn.random()))) for _ in range(tasks * config.group_size)]
-            requests = [(prompts[at % tasks], max(4, length)) for at, length in enumerate(lengths)]
             found: dict[str, _Speed] = {}
             for name in sorted(generators, reverse=epoch % 2 == 1):
                 speed = found[name] = await _epoch(generators[name], requests)
@@ -200,7 +231,7 @@ async def _measure(config: Config, report: Report) -> None:
             report.results["accepted_share"] = sum(int(str(row["accepted"])) for row in share) / drafted_tokens
         p_values = []
         for _ in range(3):
-            (prompt,) = _prompts(generators["plain"], 1, drawn)
+            prompt = _prompt(generators["plain"], 5, drawn)
             counts = [await _first_tokens(generator, prompt, samples) for generator in generators.values()]
             p_values.append(p_value(*counts))
         report.results["distribution_p"] = min(p_values)
