@@ -7,7 +7,6 @@ or the owner has ended. Whoever kills the server kills its sessions with it, and
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # enums of signal's own functions cost each session 0.2 MiB
 import contextlib
 import functools
 import gc
@@ -21,16 +20,13 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from forge_rl.sandbox.inside import cells, cgroups, commands, frames, kernel, overlays, seccomp, surroundings
+from forge_rl.sandbox.inside.confinement import MOST_FILES, Confinement, Lineage
 
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "USER": "sandbox", "LOGNAME": "sandbox"}
 _LEAST_UID, _UIDS = 0x40000000, 0x10000
-_FILES = 256
-"""Open files of a process of a session."""
-_MOST_FILES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")  # struct ucred
 _MOST_MESSAGE, _MOST_GIVEN, _MOST_AT_ONCE = 1 << 16, 4, 16
 
@@ -127,50 +123,29 @@ def _serve(channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -
     os._exit(0)
 
 
-@dataclass(kw_only=True, eq=False)
-class _Lineage:
-    """What a session shares with its forks."""
-
-    folder: str
-    """The scratch folder."""
-    uid: int
-    init: int = 0
-    """PID 1 of their own namespaces in the profile `strict`; 0 if there is none."""
-    members: dict[str, list[str]] = field(default_factory=dict)
-    """Sessions, each with the names of its folders in the scratch folder: its own, and its workspace if it has one."""
-    has_workspace: bool = False
-    to_copy: int = -1
-    """Descriptor of the workspace's base if its first process has to copy it."""
-
-
 class _Server:
     """Starts and ends sessions on request; one thread, so that it can fork."""
 
     def __init__(self, channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -> None:
-        missing = config["missing"]
         self.channel = channel
         self.tree = tree
-        self.filter = b"" if "seccomp" in missing else seccomp.session_filter()
-        self.landlock = 0 if "landlock" in missing or config["profile"] == "process" else kernel.landlock_version()
-        self.strict = config["profile"] == "strict"
-        self.process = config["profile"] == "process"
-        self.rootless = config["rootless"]
-        self.packages = [path for path in [sys.base_prefix, *config["packages"]] if not surroundings.is_system(path)]
-        self.sessions: dict[str, _Lineage] = {}
+        self.confinement = Confinement(config, has_cgroups=bool(tree.folders))
+        self.strict, self.process, self.rootless = (
+            self.confinement.strict,
+            self.confinement.process,
+            self.confinement.rootless,
+        )
+        self.sessions: dict[str, Lineage] = {}
         self.ending: set[str] = set()
         self.births: dict[int, tuple[socket.socket, str, bool]] = {}
         """Channels of sessions and forks that are about to say that they are there, and whether it is a fork."""
         self.pids: dict[int, str] = {}
-        self.inits: dict[int, _Lineage] = {}
+        self.inits: dict[int, Lineage] = {}
         self.removers: dict[int, str] = {}
         """Processes that delete what an ended session has left."""
         self.lives: dict[int, str] = {}
         """Descriptors of sessions' processes whose parent is an init."""
         self.first_uid, self.uids = (0, 1) if self.rootless else _uids(config["number"])
-        self.rules = [
-            (os.open(path, os.O_PATH | os.O_CLOEXEC), rights)
-            for path, rights in self._readable([sys.base_prefix, *config["packages"]])
-        ]
         os.environ.clear()
         os.environ.update(_ENVIRONMENT)
         sys.path[:] = [path for path in sys.path if path != config["root"]] + list(config["packages"])
@@ -187,16 +162,9 @@ class _Server:
             os.dup2(null, fd)
         os.close(null)
         if self.process:
-            self._check_bubblewrap()
+            self.confinement.check_bubblewrap(self.first_uid)
         gc.collect()
         gc.freeze()
-
-    @staticmethod
-    def _readable(folders: list[str]) -> list[tuple[str, int]]:
-        read = kernel.READ_FILE | kernel.READ_FOLDER
-        found = [(path, read | kernel.EXECUTE) for path in (*surroundings.SYSTEM, *folders) if os.path.isdir(path)]
-        found += [("/etc", read), ("/proc", read)]
-        return found + [(f"/dev/{name}", kernel.READ_FILE | kernel.WRITE_FILE) for name in surroundings.DEVICES]
 
     def run(self) -> None:
         self.waiting.register(self.channel, select.EPOLLIN)
@@ -267,7 +235,7 @@ class _Server:
     def _start(self, name: str, limits: dict[str, Any], control: int, *workspace: int) -> Iterator[None]:
         uid = self.first_uid + int(name) % self.uids
         self._add(name, limits)
-        lineage = self.sessions[name] = _Lineage(
+        lineage = self.sessions[name] = Lineage(
             folder="/tmp" if self.strict else f"/tmp/{name}", uid=uid, has_workspace=bool(workspace)
         )
         lineage.members[name] = ["0", overlays.NAME] if workspace else ["0"]
@@ -298,7 +266,7 @@ class _Server:
                 pid = kernel.fork_into(unified)
                 if pid == 0:
                     meters = self.tree.meters(name) if self.process else []
-                    self._become_session(lineage, limits, control, doors, last, meters)
+                    self.confinement.become_session(lineage, limits, control, doors, last, meters)
                 self.pids[pid] = name
         finally:
             for fd in [*doors, *last, *([unified] if unified is not None else [])]:
@@ -306,7 +274,7 @@ class _Server:
 
     def _become_init(
         self,
-        lineage: _Lineage,
+        lineage: Lineage,
         limits: dict[str, Any],
         control: int,
         doors: list[int],
@@ -327,10 +295,10 @@ class _Server:
             if kernel.fork_into(unified) == 0:
                 birth.send(b"?")  # the server learns which process this is, before anything untrusted runs
                 birth.recv(1)
-                self.rules.append((os.open("/proc", os.O_PATH | os.O_CLOEXEC), kernel.READ_FILE | kernel.READ_FOLDER))
-                self._become_session(lineage, limits, control, doors, last)
-            os.closerange(3, _MOST_FILES)
-            self._become_user(lineage.uid)
+                self.confinement.show_proc()
+                self.confinement.become_session(lineage, limits, control, doors, last)
+            os.closerange(3, MOST_FILES)
+            self.confinement.become_user(lineage.uid)
             kernel.forbid_privileges()
             kernel.drop_capabilities()
             while True:
@@ -371,7 +339,7 @@ class _Server:
             self._fork_workspace(lineage, name, message, *workspace)
 
     def _fork_workspace(
-        self, lineage: _Lineage, name: str, message: dict[str, Any], base: int, owner: int, changes: int
+        self, lineage: Lineage, name: str, message: dict[str, Any], base: int, owner: int, changes: int
     ) -> None:
         """Copy a workspace for a fork, in a process in the fork's cgroups, which tells the owner."""
         doors, unified = self.tree.doors(name, *cgroups.CONTROLLERS), self.tree.unified(name)
@@ -398,7 +366,7 @@ class _Server:
             for fd in [*doors, *([unified] if unified is not None else [])]:
                 os.close(fd)
 
-    def _space_of(self, lineage: _Lineage) -> int:
+    def _space_of(self, lineage: Lineage) -> int:
         """Open the mount namespace in which a lineage's folders are seen."""
         return os.open(f"/proc/{lineage.init or 'self'}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
 
@@ -440,120 +408,6 @@ class _Server:
         socket.send_fds(channel, [b"!"], [meter.fd for meter in meters])
         for meter in meters:
             os.close(meter.fd)
-
-    def _become_session(
-        self,
-        lineage: _Lineage,
-        limits: dict[str, Any],
-        control: int,
-        doors: list[int],
-        last: list[int],
-        meters: Sequence[cgroups.Meter] = (),
-    ) -> NoReturn:
-        os.set_inheritable(control, False)
-        channel, uid, folder = socket.socket(fileno=control), lineage.uid, lineage.folder
-        try:
-            for door in doors:
-                os.write(door, b"0")
-            signal.set_wakeup_fd(-1)
-            _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
-            _signal.signal(_signal.SIGINT, _signal.default_int_handler)
-            score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)  # a machine out of memory takes sessions first
-            os.write(score, b"500" if self.process else b"1000")  # and commands before what reports of them
-            os.close(score)
-            _limit_resources(limits, memory_too=not self.tree.folders)
-            os.umask(0o077)
-            if lineage.to_copy >= 0:
-                overlays.copy(lineage.to_copy, folder, uid)
-            self._become_user(uid)
-            own = os.path.join(folder, "0")
-            os.mkdir(own, 0o700)
-            cells.enter_folder(own)
-            workspace = os.path.join(folder, overlays.NAME) if lineage.has_workspace else ""
-            if workspace and not self.process:
-                os.environ["PWD"] = workspace
-                os.chdir(workspace)
-                sys.path.insert(0, workspace)
-            if self.strict or self.rootless:
-                self._enter_own_users(uid)
-            processes = limits["processes"] + self.process * commands.OWN_PROCESSES
-            # After that, as it is counted in its own namespace if it has one.
-            resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
-            kernel.forbid_privileges()
-            if self.landlock:
-                rules = [*self.rules, (os.open(folder, os.O_PATH | os.O_CLOEXEC), -1)]
-                kernel.restrict_files(rules, self.landlock)
-            cells.fresh_random()
-            if self.filter and not self.process:
-                kernel.filter_calls(self.filter)
-            for door in last:
-                os.write(door, b"0")
-            # Nothing of the server's is left open: not its channel, its cgroups or its pipe.
-            kept = sorted([control, *(meter.fd for meter in meters)])
-            for low, high in zip([2, *kept], [*kept, _MOST_FILES], strict=True):
-                os.closerange(low + 1, high)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))  # not before: the server may have had more
-            if self.process:
-                self._serve_commands(channel, workspace, limits, meters)
-            cells.Cells(channel, limits["output_bytes"], limits["transfer_bytes"], workspace).serve()
-        except BaseException as error:
-            with contextlib.suppress(OSError):
-                channel.sendall(frames.encode({"failed": f"{type(error).__name__}: {error}"}))
-        finally:
-            os._exit(1)
-
-    def _serve_commands(
-        self, channel: socket.socket, workspace: str, limits: dict[str, Any], meters: Sequence[cgroups.Meter]
-    ) -> NoReturn:
-        served = commands.Commands(channel, limits["output_bytes"], self.filter, self.packages)
-        served.meters = {meter.what: meter for meter in meters}
-        served.workspace = workspace
-        served.serve()
-
-    def _enter_own_users(self, uid: int) -> None:
-        """Enter a user namespace in which this process has no capabilities, and which knows no other user."""
-        kernel.enter_user_namespace(commands.INSIDE_UID if self.rootless else uid)
-        kernel.drop_capabilities()
-        if not self.process:  # bubblewrap's files in /proc are its own
-            kernel.open_to_own_user(False)
-
-    def _become_user(self, uid: int) -> None:
-        if not self.rootless:  # as which this server has one user only
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-
-    def _check_bubblewrap(self) -> None:
-        """Run a command, as a session would.
-
-        Raises:
-            OSError: bubblewrap does not work here; says why.
-        """
-        reader, writer = os.pipe()
-        folder, uid = "/tmp/check", self.first_uid
-        os.mkdir(folder, 0o700)
-        os.chown(folder, uid, uid)
-        if os.fork() == 0:
-            try:
-                self._become_user(uid)
-                cells.enter_folder(folder)
-                if self.rootless:
-                    self._enter_own_users(uid)
-                kernel.forbid_privileges()
-                with socket.socket() as channel:
-                    cause = commands.Commands(channel, 4096, self.filter, self.packages).check()
-            except BaseException as error:
-                cause = str(error)
-            os.write(writer, cause.encode("utf-8", "replace")[:4096])
-            os._exit(0)
-        os.close(writer)
-        cause = os.read(reader, 4096).decode("utf-8", "replace")
-        os.wait()
-        os.close(reader)
-        for name in ("home", "tmp", ""):
-            os.rmdir(os.path.join(folder, name))
-        if cause:
-            raise OSError(f"bubblewrap does not work on this machine: {cause}")
 
     def _reap(self) -> None:
         while True:
@@ -619,7 +473,7 @@ class _Server:
                 os.rmdir(lineage.folder)
         self._tell(session=name, ended=True)
 
-    def _remove(self, name: str, lineage: _Lineage, folders: list[str]) -> None:
+    def _remove(self, name: str, lineage: Lineage, folders: list[str]) -> None:
         """Delete the folders of a session of which forks live on, in a process, as they may hold much."""
         with contextlib.suppress(OSError):
             if not self.strict and len(folders) == 1:
@@ -664,7 +518,7 @@ def _uids(number: int) -> tuple[int, int]:
     return first + size // 2, size // 2 - 1  # other servers have the same ones, but see none of our processes
 
 
-def _show_workspace(lineage: _Lineage, limits: dict[str, Any], base: int, owner: int) -> None:
+def _show_workspace(lineage: Lineage, limits: dict[str, Any], base: int, owner: int) -> None:
     """Make a session's workspace, and send its owner where changes are kept, and why it is a copy if it is one."""
     reason = ""
     place = os.path.join(lineage.folder, overlays.NAME)
@@ -684,22 +538,8 @@ def _tell_of_workspace(owner: int, text: bytes, *changes: int) -> None:
         socket.send_fds(channel, [text], list(changes))
 
 
-def _mount_scratch(lineage: _Lineage, limits: dict[str, Any]) -> None:
+def _mount_scratch(lineage: Lineage, limits: dict[str, Any]) -> None:
     options = f"size={limits['scratch_bytes']},nr_inodes={limits['scratch_files']},mode=700"
     kernel.mount(
         "tmpfs", lineage.folder, "tmpfs", surroundings.HIDDEN, f"{options},uid={lineage.uid},gid={lineage.uid}"
     )
-
-
-def _limit_resources(limits: dict[str, Any], *, memory_too: bool) -> None:
-    """Set limits of each process. Of memory only where no cgroup limits a whole session's, as they know private memory
-    alone."""
-    if memory_too:
-        resource.setrlimit(resource.RLIMIT_DATA, (limits["memory_bytes"], limits["memory_bytes"]))
-    for kind, value in (
-        (resource.RLIMIT_CORE, 1),  # unlike 0, it also keeps a program of the machine from being given the core
-        (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_FSIZE, limits["scratch_bytes"]),
-    ):
-        resource.setrlimit(kind, (value, value))

@@ -1,0 +1,211 @@
+"""What a process that the fork server has forked does to become a session, before anything untrusted runs in it.
+
+It enters its cgroups, becomes its user, and gives up all that a session may not do: files by Landlock, system calls by
+seccomp, privileges, the server's descriptors.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # enums of signal's own functions cost each session 0.2 MiB
+import contextlib
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from forge_rl.sandbox.inside import cells, cgroups, commands, frames, kernel, overlays, seccomp, surroundings
+
+_FILES = 256
+"""Open files of a process of a session."""
+MOST_FILES = 1 << 20
+
+
+@dataclass(kw_only=True, eq=False)
+class Lineage:
+    """What a session shares with its forks."""
+
+    folder: str
+    """The scratch folder."""
+    uid: int
+    init: int = 0
+    """PID 1 of their own namespaces in the profile `strict`; 0 if there is none."""
+    members: dict[str, list[str]] = field(default_factory=dict)
+    """Sessions, each with the names of its folders in the scratch folder: its own, and its workspace if it has one."""
+    has_workspace: bool = False
+    to_copy: int = -1
+    """Descriptor of the workspace's base if its first process has to copy it."""
+
+
+class Confinement:
+    """How the sessions of a server are confined.
+
+    Args:
+        config: the server's.
+        has_cgroups: whether these bound what a session uses.
+    """
+
+    def __init__(self, config: dict[str, Any], *, has_cgroups: bool) -> None:
+        missing = config["missing"]
+        self.filter = b"" if "seccomp" in missing else seccomp.session_filter()
+        self.landlock = 0 if "landlock" in missing or config["profile"] == "process" else kernel.landlock_version()
+        self.strict = config["profile"] == "strict"
+        self.process = config["profile"] == "process"
+        self.rootless = config["rootless"]
+        self.has_cgroups = has_cgroups
+        self.packages = [path for path in [sys.base_prefix, *config["packages"]] if not surroundings.is_system(path)]
+        self.rules = [
+            (os.open(path, os.O_PATH | os.O_CLOEXEC), rights)
+            for path, rights in _readable([sys.base_prefix, *config["packages"]])
+        ]
+
+    def show_proc(self) -> None:
+        """Let sessions read /proc as it is mounted now."""
+        self.rules.append((os.open("/proc", os.O_PATH | os.O_CLOEXEC), kernel.READ_FILE | kernel.READ_FOLDER))
+
+    def become_session(
+        self,
+        lineage: Lineage,
+        limits: dict[str, Any],
+        control: int,
+        doors: list[int],
+        last: list[int],
+        meters: Sequence[cgroups.Meter] = (),
+    ) -> NoReturn:
+        """Be a session, in the process that was forked for it, until its owner closes the channel.
+
+        Args:
+            control: descriptor of the channel to the owner.
+            doors: descriptors by which this process enters its cgroups, and `last` those that it enters when all else
+                is done: beside many busy processes, a new group of cpu may wait long for its first turns.
+            meters: of its cgroups, for commands.
+        """
+        os.set_inheritable(control, False)
+        channel, uid, folder = socket.socket(fileno=control), lineage.uid, lineage.folder
+        try:
+            for door in doors:
+                os.write(door, b"0")
+            signal.set_wakeup_fd(-1)
+            _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
+            _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+            score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)  # a machine out of memory takes sessions first
+            os.write(score, b"500" if self.process else b"1000")  # and commands before what reports of them
+            os.close(score)
+            _limit_resources(limits, memory_too=not self.has_cgroups)
+            os.umask(0o077)
+            if lineage.to_copy >= 0:
+                overlays.copy(lineage.to_copy, folder, uid)
+            self.become_user(uid)
+            own = os.path.join(folder, "0")
+            os.mkdir(own, 0o700)
+            cells.enter_folder(own)
+            workspace = os.path.join(folder, overlays.NAME) if lineage.has_workspace else ""
+            if workspace and not self.process:
+                os.environ["PWD"] = workspace
+                os.chdir(workspace)
+                sys.path.insert(0, workspace)
+            if self.strict or self.rootless:
+                self._enter_own_users(uid)
+            processes = limits["processes"] + self.process * commands.OWN_PROCESSES
+            # After that, as it is counted in its own namespace if it has one.
+            resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
+            kernel.forbid_privileges()
+            if self.landlock:
+                rules = [*self.rules, (os.open(folder, os.O_PATH | os.O_CLOEXEC), -1)]
+                kernel.restrict_files(rules, self.landlock)
+            cells.fresh_random()
+            if self.filter and not self.process:
+                kernel.filter_calls(self.filter)
+            for door in last:
+                os.write(door, b"0")
+            # Nothing of the server's is left open: not its channel, its cgroups or its pipe.
+            kept = sorted([control, *(meter.fd for meter in meters)])
+            for low, high in zip([2, *kept], [*kept, MOST_FILES], strict=True):
+                os.closerange(low + 1, high)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))  # not before: the server may have had more
+            if self.process:
+                self._serve_commands(channel, workspace, limits, meters)
+            cells.Cells(channel, limits["output_bytes"], limits["transfer_bytes"], workspace).serve()
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                channel.sendall(frames.encode({"failed": f"{type(error).__name__}: {error}"}))
+        finally:
+            os._exit(1)
+
+    def _serve_commands(
+        self, channel: socket.socket, workspace: str, limits: dict[str, Any], meters: Sequence[cgroups.Meter]
+    ) -> NoReturn:
+        served = commands.Commands(channel, limits["output_bytes"], self.filter, self.packages)
+        served.meters = {meter.what: meter for meter in meters}
+        served.workspace = workspace
+        served.serve()
+
+    def _enter_own_users(self, uid: int) -> None:
+        """Enter a user namespace in which this process has no capabilities, and which knows no other user."""
+        kernel.enter_user_namespace(commands.INSIDE_UID if self.rootless else uid)
+        kernel.drop_capabilities()
+        if not self.process:  # bubblewrap's files in /proc are its own
+            kernel.open_to_own_user(False)
+
+    def become_user(self, uid: int) -> None:
+        """Give up the server's user, and its groups, for good."""
+        if not self.rootless:  # as which this server has one user only
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+
+    def check_bubblewrap(self, uid: int) -> None:
+        """Run a command, as a session would.
+
+        Raises:
+            OSError: bubblewrap does not work here; says why.
+        """
+        reader, writer = os.pipe()
+        folder = "/tmp/check"
+        os.mkdir(folder, 0o700)
+        os.chown(folder, uid, uid)
+        if os.fork() == 0:
+            try:
+                self.become_user(uid)
+                cells.enter_folder(folder)
+                if self.rootless:
+                    self._enter_own_users(uid)
+                kernel.forbid_privileges()
+                with socket.socket() as channel:
+                    cause = commands.Commands(channel, 4096, self.filter, self.packages).check()
+            except BaseException as error:
+                cause = str(error)
+            os.write(writer, cause.encode("utf-8", "replace")[:4096])
+            os._exit(0)
+        os.close(writer)
+        cause = os.read(reader, 4096).decode("utf-8", "replace")
+        os.wait()
+        os.close(reader)
+        for name in ("home", "tmp", ""):
+            os.rmdir(os.path.join(folder, name))
+        if cause:
+            raise OSError(f"bubblewrap does not work on this machine: {cause}")
+
+
+def _readable(folders: list[str]) -> list[tuple[str, int]]:
+    read = kernel.READ_FILE | kernel.READ_FOLDER
+    found = [(path, read | kernel.EXECUTE) for path in (*surroundings.SYSTEM, *folders) if os.path.isdir(path)]
+    found += [("/etc", read), ("/proc", read)]
+    return found + [(f"/dev/{name}", kernel.READ_FILE | kernel.WRITE_FILE) for name in surroundings.DEVICES]
+
+
+def _limit_resources(limits: dict[str, Any], *, memory_too: bool) -> None:
+    """Set limits of each process. Of memory only where no cgroup limits a whole session's, as they know private memory
+    alone."""
+    if memory_too:
+        resource.setrlimit(resource.RLIMIT_DATA, (limits["memory_bytes"], limits["memory_bytes"]))
+    for kind, value in (
+        (resource.RLIMIT_CORE, 1),  # unlike 0, it also keeps a program of the machine from being given the core
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_FSIZE, limits["scratch_bytes"]),
+    ):
+        resource.setrlimit(kind, (value, value))
