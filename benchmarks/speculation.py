@@ -96,7 +96,7 @@ def _heavy_tailed(most: int, drawn: random.Random) -> int:
 
 
 def _teach(config: Config, folder: Path) -> Path:
-    """Fine-tune the model on sums, and return the folder of what it became."""
+    """Fine-tune the model on sums, and return the new folder."""
     drawn, tasks = random.Random(1), folder / "sums.jsonl"
     rows = [_sum(_heavy_tailed(_MOST_NUMBERS, drawn), drawn) for _ in range(32 * config.taught_steps)]
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))

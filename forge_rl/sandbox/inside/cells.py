@@ -357,6 +357,13 @@ def enter_folder(folder: str) -> None:
         tempfile.tempdir = None  # type: ignore[attr-defined]
 
 
+def enter_workspace(folder: str) -> None:
+    """Begin in a folder other than the session's own, whose modules can be imported."""
+    os.chdir(folder)
+    os.environ["PWD"] = folder
+    sys.path.insert(0, folder)
+
+
 def _copy_folder(source: str, target: str) -> None:
     """Copy files, folders and links with modes and times. What is neither, such as a pipe, stays behind."""
     os.makedirs(target, 0o700, exist_ok=True)

@@ -104,9 +104,7 @@ class Confinement:
             cells.enter_folder(own)
             workspace = os.path.join(folder, overlays.NAME) if lineage.has_workspace else ""
             if workspace and not self.process:
-                os.environ["PWD"] = workspace
-                os.chdir(workspace)
-                sys.path.insert(0, workspace)
+                cells.enter_workspace(workspace)
             if self.strict or self.rootless:
                 self._enter_own_users(uid)
             processes = limits["processes"] + self.process * commands.OWN_PROCESSES
