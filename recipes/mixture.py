@@ -57,6 +57,7 @@ class Config(rl.RunConfig):
     rewards: rl.RewardTexts = ("auto",)
     """Rewards of answers, as in recipes.grpo; the game scores itself."""
     loss: rl.LossTexts = ("clipped",)
+    generator: rl.GeneratorConfig = field(default_factory=lambda: rl.GeneratorConfig(max_tokens=40))
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,10 +10,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).parent.parent
 SHM = Path("/dev/shm")
@@ -22,9 +23,9 @@ SHM = Path("/dev/shm")
 class Command:
     """A recipe in a process of its own, with its output line by line."""
 
-    def __init__(self, *arguments: str, cwd: Path = ROOT) -> None:
+    def __init__(self, *arguments: str, cwd: Path = ROOT, program: Sequence[str] = (sys.executable, "-m")) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
+            [*program, *arguments],
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -76,7 +77,8 @@ class Command:
 
     def children(self) -> list[psutil.Process]:
         try:
-            return psutil.Process(self.process.pid).children(recursive=True)
+            found: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+            return found
         except psutil.NoSuchProcess:
             return []
 

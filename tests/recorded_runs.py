@@ -229,7 +229,7 @@ def _write_step(
     """Write the metrics and phases of a step."""
     rewards = [record.episode.reward for record in records]
     lengths = [record.episode.response_tokens for record in records]
-    phases = {"rollout": 6 + 3 * drawn.random(), "train": 4 + drawn.random(), "publish": 0.6}
+    phases = {"rollout": 6 + 3 * drawn.random(), "train": 4 + drawn.random(), "publish": 0.6, "checkpoint": 0.4}
     sources = {record.episode.task.source for record in records}
     row = {
         "step": step,

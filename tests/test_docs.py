@@ -28,6 +28,7 @@ from recipes.grpo import Config
 from tests.commands import Command, metrics
 from tests.recorded_runs import recorded_run
 from tools.figures import FOLDER, filled, pages, rows, table
+from tools.record_runs import TUTORIAL, tutorial
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -55,21 +56,22 @@ def test_the_tutorials_have_a_command_for_each_way_in() -> None:
 
 
 def test_the_commands_of_the_first_tasks_are_read_as_they_stand(tmp_path: Path, monkeypatch) -> None:
-    text = (ROOT / "docs" / "doors" / "first-tasks.md").read_text()
-    fences = re.findall(r"```(\w+)\n(.*?)```", text, flags=re.DOTALL)
+    files, commands = tutorial()
     monkeypatch.chdir(tmp_path)
-    for kind, body in fences:
-        if kind == "python" and (found := re.match(r"# (\S+)\n", body)):
-            (tmp_path / found[1]).write_text(body)
+    for name, body in files.items():
+        (tmp_path / name).write_text(body)
     subprocess.run([sys.executable, "make.py"], check=True)
     for name in ("sums", "wrong"):
         recorded_run(tmp_path / "runs" / name, "one_turn", steps=1, groups=1, size=2)
-    lines = [line for kind, body in fences if kind == "sh" for line in body.splitlines() if line.startswith("forge-rl")]
-    assert len(lines) == 11
+    lines = [each.text for each in commands if each.text.startswith("forge-rl")]
+    assert len(lines) == 13
     for line in lines:
         _, name, *args = shlex.split(line)
         module = importlib.import_module(programs()[name].removeprefix("forge_rl."))
         parse(module.Config, name, args)
+    drawn = [each.picture for each in commands if each.picture]
+    assert {path.stem for path in (ROOT / "docs" / "pictures" / "tasks").iterdir()} == set(drawn)
+    assert all("](../pictures/" in section for section in TUTORIAL.read_text().split("\n## ")[1:])
     assert build_reward(("mine.py:score",)) is not None
     assert build_environment("guess.py:Guess") is not None
     assert build_environment("shop.py:TOOLS,max_turns=4") is not None

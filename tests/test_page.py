@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from forge_rl.types import Episode, Score, Task, ToolCall
 from tests.recorded_runs import recorded_run
 from tests.test_recording import turn
 from tools.browser import Browser, Tab, find_chromium
+from tools.record_runs import record
 
 ASSETS = Path(document.__file__).parent / "assets"
 HOSTILE = (
@@ -48,7 +50,7 @@ def test_the_data_of_a_run_are_its_own(tmp_path: Path) -> None:
     assert episodes["files"] == [[1, "evaluated", 4], [1, "trained", 4], [2, "trained", 4]]
     tasks = [episodes["texts"]["task"][code] for code in episodes["columns"]["task"]]
     assert tasks == [*["products/0"] * 2, *["products/1"] * 2, *(f"products/{at // 2}" for at in range(4, 12))]
-    assert [name for name, _, _ in data["trace"]["phases"]] == ["rollout", "train", "publish"] * 2
+    assert [name for name, _, _ in data["trace"]["phases"]] == ["rollout", "train", "publish", "checkpoint"] * 2
     assert data["advisories"] == []
     assert [mark[:2] for mark in data["trace"]["marks"]] == [["generator/0", "fault"], ["generator/0", "recovery"]]
     episode = run.episode("2-trained-0")
@@ -222,6 +224,15 @@ def page_of(run: Path, other: Path | None = None) -> Path:
     return page
 
 
+def check_colour(tab: Tab, name: str, episode: dict[str, Any]) -> None:
+    """Looks whether the first token has the colour of its logprob."""
+    tab.value(f"location.hash = 'episode/0/{name}?view=tokens&colour=logprob'")
+    tab.wait_for("document.querySelector('.token')")
+    colour = tab.value("getComputedStyle(document.querySelector('.token')).backgroundColor")
+    alpha = float(re.fullmatch(r"rgba\(235, 130, 20, ([\d.]+)\)", colour)[1])  # type: ignore[index]
+    assert alpha == pytest.approx(0.8 * min(1, -episode["turns"][0]["logprobs"][0] / 3), abs=0.01)
+
+
 TEXT_OF_TURN = "document.querySelector('#turn-{}')?.parentElement.innerText.split('turn {} of')[1] ?? ''"
 
 
@@ -256,12 +267,7 @@ def test_a_run_of_each_kind_is_read_in_a_browser(
         assert "error: ValueError" in tab.value("document.querySelector('.call.failed').innerText")
     if kind == "agent":
         assert "segment 2 of 2, helper" in tab.value("document.querySelector('#turn-2').innerText")
-    tab.value(f"location.hash = 'episode/0/{name}?view=tokens&colour=logprob'")
-    tab.wait_for("document.querySelector('.token')")
-    colour = tab.value("getComputedStyle(document.querySelector('.token')).backgroundColor")
-    logprob = episode["turns"][0]["logprobs"][0]
-    alpha = float(re.fullmatch(r"rgba\(235, 130, 20, ([\d.]+)\)", colour)[1])  # type: ignore[index]
-    assert alpha == pytest.approx(0.8 * min(1, -logprob / 3), abs=0.01)
+    check_colour(tab, name, episode)
     tab.move_to("document.querySelector('.token')")
     tab.wait_for("document.querySelector('.inspector').innerText.includes('probability')")
     if (entropies := episode["turns"][0]["entropies"]) is not None:
@@ -275,9 +281,56 @@ def test_a_run_of_each_kind_is_read_in_a_browser(
     tab.wait_for("document.querySelector('.length')")
     margins = tab.value("[...document.querySelectorAll('.length')].map((bar) => parseFloat(bar.style.marginLeft))")
     assert min(margins) == 0 < max(margins) < 100, "bars begin where their episodes did"
+    keys = "[...document.querySelectorAll('.legend .key')].map((key) => [key.innerText, key.style.cssText])"
+    colours = {tuple(each) for each in tab.value(keys)}
+    names = [name for name, _ in colours]
+    assert sorted(names) == ["between phases", "checkpoint", "publish", "rollout", "train"], "of one colour each"
     tab.value("location.hash = 'faults/0/'")
     tab.wait_for("document.querySelector('main.faults')")
     assert "killed by SIGKILL" in tab.value("document.body.innerText")
+    assert tab.problems == []
+
+
+@pytest.fixture(scope="module")
+def real_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of the bundled model, of which the documentation's pictures are."""
+    return record(tmp_path_factory.mktemp("real") / "folder", ("sums", "guess", "agent", "mixed", "failed"))
+
+
+@needs_browser
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "turns", "state", "shown"),
+    [
+        ("sums", 1, "finished", "right"),
+        ("mixed", 2, "finished", "calculator"),
+        ("guess", 3, "finished", "Guess again."),
+        ("agent", 3, "finished", "segment 2 of 2, checker"),
+        ("failed", 3, "failed", "A colleague says"),
+    ],
+)
+def test_a_real_run_of_each_kind_is_read_in_a_browser(
+    browser: Browser, real_runs: Path, name: str, turns: int, state: str, shown: str
+) -> None:
+    run = RunData(real_runs / name)
+    episodes = [run.episode(each) for each in run.sample() if "-trained-" in each]
+    episode = next(
+        each
+        for each in episodes
+        if len(each["turns"]) >= turns and (name != "mixed" or any(turn["calls"] for turn in each["turns"]))
+    )
+    tab = opened(browser, page_of(real_runs / name), f"episode/0/{episode['name']}")
+    assert tab.value("document.querySelector('.state').innerText") == state
+    assert shown in tab.value("document.body.innerText")
+    said = episode["turns"][turns - 1]["text"].strip()
+    assert said
+    assert "".join(said.split()) in "".join(tab.value(TEXT_OF_TURN.format(turns, turns)).split())
+    check_colour(tab, episode["name"], episode)
+    tab.value("location.hash = 'faults/0/'")
+    tab.wait_for("document.querySelector('main.faults')")
+    faults = tab.value("document.body.innerText")
+    for cause in ("killed by SIGKILL", "FileNotFoundError") if state == "failed" else ():
+        assert cause in faults
     assert tab.problems == []
 
 

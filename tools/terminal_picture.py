@@ -12,7 +12,6 @@ import pty
 import re
 import select
 import subprocess
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,8 @@ from rich.text import Text
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures" / "tasks"
 _FORMAT = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 """The picture without fonts from another host."""
-_QUIET_S = 4.0
+_ERASED = re.compile(r"[^\n]*\n(?:\x1b\[\?25h)?\r?\x1b\[1A\x1b\[2K")
+"""A line that was erased later, such as one that showed progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,36 +36,45 @@ class Config:
     command: tyro.conf.Positional[str]
     """Command line, which is drawn above its output."""
     keys: str = ""
-    """Lines to type whenever the command falls silent, separated by |."""
+    """Lines to type whenever the command prompts with "> ", separated by |."""
     columns: int = 100
     """Width of the terminal."""
     most: int = 40
     """Maximum lines of output; the middle of a longer one is left out."""
 
 
-def printed(command: str, keys: list[str], columns: int) -> str:
-    """Run a command in a pseudo-terminal, type lines when it falls silent, and return what the terminal got."""
+def printed(command: str, keys: list[str], columns: int, cwd: Path | None = None) -> str:
+    """Run a command in a pseudo-terminal, type a line at each prompt, and return what the terminal got.
+
+    Raises:
+        CalledProcessError: the command failed.
+    """
     controller, end = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(columns), "LINES": "50", "TERM": "xterm-256color"}
     process = subprocess.Popen(
-        ["bash", "-c", command], stdin=end, stdout=end, stderr=end, env=environment, start_new_session=True
+        ["bash", "-c", command], stdin=end, stdout=end, stderr=end, env=environment, cwd=cwd, start_new_session=True
     )
     os.close(end)
-    found, spoke, rest = b"", time.monotonic(), list(keys)
+    found, rest = b"", list(keys)
     while True:
         if select.select([controller], [], [], 0.2)[0]:
             try:
                 piece = os.read(controller, 1 << 16)
             except OSError:  # the last process that had the terminal has ended
                 break
-            found, spoke = found + piece, time.monotonic()
+            found += piece
         elif process.poll() is not None:  # what it started may still have the terminal
             break
-        elif rest and found and time.monotonic() - spoke > _QUIET_S:
+        elif rest and found.endswith(b"> "):  # and silent since
             os.write(controller, f"{rest.pop(0)}\n".encode())
-    process.wait()
+    status = process.wait()
     os.close(controller)
-    return found.decode("utf-8", "replace").replace("\r\n", "\n")
+    text = found.decode("utf-8", "replace").replace("\r\n", "\n")
+    while (shown := _ERASED.sub("", text)) != text:
+        text = shown
+    if status:
+        raise subprocess.CalledProcessError(status, command, text)
+    return text
 
 
 def picture(command: str, text: str, *, columns: int, most: int) -> str:

@@ -2,6 +2,8 @@
 
 /** @typedef {{label: string, steps: number[], values: (number | null)[], dashed?: boolean, low?: (number | null)[], high?: (number | null)[], colour?: string}} Series */
 
+/** Distances of marks on the axis of steps. */
+const WHOLE = [0, 1, 2, 3, 4, 5, 6, 7].flatMap((power) => [1, 2, 5].map((of) => of * 10 ** power));
 /** @type {{plot: any, host: HTMLElement}[]} */
 let plots = [];
 const sizes = new ResizeObserver((entries) => {
@@ -99,7 +101,7 @@ function draw(host, series, legend) {
     legend: { show: false },
     cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: { range: rangeOfValues } },
-    axes: [{ ...axis, size: 30 }, { ...axis, size: 58, values: (/** @type {any} */ _, /** @type {number[]} */ marks) => marks.map(num) }],
+    axes: [{ ...axis, size: 30, incrs: WHOLE }, { ...axis, size: 58, values: (/** @type {any} */ _, /** @type {number[]} */ marks) => marks.map(num) }],
     series: shown,
     bands,
     hooks: {
@@ -126,13 +128,13 @@ function draw(host, series, legend) {
 
 /**
  * Stacked bars by step; a click chooses a step.
- * @param {number[]} steps @param {[string, (number | null)[]][]} parts @param {(step: number) => void} choose @param {(value: number) => string} format
+ * @param {number[]} steps @param {[string, (number | null)[]][]} parts @param {(name: string) => string} colour @param {(step: number) => void} choose @param {(value: number) => string} format
  */
-function bars(steps, parts, choose, format) {
+function bars(steps, parts, colour, choose, format) {
   const canvas = el("canvas", { class: "bars", role: "img", "aria-label": "bars by step" });
-  const said = el("div", { class: "said" }, "point at a step; choose it to list its episodes");
   const totals = steps.map((_, at) => parts.reduce((sum, [, values]) => sum + (values[at] ?? 0), 0));
-  const most = Math.max(...totals, 1e-9);
+  const most = totals.reduce((high, total) => Math.max(high, total), 1e-9);
+  const said = el("div", { class: "said" }, `step ${steps[totals.indexOf(most)] ?? ""} took longest, ${format(most)}; point at a step, or choose it to list its episodes`);
   const paint = () => {
     const [width, height, scale] = [canvas.clientWidth, canvas.clientHeight, devicePixelRatio || 1];
     canvas.width = width * scale;
@@ -142,9 +144,9 @@ function bars(steps, parts, choose, format) {
     steps.forEach((_, at) => {
       let y = height;
       const x = (at * width) / steps.length;
-      parts.forEach(([, values], part) => {
+      parts.forEach(([name, values]) => {
         const size = ((values[at] ?? 0) / most) * (height - 4);
-        pen.fillStyle = PALETTE[part % PALETTE.length];
+        pen.fillStyle = colour(name);
         pen.fillRect(x, y - size, Math.max(0.7, width / steps.length - 1), size);
         y -= size;
       });
@@ -159,8 +161,8 @@ function bars(steps, parts, choose, format) {
   });
   canvas.addEventListener("click", (/** @type {MouseEvent} */ event) => choose(steps[at(event)]));
   new ResizeObserver(paint).observe(canvas);
-  const legend = parts.map(([name], part) =>
-    el("span", { class: "item" }, el("span", { class: "key", style: { "--key": PALETTE[part % PALETTE.length] } }, name)),
+  const legend = parts.map(([name]) =>
+    el("span", { class: "item" }, el("span", { class: "key", style: { "--key": colour(name) } }, name)),
   );
   return el("div", { class: "barred" }, canvas, el("div", { class: "legend" }, ...legend), said);
 }

@@ -8,6 +8,7 @@ async function compareView(main, place, store) {
     return;
   }
   const { lines, differences, scores, step } = store.comparison;
+  main.append(el("p", { class: "dim" }, `A is ${first.raw.name}, B is ${second.raw.name}`));
   main.append(el("p", { class: "verdict" }, lines[0]), ...lines.slice(1).map((/** @type {string} */ line) => el("p", null, line)));
   if (differences.length) main.append(el("h2", null, "Differences"), table([["name"], ["A", "long"], ["B", "long"]], differences));
   if (scores.length) main.append(el("h2", null, `Evaluation of step ${step}, with 95% intervals`), table([["set and source"], ["A", "right"], ["B", "right"], ["B − A, on the same tasks", "right"]], scores));
@@ -48,7 +49,7 @@ async function compareView(main, place, store) {
       const episode = at === undefined ? null : await store.episode(which, run.name(at));
       const side = el("div", { class: "side" });
       if (!episode) return (side.append(nothing(`${"AB"[which]}: the file does not hold this task's episodes whole.`)), side);
-      side.append(el("h3", null, `${"AB"[which]} `, el("a", { href: link("episode", which, episode.name) }, episode.name)), el("p", null, "reward ", el("b", { class: signOf(episode.reward) }, num(episode.reward))));
+      side.append(el("h3", null, `${"AB"[which]} `, el("a", { href: link("episode", which, episode.name) }, episode.name)), el("p", null, "reward ", el("b", { class: levelOf(run, episode.reward) }, num(episode.reward))));
       side.append(conversationBody(episode).element);
       return side;
     }),

@@ -32,9 +32,9 @@ function chartOf(name) {
   return rest.length ? first : name;
 }
 
-/** Scores of sets, or of their sources, by step. @param {Run} run @param {boolean} bySource @param {boolean} dashed @returns {Series[]} */
-function scoreSeries(run, bySource, dashed) {
-  const scores = [...run.scores()].filter(([label]) => label.includes(" · ") === bySource);
+/** Scores of sets, or of their sources, by step. @param {ReturnType<Run["scores"]>} all @param {boolean} bySource @param {boolean} dashed @returns {Series[]} */
+function scoreSeries(all, bySource, dashed) {
+  const scores = [...all].filter(([label]) => label.includes(" · ") === bySource);
   return scores.map(([label, steps], place) => {
     const points = [...steps].sort((a, b) => a[0] - b[0]);
     const values = points.map(([, [value]]) => value);
@@ -71,10 +71,17 @@ function curvesView(main, place, store) {
   const [first, second] = store.runs;
   const wanted = (place.args.get("find") ?? "").toLowerCase();
   const { columns } = first.raw.metrics;
+  const scored = store.runs.map((run) => run.scores());
+  /** Whether a metric is the score of a set or of its source, which has a chart with intervals. @param {string} name */
+  const isScore = (name) => {
+    const of = /^eval\/(.+)\/avg@\d+$/.exec(name)?.[1] ?? name;
+    return scored.every((each) => each.has(of) || each.has(of.replace("/", " · ")));
+  };
   /** @type {Map<string, Map<string, Series[]>>} */
   const topics = new Map([...TOPICS.map(([title]) => title), "Others"].map((title) => [title, new Map()]));
   const names = [...new Set([...Object.keys(columns), ...Object.keys(second?.raw.metrics.columns ?? {})])];
   for (const name of names) {
+    if (!wanted && isScore(name)) continue;
     if (name.endsWith("_stderr") || (wanted && !name.toLowerCase().includes(wanted))) continue; // they are drawn as intervals
     const topic = TOPICS.find(([, pattern]) => pattern.test(name))?.[0] ?? "Others";
     const charts = /** @type {Map<string, Series[]>} */ (topics.get(topic));
@@ -92,7 +99,7 @@ function curvesView(main, place, store) {
   }
   const evaluation = [...(topics.get("Evaluation") ?? [])];
   for (const bySource of wanted ? [] : [true, false]) {
-    const scores = store.runs.flatMap((run, at) => scoreSeries(run, bySource, at > 0));
+    const scores = scored.flatMap((each, at) => scoreSeries(each, bySource, at > 0));
     if (scores.length) evaluation.unshift([`score${bySource ? " by source" : ""}, with 95% intervals`, scores]);
   }
   topics.set("Evaluation", new Map(evaluation));

@@ -156,7 +156,7 @@ function factsOf(episode, place, run) {
   const facts = [
     ["task", el("a", { href: link("episodes", place.run, "", { find: episode.task }) }, `${episode.source} ${episode.task}`)],
     ["episode", `${episode.kind}${episode.set ? ` on ${episode.set}` : ""} in step ${episode.step}; ${episode.outcome} after ${duration(episode.seconds)}`],
-    ["reward", episode.reward === null ? "" : el("span", null, el("b", { class: signOf(episode.reward) }, num(episode.reward)), ...episode.parts.map((/** @type {any} */ [name, value]) => el("span", { class: "part" }, `${name} ${num(value)}`)))],
+    ["reward", episode.reward === null ? "" : el("span", null, el("b", { class: levelOf(run, episode.reward) }, num(episode.reward)), ...episode.parts.map((/** @type {any} */ [name, value]) => el("span", { class: "part" }, `${name} ${num(value)}`)))],
     ["advantage", num(advantage)],
     ["problem", episode.problem && el("span", { class: "bad" }, episode.problem)],
     ["answer", episode.answer],

@@ -105,7 +105,7 @@ function episodesView(main, place, store) {
         run.text("source", of),
         run.question(of),
         el("span", { class: failed ? "bad" : "" }, run.text("outcome", of)),
-        el("span", { class: signOf(reward) }, num(reward)),
+        el("span", { class: levelOf(run, reward) }, num(reward)),
         el("span", { class: signOf(advantage) }, num(advantage)),
         num(run.number("turn_count", of)),
         num(run.number("tokens", of)),
@@ -146,6 +146,12 @@ const cellsOf = (texts) => texts.map((text, at) => el("span", { class: `c${at}` 
 
 /** @param {number | null} value */
 const signOf = (value) => (value === null || value === 0 ? "" : value > 0 ? "good" : "bad");
+
+/** Class of a reward: good above the middle of the run's rewards, bad below 0. @param {Run} run @param {number | null} reward */
+function levelOf(run, reward) {
+  const [low, high] = rangeOf(run);
+  return reward === null ? "" : reward < 0 ? "bad" : reward > (low + high) / 2 || (reward === high && reward > 0) ? "good" : "";
+}
 
 /** @param {Run} run */
 function keptNote(run) {

@@ -5,16 +5,15 @@ function tasksView(main, place, store) {
   const run = store.runs[place.run];
   const { columns } = run.raw.metrics;
   const last = (/** @type {string} */ name) => columns[name]?.findLast((/** @type {any} */ value) => value !== null);
-  /** @type {Map<string, {episodes: number, tasks: Set<number>, rewards: number[], tokens: number, failed: number}>} */
+  /** @type {Map<string, {episodes: number, tasks: Set<number>, rewards: number[], tokens: number, failed: number, low: number, high: number}>} */
   const sources = new Map();
-  /** @type {Map<number, {at: number, tries: number, sum: number, solved: number}>} */
+  /** @type {Map<number, {at: number, rewards: number[], solved: number}>} */
   const tasks = new Map();
   const kind = place.args.get("kind") === "evaluated" ? "evaluated" : "trained";
-  const best = Math.max(...rangeOf(run));
   for (let at = 0; at < run.size; at++) {
     if (run.kinds[at] !== kind && run.kinds[at] !== "failed") continue;
     const source = run.text("source", at);
-    const found = sources.get(source) ?? { episodes: 0, tasks: new Set(), rewards: [], tokens: 0, failed: 0 };
+    const found = sources.get(source) ?? { episodes: 0, tasks: new Set(), rewards: [], tokens: 0, failed: 0, low: Infinity, high: -Infinity };
     sources.set(source, found);
     const reward = run.number("reward", at);
     if (run.kinds[at] === "failed") found.failed++;
@@ -23,12 +22,15 @@ function tasksView(main, place, store) {
     found.tokens += run.number("tokens", at) ?? 0;
     found.tasks.add(run.columns.task[at]);
     found.rewards.push(reward);
-    const task = tasks.get(run.columns.task[at]) ?? { at, tries: 0, sum: 0, solved: 0 };
+    [found.low, found.high] = [Math.min(found.low, reward), Math.max(found.high, reward)];
+    const task = tasks.get(run.columns.task[at]) ?? { at, rewards: [], solved: 0 };
     tasks.set(run.columns.task[at], task);
-    task.tries++;
-    task.sum += reward;
-    task.solved += reward >= best ? 1 : 0;
+    task.rewards.push(reward);
     task.at = at;
+  }
+  for (const task of tasks.values()) {
+    const { low, high } = /** @type {any} */ (sources.get(run.text("source", task.at)));
+    task.solved = task.rewards.filter((reward) => reward > high - 0.05 * (high - low) - 1e-9 && (reward > low || reward > 0)).length;
   }
   const set = (/** @type {string} */ value) => go("tasks", place.run, "", { kind: value });
   main.append(el("div", { class: "filters" }, runChoice(place, store), choice("kind", [["trained", "trained"], ["evaluated", "evaluated"]], kind, set)));
@@ -54,14 +56,14 @@ function tasksView(main, place, store) {
     const charts = [["mixture", /^mixture/], ["epochs", /epoch$/], ["curriculum", /^curriculum/]].map(([title, of]) => [title, series(/** @type {RegExp} */ (of))]);
     main.append(el("div", { class: "charts" }, ...charts.filter(([, each]) => each.length).map(([title, each]) => chart(/** @type {any} */ (title), /** @type {any} */ (each)))));
   }
-  const hardest = [...tasks.values()].sort((a, b) => a.sum / a.tries - b.sum / b.tries || b.tries - a.tries);
+  const hardest = [...tasks.values()].sort((a, b) => mean(a.rewards) - mean(b.rewards) || b.rewards.length - a.rewards.length);
   const never = hardest.filter((task) => task.solved === 0).length;
-  main.append(el("h2", null, "Hardest tasks"), el("p", { class: "dim" }, `${never} of ${hardest.length} tasks never got the run's highest reward, ${num(best)}`));
+  main.append(el("h2", null, "Hardest tasks"), el("p", { class: "dim" }, `${never} of ${hardest.length} tasks were never solved: no reward within 5% of their source's highest`));
   const shown = hardest.slice(0, 200).map((task) => [
     run.text("source", task.at),
     el("a", { href: link("episodes", place.run, "", { find: run.text("task", task.at), kind }) }, run.question(task.at)),
-    task.tries,
-    num(task.sum / task.tries),
+    task.rewards.length,
+    num(mean(task.rewards)),
     task.solved,
     el("a", { href: link("episode", place.run, run.name(task.at)) }, "last try"),
   ]);

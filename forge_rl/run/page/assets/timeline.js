@@ -1,8 +1,9 @@
 // Where the time went: phases by step and on the clock, and the episodes of a step with its stragglers.
 
 const PHASES = ["rollout", "train", "publish", "evaluate", "checkpoint", "recover"];
+const BETWEEN = "between phases";
 /** @param {string} name */
-const phaseColour = (name) => PALETTE[PHASES.includes(name) ? PHASES.indexOf(name) : 6 + (name.length % 4)];
+const phaseColour = (name) => (name === BETWEEN ? "#8a929c" : PALETTE[PHASES.includes(name) ? PHASES.indexOf(name) : 6 + (name.length % 4)]);
 
 /** @param {HTMLElement} main @param {Place} place @param {Store} store */
 function timelineView(main, place, store) {
@@ -16,14 +17,14 @@ function timelineView(main, place, store) {
   /** @type {[string, (number | null)[]][]} */
   const parts = names.map((name) => [name, columns[`seconds/${name}`]]);
   const total = columns["seconds/step"];
-  if (total) parts.push(["between phases", steps.map((/** @type {number} */ _, /** @type {number} */ at) => Math.max(0, (total[at] ?? 0) - parts.reduce((sum, [, values]) => sum + (values[at] ?? 0), 0)))]);
+  if (total) parts.push([BETWEEN, steps.map((/** @type {number} */ _, /** @type {number} */ at) => Math.max(0, (total[at] ?? 0) - parts.reduce((sum, [, values]) => sum + (values[at] ?? 0), 0)))]);
   const kinds = ["trained", "evaluated", "failed"];
   const recorded = [...new Set(kinds.flatMap((kind) => run.stepsOf(kind)))].sort((a, b) => a - b);
   const step = place.args.get("step") ? Number(place.args.get("step")) : recorded.at(-1);
   const set = (/** @type {number} */ value) => go("timeline", place.run, "", { step: String(value) });
   main.append(el("div", { class: "filters" }, runChoice(place, store)));
   main.append(el("h2", null, "Seconds of each step, by phase"));
-  main.append(steps.length && parts.length ? bars(steps, parts, set, duration) : nothing("No step has ended yet."));
+  main.append(steps.length && parts.length ? bars(steps, parts, phaseColour, set, duration) : nothing("No step has ended yet."));
   if (run.raw.trace.phases.length) main.append(el("h2", null, "Phases and faults on the clock"), strip(run.raw.trace));
   main.append(el("h2", null, "Episodes of a step, the slowest first"));
   if (step === undefined) {
@@ -65,11 +66,12 @@ function timelineView(main, place, store) {
 /** Phases on the clock: drag to move, buttons to zoom. @param {any} trace */
 function strip(trace) {
   const canvas = el("canvas", { class: "strip", role: "img", "aria-label": "phases on the clock" });
-  const said = el("div", { class: "said" }, "point at a phase; drag to move");
+  const said = el("div", { class: "said" }, "");
   const begin = Math.min(...trace.phases.slice(0, 1).map((/** @type {any} */ each) => each[1]), ...trace.marks.slice(0, 1).map((/** @type {any} */ each) => each[2]));
   const last = trace.phases.at(-1);
   const end = Math.max(last[1] + last[2], begin + 1);
   let [low, high] = [begin, end];
+  said.textContent = `${duration(end - begin)} in all; point at a phase, drag to move`;
   const paint = () => {
     const [width, height, scale] = [canvas.clientWidth, canvas.clientHeight, devicePixelRatio || 1];
     canvas.width = width * scale;
