@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from forge_rl.errors import ForgeError
+from forge_rl.run.attach import attach
 from tests.commands import TASKS, Command, forgotten, metrics, shared_memory, tasks_by_step, tiny_run
 from tests.fake_actors import hosts_of
 
@@ -103,3 +105,77 @@ def test_ranks_on_two_hosts_take_the_same_steps_as_on_one(commands: list[Command
         losses.append([row["loss"] for row in metrics(out) if "loss" in row])
     assert len(losses[0]) == 4
     assert losses[0] == losses[1]
+
+
+def joining(commands: list[Command], out: Path, name: str, *arguments: str) -> Command:
+    """A host that joins a live run."""
+    command = Command("apps.join", str(out), "--name", name, *arguments)
+    commands.append(command)
+    command.wait_for(f"host {name} has joined")
+    return command
+
+
+def test_hosts_join_and_leave_a_live_run_and_nothing_is_lost(commands: list[Command], tiny_model: Path, tmp_path: Path):
+    before, out = shared_memory(), tmp_path / "run"
+    command = tiny_run(
+        commands,
+        tiny_model,
+        out,
+        *("--job", "process:2", "--placement", "trainer=host0;generator=host1;environment=host0", *TASKS),
+        *("--generator.most-replicas", "2", "--environment.most-replicas", "2", "--env", "tests.fake_envs:Elsewhere"),
+        *("--steps", "400", "--checkpoint-every", "50", "--groups-per-batch", "4", "--evaluation.every", "0"),
+    )
+    command.wait_for(r"step +3/400")
+    run = attach(out)
+
+    def engines(wanted: str) -> None:
+        until = time.monotonic() + 240
+        while run.ask("status")["engines"].split("/")[0] != wanted:
+            assert time.monotonic() < until, command.output
+            time.sleep(0.5)
+
+    def step_beyond(step: int) -> None:
+        until = time.monotonic() + 240
+        while run.step <= step:
+            assert time.monotonic() < until, command.output
+            time.sleep(0.5)
+
+    assert run.hosts == dict.fromkeys(("local", "host0", "host1"), "serves")
+    first = joining(commands, out, "spot", "--services", "generator+environment")
+    engines("2")
+    assert set(hosts_of_services(first)) >= {"generator", "environment", "weights"}
+    step_beyond(run.step + 3)
+    first.process.send_signal(signal.SIGTERM)  # it is told to leave
+    assert first.end() == 143, first.output
+    command.wait_for("host spot has left")
+    engines("1")
+    assert not first.strays()
+    with pytest.raises(ForgeError, match="has, or had, a host 'spot'"):
+        run.ask("join", name="spot", address=f"ipc://{tmp_path}/host", services=[])
+
+    second = joining(commands, out, "other", "--services", "generator+environment")
+    engines("2")
+    step_beyond(run.step + 3)
+    (worker,) = psutil.Process(second.process.pid).children()
+    worker.kill()  # it is not told
+    command.wait_for("host other is gone")
+    engines("1")
+    assert second.end() == 1, second.output
+    step_beyond(run.step + 3)
+    run.scale(engines=2, environments=2)  # on the host that is there
+    engines("2")
+    step_beyond(run.step + 2)
+    run.stop()
+    assert command.end() == 0, command.output
+    steps = [row["step"] for row in metrics(out) if "loss" in row]
+    assert steps == list(range(1, len(steps) + 1))
+    batches = tasks_by_step(out)
+    assert {step: Counter(source for source, _ in tasks) for step, tasks in batches.items()} == {
+        step: {"chain_sum": 3, "basic_arithmetic": 1} for step in steps
+    }, "the mixture is exact"
+    drawn = Counter(task for tasks in batches.values() for task in tasks)
+    assert set(drawn.values()) == {1}, "no task is trained twice"
+    outcomes = Counter(json.loads(line)["outcome"] for line in (out / "episodes.jsonl").read_text().splitlines())
+    assert outcomes.keys() <= {"completed", "truncated"}, "no episode is lost"
+    assert not command.strays()
+    assert not forgotten(before)

@@ -115,7 +115,7 @@ def test_settings_with_the_controllers_default_get_the_hosts():
 
 def cluster_without(*lost: str) -> Cluster:
     names = [THIS_HOST, *(name for name in "abc" if name not in lost)]
-    return cast(Any, SimpleNamespace(lost=dict.fromkeys(lost, "it is gone"), hosts=names))
+    return cast(Any, SimpleNamespace(lost=dict.fromkeys(lost, "it is gone"), leaving=set(), hosts=names))
 
 
 def test_replicas_are_spread_and_move_when_their_host_is_gone():

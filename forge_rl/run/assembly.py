@@ -27,10 +27,12 @@ from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.run.checkpoint_mirror import MirrorTask
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.control import Control, serving_control
+from forge_rl.run.elastic import ElasticHosts
 from forge_rl.run.endpoints import check_reachable, listen
 from forge_rl.run.evaluator import Evaluates, Evaluator, RolloutEvaluations
 from forge_rl.run.example_evaluation import AnswerEvaluations, ExampleEvaluations
-from forge_rl.run.live import LiveSettings
+from forge_rl.run.hosts import RunHosts
+from forge_rl.run.live import LiveSettings, Scalable
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.policy_gateway import PolicyGateway
 from forge_rl.run.preparation import Checked, Prepared, longest_example
@@ -47,6 +49,7 @@ C = TypeVar("C", bound=RunConfig)
 async def assemble(
     prepared: Prepared,
     checked: Checked[C],
+    hosts: RunHosts,
     services: Services,
     mixture: Mixture,
     *,
@@ -80,9 +83,10 @@ async def assemble(
             stack.push_async_callback(policy.close)
         batches, evaluations = _trained(checked, services, mixture, rollouts, examples, tokenizer, loss, log.warn)
         evaluator = Evaluator(checked.sets, evaluations)
-        live = stack.enter_context(
-            contextlib.closing(LiveSettings(rollouts, mixture, config.mixture, reward, services.trainer, log.event))
+        settings = LiveSettings(
+            rollouts, mixture, config.mixture, reward, services.trainer, log.event, scalable=_scalable(services.rollout)
         )
+        live = stack.enter_context(contextlib.closing(settings))
         mirror = MirrorTask(prepared.mirror, prepared.checkpoints, log) if prepared.mirror else None
         if mirror is not None:
             stack.push_async_callback(mirror.close)
@@ -113,10 +117,20 @@ async def assemble(
             outside = stack.enter_context(listen(config.attach_on, "--attach-on"))
             host, port = outside.getsockname()[:2]  # a name may stand for a public address
             check_reachable(f"{host}:{port}", "--attach-on", may_be_public=config.isolation.public_ports)
-        control = Control(run, live, policy)
+        control = Control(run, live, policy, ElasticHosts(config, prepared, hosts, checked.model, services.rollout))
         await stack.enter_async_context(serving_control(prepared.folder, control, log.warn, outside))
         gc.freeze()  # also modules imported meanwhile: see responsive_loop
         yield run
+
+
+def _scalable(services: RolloutServices | None) -> dict[str, Scalable]:
+    """Return the services whose number of replicas can change in a live run."""
+    if services is None:
+        return {}
+    found: dict[str, Scalable] = {"engines": services.generator}
+    if services.environment is not None and services.environment.replicas:
+        found["environments"] = services.environment
+    return found
 
 
 def _trained(

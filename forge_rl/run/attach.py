@@ -147,6 +147,20 @@ class AttachedRun:
         """Explain the gap between engines and trainer after the current step; waits for it. See `Run.explain_gap`."""
         return Text(self.ask("explain_gap", prompts=prompts))
 
+    def scale(self, *, engines: int | None = None, environments: int | None = None) -> None:
+        """Start or stop engines, or processes of environments; what these had begun goes on elsewhere."""
+        asked = {"engines": engines, "environments": environments}
+        self.set("replicas", {name: count for name, count in asked.items() if count is not None})
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """State of each host: "serves", "leaves", or why it is gone."""
+        return dict(self.ask("hosts")["hosts"])
+
+    def leave(self, host: str) -> None:
+        """Let a host go; returns once nothing of the run is left there."""
+        self.ask("leave", name=host)
+
     def pause(self) -> None:
         """Pause: engines hold their requests at a token boundary, and training stops after the current step."""
         self.ask("pause")
@@ -164,7 +178,7 @@ class AttachedRun:
         self.ask("stop", now=now)
 
     def set(self, knob: str, values: Mapping[str, object]) -> None:
-        """Change a knob: "mixture", "schedule", "reward" or "optimizer"."""
+        """Change a knob: "mixture", "schedule", "reward", "optimizer" or "replicas"."""
         self.ask("set", knob=knob, values=values)
 
     def _knob(self, name: str) -> Any:

@@ -32,6 +32,7 @@ from forge_rl.runtime.local_socket import listening, peer_is_own
 from forge_rl.runtime.sealed import NONCE_BYTES, Sealed, nonce
 
 if TYPE_CHECKING:
+    from forge_rl.run.elastic import ElasticHosts
     from forge_rl.run.policy_gateway import PolicyGateway
     from forge_rl.run.run import Run
 
@@ -50,8 +51,9 @@ _MOST_PROMPTS = 1024
 class Control:
     """Answers requests of attached clients; each public method is a request."""
 
-    def __init__(self, run: Run[Any], live: LiveSettings, gateway: PolicyGateway | None) -> None:
+    def __init__(self, run: Run[Any], live: LiveSettings, gateway: PolicyGateway | None, hosts: ElasticHosts) -> None:
         self._run = run
+        self._hosts = hosts
         self._live = live
         self._gateway = gateway
         self._numbers = itertools.count(1)
@@ -75,8 +77,20 @@ class Control:
         }
 
     async def set(self, knob: str, values: dict[str, Any]) -> None:
-        """Change the mixture, the schedule, the reward or the optimizer; see `LiveSettings.knobs`."""
+        """Change the mixture, the schedule, the reward, the optimizer or the replicas; see `LiveSettings.knobs`."""
         await self._live.write(knob, values)
+
+    async def hosts(self) -> dict[str, object]:
+        """Return the state of each host, and what a host that joins must know; see `ElasticHosts`."""
+        return {"hosts": self._hosts.states(), **self._hosts.meeting_point()}
+
+    async def join(self, name: str, address: str, services: list[Any]) -> str:
+        """Take in a host; returns a line about what it does."""
+        return await self._hosts.join(name, address, services)
+
+    async def leave(self, name: str) -> None:
+        """Let a host go; returns once nothing of the run is left there."""
+        await self._hosts.leave(name)
 
     async def chat(self, message: str | list[Any], max_tokens: int | None = None, temperature: float = 0.0) -> str:
         """Chat with the current policy."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,14 +112,14 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
             say(f"asking {', '.join(cluster.hosts[1:])}")
             progress = monitor.display.progress
             model = await asyncio.to_thread(resolve_model, config.model, config.cache, progress)
-            infos |= _sound(config, cluster, await _ask(cluster, prepared, model.resolve()), monitor.log.warn)
+            answers = await ask_hosts(cluster, prepared, model.resolve(), cluster.hosts[1:])
+            infos |= sound_hosts(config, cluster, answers, monitor.log.warn)
         placed = place(config, infos)
         if hosts:
             monitor.display.startup("hosts", "ready", ", ".join(cluster.hosts[1:]))
             for line in placed.lines():
                 monitor.log.event(line)
-            described = {name: dataclasses.asdict(info) for name, info in infos.items()}
-            write_json(prepared.folder / "hosts.json", {"hosts": described, "services": dict(placed.hosts)})
+            write_hosts(prepared.folder, infos, placed.hosts)
         try:
             with standing_for(placed.devices) if hosts else contextlib.nullcontext():
                 yield RunHosts(cluster=cluster, placed=placed, defaults=defaults)
@@ -127,7 +127,13 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
             await cluster.close()
 
 
-def _sound(
+def write_hosts(folder: Path, infos: Mapping[str, HostInfo], services: Mapping[str, Sequence[str]]) -> None:
+    """Write hosts.json: what each host has, and the hosts of each service."""
+    described = {name: dataclasses.asdict(info) for name, info in infos.items()}
+    write_json(folder / "hosts.json", {"hosts": described, "services": dict(services)})
+
+
+def sound_hosts(
     config: RunConfig, cluster: Cluster, answers: Mapping[str, Answer], warn: Callable[[str], None]
 ) -> dict[str, HostInfo]:
     """Return what the sound hosts have; leave out those that fail the quick checks, with a warning.
@@ -153,7 +159,7 @@ def _sound(
     return {host: info for host, (info, _, _) in answered.items() if host not in failed}
 
 
-async def _ask(cluster: Cluster, prepared: Prepared, model: Path) -> dict[str, Answer]:
+async def ask_hosts(cluster: Cluster, prepared: Prepared, model: Path, hosts: Sequence[str]) -> dict[str, Answer]:
     """Return what each host has, or why it does not see the run's folder or the model's."""
     service = Service("host", cluster, prepared.monitor.faults)
     service.recoverable = True
@@ -163,7 +169,7 @@ async def _ask(cluster: Cluster, prepared: Prepared, model: Path) -> dict[str, A
         async with task_group() as group:
             asked = {
                 host: group.create_task(_examine_one(service, service.spawn(HostActor, host=host), probe, model))
-                for host in cluster.hosts[1:]
+                for host in hosts
             }
         return {host: task.result() for host, task in asked.items()}
     finally:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, Protocol
 
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.mixture import Mixture
@@ -281,6 +281,65 @@ class RewardKnob:
         self._changed(f"reward {before} -> {self._now}")
 
 
+class Scalable(Protocol):
+    """A service whose number of replicas can change in a live run."""
+
+    @property
+    def replicas(self) -> int: ...
+
+    def scale(self, replicas: int) -> None: ...
+
+
+class ReplicasKnob:
+    """Numbers of engines and of environments' processes on the present hosts; hosts that join or leave change them in
+    proportion."""
+
+    def __init__(
+        self, services: Mapping[str, Scalable], changed: Callable[[str], None], tell: Callable[[str], None]
+    ) -> None:
+        self._services = services
+        self._changed = changed
+        self._tell = tell
+        self._set: dict[str, int] = {}
+        self.given: dict[str, Any] = self.read()
+
+    def read(self) -> dict[str, Any]:
+        return {name: service.replicas for name, service in self._services.items()}
+
+    async def write(self, values: dict[str, Any]) -> None:
+        self.set(values)
+
+    def set(self, values: Mapping[str, Any]) -> None:
+        """Start or stop replicas until there are as many.
+
+        Raises:
+            ConfigError: there is no such service, or no room for so many.
+        """
+        for name, count in values.items():
+            if name not in self._services:
+                known = ", ".join(self._services) or "nothing: the run generates no episodes"
+                raise ConfigError(f"the run has no {name} to scale", hint=f"scale {known}")
+            before = self._services[name].replicas
+            self._services[name].scale(count)
+            self._set[name] = count
+            self._changed(f"{name} {before} -> {count}")
+
+    def changes(self) -> dict[str, Any]:
+        return {name: count for name, count in self._set.items() if count != self.given[name]}
+
+    async def resume(self, given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+        for name, live in changes.items():
+            if name not in self._services or (flag := self.given[name]) == live:
+                continue
+            if flag != given.get(name):
+                self._tell(f"the current flags set {flag} {name}, which overrides the live change to {live}")
+                continue
+            try:
+                self.set({name: live})
+            except ConfigError as error:  # there are other hosts now
+                self._tell(f"the live change to {live} {name} is not taken up: {error.message}")
+
+
 class LiveSettings:
     """All knobs of a run: reports each change as an event, and gives the state that a resumed run takes up.
 
@@ -290,6 +349,7 @@ class LiveSettings:
         reward: None if there is none; it is then no knob.
         trainer: the policy's trainer.
         tell: called with a line for the events.
+        scalable: services whose number of replicas can change, by the name that users know.
     """
 
     def __init__(
@@ -300,6 +360,8 @@ class LiveSettings:
         reward: Reward | None,
         trainer: Trainer,
         tell: Callable[[str], None],
+        *,
+        scalable: Mapping[str, Scalable] | None = None,
     ) -> None:
         self.mixture = mixture
         self.changed: list[Callable[[], None]] = []
@@ -308,13 +370,16 @@ class LiveSettings:
         self._resuming = False
         self._mixture = MixtureKnob(mixture, adapting, self._changed)
         self.optimizer = OptimizerKnob(trainer, self._changed, tell)
-        self.knobs: dict[str, ScheduleKnob | MixtureKnob | RewardKnob | OptimizerKnob] = {}
+        self.replicas = ReplicasKnob(scalable or {}, self._changed, tell)
+        self.knobs: dict[str, ScheduleKnob | MixtureKnob | RewardKnob | OptimizerKnob | ReplicasKnob] = {}
         self._schedule: LiveSchedule | None = None
         if rollouts is not None:
             schedule = self.knobs["schedule"] = ScheduleKnob(rollouts, self._changed, tell)
             self._schedule = LiveSchedule(schedule.read, schedule.set)
         self.knobs["mixture"] = self._mixture
         self.knobs["optimizer"] = self.optimizer
+        if scalable:
+            self.knobs["replicas"] = self.replicas
         if reward is not None:
             self.knobs["reward"] = RewardKnob(reward, self._changed, tell)
         self._writing = asyncio.Lock()
@@ -405,6 +470,8 @@ def _is_knob_state(name: object, state: object) -> bool:
             return all(isinstance(text, str) for text in texts)
         case "reward", {"given": {"reward": str()}, "changes": dict(changes)}:
             return not changes
+        case "replicas", {"given": dict(numbers), "changes": dict(changed)}:
+            return all(type(number) is int for number in (*numbers.values(), *changed.values()))
         case "optimizer", {"given": {"lr": given}, "changes": dict(changed)}:
             rates = {"lr": given, **changed}
             return rates.keys() == {"lr"} and all(_is_rate(rate) for rate in (given, *changed.values()))

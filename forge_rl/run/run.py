@@ -169,6 +169,17 @@ class Run(Generic[C]):
     def lr(self, lr: float) -> None:
         self._live.optimizer.set(lr)
 
+    def scale(self, *, engines: int | None = None, environments: int | None = None) -> None:
+        """Start or stop engines, or processes of environments, in the background; their work goes on elsewhere.
+
+            run.scale(engines=3)
+
+        Raises:
+            ConfigError: there is no room for so many, or the run has none.
+        """
+        asked = {"engines": engines, "environments": environments}
+        self._live.replicas.set({name: count for name, count in asked.items() if count is not None})
+
     @property
     def paused(self) -> bool:
         """Whether the run is paused, or will be at its next boundary."""

@@ -155,6 +155,7 @@ class Starting(Generic[C]):
                     assembling = assemble(
                         prepared,
                         checked,
+                        hosts,
                         services,
                         self.mixture,
                         loss=self.loss,

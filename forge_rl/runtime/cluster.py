@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil  # type: ignore[import-untyped]
 
@@ -48,6 +48,8 @@ _DEFAULTS = {
 """Defaults of Monarch's environment variables in every process."""
 
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_OTHER_HOSTS: Mapping[str, Any] = {"mesh_orphan_timeout": "60s"}
+"""Settings of Monarch once there are other hosts, whose own settings are not sufficient."""
 _CHILDREN_DEFAULTS = {
     # Sockets between the processes of a service are unauthenticated, so they must stay on this machine.
     "GLOO_SOCKET_IFNAME": "lo",
@@ -105,14 +107,13 @@ class Cluster:
         """Hosts that are gone for good, with the cause."""
         self.heard: dict[str, float] = {}
         """Last answer of each watched host, see `Processes`."""
+        self.leaving: set[str] = set()
+        """Hosts that are about to go: nothing new is placed there."""
         self._loss = asyncio.Event()
         self.on_lost: list[Callable[[str, str], None]] = []
         """Called with the name of a host that is gone, and the cause."""
-        if THIS_HOST in self._hosts:
-            raise ConfigError(f"{THIS_HOST!r} is the name of the controller's host", hint="rename the other host")
         for name, mesh in self._hosts.items():
-            if (size := int(mesh.size())) != 1:
-                raise ConfigError(f"{name!r} names {size} hosts", hint="give each host of the job its own name")
+            _check_host(name, mesh)
         import monarch.config
 
         # A process shuts down once its last messages are acknowledged, which otherwise takes half a second.
@@ -121,13 +122,27 @@ class Cluster:
         # is set here too, in case Monarch was imported before the environment variable was set.
         settings |= {"message_delivery_timeout": "1day", "supervision_watchdog_timeout": "1day"}
         if self._hosts:
-            settings["mesh_orphan_timeout"] = "60s"  # the hosts' own setting is not sufficient
+            settings |= _OTHER_HOSTS
         monarch.config.configure(**settings)
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """Names of all hosts, this one first, without those that are gone."""
         return (THIS_HOST, *(host for host in self._hosts if host not in self.lost))
+
+    def add(self, name: str, mesh: HostMesh) -> None:
+        """Take in a host that joins.
+
+        Raises:
+            ConfigError: its name is taken, also by one that is gone, or the mesh has several hosts.
+        """
+        import monarch.config
+
+        _check_host(name, mesh)
+        if name in self._hosts:
+            raise ConfigError(f"the run has, or had, a host {name!r}", hint="give the new host another name")
+        monarch.config.configure(**_OTHER_HOSTS)
+        self._hosts[name] = mesh
 
     @property
     def may_be_public(self) -> bool:
@@ -226,6 +241,13 @@ class Cluster:
         """Stop all meshes."""
         await asyncio.gather(*(watcher.close() for watcher in self._watchers.values()))
         await asyncio.gather(*map(self.stop, list(self._meshes)))
+
+
+def _check_host(name: str, mesh: HostMesh) -> None:
+    if name == THIS_HOST:
+        raise ConfigError(f"{THIS_HOST!r} is the name of the controller's host", hint="rename the other host")
+    if (size := int(mesh.size())) != 1:
+        raise ConfigError(f"{name!r} names {size} hosts", hint="give each host of the job its own name")
 
 
 def _changes(host: str) -> dict[str, str | None]:

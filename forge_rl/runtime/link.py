@@ -115,16 +115,16 @@ class Link:
             self._end(key, kind <= _ERROR)
         return self._value(method, kind, payload)
 
-    def fail(self, cause: str, *, died: bool, in_hand: Collection[int] = ()) -> None:
+    def fail(self, cause: str, *, died: bool, in_hand: Collection[int] | None = None) -> None:
         """Fail all calls in flight and later ones, with ReplicaError if the replica died, else ServiceError.
 
-        `in_hand` has the numbers of the calls that it was executing when it died; they are blamed.
+        `in_hand` has the numbers of the calls that it was executing when it died; they are blamed. None if unknown.
         """
         if self._broken is not None:
             return
         self._broken = (_DIED if died else _STOPPED, cause.encode())
         for number, call in self._calls.items():
-            kind = _DIED if not in_hand else _KILLED if number in in_hand else _SPARED
+            kind = _DIED if in_hand is None else _KILLED if number in in_hand else _SPARED
             call.put((kind, cause.encode()) if died else self._broken)
         self._calls.clear()
         self.deadlines.cancel()

@@ -40,6 +40,8 @@ class ReplicaState(enum.Enum):
     SERVING = "serving"
     QUARANTINED = "quarantined"
     """Dead, to be replaced."""
+    RETIRED = "retired"
+    """Ends what it has begun, and is then stopped."""
     ABANDONED = "abandoned"
     """Dead; not to be replaced, or only after a pause that nobody waits for."""
 
@@ -103,6 +105,8 @@ class Replica:
         """Monotonic seconds."""
         self.state = ReplicaState.STARTING
         self.serving_since = 0.0
+        self.ends_by = 0.0
+        """Time on its clock at which it is stopped if it is retired, even if it has calls in flight."""
         self.in_flight = 0
         self.held = 0
         """Load other than calls, such as environments between two steps; routing counts each as one call."""
@@ -153,12 +157,16 @@ class Replica:
         for watcher in self.watchers.values():
             watcher.signal(self.tree.mark, signal.SIGKILL)
 
-    def fail(self, cause: str) -> None:
-        """Mark the replica as dead: calls in flight and later ones raise ReplicaError."""
+    def fail(self, cause: str, *, blames: bool = True) -> None:
+        """Mark the replica as dead: calls in flight and later ones raise ReplicaError.
+
+        Args:
+            blames: blame the calls that it was executing; False if it was stopped on purpose.
+        """
         self.death.set_result(cause)
-        calls = in_hand.read(self.notes)
+        calls = in_hand.read(self.notes) if blames else ()
         self.blamed = bool(calls)
-        self.link.fail(cause, died=True, in_hand=calls)
+        self.link.fail(cause, died=True, in_hand=(calls or None) if blames else ())
 
     async def call(self, method: str, *args: object, deadline_s: float, rank: int | None = None, name: str = "") -> Any:
         """Call an endpoint of one process: the only one, or the given rank. For control; `ask` is cheaper.

@@ -1,12 +1,16 @@
-"""Which host each replica of a service starts on."""
+"""How many replicas a service has, and which host each starts on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from forge_rl.errors import ConfigError
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
+
+_MOST = 1024
+"""Most replicas of a service."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,24 +35,92 @@ class Seat:
 
 
 class Seats:
-    """Spreads the replicas of a service over its hosts, and moves them when a host is gone.
+    """Decides how many replicas a service has, spreads them over its hosts, and moves them when a host is gone.
 
-    If all are gone, and it needs no GPUs, they move to other hosts of the run.
+    If all are gone, and it needs no GPUs, they move to other hosts of the run. Between `least` and `most`, the number
+    of replicas follows the hosts that there are.
 
-        seats = Seats(cluster, ServiceHosts(names=("a", "b")))
+        seats = Seats(cluster, ServiceHosts(names=("a", "b")), replicas=2, most=3)
         host = seats.take(0).host
+        seats.add("c")
+        seats.wanted  # 3
 
     Args:
-        cluster: knows which hosts are gone.
+        cluster: knows which hosts are gone, or about to go.
         hosts: the service's hosts.
         gpus_each: GPUs of a replica.
+        replicas: number of replicas on these hosts.
+        least: least number of replicas; by default as many as `replicas`, wherever they then are.
+        most: most of them; by default as many as `replicas`.
+        first: index of the first replica with a seat; those before it are elsewhere, and always there.
     """
 
-    def __init__(self, cluster: Cluster, hosts: ServiceHosts, *, gpus_each: int = 1) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        hosts: ServiceHosts,
+        *,
+        gpus_each: int = 1,
+        replicas: int = 1,
+        least: int = 0,
+        most: int = 0,
+        first: int = 0,
+    ) -> None:
+        self.first = first
+        self.hosts = hosts
         self._cluster = cluster
-        self._hosts = hosts
         self._gpus_each = gpus_each
         self._taken: dict[int, Seat] = {}
+        self._replicas, self._room = replicas, self._room_now()
+        """Number of replicas for a number of places; the same share of other places is wanted."""
+        self._least, self._most = least or replicas, most or replicas
+
+    @property
+    def each(self) -> int:
+        """Most replicas on one host, as planned."""
+        return max(1, -(-self._replicas // len(self.hosts.names)))
+
+    @property
+    def wanted(self) -> int:
+        """Number of replicas with seats that the service should have on the hosts that it has now."""
+        now = self._room_now()
+        found = -(-self._replicas * now // self._room) if self._room else self._replicas
+        if self.hosts.gpus and self._least < self._most:
+            found = min(found, now)
+        return max(self._least, min(self._most, found))
+
+    def add(self, host: str, gpus: Sequence[str] = (), cores: int | None = None) -> None:
+        """Take in another host of the service."""
+        self.hosts = ServiceHosts(
+            names=(*self.hosts.names, host),
+            gpus={**self.hosts.gpus, host: tuple(gpus)} if gpus else self.hosts.gpus,
+            cores=self.hosts.cores if cores is None else {**self.hosts.cores, host: cores},
+        )
+
+    def scale(self, replicas: int) -> None:
+        """Change the number of replicas on the present hosts, and the bounds if they exclude it.
+
+        Raises:
+            ConfigError: it is below 1 or above what is sensible, or there are too few GPUs.
+        """
+        room = self._room_now()
+        if isinstance(replicas, bool) or not isinstance(replicas, int) or not 1 <= replicas <= _MOST:
+            raise ConfigError(f"the number of replicas is set to {replicas!r}", hint=f"choose one from 1 to {_MOST}")
+        if self.hosts.gpus and replicas > room:
+            raise ConfigError(f"the hosts have GPUs for {room} replicas, not for {replicas}", hint="add hosts first")
+        is_fixed = self._least == self._most
+        self._replicas, self._room = replicas, room
+        self._least = replicas if is_fixed else min(self._least, replicas)
+        self._most = replicas if is_fixed else max(self._most, replicas)
+
+    def free(self, index: int) -> None:
+        """Free the seat of a replica that is stopped, and not replaced."""
+        self._taken.pop(index, None)
+
+    def _room_now(self) -> int:
+        """Return how many replicas have room: as GPUs allow, or one for each host."""
+        living = [host for host in self.hosts.names if _stays(host, self._cluster)]
+        return sum(len(self.hosts.gpus.get(host, ())) // self._gpus_each if self.hosts.gpus else 1 for host in living)
 
     def take(self, index: int) -> Seat:
         """Return the seat of the replica with an index: its own as long as the host lives, else a free one.
@@ -57,24 +129,49 @@ class Seats:
             ConfigError: no host is left, or none has enough free GPUs.
         """
         seat = self._taken.pop(index, None)
-        if seat is None or seat.host in self._cluster.lost:
+        if seat is None or not _stays(seat.host, self._cluster):
             seat = self._free()
         self._taken[index] = seat
         return seat
 
     def _free(self) -> Seat:
         """Return the first free seat on the living host with the fewest replicas."""
-        living = _living(self._hosts, self._cluster)
+        living = _living(self.hosts, self._cluster)
         taken = {host: {seat.place for seat in self._taken.values() if seat.host == host} for host in living}
         for host in sorted(living, key=lambda each: len(taken[each])):
             place = next(number for number in range(len(self._taken) + 1) if number not in taken[host])
-            gpus = self._hosts.gpus.get(host)
+            gpus = self.hosts.gpus.get(host)
             if gpus is None or (place + 1) * self._gpus_each <= len(gpus):
                 return Seat(host=host, place=place)
-        gone = ", ".join(host for host in self._hosts.names if host in self._cluster.lost)
+        gone = ", ".join(host for host in self.hosts.names if not _stays(host, self._cluster))
         raise ConfigError(
             f"no host has room for another replica{f'; gone are {gone}' if gone else ''}",
             hint="give the service more hosts in --placement, or fewer replicas",
+        )
+
+
+class Bounded(Protocol):
+    """Settings of a service whose number of replicas has bounds; 0 stands for `replicas`."""
+
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def least_replicas(self) -> int: ...
+    @property
+    def most_replicas(self) -> int: ...
+
+
+def check_bounds(config: Bounded, prefix: str) -> None:
+    """Check that the number of replicas is within its bounds.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    least, most = config.least_replicas or config.replicas, config.most_replicas or config.replicas
+    if not least <= config.replicas <= most:
+        raise ConfigError(
+            f"{prefix}replicas is {config.replicas}, and not from {least} to {most}",
+            hint=f"change {prefix}least-replicas or {prefix}most-replicas",
         )
 
 
@@ -102,7 +199,11 @@ def ranks_by_host(ranks: int, hosts: ServiceHosts, cluster: Cluster) -> dict[str
 
 def _living(hosts: ServiceHosts, cluster: Cluster) -> list[str]:
     """Return the hosts of a service that live or, if none does and it needs no GPUs, all others of the run."""
-    living = [host for host in hosts.names if host not in cluster.lost]
+    living = [host for host in hosts.names if _stays(host, cluster)]
     if living or hosts.gpus:
         return living
-    return [host for host in cluster.hosts if host != THIS_HOST] or [THIS_HOST]
+    return [host for host in cluster.hosts if host != THIS_HOST and _stays(host, cluster)] or [THIS_HOST]
+
+
+def _stays(host: str, cluster: Cluster) -> bool:
+    return host not in cluster.lost and host not in cluster.leaving

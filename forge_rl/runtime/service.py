@@ -20,6 +20,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.host_watcher import MARK, Watch
 from forge_rl.runtime.processes import ProcessTree, cause_of, describe_exit, last_error, process_space
 from forge_rl.runtime.replica import STOPPED, Replica, ReplicaState
+from forge_rl.runtime.seats import Seats
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.tasks import task_group
 
@@ -30,7 +31,9 @@ _KILL_S = 5.0
 _MOST_KILLED = 3
 """Number of replicas that a call, or its task, may kill before it is no longer retried."""
 _POLL_S = 0.5
-"""Seconds between checks for hung replicas, which do not exit."""
+"""Seconds between checks for hung replicas, which do not exit, and for retired ones that have nothing left to do."""
+_RETIRED_S = 30.0
+"""Time in which a retired replica may end what it has begun; the rest goes on elsewhere."""
 _PROBE_S = 1.0
 """Time for a process to answer once its host's agent does not."""
 
@@ -103,6 +106,12 @@ class Service:
         self._causes: set[str] = set()
         """Causes of death so far."""
         self._recovering: dict[int, asyncio.Task[None]] = {}
+        """Tasks that start replicas, other than the first ones."""
+        self._seats: Seats | None = None
+        self._count = 0
+        """Number of indices so far, if `start` has assigned them."""
+        self._dismissed: set[int] = set()
+        """Indices without a replica, or with a retired one: there are fewer than there were."""
         self._watching: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -139,6 +148,8 @@ class Service:
         number = len(self.replicas) if index is None else index
         dead = self.spares.get(number) if spare else self.replicas[number] if number < len(self.replicas) else None
         assert dead is None or not dead.alive, f"replica {index} of {self.name} is alive"
+        if not spare and number > len(self.replicas):
+            raise ServiceError("one before it did not start", service=self.name, replica=number, hint="see the events")
         incarnation = 0 if dead is None else dead.incarnation + 1
         serial, self._spawned[number] = self._spawned[number], self._spawned[number] + 1
         name = f"{self.name}-{number}" + f".{serial}" * bool(serial)
@@ -194,7 +205,8 @@ class Service:
     async def watch(self, replica: Replica, *, deadline_s: float) -> None:
         """Wait until a replica's processes run; from then on exits are noticed at once, and hangs soon.
 
-        The first replica of an index then serves; a replacement serves once its respawn has finished, a spare never.
+        The service's first replicas then serve; those that start later serve once their respawn has finished, a spare
+        never.
         """
         pids: dict[str, dict[int, int]] = {}
         for rank, host in enumerate(replica.hosts):
@@ -218,7 +230,7 @@ class Service:
             await replica.call("note_in_hand", replica.notes.absolute(), deadline_s=deadline_s, rank=0)
         if self._watching is None:
             self._watching = self.in_background(self._watch_for_hangs(), None, "hangs are no longer detected")
-        if not self._is_spare(replica) and (replica.incarnation == 0 or self._respawn is None):
+        if not self._is_spare(replica) and replica.index not in self._recovering:
             self._start_serving(replica)
 
     async def _watch_elsewhere(self, replica: Replica, host: str, ranks: Mapping[int, int]) -> None:
@@ -236,10 +248,20 @@ class Service:
             )
         )
 
-    async def start(self, count: int, start_one: Callable[[int], Coroutine[Any, Any, None]], restart: Restart) -> None:
+    async def start(
+        self,
+        count: int,
+        start_one: Callable[[int], Coroutine[Any, Any, None]],
+        restart: Restart,
+        *,
+        seats: Seats | None = None,
+    ) -> None:
         """Start `count` replicas concurrently, then supervise them; `start_one` is the `respawn` of `supervise`.
 
         If `start_one` raises now, the service is stopped.
+
+        Args:
+            seats: decide from then on how many replicas there are; see `rescale`.
         """
         try:
             async with task_group() as group:
@@ -249,6 +271,85 @@ class Service:
             await self.stop()
             raise
         self.supervise(start_one, restart)
+        self._seats, self._count = seats, count
+        self.rescale()  # a host may have gone meanwhile
+
+    @property
+    def supervised(self) -> bool:
+        """True once the service's first replicas have started, and others are started in their place."""
+        return self._respawn is not None
+
+    @property
+    def complete(self) -> bool:
+        """True while as many replicas serve as there should be."""
+        indices = set(range(max(self._count, len(self.replicas)))) - self._dismissed
+        return indices <= {replica.index for replica in self.replicas if replica.serving}
+
+    def rescale(self) -> None:
+        """Start or retire replicas, in the background, until there are as many as the seats want.
+
+        Dead replicas and those on hosts that leave are retired first, then those of the highest index.
+        """
+        if self._seats is None or self._respawn is None or self._stopping or self._faults.closing:
+            return
+        kept = [index for index in range(self._seats.first, self._count) if index not in self._dismissed]
+        surplus = len(kept) - self._seats.wanted
+
+        def by_use(index: int) -> tuple[bool, bool, int]:
+            replica = self._at(index)
+            stays = replica is not None and self._cluster.leaving.isdisjoint(replica.hosts)
+            return replica is not None and replica.alive, stays, -index
+
+        for index in sorted(kept, key=by_use)[: max(0, surplus)]:
+            self._dismiss(index)
+        for _ in range(-surplus):
+            busy = {index for index in self._dismissed if (replica := self._at(index)) is not None and replica.alive}
+            index = min(self._dismissed - busy, default=self._count)
+            self._dismissed.discard(index)
+            self._count = max(self._count, index + 1)
+            self._recover_in_background(index, self._start_more)
+
+    async def leave(self, host: str) -> None:
+        """Retire the replicas on a host that is about to go, start those elsewhere that have room there, and wait until
+        the host has none left."""
+        self.rescale()
+        while here := [replica for replica in self.replicas if replica.alive and host in replica.hosts]:
+            for replica in here:
+                if replica.serving:
+                    self._retire_later(replica)
+            await self._changed.wait()
+
+    def _at(self, index: int) -> Replica | None:
+        return self.replicas[index] if index < len(self.replicas) else None
+
+    def _dismiss(self, index: int) -> None:
+        """Do without the replica of an index from now on."""
+        self._dismissed.add(index)
+        starting, replica = self._recovering.pop(index, None), self._at(index)
+        if starting is not None:
+            starting.cancel()
+        if replica is not None and replica.serving:
+            self._retire_later(replica)
+        else:
+            self.in_background(self._remove(index, starting), index, "it cannot be stopped")
+
+    def _retire_later(self, replica: Replica) -> None:
+        """Give a replica no more work, and stop it once it has none left."""
+        replica.ends_by = replica.clock() + _RETIRED_S
+        self._set_state(replica, ReplicaState.RETIRED)
+
+    async def _remove(self, index: int, starting: asyncio.Task[None] | None = None) -> None:
+        """Clean up after a dismissed replica, or one that was still starting."""
+        if starting is not None:
+            await asyncio.wait([starting])
+        if (replica := self._at(index)) is not None:
+            if replica.alive:
+                self.retire(replica, "it is not needed any more")
+            self._set_state(replica, ReplicaState.RETIRED)
+            await self.clean_up(replica)
+        if self._seats is not None:
+            self._seats.free(index)
+        self.rescale()  # another replica may have been waiting for the seat
 
     def supervise(
         self,
@@ -385,7 +486,7 @@ class Service:
     def retire(self, replica: Replica, cause: str) -> None:
         """Kill a healthy replica so that it can be replaced; fails its calls in flight, but records no fault."""
         replica.kill()
-        replica.fail(cause)
+        replica.fail(cause, blames=False)
 
     def abandon(self, replica: Replica) -> None:
         """Give up on a dead replica."""
@@ -430,6 +531,7 @@ class Service:
         for replica in [*self.replicas, *self.spares.values()]:
             if host in replica.hosts:
                 self._on_death(replica, f"host {host} is gone: {cause}")
+        self.rescale()
 
     def _on_process_end(self, replica: Replica, rank: int, status: int | None) -> None:
         cause = describe_exit(status, self._exit_meanings)
@@ -446,6 +548,11 @@ class Service:
         replica.fail(cause)
         if self._stopping:
             return
+        if replica.state is ReplicaState.RETIRED:
+            self._on_retired(replica)
+            return
+        if replica.index in self._dismissed and not self._is_spare(replica):
+            return
         if self._is_spare(replica):  # its death costs only the spare
             self._faults.record(self.name, replica.index, f"a spare: {cause}", fatal=False)
             self._notify()
@@ -457,44 +564,75 @@ class Service:
         if respawn is not None and replica.index not in self._recovering:  # else it died while starting
             if replica.answered or self._faults.clock() - replica.serving_since >= self._restart.healthy_s:
                 self._deaths[replica.index] = 0
-            self._recovering[replica.index] = self.in_background(
-                self._recover(replica.index, respawn), replica.index, "it cannot be restarted"
-            )
+            self._recover_in_background(replica.index, self._recover)
+
+    def _on_retired(self, replica: Replica) -> None:
+        """Continue after the end of a retired replica: without it, or with another one elsewhere."""
+        self._notify()
+        if replica.index in self._dismissed:
+            self.in_background(self._remove(replica.index), replica.index, "it cannot be stopped")
+        elif self._respawn is not None and not self._faults.closing:
+            self._recover_in_background(replica.index, self._start_more)
+
+    def _recover_in_background(
+        self, index: int, work: Callable[[int, Callable[[int], Awaitable[None]]], Coroutine[Any, Any, None]]
+    ) -> None:
+        respawn = self._respawn
+        assert respawn is not None, "only supervised replicas are started again"
+
+        async def recover() -> None:
+            try:
+                await work(index, respawn)
+            finally:  # from here on, a death starts a new recovery
+                if self._recovering.get(index) is asyncio.current_task():
+                    del self._recovering[index]
+
+        self._recovering[index] = self.in_background(recover(), index, "it cannot be started")
+
+    async def _start_more(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> None:
+        """Start a replica at an index that has none, or a retired one."""
+        if (before := self._at(index)) is not None:
+            await self.clean_up(before)
+        if await self._replace(index, respawn):
+            return
+        if self._at(index) is before:
+            self._dismissed.add(index)  # no process was started; the next change of hosts tries again
+            self._notify()
+        else:
+            await self._recover(index, respawn)
 
     async def _recover(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> None:
         """Replace the dead replica of an index until the new one serves or is abandoned."""
         most = self._restart.max_restarts
         counts = not self.replicas[index].blamed or not most  # a blamed call has its own budget
-        try:
-            while True:
-                await self.clean_up(self.replicas[index])
-                self._deaths[index] += counts
-                counts = True
-                if (hopeless := self._is_hopeless(index)) or self._deaths[index] > most:
-                    self.abandon(self.replicas[index])
-                    if self._all_abandoned:
-                        self._faults.record(self.name, None, self._causes_of_end())
-                    if hopeless or self._all_abandoned or not most:
-                        return
-                await self._sleep(self._restart.delay_s(self._deaths[index]))
-                if await self._replace(index, respawn):
+        while True:
+            await self.clean_up(self.replicas[index])
+            self._deaths[index] += counts
+            counts = True
+            if (hopeless := self._is_hopeless(index)) or self._deaths[index] > most:
+                self.abandon(self.replicas[index])
+                if self._all_abandoned:
+                    self._faults.record(self.name, None, self._causes_of_end())
+                if hopeless or self._all_abandoned or not most:
                     return
-        finally:
-            del self._recovering[index]  # from here on, a death starts a new recovery
+            await self._sleep(self._restart.delay_s(self._deaths[index]))
+            if await self._replace(index, respawn):
+                return
 
     async def _replace(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> bool:
-        """Replace the dead replica of an index; return whether the new one serves."""
-        dead, failure = self.replicas[index], ""
+        """Start a replica at an index whose replica is dead, if it has one; return whether the new one serves."""
+        dead, failure = self._at(index), ""
         try:
             await respawn(index)
         except (Exception, asyncio.CancelledError) as error:  # any error means that the replica does not serve
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             failure = f"it did not restart: {type(error).__name__}: {error}".splitlines()[0]
-        replica = self.replicas[index]
-        if replica is dead:
+        replica = self._at(index)
+        if replica is None or replica is dead:
             self._faults.record(self.name, index, failure, fatal=False)
-        elif failure:
+            return False
+        if failure:
             self.mark_failed(replica, failure)
         if replica.alive:
             self._start_serving(replica)
@@ -521,7 +659,10 @@ class Service:
 
     @property
     def _all_abandoned(self) -> bool:
-        return all(replica.state is ReplicaState.ABANDONED for replica in self.replicas)
+        wanted = [replica for replica in self.replicas if replica.index not in self._dismissed]
+        if self._dismissed and not wanted:
+            return False  # they wait for a host
+        return all(replica.state is ReplicaState.ABANDONED for replica in wanted)
 
     def _causes_of_end(self) -> str:
         """Describe why no replica is left."""
@@ -534,8 +675,13 @@ class Service:
         while True:
             await asyncio.sleep(_POLL_S)
             for replica in [*self.replicas, *self.spares.values()]:
-                if replica.alive and (cause := replica.look_for_hang(descendants=self._descendants)):
+                if not replica.alive:
+                    continue
+                if cause := replica.look_for_hang(descendants=self._descendants):
                     self.mark_failed(replica, cause)
+                elif replica.state is ReplicaState.RETIRED and (not replica.load or replica.clock() > replica.ends_by):
+                    self.retire(replica, "it was not needed any more")
+                    self._on_retired(replica)
 
     def _is_spare(self, replica: Replica) -> bool:
         return self.spares.get(replica.index) is replica

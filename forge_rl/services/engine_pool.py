@@ -57,7 +57,8 @@ class EnginePool:
         start_deadline_s: timeout of an engine's start.
         spares: take the place of dead engines; kept ready from the first load on.
         weights_bytes: size of the model's weights, which extends the timeout of going to sleep.
-        replace: gives a replacement engine its devices, possibly after a wait, and reserves them while it starts.
+        replace: gives an engine that starts in a live run its devices, possibly after a wait, and reserves them while
+            it starts.
         remote: indices of engines in servers that others run, which need no devices here, and no spares.
     """
 
@@ -116,7 +117,7 @@ class EnginePool:
         self._chunk_at[replica] = replica.clock()
 
     async def start_one(self, index: int) -> None:
-        """Start the engine with an index, possibly replacing a dead one, and bring it to the desired state."""
+        """Start the engine with an index, possibly in place of a dead one, and bring it to the desired state."""
         spare = None if index in self._remote else self.spares.take(index)
         replica = spare.replica if spare is not None else self._spawn(index)
         if spare is None:
@@ -125,7 +126,7 @@ class EnginePool:
             if spare is not None and spare.started:
                 await self._bring(replica, DesiredState(asleep=True))
                 return
-            if replica.incarnation and index not in self._remote:
+            if (replica.incarnation or self._service.supervised) and index not in self._remote:
                 await self._devices(stack)
             environment = [self.spares.environment(index)] if spare is not None else []
             await replica.call("setup", *environment, deadline_s=self._start_deadline_s)

@@ -70,7 +70,9 @@ class EngineSpares:
         return sum(spare.replica.alive for spare in self._ready.values())
 
     def take(self, index: int) -> Spare | None:
-        """Put a spare in the place of the dead engine with this index; None if no spare is ready."""
+        """Put a spare in the place of the dead engine with this index; None if no spare is ready, or none has died."""
+        if index >= len(self._service.replicas):
+            return None
         host = self._host_of(index)
         living = [(number, spare.replica) for number, spare in self._ready.items() if spare.replica.alive]
         number = next((number for number, replica in living if host in (None, replica.host)), None)
@@ -114,7 +116,7 @@ class EngineSpares:
 
     def _missing(self) -> int | None:
         """Return the number of a spare to start now, or None; while an engine is missing, that one comes first."""
-        if not all(replica.serving for replica in self._service.replicas):
+        if not self._service.complete:
             return None
         spares = self._service.spares
         return next((each for each in self._numbers if each not in spares or not spares[each].alive), None)

@@ -25,10 +25,10 @@ from forge_rl.envs.protocol import (
     reset_env,
     step_env,
 )
-from forge_rl.errors import ForgeError, ReplayError, ReplicaError, check_flags
+from forge_rl.errors import ConfigError, ForgeError, ReplayError, ReplicaError, check_flags
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.seats import Seats, ServiceHosts
+from forge_rl.runtime.seats import Seats, ServiceHosts, check_bounds
 from forge_rl.runtime.service import Replica, Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
 from forge_rl.types import Task
@@ -47,6 +47,10 @@ class Environment:
 
         replicas: int = 1
         """Number of processes that run environments."""
+        least_replicas: int = 0
+        """Least number of them, to which hosts that leave may reduce it; by default as many as replicas."""
+        most_replicas: int = 0
+        """Most of them, to which hosts that join a live run may raise it; by default as many as replicas."""
         deadline_s: float = 600.0
         """Timeout of one environment step; a process that an environment blocks for longer is killed, with all its
         environments."""
@@ -54,10 +58,15 @@ class Environment:
         """Policy for processes that die."""
 
         def __post_init__(self) -> None:
-            check_flags(self, "--environment.", least={"replicas": 1}, above={"deadline_s": 0})
+            least = {"replicas": 1, "least_replicas": 0, "most_replicas": 0}
+            check_flags(self, "--environment.", least=least, above={"deadline_s": 0})
+            check_bounds(self, "--environment.")
 
-    def __init__(self, config: Config, service: Service | None, factory: EnvFactory) -> None:
+    def __init__(
+        self, config: Config, service: Service | None, factory: EnvFactory, seats: Seats | None = None
+    ) -> None:
         self.config = config
+        self._seats = seats
         self._service = service
         self._factory = factory
         self._opened = 0
@@ -84,7 +93,13 @@ class Environment:
         # An environment's child processes may run model-written code and exit: no reason to end the replica.
         service = Service("environment", cluster, faults, descendants=False, blames=True)
 
-        seats = Seats(cluster, hosts or ServiceHosts())
+        seats = Seats(
+            cluster,
+            hosts or ServiceHosts(),
+            replicas=config.replicas,
+            least=config.least_replicas,
+            most=config.most_replicas,
+        )
 
         async def start_one(index: int) -> None:
             # The user's environment may need API keys.
@@ -93,8 +108,37 @@ class Environment:
             replica.may_block_s = config.deadline_s  # else one blocking environment would end its whole process early
             await service.watch(replica, deadline_s=deadline_s)
 
-        await service.start(config.replicas, start_one, config.restart)
-        return cls(config, service, factory)
+        await service.start(config.replicas, start_one, config.restart, seats=seats)
+        return cls(config, service, factory, seats)
+
+    @property
+    def replicas(self) -> int:
+        """Number of processes that there should be on the present hosts; 0 if environments run in this process."""
+        return 0 if self._seats is None else self._seats.wanted
+
+    def scale(self, replicas: int) -> None:
+        """Start or stop processes, in the background, until there are as many on the present hosts.
+
+        Environments of a process that is stopped have half a minute to end, and are then made again elsewhere.
+
+        Raises:
+            ConfigError: environments run in this process, or the number is out of range.
+        """
+        if self._service is None or self._seats is None:
+            raise ConfigError("environments run in the controller's process", hint="they need no others")
+        self._seats.scale(replicas)
+        self._service.rescale()
+
+    def join(self, host: str, cores: int) -> None:
+        """Take in another host, which gets processes if there may be more than there are."""
+        if self._service is not None and self._seats is not None:
+            self._seats.add(host, cores=cores)
+            self._service.rescale()
+
+    async def leave(self, host: str) -> None:
+        """Stop the processes on a host that is about to go; see `Service.leave`."""
+        if self._service is not None:
+            await self._service.leave(host)
 
     @property
     def leaves(self) -> int:

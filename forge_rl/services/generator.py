@@ -63,8 +63,11 @@ class Generator:
 
     Config: TypeAlias = GeneratorConfig
 
-    def __init__(self, config: Config, service: Service, pool: EnginePool, tokenizer: Tokenizer, lend: Lend) -> None:
+    def __init__(
+        self, config: Config, service: Service, pool: EnginePool, tokenizer: Tokenizer, lend: Lend, seats: Seats
+    ) -> None:
         self.config = config
+        self._seats = seats
         self._service = service
         self._pool = pool
         self._tokenizer = tokenizer
@@ -113,22 +116,29 @@ class Generator:
             check_decode_layout(model, config, engines=config.replicas)
         remote = range(len(config.urls))
         service = Service(name, cluster, faults, uniform=True, exit_meanings=EXIT_MEANINGS)
-        places = hosts or ServiceHosts()
+        seats = Seats(
+            cluster,
+            hosts or ServiceHosts(),
+            gpus_each=config.devices,
+            replicas=config.replicas,
+            least=config.least_replicas,
+            most=config.most_replicas,
+            first=len(config.urls),
+        )
         processes = _Processes(
             service=service,
             config=config,
             actor=actor,
             model=model,
             seed=seed,
-            places=places,
-            seats=Seats(cluster, places, gpus_each=config.devices),
+            seats=seats,
             patience_s=deadline_s / 2,
         )
         spares = EngineSpares(
             service,
             processes.spawn_spare,
             processes.environment,
-            numbers=range(config.engines, config.engines + config.spares),
+            numbers=range(most := max(config.engines, len(config.urls) + config.most_replicas), most + config.spares),
             start_deadline_s=deadline_s,
             restart=config.restart,
             host_of=processes.host_of,
@@ -146,8 +156,8 @@ class Generator:
             tokenizer = group.create_task(  # imports take seconds
                 asyncio.to_thread(Tokenizer, model, parse_control_tokens=parse_control_tokens)
             )
-            group.create_task(service.start(config.engines, pool.start_one, config.restart))
-        return cls(config, service, pool, tokenizer.result(), lend)
+            group.create_task(service.start(config.engines, pool.start_one, config.restart, seats=seats))
+        return cls(config, service, pool, tokenizer.result(), lend, seats)
 
     @property
     def version(self) -> int | None:
@@ -182,6 +192,31 @@ class Generator:
     def engines(self) -> dict[int, int]:
         """Return the serving engines: maximum concurrent requests by index, as their KV caches allow."""
         return {replica.index: self._limits.of(replica) for replica in self._service.replicas if replica.serving}
+
+    @property
+    def replicas(self) -> int:
+        """Number of engines that there should be on the present hosts; some may still start."""
+        return self._seats.wanted
+
+    def scale(self, replicas: int) -> None:
+        """Start or stop engines, in the background, until there are as many on the present hosts.
+
+        What an engine that is stopped has begun goes on elsewhere.
+
+        Raises:
+            ConfigError: there is no room for so many.
+        """
+        self._seats.scale(replicas)
+        self._service.rescale()
+
+    def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
+        """Take in another host, which gets engines if there may be more than there are."""
+        self._seats.add(host, gpus, cores)
+        self._service.rescale()
+
+    async def leave(self, host: str) -> None:
+        """Stop the engines on a host that is about to go; see `Service.leave`."""
+        await self._service.leave(host)
 
     @property
     def spares(self) -> int:
@@ -481,7 +516,6 @@ class _Processes:
     actor: type[ServiceActor]
     model: Path
     seed: int
-    places: ServiceHosts
     seats: Seats
     patience_s: float
     """Time for a server of others to come back."""
@@ -493,16 +527,16 @@ class _Processes:
         seat = self.seats.take(index)
         return decode_environment(
             seat.place,
-            replicas=-(-self.config.replicas // len(self.places.names)),
+            replicas=self.seats.each,
             devices=self.config.devices,
-            gpus=self.places.gpus.get(seat.host, ()),
-            cores=self.places.cores.get(seat.host),
+            gpus=self.seats.hosts.gpus.get(seat.host, ()),
+            cores=self.seats.hosts.cores.get(seat.host),
             batch_invariant=self.config.batch_invariant,
         )
 
     def host_of(self, index: int) -> str | None:
         """Return the host that has the GPUs of the engine with an index; None if it may be on any."""
-        return self.seats.take(index).host if self.places.gpus else None
+        return self.seats.take(index).host if self.seats.hosts.gpus else None
 
     def spawn(self, index: int) -> Replica:
         """Spawn the engine with an index, or the process that uses it in a server of others."""
@@ -519,7 +553,8 @@ class _Processes:
 
     def spawn_spare(self, number: int) -> Replica:
         """Spawn the spare with a number, without devices, on the host of an engine."""
-        like = len(self.config.urls) + number % self.config.replicas
+        own = [each.index for each in self.service.replicas if each.serving and each.index >= len(self.config.urls)]
+        like = own[number % len(own)] if own else len(self.config.urls)
         args, env = self._args(number, "spare"), spare_environment(self.environment(like))
         host = self.seats.take(like).host
         return self.service.spawn(self.actor, *args, env=env, host=host, index=number, spare=True)

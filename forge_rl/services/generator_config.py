@@ -10,6 +10,7 @@ from forge_rl.engines.devices import device_type
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.speculation import check_speculation
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.runtime.seats import check_bounds
 from forge_rl.runtime.supervision import Restart
 from forge_rl.system.redaction import without_credentials
 
@@ -25,6 +26,12 @@ class GeneratorConfig(DecodeSettings):
     """Addresses of vLLM servers that others started by forge-rl serve-engine, such as http://10.0.0.7:8000, whose
     engines join the run in addition to its replicas. The environment variable VLLM_API_KEY must hold their key. Only
     https:// may lead to a public address."""
+    least_replicas: int = 0
+    """Least number of engines: a host that leaves takes its engines along, down to this many. By default as many as
+    replicas, so that they move to other hosts."""
+    most_replicas: int = 0
+    """Most engines: a host that joins a live run adds as many as the other hosts have each, up to this many. By default
+    as many as replicas."""
     spares: int = 0
     """Number of spare engines that stand by to take the place of engines that die, which otherwise takes a whole
     start. On CPU each needs an engine's memory, less its KV cache; on GPUs it holds no device memory: it has imported
@@ -53,7 +60,7 @@ class GeneratorConfig(DecodeSettings):
         check_flags(
             self,
             "--generator.",
-            least=dict.fromkeys(("gpu_memory_utilization", "spares"), 0)
+            least=dict.fromkeys(("gpu_memory_utilization", "spares", "least_replicas", "most_replicas"), 0)
             | dict.fromkeys(("max_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size"), 1)
             | {"replicas": 0 if self.urls else 1},
             above={
@@ -65,6 +72,7 @@ class GeneratorConfig(DecodeSettings):
             },
             below={"temperature": 10, "gpu_memory_utilization": 1},
         )
+        check_bounds(self, "--generator.")
         check_speculation(self.speculation, routed_experts=self.routed_experts, devices=self.devices)
         if self.kv_transfer_config:
             _check_json(self.kv_transfer_config)

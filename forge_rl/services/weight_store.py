@@ -115,6 +115,17 @@ class WeightStore:
             raise WeightsError(f"the weight store has no host {host!r}, or no more", hint="see the run's events")
         return self._recovery.transports[host]
 
+    async def add(self, host: str) -> None:
+        """Start a process on a host that joins, so that engines there can read versions.
+
+        Raises:
+            ForgeError: it does not start.
+        """
+        if self._service.supervised:
+            await self._recovery.add(host)
+        else:  # all hosts read from torchstore's one process
+            self._recovery.transports[host] = self.transport()
+
     @contextlib.asynccontextmanager
     async def publishing(
         self, version: int, specs: Sequence[TensorSpec], dtype: torch.dtype, *, hosts: Sequence[str] = (THIS_HOST,)

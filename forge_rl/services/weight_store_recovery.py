@@ -68,6 +68,23 @@ class StoreRecovery:
         await self._service.watch(replica, deadline_s=self._deadline_s)
         return replica
 
+    async def add(self, host: str) -> None:
+        """Start the process of a host that joins after `open`."""
+        index = len(self._hosts)
+        self._hosts = (*self._hosts, host)
+        try:
+            replica = await self.spawn(index)
+        finally:
+            if len(self._service.replicas) == index:  # nothing could be spawned there
+                self._hosts = self._hosts[:index]
+        self.folders[host], _ = await replica.call("open_volume", self._meet(), deadline_s=self._deadline_s)
+        await self._introduce(host, replica)
+
+    async def _introduce(self, host: str, replica: Replica, kept: tuple[str, ...] | None = None) -> None:
+        """Tell the other processes of a host's new one."""
+        others = [each for each in self._service.replicas if each is not replica and each.alive]
+        await asyncio.gather(*(each.call("meet", host, replica.actor, kept, deadline_s=_CALL_S) for each in others))
+
     async def open(self) -> int:
         """Create all volumes, and supervise their processes; returns the bytes reclaimed from killed runs."""
         reclaimed = 0
@@ -117,7 +134,7 @@ class StoreRecovery:
         replica = await self.spawn(index)
         volumes = self._meet()
         self.folders[host], _ = await replica.call(
-            "open_volume", volumes, self.folders[host], held, deadline_s=self._deadline_s
+            "open_volume", volumes, self.folders.get(host), held, deadline_s=self._deadline_s
         )
         kept: tuple[str, ...] | None = None
         if not index:
@@ -128,8 +145,7 @@ class StoreRecovery:
             restored = tuple(versions.values()), leases, Holder.this_process(), self.epoch
             await replica.call("restore", *restored, deadline_s=_CALL_S)
             kept = tuple({key for manifest in whole for key in manifest.keys})
-        others = [each for each in self._service.replicas if each is not replica and each.alive]
-        await asyncio.gather(*(each.call("meet", host, replica.actor, kept, deadline_s=_CALL_S) for each in others))
+        await self._introduce(host, replica, kept)
 
     async def _whole(self, manifests: Sequence[Manifest]) -> list[Manifest]:
         """Versions whose buckets are all there."""

@@ -1,8 +1,9 @@
-"""One Monarch host of an allocation, started there by a launcher such as srun.
+"""One Monarch host of an allocation, started there by a launcher such as srun, or one that joins a live run.
 
 python -m forge_rl.runtime.jobs.host CONTROLLER [--interface NAME] [--public] [--watch JOB]
 
-It listens on this machine's address towards CONTROLLER, an IP address, and writes one JSON object a line to stdout,
+It listens on this machine's address towards CONTROLLER, an IP address, or on a socket in a private folder if that is
+"local", and writes one JSON object a line to stdout,
 after a mark: {"address": ...} once it listens, then {"notice": "SIGTERM"} for each signal by which a scheduler says
 that the host is about to end. It and its processes end when stdin does.
 """
@@ -17,6 +18,7 @@ import select
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 
@@ -53,7 +55,10 @@ def main() -> None:
     try:
         secure_monarch_log()
         set_defaults()
-        _tell("address", _serve(own_address([flags.controller], flags.interface, may_be_public=flags.public)))
+        if flags.controller == "local":
+            _tell("address", _serve_here(scratch))
+        else:
+            _tell("address", _serve(own_address([flags.controller], flags.interface, may_be_public=flags.public)))
     except ForgeError as error:
         sys.exit(f"error: {error}")
     for number in _NOTICES:
@@ -103,6 +108,21 @@ def _serve(ip: str) -> str:
         else:
             return address
     sys.exit(f"error: Monarch does not listen on {ip}: {failed}")
+
+
+def _serve_here(folder: str) -> str:
+    """Start Monarch's server on a socket in a folder; return its address."""
+    with quiet_stderr():
+        from monarch._src.job.service_identity import new_service_proc_id, service_proc_addr
+        from monarch.actor import start_worker_loop_forever
+
+        path = Path(folder, "host")
+        address = str(service_proc_addr(f"ipc://{path}", new_service_proc_id()))
+        serving = start_worker_loop_forever(address=address, ca="trust_all_connections")
+    while not path.is_socket():
+        with contextlib.suppress(TimeoutError):
+            serving.get(timeout=_LOOK_S)
+    return address
 
 
 def _listens(port: int) -> bool:

@@ -40,13 +40,17 @@ class LaunchedHost:
     said: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_KEPT))
     """The last lines that it or the launcher printed."""
 
-    async def follow(self, lost: Notice, ending: Notice, *, may_be_public: bool) -> None:
-        """Read its output until it ends; then report it as lost."""
+    async def follow(self, lost: Notice, ending: Notice, *, may_be_public: bool, is_here: bool = False) -> None:
+        """Read its output until it ends; then report it as lost.
+
+        Args:
+            is_here: it is on this machine, and serves on a socket.
+        """
         while line := await self._line():
             text = line.decode(errors="replace").rstrip()
             key, value = _message(text)
             if key == "address" and not self.address.done():
-                if is_trusted(value, may_be_public=may_be_public):
+                if is_here or is_trusted(value, may_be_public=may_be_public):
                     self.address.set_result(value)
             elif key == "notice":
                 ending(self.name, value)
@@ -116,7 +120,7 @@ async def launched_hosts(
     following: list[asyncio.Task[None]] = []
     try:
         for name, command in commands.items():
-            host = await _launch(name, command, env)
+            host = await launch_host(name, command, env)
             hosts.append(host)
             following.append(asyncio.create_task(host.follow(lost, ending, may_be_public=may_be_public)))
         addresses = await _addresses(hosts, listener)
@@ -124,7 +128,7 @@ async def launched_hosts(
             from monarch.actor import attach_to_workers
 
             meshes = {
-                name: attach_to_workers(name=_identifier(name), ca="trust_all_connections", workers=[address])
+                name: attach_to_workers(name=identifier(name), ca="trust_all_connections", workers=[address])
                 for name, address in addresses.items()
             }
         yield meshes
@@ -143,7 +147,12 @@ def save_at_notice(listener: JobListener, name: str, notice: str) -> None:
         signal.raise_signal(signal.SIGUSR1)
 
 
-async def _launch(name: str, command: Sequence[str], env: Mapping[str, str]) -> LaunchedHost:
+async def launch_host(name: str, command: Sequence[str], env: Mapping[str, str]) -> LaunchedHost:
+    """Start a host by a command; `follow` then reads what it writes.
+
+    Raises:
+        ConfigError: there is no such command.
+    """
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -205,5 +214,6 @@ def _message(line: str) -> tuple[str, str]:
     return "", ""
 
 
-def _identifier(name: str) -> str:
+def identifier(name: str) -> str:
+    """Return a host's name as Monarch may have it."""
     return "".join(letter if letter.isalnum() else "_" for letter in name)

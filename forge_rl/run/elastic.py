@@ -1,0 +1,153 @@
+"""Hosts that join a live run and leave it, with their engines and environments."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from forge_rl.engines.host import HostInfo
+from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.run.hosts import RunHosts, ask_hosts, sound_hosts, write_hosts
+from forge_rl.run.preparation import Prepared
+from forge_rl.run.run_config import RunConfig
+from forge_rl.run.services import RolloutServices, nothing_generated
+from forge_rl.runtime.cluster import THIS_HOST
+from forge_rl.runtime.jobs.joining import attach_host, controller_address
+
+JOINED = ("generator", "environment")
+"""Services that hosts can join."""
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
+_LEAVE_S = 120.0
+"""Time in which the processes on a host that leaves end; after that they count as lost."""
+
+
+class ElasticHosts:
+    """Takes hosts into a live run, and lets them go.
+
+    Args:
+        hosts: hosts of the run.
+        model: folder of the model, which each host must see.
+        rollout: services that hosts join; None if nothing is generated.
+    """
+
+    def __init__(
+        self, config: RunConfig, prepared: Prepared, hosts: RunHosts, model: Path, rollout: RolloutServices | None
+    ) -> None:
+        self._config = config
+        self._prepared = prepared
+        self._hosts = hosts
+        self._model = model
+        self._rollout = rollout
+        self._infos = dict(hosts.placed.infos)
+        self._services = {name: list(names) for name, names in hosts.placed.hosts.items()}
+        self._joining = asyncio.Lock()
+
+    def states(self) -> dict[str, str]:
+        """Return all hosts: "serves", "leaves", or why a host is gone."""
+        cluster = self._hosts.cluster
+        found = {host: "leaves" if host in cluster.leaving else "serves" for host in self._infos}
+        return found | cluster.lost
+
+    def meeting_point(self) -> dict[str, str]:
+        """Return what a host that wants to join must know: the controller's IP address; "" if only processes of its
+        machine reach it."""
+        return {"controller": controller_address()}
+
+    async def join(self, name: str, address: str, services: Sequence[str] = ()) -> str:
+        """Take in a host on which a worker of Monarch serves; returns a line about what it does there.
+
+        Args:
+            name: name of the host, new to the run.
+            address: address of the worker; see `attach_host`.
+            services: services that it joins; by default the engines, or the environments if it lacks the GPUs for
+                those.
+
+        Raises:
+            ForgeError: the host is refused; says why.
+        """
+        if self._rollout is None:
+            raise nothing_generated()
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigError(f"a host is called {name!r:.80}", hint="use letters, digits, hyphens and dots")
+        if unknown := [each for each in services if each not in JOINED]:
+            raise ConfigError(f"no host can join {unknown[0]!r:.80}", hint=f"name some of {', '.join(JOINED)}")
+        cluster, log = self._hosts.cluster, self._prepared.monitor.log
+        async with self._joining:
+            cluster.add(name, attach_host(name, address, may_be_public=cluster.may_be_public))
+            try:
+                answers = await ask_hosts(cluster, self._prepared, self._model, [name])
+                info = sound_hosts(self._config, cluster, answers, log.warn)[name]
+                chosen = self._choose(name, info, services)
+                await self._start(name, info, chosen)
+            except BaseException as error:
+                cause = error.message if isinstance(error, ForgeError) else type(error).__name__
+                cluster.lose(name, f"it could not join: {cause}")
+                raise
+            self._infos[name] = info
+            for service in chosen:
+                self._services[service].append(name)
+            write_hosts(self._prepared.folder, self._infos, self._services)
+        text = f"host {name} has joined: {', '.join(chosen)} ({info.describe()})"
+        log.event(text)
+        return text
+
+    async def leave(self, name: str) -> None:
+        """Let a host go: what runs there ends or goes on elsewhere, and nothing new starts there.
+
+        Raises:
+            ConfigError: there is no such host, or it is the controller's.
+        """
+        cluster = self._hosts.cluster
+        if name == THIS_HOST or name not in self._infos or name in cluster.lost:
+            others = [host for host in cluster.hosts if host != THIS_HOST]
+            raise ConfigError(f"no host {name!r:.80} can leave", hint=f"name one of {', '.join(others) or 'none'}")
+        if name in cluster.leaving:
+            raise ConfigError(f"host {name} is leaving already", hint="wait until it has left")
+        cluster.leaving.add(name)
+        self._prepared.monitor.log.event(f"host {name} is leaving")
+        leaving = [] if self._rollout is None else [self._rollout.generator.leave(name)]
+        if self._rollout is not None and self._rollout.environment is not None:
+            leaving.append(self._rollout.environment.leave(name))
+        tasks = [asyncio.ensure_future(each) for each in leaving]
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=_LEAVE_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            cluster.lose(name, "it has left")
+        self._prepared.monitor.log.event(f"host {name} has left")
+
+    def _choose(self, name: str, info: HostInfo, services: Sequence[str]) -> tuple[str, ...]:
+        """Return the services that a host joins.
+
+        Raises:
+            ConfigError: it cannot join one of them.
+        """
+        kind = self._hosts.placed.devices.kind
+        assert self._rollout is not None
+        chosen = tuple(dict.fromkeys(services)) or (("generator",) if info.kind == kind else ("environment",))
+        if "generator" in chosen and info.kind != kind:
+            raise ConfigError(
+                f"host {name} has {info.describe()}, and the engines run on {kind}",
+                hint="let it join the environments: --services environment",
+            )
+        if "environment" in chosen and (self._rollout.environment is None or not self._rollout.environment.replicas):
+            raise ConfigError(
+                "the run has no processes of environments that a host could take",
+                hint="an agent plays the episodes, or environments run in the controller's process",
+            )
+        return chosen
+
+    async def _start(self, name: str, info: HostInfo, chosen: Sequence[str]) -> None:
+        rollout = self._rollout
+        assert rollout is not None
+        alike = sum(each.space == info.space for each in self._infos.values())
+        cores = max(1, info.cores // max(1, alike))  # hosts that are processes of one machine share its cores
+        if "generator" in chosen:
+            await rollout.weights.add(name)
+            rollout.generator.join(name, info.gpus, cores)
+        if "environment" in chosen and rollout.environment is not None:
+            rollout.environment.join(name, cores)

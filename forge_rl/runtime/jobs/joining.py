@@ -1,0 +1,66 @@
+"""How a host joins a live run: the address at which it serves, and what the controller accepts of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_rl.errors import ConfigError
+from forge_rl.runtime.addresses import is_trusted
+from forge_rl.runtime.cluster import quiet_stderr
+from forge_rl.runtime.jobs.launched import identifier
+
+if TYPE_CHECKING:
+    from monarch.actor import HostMesh
+
+_SOCKET = re.compile(r"(?:[\w-]+<\w+>@)?ipc://(/[\w./-]{1,100})")
+_TCP = re.compile(r"Tcp\(\[?([0-9a-fA-F:.]+?)\]?:[0-9]+\)")
+"""Monarch's description of a transport."""
+
+
+def controller_address() -> str:
+    """Return the IP address on which Monarch serves in this process; "" if only processes of this machine reach it."""
+    import monarch.config
+
+    found = _TCP.search(str(monarch.config.get_global_config().get("default_transport")))
+    return found[1] if found else ""
+
+
+def attach_host(name: str, address: str, *, may_be_public: bool) -> HostMesh:
+    """Connect to a worker of Monarch that serves at an address: a private IP address, or this user's socket here.
+
+    Nothing is sent before the first process is spawned there.
+
+    Raises:
+        ConfigError: the address is something else, or the worker there could not reach this process.
+    """
+    socket = _SOCKET.fullmatch(address) if isinstance(address, str) else None
+    if socket is None and not (isinstance(address, str) and is_trusted(address, may_be_public=may_be_public)):
+        raise ConfigError(
+            f"a host serves at {address!r:.100}, which is neither a private address nor a socket of this machine",
+            hint="start it with: python -m apps.join FOLDER",
+        )
+    if socket is not None and not _is_own_socket(Path(socket[1])):
+        raise ConfigError(f"{socket[1]} is no socket of this user", hint="start the host as the user of the run")
+    if socket is None and not controller_address():
+        raise ConfigError(
+            "the run serves only its own machine, which no other can join",
+            hint="start it with --job allocation or slurm, whose network other machines reach",
+        )
+    with quiet_stderr():
+        from monarch.actor import attach_to_workers
+
+        return attach_to_workers(name=identifier(name), ca="trust_all_connections", workers=[address])
+
+
+def _is_own_socket(path: Path) -> bool:
+    """Return whether a path is a socket that only this user can have put there."""
+    try:
+        found, folder = path.lstat(), path.parent.lstat()
+    except OSError:
+        return False
+    private = stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.geteuid() and not folder.st_mode & 0o077
+    return private and stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
