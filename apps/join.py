@@ -3,8 +3,8 @@
 forge-rl join /shared/runs/grpo-1a2b3c4d
 sbatch --gpus=8 --wrap "forge-rl join /shared/runs/grpo-1a2b3c4d --name spot1"
 
-The run gives it engines, up to --generator.most-replicas, or environments. SIGTERM or Ctrl-C lets it leave: what runs
-here ends or goes on elsewhere, and nothing is lost. A second one does not wait for that.
+The run gives it engines, up to --generator.most-replicas, or environments. SIGTERM or Ctrl-C lets it leave: its work
+finishes or continues on other hosts, and nothing is lost. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Config:
     """What the host takes: generator, environment, or generator+environment. By default engines, or environments if the
     engines need GPUs and this machine has none."""
     interface: str = ""
-    """Network interface whose address to listen on; by default that of the way to the controller."""
+    """Network interface whose address to listen on; by default the one that leads to the controller."""
     public: bool = False
     """Allow a public address. Monarch executes any code that it receives there."""
 
@@ -55,7 +55,7 @@ async def main(config: Config) -> None:
     """Join the run and serve it.
 
     Raises:
-        ForgeError: the run refuses this host, or the host ended by itself.
+        ForgeError: the run refuses this host, or the host has failed.
     """
     run = await asyncio.to_thread(attach, config.run)
     controller = str((await asyncio.to_thread(run.ask, "hosts"))["controller"])
@@ -89,7 +89,7 @@ async def _serve(run: AttachedRun, name: str, following: asyncio.Task[None], hos
     """Wait until the run has ended or given up this host; if cancelled, leave first.
 
     Raises:
-        InfrastructureError: the host ended by itself, or the run has lost it.
+        InfrastructureError: the host has failed, or the run has lost it.
     """
     misses = 0
     try:

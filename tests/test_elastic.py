@@ -244,7 +244,7 @@ def test_only_private_addresses_and_own_sockets_are_attached(tmp_path: Path):
         "metatls://10.0.0.1:1",
         cast(str, None),
     ):
-        with pytest.raises(ConfigError, match=r"neither a private address|no socket of this user"):
+        with pytest.raises(ConfigError, match=r"neither a private address|not a socket of this user"):
             attach_host("a", address, may_be_public=False)
     with pytest.raises(ConfigError, match="serves only its own machine"):
         attach_host("a", "tcp://10.0.0.1:26600", may_be_public=False)

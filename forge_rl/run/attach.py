@@ -148,7 +148,7 @@ class AttachedRun:
         return Text(self.ask("explain_gap", prompts=prompts))
 
     def scale(self, *, engines: int | None = None, environments: int | None = None) -> None:
-        """Start or stop engines, or processes of environments; what these had begun goes on elsewhere."""
+        """Start or stop engines, or processes of environments; stopped ones hand their work over."""
         asked = {"engines": engines, "environments": environments}
         self.set("replicas", {name: count for name, count in asked.items() if count is not None})
 

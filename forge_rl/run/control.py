@@ -85,7 +85,7 @@ class Control:
         return {"hosts": self._hosts.states(), **self._hosts.meeting_point()}
 
     async def join(self, name: str, address: str, services: list[Any]) -> str:
-        """Take in a host; returns a line about what it does."""
+        """Take in a host; returns a line that names its services."""
         return await self._hosts.join(name, address, services)
 
     async def leave(self, name: str) -> None:

@@ -56,7 +56,7 @@ class ElasticHosts:
         return {"controller": controller_address()}
 
     async def join(self, name: str, address: str, services: Sequence[str] = ()) -> str:
-        """Take in a host on which a worker of Monarch serves; returns a line about what it does there.
+        """Take in a host on which a worker of Monarch serves; returns a line that names its services.
 
         Args:
             name: name of the host, new to the run.
@@ -69,6 +69,11 @@ class ElasticHosts:
         """
         if self._rollout is None:
             raise nothing_generated()
+        if self._config.isolation.private_network:
+            raise ConfigError(
+                "the run is in a private network, and cannot be reached from outside",
+                hint="leave out --private-network",
+            )
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigError(f"a host is called {name!r:.80}", hint="use letters, digits, hyphens and dots")
         if unknown := [each for each in services if each not in JOINED]:
@@ -94,10 +99,10 @@ class ElasticHosts:
         return text
 
     async def leave(self, name: str) -> None:
-        """Let a host go: what runs there ends or goes on elsewhere, and nothing new starts there.
+        """Let a host go: its work finishes or continues on other hosts.
 
         Raises:
-            ConfigError: there is no such host, or it is the controller's.
+            ConfigError: the run has no other host of this name.
         """
         cluster = self._hosts.cluster
         if name == THIS_HOST or name not in self._infos or name in cluster.lost:

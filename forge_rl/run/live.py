@@ -313,7 +313,7 @@ class ReplicasKnob:
         """Start or stop replicas until there are as many.
 
         Raises:
-            ConfigError: there is no such service, or no room for so many.
+            ConfigError: the run lacks such a service, or room for so many.
         """
         for name, count in values.items():
             if name not in self._services:

@@ -170,12 +170,12 @@ class Run(Generic[C]):
         self._live.optimizer.set(lr)
 
     def scale(self, *, engines: int | None = None, environments: int | None = None) -> None:
-        """Start or stop engines, or processes of environments, in the background; their work goes on elsewhere.
+        """Start or stop engines, or processes of environments, in the background; stopped ones hand their work over.
 
             run.scale(engines=3)
 
         Raises:
-            ConfigError: there is no room for so many, or the run has none.
+            ConfigError: the hosts lack room for so many, or the run has none.
         """
         asked = {"engines": engines, "environments": environments}
         self._live.replicas.set({name: count for name, count in asked.items() if count is not None})

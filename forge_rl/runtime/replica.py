@@ -41,7 +41,7 @@ class ReplicaState(enum.Enum):
     QUARANTINED = "quarantined"
     """Dead, to be replaced."""
     RETIRED = "retired"
-    """Ends what it has begun, and is then stopped."""
+    """Finishes its work, and is then stopped."""
     ABANDONED = "abandoned"
     """Dead; not to be replaced, or only after a pause that nobody waits for."""
 

@@ -101,7 +101,7 @@ class Seats:
         """Change the number of replicas on the present hosts, and the bounds if they exclude it.
 
         Raises:
-            ConfigError: it is below 1 or above what is sensible, or there are too few GPUs.
+            ConfigError: the number is out of range, or there are too few GPUs.
         """
         room = self._room_now()
         if isinstance(replicas, bool) or not isinstance(replicas, int) or not 1 <= replicas <= _MOST:

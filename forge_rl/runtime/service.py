@@ -33,7 +33,7 @@ _MOST_KILLED = 3
 _POLL_S = 0.5
 """Seconds between checks for hung replicas, which do not exit, and for retired ones that have nothing left to do."""
 _RETIRED_S = 30.0
-"""Time in which a retired replica may end what it has begun; the rest goes on elsewhere."""
+"""Time for a retired replica to finish its work; unfinished calls are repeated on other replicas."""
 _PROBE_S = 1.0
 """Time for a process to answer once its host's agent does not."""
 
@@ -288,7 +288,7 @@ class Service:
     def rescale(self) -> None:
         """Start or retire replicas, in the background, until there are as many as the seats want.
 
-        Dead replicas and those on hosts that leave are retired first, then those of the highest index.
+        Dead replicas are retired first, then replicas on hosts that leave, then the highest index.
         """
         if self._seats is None or self._respawn is None or self._stopping or self._faults.closing:
             return

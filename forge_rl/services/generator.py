@@ -201,10 +201,10 @@ class Generator:
     def scale(self, replicas: int) -> None:
         """Start or stop engines, in the background, until there are as many on the present hosts.
 
-        What an engine that is stopped has begun goes on elsewhere.
+        Other engines resume the completions of stopped ones.
 
         Raises:
-            ConfigError: there is no room for so many.
+            ConfigError: the hosts lack room for so many.
         """
         self._seats.scale(replicas)
         self._service.rescale()

@@ -44,7 +44,7 @@ def attach_host(name: str, address: str, *, may_be_public: bool) -> HostMesh:
             hint="start it with: python -m apps.join FOLDER",
         )
     if socket is not None and not _is_own_socket(Path(socket[1])):
-        raise ConfigError(f"{socket[1]} is no socket of this user", hint="start the host as the user of the run")
+        raise ConfigError(f"{socket[1]} is not a socket of this user", hint="start the host as the user of the run")
     if socket is None and not controller_address():
         raise ConfigError(
             "the run serves only its own machine, which no other can join",

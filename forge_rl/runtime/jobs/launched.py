@@ -148,10 +148,10 @@ def save_at_notice(listener: JobListener, name: str, notice: str) -> None:
 
 
 async def launch_host(name: str, command: Sequence[str], env: Mapping[str, str]) -> LaunchedHost:
-    """Start a host by a command; `follow` then reads what it writes.
+    """Start a host by a command; `follow` then reads its output.
 
     Raises:
-        ConfigError: there is no such command.
+        ConfigError: the command does not exist.
     """
     try:
         process = await asyncio.create_subprocess_exec(
