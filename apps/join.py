@@ -99,8 +99,8 @@ async def _serve(run: AttachedRun, name: str, following: asyncio.Task[None], hos
                 raise InfrastructureError(f"the host has ended: {' | '.join(host.said)}", hint="see its last lines")
             try:
                 state = (await asyncio.to_thread(run.ask, "hosts"))["hosts"].get(name, "unknown")
-            except ConfigError as error:
-                misses += 1
+            except ForgeError as error:
+                misses += isinstance(error, ConfigError)  # else it answers, but is busy
                 if misses >= _MOST_MISSES:
                     print(visible(error.message), flush=True)
                     return

@@ -144,7 +144,7 @@ def test_hosts_join_and_leave_a_live_run_and_nothing_is_lost(commands: list[Comm
     first = joining(commands, out, "spot", "--services", "generator+environment")
     engines("2")
     logs = {Path(os.readlink(f"/proc/{process.pid}/fd/1")).name.partition("-")[0] for process in first.children()}
-    assert logs >= {"generator", "environment", "weights"}
+    assert logs >= {"generator", "environment", "weights"}, (first.output, command.output)
     step_beyond(run.step + 3)
     first.process.send_signal(signal.SIGTERM)  # it is told to leave
     assert first.end() == 143, first.output
@@ -168,7 +168,9 @@ def test_hosts_join_and_leave_a_live_run_and_nothing_is_lost(commands: list[Comm
     step_beyond(run.step + 2)
     run.stop()
     assert command.end() == 0, command.output
-    steps = [row["step"] for row in metrics(out) if "loss" in row]
+    rows = [row for row in metrics(out) if "loss" in row]
+    assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows), "engines that join have the weights"
+    steps = [row["step"] for row in rows]
     assert steps == list(range(1, len(steps) + 1))
     batches = tasks_by_step(out)
     assert {step: Counter(source for source, _ in tasks) for step, tasks in batches.items()} == {

@@ -40,7 +40,7 @@ class Handle:
     dtype = "float32"
     sampling = Sampling(max_tokens=4)
     function = None
-    leaves = 1
+    leaves = replicas = 1
     non_finite = NonFiniteTokens()
 
     def __init__(self, name: str, stopped: list[str]) -> None:
