@@ -80,6 +80,8 @@ class ElasticHosts:
             raise ConfigError(f"no host can join {unknown[0]!r:.80}", hint=f"name some of {', '.join(JOINED)}")
         cluster, log = self._hosts.cluster, self._prepared.monitor.log
         async with self._joining:
+            if name in cluster.hosts or name in cluster.lost:
+                raise ConfigError(f"the run has, or had, a host {name!r}", hint="give the new host another name")
             cluster.add(name, attach_host(name, address, may_be_public=cluster.may_be_public))
             try:
                 answers = await ask_hosts(cluster, self._prepared, self._model, [name])
