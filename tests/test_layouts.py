@@ -225,7 +225,9 @@ def test_a_part_of_a_row_has_its_part_of_the_mask():
         for tree in attention_mask(row, slice(first, first + size)):
             for queries, keys, bias in tree.blocks(torch.float32):
                 here = found[first:][queries, tree.first :]
-                here[:, keys] = torch.ones_like(here[:, keys]).tril() if bias is None else bias[0, 0] == 0
+                here[:, keys] = (
+                    torch.ones_like(here[:, keys]).tril(keys.stop - queries.stop) if bias is None else bias[0, 0] == 0
+                )
             first += tree.queries
         assert first == (part + 1) * size, "each query is in one mask"
     assert torch.equal(found, dense_mask(row))

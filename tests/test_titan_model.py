@@ -263,6 +263,33 @@ def test_attention_of_a_part_of_a_row_to_all_its_keys_is_that_of_the_whole(
     torch.testing.assert_close(part, whole[:, :, queries])
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("heads", "key_heads"), [(1, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize("queries", [slice(0, 90), slice(37, 90), slice(89, 90)])
+def test_a_long_branch_is_split_for_all_threads_and_one_key_head_at_a_time(
+    threads: int, heads: int, key_heads: int, queries: slice, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(attention, "_LEAST_BLOCK", 12)
+    monkeypatch.setattr(attention, "_GROUP_BYTES", 90 * heads * 8 * 8 - 1)  # all 90 keys are too many
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    until = torch.tensor([90] * 90 + [95] * 5)
+    row = replace(empty_row(), token_ids=torch.zeros(95), trees=(until > 90).int(), until=until)
+    given = [torch.randn(1, h, 95, 8, dtype=torch.float64) for h in (heads, key_heads, key_heads)]
+    found, expected = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+    out, sums = attention.attend_trees(
+        found[0][:, :, queries], *found[1:], attention.tree_masks(row, queries), scale=0.7
+    )
+    q, k, v = expected
+    k, v = (x.repeat_interleave(heads // key_heads, dim=1) for x in (k, v))
+    scores = (0.7 * q @ k.mT).masked_fill(~dense_mask(row), -torch.inf)[:, :, queries]
+    torch.testing.assert_close(out, scores.softmax(-1) @ v)
+    torch.testing.assert_close(sums, scores.logsumexp(-1))
+    ((scores.softmax(-1) @ v).square().sum() + scores.logsumexp(-1).square().sum()).backward()
+    (out.square().sum() + sums.square().sum()).backward()
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("size", [4096, 6000])
 def test_a_row_of_one_branch_has_no_mask_and_keeps_none(size: int):
     at = torch.arange(size)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -18,12 +19,20 @@ _BRANCHED_QUERIES = 256
 """Maximum queries of a block where segments branch, so that it sees few keys of other segments."""
 _FEW_KEYS = 0.75
 """Share of the keys up to a block's end, below which those that it sees are copied."""
+_LEAST_BLOCK = 512
+"""Minimum tokens of a block on the diagonal of a causal mask that is computed in blocks."""
+_MOST_BLOCKS = 8
+"""Maximum number of such blocks."""
+_GROUP_BYTES = 8 << 20
+"""Maximum bytes of keys, repeated for each query head, that are computed for all heads at once."""
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 Keys: TypeAlias = slice | torch.Tensor
 """Positions of the keys that a block of queries may see: a range, or their indices, [n] int64."""
+_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +57,11 @@ class TreeMask:
     def blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Keys, torch.Tensor | None]]:
         """Yield blocks of queries, the keys that they may see, and the bias on their scores, [n, m] of `dtype`.
 
-        A bias of None is the causal mask of equally many queries and keys.
+        A bias of None is the causal mask of all queries, the last of the keys.
         """
         keys = len(self.until)
-        if not self.branched and keys == self.queries and (self.window is None or keys <= self.window):
-            yield slice(0, keys), slice(0, keys), None
+        if not self.branched and (self.window is None or keys <= self.window):
+            yield slice(0, self.queries), slice(0, keys), None
             return
         if dtype in self._kept:
             yield from self._kept[dtype]
@@ -169,37 +178,109 @@ def attend_trees(
     return out[..., :width], sums
 
 
-def _pieces(masks: Sequence[TreeMask], dtype: torch.dtype) -> Iterator[tuple[slice, Keys, torch.Tensor | None]]:
-    """Yield blocks of queries of the row, their keys, and the bias on their scores."""
+class _Piece(NamedTuple):
+    """Queries of a row, and keys that they see; computed by one call of the kernel for each group of heads."""
+
+    queries: slice
+    keys: Keys
+    bias: torch.Tensor | None = None
+    """Bias on the scores, `[1, 1, queries, keys]`."""
+    diagonals: int = 0
+    """Above 0: queries and keys are the same tokens in this many parts of equal length, each with a causal mask."""
+    merges: bool = False
+    """Whether an earlier piece has the same queries, with other keys."""
+
+
+def _pieces(masks: Sequence[TreeMask], dtype: torch.dtype) -> Iterator[_Piece]:
+    """Yield the pieces of a row."""
     begun = 0
     for mask in masks:
         for queries, keys, bias in mask.blocks(dtype):
-            first = mask.first
-            moved = slice(first + keys.start, first + keys.stop) if isinstance(keys, slice) else first + keys
-            yield slice(begun + queries.start, begun + queries.stop), moved, bias
+            first = begun + queries.start
+            if bias is None:
+                yield from _causal_pieces(first, mask.first, queries.stop - queries.start, len(mask.until))
+                continue
+            if isinstance(keys, slice):
+                keys = slice(mask.first + keys.start, mask.first + keys.stop)
+            else:
+                keys = mask.first + keys
+            yield _Piece(slice(first, begun + queries.stop), keys, bias)
         begun += mask.queries
 
 
-class _TreeAttention(torch.autograd.Function):
-    """The kernel's forward and backward, block by block; SDPA would save each layer's mask between them, and returns no
-    logsumexp.
+def _causal_pieces(query: int, key: int, queries: int, keys: int) -> Iterator[_Piece]:
+    """Yield pieces of equal work for all threads: blocks on the diagonal, and all keys before each block.
 
-    The kernel needs as many key heads as query heads, so keys and values are repeated one block at a time.
+    A causal mask over all queries would give a thread that has the first of them less to do.
+
+    Args:
+        query: index of the first query.
+        key: index of the first key.
+        queries: number of queries, which are the last of the keys' tokens.
+        keys: number of keys.
     """
+    blocks = max(1, min(_MOST_BLOCKS, queries // _LEAST_BLOCK))
+    size, rest = divmod(queries, blocks)
+    before = keys - queries
+    runs = [(0, rest, 1), (rest, size, blocks)] if rest else [(0, size, blocks)]
+    for first, length, count in runs:
+        whole = length * count
+        own = slice(key + before + first, key + before + first + whole)
+        yield _Piece(slice(query + first, query + first + whole), own, diagonals=count)
+        for start in range(first, first + whole, length):
+            if before + start:
+                earlier = slice(key, key + before + start)
+                yield _Piece(slice(query + start, query + start + length), earlier, merges=True)
+
+
+def _groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: Keys) -> Iterator[tuple[slice, slice, _Pair]]:
+    """Yield groups of query heads, their key heads, and the keys and values, repeated for each query head.
+
+    Copies and gradients of many keys would take much memory for all heads at once.
+    """
+    repeats, count = q.shape[1] // k.shape[1], k.shape[1]
+    length = keys.stop - keys.start if isinstance(keys, slice) else len(keys)
+    step = 1 if length * q.shape[1] * q.shape[3] * q.dtype.itemsize > _GROUP_BYTES else count
+    for first in range(0, count, step):
+        group = slice(first, first + step)
+        ours, theirs = (x[:, group, keys] for x in (k, v))
+        if step == 1:
+            repeated = ours.expand(-1, repeats, -1, -1), theirs.expand(-1, repeats, -1, -1)
+        else:
+            repeated = ours.repeat_interleave(repeats, dim=1), theirs.repeat_interleave(repeats, dim=1)
+        yield slice(first * repeats, (first + step) * repeats), group, repeated
+
+
+def _folded(x: torch.Tensor, parts: int) -> torch.Tensor:
+    """View `[1, heads, parts * n, ...]` as `[parts, heads, n, ...]`."""
+    folded: torch.Tensor = x[0].unflatten(1, (parts, -1)).transpose(0, 1)
+    return folded
+
+
+class _TreeAttention(torch.autograd.Function):
+    """The kernel's forward and backward, piece by piece; SDPA would save each layer's mask between them, and returns no
+    logsumexp."""
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: tuple[TreeMask, ...], scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        repeats = q.shape[1] // k.shape[1]
         out, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        for queries, keys, bias in _pieces(masks, q.dtype):
-            ours, theirs = (x[:, :, keys].repeat_interleave(repeats, dim=1) for x in (k, v))
-            out[:, :, queries], sums[:, :, queries] = _attend(
-                q[:, :, queries], ours, theirs, 0.0, bias is None, attn_mask=bias, scale=scale
-            )
+        for queries, keys, bias, diagonals, merges in _pieces(masks, q.dtype):
+            parts = max(1, diagonals)
+            for heads, _, pair in _groups(q, k, v, keys):
+                own, ours, theirs = (_folded(x, parts) for x in (q[:, heads, queries], *pair))
+                found, logs = _attend(own, ours, theirs, 0.0, diagonals > 0, attn_mask=bias, scale=scale)
+                into, before = (_folded(x[:, heads, queries], parts) for x in (out, sums))
+                if merges:
+                    both = torch.logaddexp(before, logs)
+                    into.mul_((before - both).exp_()[..., None]).addcmul_(found, (logs - both).exp_()[..., None])
+                    logs = both
+                else:
+                    into.copy_(found)
+                before.copy_(logs)
         ctx.save_for_backward(q, k, v, out, sums)
-        ctx.masks, ctx.scale, ctx.repeats = masks, scale, repeats
+        ctx.masks, ctx.scale = masks, scale
         ctx.set_materialize_grads(False)
         return out, sums
 
@@ -218,17 +299,31 @@ class _TreeAttention(torch.autograd.Function):
             q, k, out = (nn.functional.pad(x, (0, 1)) for x in (q, k, out))
             v = nn.functional.pad(v, (0, 1), value=1.0)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for queries, keys, bias in _pieces(ctx.masks, q.dtype):
-            ours, theirs = (x[:, :, keys].repeat_interleave(ctx.repeats, dim=1) for x in (k, v))
-            found = _attend_backward(
-                *(grad[:, :, queries], q[:, :, queries], ours, theirs, out[:, :, queries], sums[:, :, queries]),
-                *(0.0, bias is None),
-                attn_mask=bias,
-                scale=ctx.scale,
-            )
-            grad_q[:, :, queries] = found[0]
-            for whole, part in ((grad_k, found[1]), (grad_v, found[2])):
-                whole[:, :, keys] += part.unflatten(1, (-1, ctx.repeats)).sum(2)
+        for queries, keys, bias, diagonals, merges in _pieces(ctx.masks, q.dtype):
+            for heads, group, pair in _groups(q, k, v, keys):
+                own = [x[:, heads, queries] for x in (grad, q, out, sums)]
+                parts = diagonals or _parts(*own[1].shape[1:3])
+                upward, ours, done, logs = (_folded(x, parts) for x in own)
+                theirs = (_folded(x, parts) if diagonals else x.expand(parts, -1, -1, -1) for x in pair)
+                by_part = None if bias is None else _folded(bias, parts)
+                found, *others = _attend_backward(
+                    upward, ours, *theirs, done, logs, 0.0, diagonals > 0, attn_mask=by_part, scale=ctx.scale
+                )
+                into = _folded(grad_q[:, heads, queries], parts)
+                into.add_(found) if merges else into.copy_(found)
+                for whole, each in zip((grad_k, grad_v), others, strict=True):
+                    of_heads = each.unflatten(1, (group.stop - group.start, -1))
+                    if diagonals:
+                        _folded(whole[:, group, keys], parts).add_(of_heads.sum(2))
+                    else:
+                        whole[:, group, keys] += of_heads.sum((0, 2))
         if grad_sums is not None:
             grad_q, grad_k, grad_v = (x[..., :-1] for x in (grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v, None, None
+
+
+def _parts(heads: int, queries: int) -> int:
+    """Return in how many parts to split queries for the backward pass, which gives each thread whole heads."""
+    threads = torch.get_num_threads()
+    parts = threads // math.gcd(threads, heads)
+    return parts if queries % parts == 0 else 1
