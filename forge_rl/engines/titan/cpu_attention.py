@@ -21,8 +21,6 @@ _FEW_KEYS = 0.75
 """Share of the keys up to a block's end, below which those that it sees are copied."""
 _LEAST_BLOCK = 512
 """Minimum tokens of a block on the diagonal of a causal mask that is computed in blocks."""
-_MOST_BLOCKS = 8
-"""Maximum number of such blocks."""
 _GROUP_BYTES = 8 << 20
 """Maximum bytes of keys, repeated for each query head, that are computed for all heads at once."""
 _attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -31,8 +29,6 @@ _attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 Keys: TypeAlias = slice | torch.Tensor
 """Positions of the keys that a block of queries may see: a range, or their indices, [n] int64."""
-_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +179,8 @@ class _Piece(NamedTuple):
 
     queries: slice
     keys: Keys
+    group: int
+    """Number of key heads in a group."""
     bias: torch.Tensor | None = None
     """Bias on the scores, `[1, 1, queries, keys]`."""
     diagonals: int = 0
@@ -191,64 +189,67 @@ class _Piece(NamedTuple):
     """Whether an earlier piece has the same queries, with other keys."""
 
 
-def _pieces(masks: Sequence[TreeMask], dtype: torch.dtype) -> Iterator[_Piece]:
-    """Yield the pieces of a row."""
+def _pieces(masks: Sequence[TreeMask], q: torch.Tensor, k: torch.Tensor) -> Iterator[_Piece]:
+    """Yield the pieces of a row.
+
+    Copies and gradients of many keys would take much memory for all heads at once: a group is then a single key head.
+    """
     begun = 0
     for mask in masks:
-        for queries, keys, bias in mask.blocks(dtype):
-            first = begun + queries.start
+        repeated = len(mask.until) * q.shape[1] * q.shape[3] * q.dtype.itemsize
+        group = 1 if repeated > _GROUP_BYTES else k.shape[1]
+        for queries, keys, bias in mask.blocks(q.dtype):
+            whole = slice(begun + queries.start, begun + queries.stop)
             if bias is None:
-                yield from _causal_pieces(first, mask.first, queries.stop - queries.start, len(mask.until))
-                continue
-            if isinstance(keys, slice):
-                keys = slice(mask.first + keys.start, mask.first + keys.stop)
+                heads = group * q.shape[1] // k.shape[1]
+                yield from _causal_pieces(whole, slice(mask.first, mask.first + len(mask.until)), heads, group)
+            elif isinstance(keys, slice):
+                yield _Piece(whole, slice(mask.first + keys.start, mask.first + keys.stop), group, bias)
             else:
-                keys = mask.first + keys
-            yield _Piece(slice(first, begun + queries.stop), keys, bias)
+                yield _Piece(whole, mask.first + keys, group, bias)
         begun += mask.queries
 
 
-def _causal_pieces(query: int, key: int, queries: int, keys: int) -> Iterator[_Piece]:
-    """Yield pieces of equal work for all threads: blocks on the diagonal, and all keys before each block.
+def _causal_pieces(queries: slice, keys: slice, heads: int, group: int) -> Iterator[_Piece]:
+    """Yield the pieces of a causal mask of queries that are the last of the keys' tokens: blocks on the diagonal, and
+    all keys before each.
 
-    A causal mask over all queries would give a thread that has the first of them less to do.
-
-    Args:
-        query: index of the first query.
-        key: index of the first key.
-        queries: number of queries, which are the last of the keys' tokens.
-        keys: number of keys.
+    The kernel divides whole heads among threads in its backward pass. So there are as many blocks, of equal work, as
+    keep all threads busy: one if the heads already do.
     """
-    blocks = max(1, min(_MOST_BLOCKS, queries // _LEAST_BLOCK))
-    size, rest = divmod(queries, blocks)
-    before = keys - queries
-    runs = [(0, rest, 1), (rest, size, blocks)] if rest else [(0, size, blocks)]
-    for first, length, count in runs:
-        whole = length * count
-        own = slice(key + before + first, key + before + first + whole)
-        yield _Piece(slice(query + first, query + first + whole), own, diagonals=count)
-        for start in range(first, first + whole, length):
-            if before + start:
-                earlier = slice(key, key + before + start)
-                yield _Piece(slice(query + start, query + start + length), earlier, merges=True)
+    length, last = queries.stop - queries.start, keys.stop - queries.stop
+    blocks = max(1, min(_parts(heads), length // _LEAST_BLOCK))
+    size, rest = divmod(length, blocks)
+    for first, each, count in ((queries.start, rest, 1), (queries.start + rest, size, blocks)):
+        if not each:
+            continue
+        end = first + each * count
+        yield _Piece(slice(first, end), slice(last + first, last + end), group, diagonals=count)
+        for start in range(first, end, each):
+            if last + start > keys.start:
+                yield _Piece(slice(start, start + each), slice(keys.start, last + start), group, merges=True)
 
 
-def _groups(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: Keys) -> Iterator[tuple[slice, slice, _Pair]]:
-    """Yield groups of query heads, their key heads, and the keys and values, repeated for each query head.
+def _parts(heads: int) -> int:
+    """Return in how many parts to split the queries of so many heads to divide them evenly among threads."""
+    threads = torch.get_num_threads()
+    return threads // math.gcd(threads, heads)
 
-    Copies and gradients of many keys would take much memory for all heads at once.
-    """
-    repeats, count = q.shape[1] // k.shape[1], k.shape[1]
-    length = keys.stop - keys.start if isinstance(keys, slice) else len(keys)
-    step = 1 if length * q.shape[1] * q.shape[3] * q.dtype.itemsize > _GROUP_BYTES else count
-    for first in range(0, count, step):
-        group = slice(first, first + step)
-        ours, theirs = (x[:, group, keys] for x in (k, v))
-        if step == 1:
-            repeated = ours.expand(-1, repeats, -1, -1), theirs.expand(-1, repeats, -1, -1)
+
+def _groups(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: _Piece
+) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
+    """Yield groups of query heads, their key heads, and the keys and values, repeated for each query head."""
+    repeats = q.shape[1] // k.shape[1]
+    for first in range(0, k.shape[1], piece.group):
+        group = slice(first, first + piece.group)
+        heads = slice(first * repeats, group.stop * repeats)
+        ours, theirs = (x[:, group, piece.keys] for x in (k, v))
+        if piece.group == 1:
+            yield heads, group, ours.expand(-1, repeats, -1, -1), theirs.expand(-1, repeats, -1, -1)
         else:
-            repeated = ours.repeat_interleave(repeats, dim=1), theirs.repeat_interleave(repeats, dim=1)
-        yield slice(first * repeats, (first + step) * repeats), group, repeated
+            ours, theirs = (x.repeat_interleave(repeats, dim=1) for x in (ours, theirs))
+            yield heads, group, ours, theirs
 
 
 def _folded(x: torch.Tensor, parts: int) -> torch.Tensor:
@@ -266,13 +267,14 @@ class _TreeAttention(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, masks: tuple[TreeMask, ...], scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        for queries, keys, bias, diagonals, merges in _pieces(masks, q.dtype):
-            parts = max(1, diagonals)
-            for heads, _, pair in _groups(q, k, v, keys):
-                own, ours, theirs = (_folded(x, parts) for x in (q[:, heads, queries], *pair))
-                found, logs = _attend(own, ours, theirs, 0.0, diagonals > 0, attn_mask=bias, scale=scale)
-                into, before = (_folded(x[:, heads, queries], parts) for x in (out, sums))
-                if merges:
+        for piece in _pieces(masks, q, k):
+            parts = max(1, piece.diagonals)
+            for heads, _, *pair in _groups(q, k, v, piece):
+                own, ours, theirs = (_folded(x, parts) for x in (q[:, heads, piece.queries], *pair))
+                causal = piece.diagonals > 0
+                found, logs = _attend(own, ours, theirs, 0.0, causal, attn_mask=piece.bias, scale=scale)
+                into, before = (_folded(x[:, heads, piece.queries], parts) for x in (out, sums))
+                if piece.merges:
                     both = torch.logaddexp(before, logs)
                     into.mul_((before - both).exp_()[..., None]).addcmul_(found, (logs - both).exp_()[..., None])
                     logs = both
@@ -299,31 +301,27 @@ class _TreeAttention(torch.autograd.Function):
             q, k, out = (nn.functional.pad(x, (0, 1)) for x in (q, k, out))
             v = nn.functional.pad(v, (0, 1), value=1.0)
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for queries, keys, bias, diagonals, merges in _pieces(ctx.masks, q.dtype):
-            for heads, group, pair in _groups(q, k, v, keys):
-                own = [x[:, heads, queries] for x in (grad, q, out, sums)]
-                parts = diagonals or _parts(*own[1].shape[1:3])
+        for piece in _pieces(ctx.masks, q, k):
+            keys, causal = piece.keys, piece.diagonals > 0
+            for heads, group, *pair in _groups(q, k, v, piece):
+                own = [x[:, heads, piece.queries] for x in (grad, q, out, sums)]
+                parts = piece.diagonals or _parts(own[0].shape[1])
+                if own[0].shape[2] % parts:
+                    parts = 1
                 upward, ours, done, logs = (_folded(x, parts) for x in own)
-                theirs = (_folded(x, parts) if diagonals else x.expand(parts, -1, -1, -1) for x in pair)
-                by_part = None if bias is None else _folded(bias, parts)
+                theirs = [_folded(x, parts) if causal else x.expand(parts, -1, -1, -1) for x in pair]
+                bias = None if piece.bias is None else _folded(piece.bias, parts)
                 found, *others = _attend_backward(
-                    upward, ours, *theirs, done, logs, 0.0, diagonals > 0, attn_mask=by_part, scale=ctx.scale
+                    *(upward, ours, *theirs, done, logs, 0.0, causal), attn_mask=bias, scale=ctx.scale
                 )
-                into = _folded(grad_q[:, heads, queries], parts)
-                into.add_(found) if merges else into.copy_(found)
+                into = _folded(grad_q[:, heads, piece.queries], parts)
+                into.add_(found) if piece.merges else into.copy_(found)
                 for whole, each in zip((grad_k, grad_v), others, strict=True):
-                    of_heads = each.unflatten(1, (group.stop - group.start, -1))
-                    if diagonals:
+                    of_heads = each.unflatten(1, (piece.group, -1))
+                    if causal:
                         _folded(whole[:, group, keys], parts).add_(of_heads.sum(2))
                     else:
                         whole[:, group, keys] += of_heads.sum((0, 2))
         if grad_sums is not None:
             grad_q, grad_k, grad_v = (x[..., :-1] for x in (grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v, None, None
-
-
-def _parts(heads: int, queries: int) -> int:
-    """Return in how many parts to split queries for the backward pass, which gives each thread whole heads."""
-    threads = torch.get_num_threads()
-    parts = threads // math.gcd(threads, heads)
-    return parts if queries % parts == 0 else 1
