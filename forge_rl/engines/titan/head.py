@@ -92,8 +92,8 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """Score [N] or [N, K] targets from [N, dim] and [V, dim], a chunk of tokens at a time."""
         factor = _factor(weight)
-        chunks = zip(hidden.split(tokens), targets.split(tokens), strict=True)
-        scored = [score(_product(rows, factor), wanted) for rows, wanted in chunks]
+        chunks, room = zip(hidden.split(tokens), targets.split(tokens), strict=True), _room(hidden, factor, tokens)
+        scored = [score(_product(rows, factor, room), wanted) for rows, wanted in chunks]
         logprobs, entropy = torch.cat([each.logprobs for each in scored]), torch.cat([each.entropy for each in scored])
         squares = [each.squares for each in scored if each.squares is not None]
         found = logprobs, entropy, torch.cat(squares) if squares else None
@@ -110,13 +110,13 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None, None]:
         hidden, weight, targets = ctx.saved_tensors
         factor, grad_hidden = _factor(weight), torch.empty_like(hidden)
-        grad_weight = None
+        grad_weight, room = None, _room(hidden, factor, ctx.tokens)
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros(weight.shape, dtype=widened(hidden[:0]).dtype, device=weight.device)
         for start in range(0, len(targets), ctx.tokens):
             chunk = slice(start, start + ctx.tokens)
             rows = hidden[chunk]
-            logits = _product(rows, factor).requires_grad_()
+            logits = _product(rows, factor, room).requires_grad_()
             with torch.enable_grad():
                 logprobs, entropy, *_ = ctx.score(logits, targets[chunk])
             outputs, grads = [logprobs], [grad_logprobs[chunk]]
@@ -133,6 +133,7 @@ class _ChunkedScores(torch.autograd.Function):
                     grad_weight.addmm_(grad.t(), rows.to(grad.dtype))
                 else:
                     grad_weight += torch.mm(grad.t(), rows, out_dtype=torch.float32)
+            del grad
         return grad_hidden, grad_weight, None, None, None, None
 
 
@@ -145,11 +146,17 @@ def _factor(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.is_cuda else widened(weight)
 
 
-def _product(hidden: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return the logits, [N, V] float32, or float64 for float64 inputs.
+def _room(hidden: torch.Tensor, factor: torch.Tensor, tokens: int) -> torch.Tensor | None:
+    """Allocate the logits of a chunk, which all chunks share; on CUDA, torch's allocator does that as well."""
+    return None if hidden.is_cuda else factor.new_empty(min(tokens, len(hidden)), len(factor))
+
+
+def _product(hidden: torch.Tensor, factor: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the logits, [N, V] float32, or float64 for float64 inputs; in the first rows of `room`, if given.
 
     On CUDA, products of bfloat16 keep their float32 sums unrounded, as in vLLM's head.
     """
     if factor.dtype in (torch.float32, torch.float64):
-        return hidden.to(factor.dtype).mm(factor.t())
+        out = None if room is None else room[: len(hidden)]
+        return torch.mm(hidden.to(factor.dtype), factor.t(), out=out)
     return torch.mm(hidden, factor.t(), out_dtype=torch.float32)
