@@ -1,8 +1,10 @@
-"""RMSNorm and RoPE with gradients by hand, against torch's and torchtitan's own."""
+"""RMSNorm, SwiGLU and RoPE with gradients by hand, against torch's and torchtitan's own."""
 
 import pytest
 import torch
 
+from forge_rl.engines.titan import cpu_feed_forward
+from forge_rl.engines.titan.cpu_feed_forward import LeanFeedForward
 from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
 from forge_rl.engines.titan.rope import HalfRoPE
 
@@ -47,6 +49,26 @@ def test_a_frozen_norm_gives_its_input_a_gradient_and_bfloat16_is_torchs():
     assert norm.weight.grad is None
     half = x.detach().bfloat16()
     assert torch.equal(norm.bfloat16()(half), torch.nn.functional.rms_norm(half, (8,), norm.weight, norm.eps))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_feed_forward_network_and_its_gradients_are_torchtitans(dtype, monkeypatch):
+    from torchtitan.models.common.config_utils import make_ffn_config
+    from torchtitan.models.common.feed_forward import FeedForward
+
+    monkeypatch.setattr(cpu_feed_forward, "_CHUNK", 25)  # two rows of 12
+    torch.manual_seed(0)
+    config = make_ffn_config(dim=8, hidden_dim=12, w1_param_init=None, w2w3_param_init=None)
+    parts = {"w1": config.w1, "w2": config.w2, "w3": config.w3}
+    networks = [FeedForward(config).to(dtype), LeanFeedForward(LeanFeedForward.Config(**parts)).to(dtype)]
+    names = [f"{name}.weight" for name in parts]
+    weights = [torch.randn_like(networks[0].get_parameter(name)) for name in names]
+
+    def applied(network):
+        return lambda x, *given: torch.func.functional_call(network, dict(zip(names, given, strict=True)), (x,))
+
+    expected, found = both(map(applied, networks), 2 * torch.randn(1, 5, 8, dtype=dtype), *weights)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -23,6 +23,7 @@ from forge_rl.engines.devices import device_type
 from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.cpu_attention import TreeAttention
+from forge_rl.engines.titan.cpu_feed_forward import LeanFeedForward
 from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
 from forge_rl.engines.titan.head import FloatHead, ValueHead
 from forge_rl.engines.titan.moe import moe_config
@@ -165,7 +166,7 @@ def network(architecture: Architecture, layer: int) -> dict[str, Any]:
     if a.experts is not None and layer in a.experts.layers:
         return {"moe": moe_config(a.experts, a.dim)}
     dense = make_ffn_config(dim=a.dim, hidden_dim=a.hidden_dim, w1_param_init=LOADED, w2w3_param_init=LOADED)
-    return {"feed_forward": dense}
+    return {"feed_forward": LeanFeedForward.Config(w1=dense.w1, w2=dense.w2, w3=dense.w3)}
 
 
 def inner_attention() -> Any:
