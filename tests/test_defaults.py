@@ -54,6 +54,7 @@ def plan_of(model: str, ranks: int, reference: int = 0) -> Callable[[TrainSettin
             head=GIB // 2,
             masks=0,
             heap=0,
+            offloaded=0,
             largest=0,
         )
 

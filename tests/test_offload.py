@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import host_memory
 from forge_rl.engines.titan.host_memory import HostCopies, HostCopy, OffloadedTensors
+from forge_rl.engines.titan.plan import plan_training
 from forge_rl.engines.titan.shards import named_weights, values_of
 from forge_rl.engines.titan.train import TitanEngine
-from forge_rl.errors import ForgeError
+from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics import Value
+from forge_rl.services import trainer_config
+from forge_rl.services.trainer_config import TrainerConfig
 from tests.fakes import make_model, packed, random_batch, train_batch
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -196,6 +200,50 @@ def test_a_checkpoint_is_written_and_read_while_the_state_is_offloaded(tmp_path:
     step(other, 1)
     step(engine, 1)
     assert not differing(held(other), held(engine))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_layers_with_their_inputs_in_host_memory_are_the_same(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """On a CPU host memory is a copy too: inputs leave the tensors that the layers were given."""
+    make_model(tmp_path, "qwen3")
+    monkeypatch.setattr(host_memory, "BUFFER_BYTES", 1000)
+    taken: list[HostCopy] = []
+    copy = HostCopies.of
+
+    def counted(self: HostCopies, values: torch.Tensor) -> HostCopy:
+        taken.append(copy(self, values))
+        return taken[-1]
+
+    monkeypatch.setattr(HostCopies, "of", counted)
+    how = {"dtype": dtype, "activation_checkpointing": "full"}
+    plain, offloading = engine_of(tmp_path, **how), engine_of(tmp_path, enable_activation_offload=True, **how)
+    for seed in range(2):
+        expected = step(plain, seed)
+        assert not taken
+        assert step(offloading, seed) == expected
+        inputs = [sum(map(len, each.pieces)) for each in taken]
+        taken.clear()
+    assert not differing(held(plain), held(offloading))
+    architecture, each = offloading.architecture, max(inputs)
+    layers = architecture.layers
+    assert inputs.count(each) >= layers, "each layer of a row has its input copied"
+    tokens = each // (architecture.dim * getattr(torch, dtype).itemsize)
+    settings = replace(plain._settings, seq_len=tokens)
+    with_it = replace(settings, enable_activation_offload=True)
+    before, after = (plan_training(architecture, s, ranks=1, reference=True) for s in (settings, with_it))
+    assert (after.offloaded, before.offloaded) == (layers * each, 0)
+    assert before.total - after.total == before.activations - after.activations == (layers - 1) * each
+
+
+def test_activations_are_offloaded_where_they_can_be(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="in host memory already"):
+        TrainerConfig(enable_activation_offload=True, activation_checkpointing="full")
+    monkeypatch.setattr(trainer_config, "device_type", lambda: "cuda")
+    TrainerConfig(enable_activation_offload=True, activation_checkpointing="full")
+    with pytest.raises(ConfigError, match="selective keeps more"):
+        TrainerConfig(enable_activation_offload=True, activation_checkpointing="selective")
 
 
 @pytest.fixture

@@ -37,6 +37,8 @@ class TrainMemory:
     heap: int
     """Fragmentation of the heap on CPU: freed bytes that it cannot reuse; see `cpu.HEAP_ENVIRONMENT`."""
 
+    offloaded: int
+    """Inputs of layers that are in host memory until the backward pass; no part of the device's."""
     largest: int
     """This rank's shard of the largest weight, held twice while a checkpoint is written."""
 
@@ -54,7 +56,7 @@ class TrainMemory:
     @property
     def total(self) -> int:
         """Bytes at the peak of a step."""
-        return int(sum(vars(self).values())) - self.largest - self.moments
+        return int(sum(vars(self).values())) - self.largest - self.moments - self.offloaded
 
 
 def adds_up_once(weights: int, settings: TrainSettings, *, ranks: int) -> bool:

@@ -170,6 +170,9 @@ class TrainSettings:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute activations in the backward pass to save memory. full keeps only each layer's input, for a third more
     compute; selective also keeps the results of attention and of every second matmul; none keeps all."""
+    enable_activation_offload: bool = False
+    """Keep each layer's input in pinned host memory between forward and backward pass, for longer rows. Needs full
+    activation checkpointing, and GPUs."""
     enable_cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory and copy each layer to the GPU when needed (FSDP2's
     CPU offload). For models that do not fit: slower, and the optimizer runs on the CPU."""

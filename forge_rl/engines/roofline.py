@@ -221,6 +221,9 @@ def train_times(
     )
     if s.enable_cpu_offload:
         gather_s += rows * 2 * 4 * a.weights / spread.ranks / (device.host_link * use.links)
+    if s.enable_activation_offload:
+        moved = 2 * tokens / cp / tp * a.dim * itemsize * a.layers
+        parts["links of offloaded activations"] = work.epochs * moved / (device.host_link * use.links)
     parts["links of FSDP beyond arithmetic"] = work.epochs * max(0.0, gather_s - compute_s)
     local = tokens / cp
     passes = 2 + (s.activation_checkpointing == "full")

@@ -170,6 +170,8 @@ def plan_run(
     host = {}
     if config.checkpoint_every:
         host["copy of the state, while a checkpoint is written"] = found.copy
+    if found.offloaded:
+        host["inputs of layers, between forward and backward pass"] = found.offloaded
     if on_gpu:
         moved = found.state
         if trainer.enable_cpu_offload:

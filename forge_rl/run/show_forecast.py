@@ -149,6 +149,7 @@ def flags(found: Forecast) -> list[str]:
     if generator.tensor_parallel_size > 1:
         named["--generator.tensor-parallel-size"] = generator.tensor_parallel_size
     switches = {
+        "--trainer.enable-activation-offload": trainer.enable_activation_offload,
         "--trainer.enable-cpu-offload": trainer.enable_cpu_offload,
         "--trainer.stays-on-device": trainer.stays_on_device,
     }

@@ -70,6 +70,17 @@ class TrainerConfig(TrainSettings):
                 "the ranks are on a CPU, so weights and optimizer state are in host memory already",
                 hint="leave out --trainer.enable-cpu-offload",
             )
+        if self.enable_activation_offload and device_type() == "cpu":
+            raise ConfigError(
+                "the ranks are on a CPU, so activations are in host memory already",
+                hint="leave out --trainer.enable-activation-offload",
+            )
+        if self.enable_activation_offload and self.activation_checkpointing != "full":
+            raise ConfigError(
+                "only each layer's input can be offloaded, and --trainer.activation-checkpointing "
+                f"{self.activation_checkpointing} keeps more",
+                hint="set --trainer.activation-checkpointing full, or leave out --trainer.enable-activation-offload",
+            )
         fits = self.seq_len % PAD_MULTIPLE == 0 and self.seq_len >= LEAST_ROW
         if device_type() == "cuda" and self.seq_len and not fits:
             raise ConfigError(

@@ -1,12 +1,16 @@
-"""Copies tensors to host memory in reusable buffers of one size, and moves storages there and back in place."""
+"""Moves storages and the inputs of layers to host memory and back, and copies tensors there, in reusable buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
+from forge_rl.engines.titan.shards import local
 from forge_rl.errors import ForgeError
 
 BUFFER_BYTES = 64 << 20
@@ -25,6 +29,14 @@ class HostCopy:
     def joined(self) -> torch.Tensor:
         """Return the values in new memory."""
         return torch.cat(self.pieces).view(self.dtype).view(self.shape)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the values on a device, where they are once its current stream gets there."""
+        there = torch.empty(self.shape, dtype=self.dtype, device=device)
+        into = there.view(-1).view(torch.uint8).split([len(piece) for piece in self.pieces])
+        for part, piece in zip(into, self.pieces, strict=True):
+            part.copy_(piece, non_blocking=True)
+        return there
 
 
 class HostCopies:
@@ -98,6 +110,40 @@ class OffloadedTensors:
                 piece.copy_(copy, non_blocking=True)
             self._left.pop()
         _finish_copies()
+
+
+def offload_inputs(layers: Iterable[nn.Module]) -> None:
+    """Have recomputed layers keep their inputs in host memory, pinned for CUDA, between forward and backward pass.
+
+    The copies are made on the current stream, in which nothing waits for the CPU. A buffer is freed once all layers
+    whose inputs it holds are recomputed.
+
+    Args:
+        layers: modules that save only their inputs, as full activation checkpointing has them do.
+    """
+    copies = HostCopies()
+
+    def pack(saved: torch.Tensor) -> Callable[[], torch.Tensor]:
+        if not saved.is_floating_point():  # positions, which all layers share
+            return lambda: saved
+        values = local(saved)
+        device, copy = values.device, copies.of(values)
+        if not isinstance(saved, DTensor):
+            return lambda: copy.on(device)
+        mesh, placements, shape, stride = saved.device_mesh, saved.placements, saved.shape, saved.stride()
+        return lambda: DTensor.from_local(
+            copy.on(device), mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+    def wrapped(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda bring_back: bring_back()):
+                return compute(*args, **kwargs)
+
+        return forward
+
+    for layer in layers:
+        layer.forward = wrapped(layer.forward)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

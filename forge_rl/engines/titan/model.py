@@ -26,6 +26,7 @@ from forge_rl.engines.titan.cpu_attention import TreeAttention
 from forge_rl.engines.titan.cpu_feed_forward import LeanFeedForward
 from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
 from forge_rl.engines.titan.head import FloatHead, ValueHead
+from forge_rl.engines.titan.host_memory import offload_inputs
 from forge_rl.engines.titan.moe import moe_config
 from forge_rl.engines.titan.rope import half_rope
 from forge_rl.engines.titan.routing import routers
@@ -122,11 +123,20 @@ def build_model(architecture: Architecture, settings: TrainSettings, *, values: 
     return model
 
 
-def recompute_activations(model: PolicyModel, how: Literal["none", "selective", "full"]) -> None:
-    """Apply torchtitan's activation checkpointing; it saves no RNG state, as the models draw no random numbers."""
+def recompute_activations(
+    model: PolicyModel, how: Literal["none", "selective", "full"], *, offload: bool = False
+) -> None:
+    """Apply torchtitan's activation checkpointing; it saves no RNG state, as the models draw no random numbers.
+
+    Args:
+        offload: keep the layers' inputs in host memory; with full checkpointing only.
+    """
     if how != "none":
         policy = FullAC if how == "full" else SelectiveAC
         policy.Config(preserve_rng_state=False).build(dump_folder="").apply(model)
+    if offload:
+        assert how == "full", f"{how} checkpointing keeps more than inputs, outside of what is offloaded"
+        offload_inputs(model.layers.values())
 
 
 def gqa_layer(

@@ -69,7 +69,9 @@ class Parallelism:
                 if isinstance(module, LeastLoadedExperts):
                     module.register_forward_pre_hook(_wait)
                     module.lends = self._settings.expert_balance == "least_loaded"
-        recompute_activations(model, self._settings.activation_checkpointing)
+        recompute_activations(
+            model, self._settings.activation_checkpointing, offload=self._settings.enable_activation_offload
+        )
         copies = ["dp_replicate"] if dims.dp_replicate_enabled else []
         # A single rank gathers nothing: it only casts, once for forward and backward.
         gathers = dims.fsdp_enabled or dims.ep_enabled

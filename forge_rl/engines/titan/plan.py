@@ -83,7 +83,10 @@ def plan_training(
         settings.context_parallel_degree,
         ranks // settings.data_parallel_replicate_degree,
     )
-    row = traced.row // tp
+    row, offloaded = traced.row // tp, 0
+    if settings.enable_activation_offload:  # the layer that is recomputed has its input on the device
+        each = tokens * architecture.dim * dtype.itemsize // tp
+        row, offloaded = row - (architecture.layers - 1) * each, architecture.layers * each
     if cp > 1:  # each rank keeps the keys and values of the whole row
         layers = architecture.layers if settings.activation_checkpointing == "none" else 1
         others = tokens * (cp - 1) * architecture.kv_heads * architecture.head_dim
@@ -99,6 +102,7 @@ def plan_training(
         head=traced.head // tp,
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
         # Measured: fragmentation of about two of the largest temporaries, the logits of a chunk.
+        offloaded=offloaded,
         largest=kept * traced.largest // split,
         heap=2 * min(HEAD_CHUNK_BYTES, 4 * tokens * traced.outputs) if device_type() == "cpu" else 0,
     )

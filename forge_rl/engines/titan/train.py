@@ -486,7 +486,8 @@ class TitanEngine:
             self._parallelism.apply(model, dtype=dtype)
             model.to_empty(device=home)
         else:
-            recompute_activations(model, self._settings.activation_checkpointing)
+            how, offload = self._settings.activation_checkpointing, self._settings.enable_activation_offload
+            recompute_activations(model, how, offload=offload)
         with torch.no_grad():
             model.init_states()
         load_weights(model, self._folder, tied=model.enable_weight_tying)
