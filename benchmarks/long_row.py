@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Literal, cast
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
 from forge_rl.algorithms.losses import ClippedSurrogate
@@ -71,7 +70,6 @@ def main() -> None:
     if how == "before":
         as_before()
     init_distributed(0, 1, "127.0.0.1", 0)
-    loaded = psutil.Process().memory_info().rss
     checkpointing = cast(Literal["none", "selective", "full"], "none" if how == "before" else how)
     settings = TrainSettings(
         dtype="float32",
@@ -96,7 +94,7 @@ def main() -> None:
     update(few, many)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     peak = int(status["VmHWM"].split()[0]) * 1024
-    print(json.dumps({"loaded": loaded, "peak": peak, "seconds": round(time.monotonic() - began, 1)}))
+    print(json.dumps({"peak": peak, "seconds": round(time.monotonic() - began, 1)}))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ python -m benchmarks.long_rows --json out.json
 
 Each try is a process that takes an update on one long row once gradients and optimizer state are allocated. "Before" is
 the same code with all logits at once, a dense mask, and no recomputation. A row fits if the process's peak resident
-memory is within the limit. "After" takes minutes per try, so it stops at --stop-at times the length of "before"; the
-maximum according to the plan is printed as well.
+memory is within the limit. "After" takes long per try, so it begins with a row of --longest tokens, and looks for a
+shorter one only if that does not fit; the maximum according to the plan is printed as well. Its time per token is
+compared with that of a row of 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.engines.factory import plan_training, train_environment
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.run.plan import PROCESS_BYTES
 
 _STEP = 128
+_SHORT = 4096
+"""Tokens of the row with which the time per token is compared."""
 _CLOSE = 1.08
 """The search ends at this ratio of the shortest row that does not fit to the longest that does."""
 
@@ -42,16 +45,16 @@ class Config(BenchmarkConfig):
     """Layers of the model, which otherwise has SmolLM2-135M's shape."""
     after: str = "full"
     """Activation checkpointing of "after"."""
-    stop_at: float = 3.5
-    """Longest row to try, as a multiple of the longest one of "before"."""
+    longest: int = 40_960
+    """Longest row to try, in tokens."""
     small: int = 1024
     """Tokens of the rows on which the plan is compared, in addition to the long ones."""
 
     def __post_init__(self) -> None:
-        if self.stop_at < 3 or self.small < _STEP or self.after not in ("none", "selective", "full"):
+        if min(self.longest, self.small) < _STEP or self.after not in ("none", "selective", "full"):
             raise BenchmarkError(
-                f"nothing to find with --stop-at {self.stop_at}, --small {self.small}, --after {self.after}",
-                hint=f"set --stop-at to 3 or more, --small to {_STEP} or more, --after to none, selective or full",
+                f"nothing to find with --longest {self.longest}, --small {self.small}, --after {self.after}",
+                hint=f"set --longest and --small to {_STEP} or more, --after to none, selective or full",
             )
 
 
@@ -67,10 +70,11 @@ def measure(config: Config, report: Report) -> None:
             settings = replace(settings, activation_checkpointing=how)  # type: ignore[arg-type]
             return plan_training(model, settings, ranks=1, reference=False).total
 
-        plan_itself = planned(config.after, config.small)  # also performs all of a trainer's imports
-        process = psutil.Process().memory_info().rss
+        plan_itself = planned(config.after, config.small)
+        process = PROCESS_BYTES
         errors: list[float] = []
         peaks: dict[tuple[str, int], float] = {}
+        seconds: dict[tuple[str, int], float] = {}
 
         def peak(how: str, tokens: int) -> float:
             found = _try(model, how, tokens, limit)
@@ -87,21 +91,24 @@ def measure(config: Config, report: Report) -> None:
                 said += f", planned {expected / 2**30:.2f} GiB ({expected / found['peak'] - 1:+.1%})"
             report.rows.append(row)
             print(said, flush=True)
-            peaks[how, tokens] = found["peak"]
+            peaks[how, tokens], seconds[how, tokens] = found["peak"], found["seconds"]
             return found["peak"]
 
         for how in ("none", "selective", "full"):
             peak(how, config.small)
         before = _longest(lambda tokens: peak("before", tokens), limit, first=config.small, most=1 << 20)
-        most = _rounded(before * config.stop_at)
+        most = _rounded(config.longest)
+        peak(config.after, _SHORT)
         after = _longest(lambda tokens: peak(config.after, tokens), limit, first=most, most=most)
         slope = (planned(config.after, 2 * most) - planned(config.after, most)) / most
         report.results |= {
             "longest_over_before": after / before,
             "plan_error": max(errors),
+            "token_time_over_4096": (seconds[config.after, after] / after) / (seconds[config.after, _SHORT] / _SHORT),
             "longest_before_tokens": float(before),
             "longest_after_tokens": float(after),
             "peak_before_gib": peaks["before", before] / 2**30,
+            "seconds_after": seconds[config.after, after],
             "peak_after_gib": peaks[config.after, after] / 2**30,
             "longest_after_tokens_planned": most + (limit - process - planned(config.after, most)) / slope,
             "planned_state_gib": plan_itself / 2**30,

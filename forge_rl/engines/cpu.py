@@ -25,6 +25,26 @@ zeroed, page by page; these variables keep them until `release_heap`. An update 
 less time, and its peak is 0.5 GiB higher, which the plan counts (`TrainMemory.heap`).
 """
 
+_LONG_ROW = 16384
+"""Tokens from which rows take so long to train that fresh memory for each tensor costs a few percent of it."""
+_MAPPED_BYTES = 16 << 20
+_M_MMAP_THRESHOLD = -3
+"""glibc's number of the parameter of `mallopt`."""
+
+
+def maps_tensors(tokens: int) -> bool:
+    """Return whether large tensors of rows with so many tokens are mapped separately, see `map_tensors`."""
+    return tokens >= _LONG_ROW
+
+
+def map_tensors() -> None:
+    """Have glibc map blocks from 16 MiB separately from now on, and return them to the system when they are freed.
+
+    The gaps between large blocks in the heap would take a tenth of the memory of long rows.
+    """
+    with contextlib.suppress(AttributeError):  # a C library without it
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
 
 def release_heap(available: float) -> None:
     """Return freed memory to the system if memory is short, as the next step must allocate it again (0.3 of 8 s for

@@ -43,8 +43,8 @@ _TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing 
 _CRITIC_FLAGS = "raise --critic.ranks, set --critic.activation-checkpointing full, or lower --critic.seq-len"
 _ENGINE_FLAGS = "lower --generator.replicas, --generator.kv-cache-gib or --generator.gpu-memory-utilization"
 _TEACHER_FLAGS = "lower --teachers.replicas, --teachers.kv-cache-gib or --teachers.gpu-memory-utilization"
-_PROCESS_BYTES = 450 << 20
-"""Python, torch and torchtitan in a trainer process; an engine's process needs more."""
+PROCESS_BYTES = 520 << 20
+"""Python, torch and torchtitan in a trainer process that has taken a step; an engine's process needs more."""
 _ENGINE_PROCESS_BYTES = 900 << 20
 _CUDA_PROCESS_BYTES = 3 << 30
 """Approximate host memory of a process with a CUDA context: libraries, pinned buffers and compiled kernels."""
@@ -181,7 +181,7 @@ def plan_run(
             host["state that comes here while engines decode"] = moved
         host["process"] = _CUDA_PROCESS_BYTES
     else:
-        parts |= {"process": _PROCESS_BYTES} | host
+        parts |= {"process": PROCESS_BYTES} | host
         host = {}
     beside_it = []
     if critic is not None:
@@ -191,7 +191,7 @@ def plan_run(
             step = found.total - found.state
             parts["critic's state, and what its step needs more"] = max(valued.state, valued.total - step)
         else:
-            own = _parts(critic, valued) | {"process": _PROCESS_BYTES}
+            own = _parts(critic, valued) | {"process": PROCESS_BYTES}
             if config.checkpoint_every:
                 own["copy of the state, while a checkpoint is written"] = valued.copy
             need = Need(who="critic rank", count=critic.ranks, parts=_without_zeros(own), hint=_CRITIC_FLAGS)

@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from forge_rl.engines.architecture import Architecture
+from forge_rl.engines.cpu import maps_tensors
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.memory import TrainMemory, adds_up_once
 from forge_rl.engines.optimizer import LEAST_INT8, moments_bytes
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeAttention, TreeMask
-from forge_rl.engines.titan.head import HEAD_CHUNK_BYTES
 from forge_rl.engines.titan.model import build_model, recompute_activations
 from forge_rl.engines.titan.shards import freeze
 
@@ -36,8 +36,6 @@ class Trace:
     """Number of those in tensors too small for moments in int8."""
     largest: int
     """Elements of the largest parameter."""
-    outputs: int
-    """Rows of the output head."""
     units: tuple[tuple[int, int], ...]
     """Elements of each unit that FSDP gathers, of its experts and of the others; the last is outside the layers."""
     row: int
@@ -101,11 +99,17 @@ def plan_training(
         activations=row,
         head=traced.head // tp,
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
-        # Measured: fragmentation of about two of the largest temporaries, the logits of a chunk.
         offloaded=offloaded,
         largest=kept * traced.largest // split,
-        heap=2 * min(HEAD_CHUNK_BYTES, 4 * tokens * traced.outputs) if device_type() == "cpu" else 0,
+        heap=_heap(architecture, tokens) if device_type() == "cpu" else 0,
     )
+
+
+def _heap(architecture: Architecture, tokens: int) -> int:
+    """Bytes that freed blocks leave unused in a CPU's heap: measured, about two of a layer's largest activations."""
+    if maps_tensors(tokens):
+        return 0
+    return (32 << 20) + round(2.2 * 4 * tokens * architecture.hidden_dim)
 
 
 def _moments(traced: Trace, settings: TrainSettings, kept: int) -> int:
@@ -132,14 +136,12 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
         for layer in layers
     ]
     outside = sum(p.numel() for p in model.parameters() if id(p) not in inside)
-    outputs = model.lm_head.out_features
     row, head = _row_bytes(model, settings, resolve_dtype(settings.dtype), tokens, architecture.window is not None)
     return Trace(
         count=sum(size for size, _ in sizes),
         trained=sum(size for size, is_trained in sizes if is_trained),
         few=sum(size for size, is_trained in sizes if is_trained and size < LEAST_INT8),
         largest=max(size for size, _ in sizes),
-        outputs=outputs,
         units=tuple((experts, others) for experts, others in [*units, (0, outside)]),
         row=row,
         head=head,

@@ -22,6 +22,7 @@ from forge_rl.algorithms.logprobs import Scoring, TokenScores
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.cpu import map_tensors, maps_tensors
 from forge_rl.engines.memory import adds_up_once
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import own_device, release_memory, resolve_dtype
@@ -66,6 +67,8 @@ class TitanEngine:
         self.device = own_device()
         if self.device.type == "cuda":
             compile_once()
+        elif maps_tensors(settings.seq_len):
+            map_tensors()
         self._folder = folder
         self._settings = settings
         self._values = values
