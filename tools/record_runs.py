@@ -28,7 +28,7 @@ _KEYS = {
 }
 """Lines to type into the commands of pictures, which end with the last one."""
 _MIXED = (
-    "forge-rl mixture --steps 4 --groups-per-batch 6 --group-size 8 --evaluation.every 2 --evaluation.tasks 8 "
+    "forge-rl mixture --steps 4 --groups-per-batch 6 --group-size 4 --evaluation.every 2 --evaluation.tasks 8 "
     "--out runs/mixed"
 )
 _FAILED = (
@@ -71,7 +71,7 @@ class Line:
 
 
 def tutorial() -> tuple[dict[str, str], list[Line]]:
-    """Read the tutorial: its files by name, and its commands. Pictures are those of the last commands before them."""
+    """Read the tutorial: its files by name, and its commands. A picture shows the last command before it."""
     files, lines = dict[str, str](), list[Line]()
     for language, body, pictures in _PARTS.findall(TUTORIAL.read_text()):
         if pictures:
