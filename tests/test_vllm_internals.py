@@ -277,3 +277,55 @@ def test_a_kv_connector_that_cannot_forget_old_weights_is_refused(
         config = read_kv_transfer(json.dumps(given))
         assert config is not None
         assert config.kv_connector == given["kv_connector"]
+
+
+def test_a_served_engine_asks_for_the_key_on_every_route_but_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forge_rl.engines.vllm.served import ForgeRoutes
+
+    reached: list[str] = []
+
+    async def vllm_app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["path"])
+
+    async def ask(path: str, key: str = "", **scope: Any) -> list[dict[str, Any]]:
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+        await routes({"type": "http", "method": "POST", "path": path, "headers": headers, **scope}, None, send)  # type: ignore[arg-type]
+        return sent
+
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match="VLLM_API_KEY is not set"):
+        ForgeRoutes(vllm_app)
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    routes = ForgeRoutes(vllm_app)
+    for path in ("/invocations", "/v1/completions", "/forge_rl/v1/claim"):
+        assert asyncio.run(ask(path))[0]["status"] == 401
+        assert asyncio.run(ask(path, "wrong"))[0]["status"] == 401
+    assert asyncio.run(ask("/v1/realtime", type="websocket")) == [{"type": "websocket.close", "code": 1008}]
+    assert reached == []
+    asyncio.run(ask("/health"))
+    asyncio.run(ask("/invocations", "right"))
+    assert reached == ["/health", "/invocations"]
+
+
+def test_the_command_of_a_served_engine_is_read_by_vllm_as_the_settings_of_a_run(tmp_path: Path) -> None:
+    from vllm import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from forge_rl.engines.vllm.engine import engine_arguments
+    from forge_rl.engines.vllm.served import serve_command
+
+    offload = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "engine_id": "7"}
+    settings = DecodeSettings(max_model_len=64, max_num_seqs=3, kv_transfer_config=json.dumps(offload))
+    _, _, *command = serve_command(tmp_path, settings, host="127.0.0.1", port=8123, seed=5)
+    read = make_arg_parser(FlexibleArgumentParser()).parse_args(command)
+    assert (read.host, read.port, len(read.middleware)) == ("127.0.0.1", 8123, 1)
+    found, expected = AsyncEngineArgs.from_cli_args(read), engine_arguments(tmp_path, settings, 5)
+    different = {name for name, value in vars(expected).items() if (vars(found)[name] or None) != (value or None)}
+    different.discard("mm_device_do_normalize")  # of images, with another default in vLLM's server
+    assert different == {"additional_config", "disable_log_stats"}, "the owner, and the loggers"

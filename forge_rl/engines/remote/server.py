@@ -43,6 +43,19 @@ class Refusal(Exception):
         self.status = status
 
 
+class Key:
+    """A bearer token that requests must have."""
+
+    def __init__(self, key: str) -> None:
+        self._digest = hashlib.sha256(key.encode()).digest()
+
+    def opens(self, scope: Scope) -> bool:
+        """Return whether a request has the key."""
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = header.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(key).digest(), self._digest)
+
+
 class EngineServer:
     """Serves an engine to one run at a time.
 
@@ -57,7 +70,7 @@ class EngineServer:
 
     def __init__(self, engine: DecodeEngine, *, key: str, facts: Mapping[str, Any]) -> None:
         self._engine = engine
-        self._key = hashlib.sha256(key.encode()).digest()
+        self._key = Key(key)
         self._facts = facts
         self._owner = self._session = ""
         self._heard = 0.0
@@ -73,7 +86,8 @@ class EngineServer:
         """Answer a request below PREFIX."""
         try:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            self._check_key(headers.get("authorization", ""))
+            if not self._key.opens(scope):
+                raise Refusal(401, "the key is missing or wrong")
             name = scope["path"].rpartition(PREFIX)[2]
             if scope["method"] != "POST" or name not in ("claim", "beat", "release", *_ROUTES):
                 raise Refusal(404, "no such route")
@@ -94,11 +108,6 @@ class EngineServer:
             await _answer(send, {"error": "failed", "message": str(error)}, status=error.status)
         except wire.WireError as error:
             await _answer(send, {"error": "failed", "message": str(error)}, status=400)
-
-    def _check_key(self, header: str) -> None:
-        scheme, _, key = header.partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(hashlib.sha256(key.encode()).digest(), self._key):
-            raise Refusal(401, "the key is missing or wrong")
 
     async def _claim(self, body: dict[str, Any]) -> dict[str, Any]:
         """Begin a session. An earlier session of the same run, or of a silent one, ends."""

@@ -325,9 +325,13 @@ class VLLMEngine:
             print(f"forge_rl: no step of the vLLM engine ended within {stall_s:g} s", file=sys.stderr, flush=True)
             os._exit(ENGINE_STALLED)
 
-    def close(self) -> None:
+    def let_go(self) -> None:
+        """Stop watching vLLM's processes, which whoever started them is about to end."""
         self._closing = True
         self._watching.cancel()
+
+    def close(self) -> None:
+        self.let_go()
         if self._guard is not None:
             self._guard.kill()
         self._llm.shutdown(timeout=_CLOSE_S)

@@ -28,14 +28,7 @@ def read_kv_transfer(text: str) -> KVTransferConfig | None:
     """
     if not text:
         return None
-    try:
-        config = KVTransferConfig(**json.loads(text))
-    except (TypeError, ValueError) as error:  # pydantic's errors are ValueErrors
-        lines = [line.strip().partition(" [type=")[0] for line in str(error).splitlines() if line.strip()]
-        raise ConfigError(
-            f"vLLM does not take {_FLAG}: {': '.join(lines[1:3]) or lines[0]}",
-            hint='write JSON as for vLLM, such as {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}',
-        ) from error
+    config = _read(text)
     for each in _connectors(config):
         try:
             found = KVConnectorFactory.get_connector_class(each)
@@ -53,6 +46,17 @@ def read_kv_transfer(text: str) -> KVTransferConfig | None:
     return config
 
 
+def _read(text: str) -> KVTransferConfig:
+    try:
+        return KVTransferConfig(**json.loads(text))
+    except (TypeError, ValueError) as error:  # pydantic's errors are ValueErrors
+        lines = [line.strip().partition(" [type=")[0] for line in str(error).splitlines() if line.strip()]
+        raise ConfigError(
+            f"vLLM does not take {_FLAG}: {': '.join(lines[1:3]) or lines[0]}",
+            hint='write JSON as for vLLM, such as {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}',
+        ) from error
+
+
 def _connectors(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
     """Yield the config of each connector that is combined, or of the only one."""
     if config.kv_connector != "MultiConnector":
@@ -60,4 +64,4 @@ def _connectors(config: KVTransferConfig) -> Iterator[KVTransferConfig]:
         return
     parts: Any = config.kv_connector_extra_config.get("connectors")
     for part in parts if isinstance(parts, list) else ():
-        yield from _connectors(KVTransferConfig(**part))
+        yield from _connectors(_read(json.dumps(part)))

@@ -18,7 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.remote import KEY_VARIABLE, PREFIX
-from forge_rl.engines.remote.server import EngineServer, Receive, Scope, Send
+from forge_rl.engines.remote.server import EngineServer, Key, Message, Receive, Scope, Send
 from forge_rl.engines.vllm import BACKEND
 from forge_rl.engines.vllm.cache_stats import CacheStats
 from forge_rl.engines.vllm.engine import VLLMEngine, engine_arguments
@@ -26,20 +26,32 @@ from forge_rl.engines.vllm.transfer import WorkerExtension
 from forge_rl.errors import ConfigError
 from forge_rl.system.variables import api_key
 
+_OPEN = ("/health", "/ping", "/metrics", "/version")
+"""Paths of vLLM's routes that need no key: probes and monitoring."""
 _ABSENT = ("model", "additional_config", "disable_log_stats")
 """Arguments that the command does not pass on."""
 
 
 class ForgeRoutes:
-    """Middleware for vLLM's server, by which a run decodes on its engine and loads weights into it."""
+    """Middleware for vLLM's server, by which a run decodes on its engine and loads weights into it.
+
+    It also requires the key for those of vLLM's routes that vLLM leaves open, such as /invocations.
+    """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
         self._starting: asyncio.Future[EngineServer] | None = None
+        self._engine: VLLMEngine | None = None
         self._key = api_key("--middleware", KEY_VARIABLE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer forge_rl's requests, and pass on all others."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, self._until_shutdown(receive), send)
+            return
+        if not (scope["path"] in _OPEN or scope.get("method") == "OPTIONS" or Key(self._key).opens(scope)):
+            await _refuse(scope, send)
+            return
         if scope["type"] != "http" or not scope["path"].startswith(PREFIX):
             await self._app(scope, receive, send)
             return
@@ -52,8 +64,27 @@ class ForgeRoutes:
         if config.weight_transfer_config is None or config.weight_transfer_config.backend != BACKEND:
             raise ConfigError("the server has no weight transfer of forge_rl", hint="start it by forge-rl serve-engine")
         settings = DecodeSettings(max_model_len=config.model_config.max_model_len)
-        engine = await VLLMEngine.over(llm, settings, CacheStats())
-        return EngineServer(engine, key=self._key, facts=_facts(llm))
+        self._engine = await VLLMEngine.over(llm, settings, CacheStats())
+        return EngineServer(self._engine, key=self._key, facts=_facts(llm))
+
+    def _until_shutdown(self, receive: Receive) -> Receive:
+        """Return a `receive` that lets go of the engine's processes before vLLM ends them."""
+
+        async def receive_lifespan() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown" and self._engine is not None:
+                self._engine.let_go()
+            return message
+
+        return receive_lifespan
+
+
+async def _refuse(scope: Scope, send: Send) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    await send({"type": "http.response.start", "status": 401, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": b'{"error": "the key is missing or wrong"}'})
 
 
 def _facts(llm: AsyncLLM) -> dict[str, Any]:
