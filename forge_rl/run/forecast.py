@@ -169,6 +169,7 @@ def search(config: RunConfig, policy: Policy, machines: Machines) -> Forecast:
     """
     if not config.starts_engines:
         raise ConfigError("--on predicts steps with rollouts, and this recipe has none", hint="leave out --on")
+    _check_own_engines(config)
     refused: ConfigError | None = None
     with assumed_gpus(machines.count, machines.device.memory):
         _check_engine(config, policy, machines)
@@ -217,12 +218,18 @@ def nearest(config: RunConfig, policy: Policy, machines: Machines) -> list[tuple
     return found
 
 
+def _check_own_engines(config: RunConfig) -> None:
+    if config.generator.urls:
+        raise ConfigError("--on cannot predict engines of --generator.urls", hint="leave out one of them")
+
+
 def measured_forecast(config: RunConfig, policy: Policy, machines: Machines) -> Forecast:
     """Predict a step of a run as configured, on this machine's CPU: its ranks and engines share the cores.
 
     Raises:
         ConfigError: the run cannot be planned.
     """
+    _check_own_engines(config)
     trainer, generator, a = config.trainer, config.generator, policy.architecture
     needs = plan_run(
         config,

@@ -316,6 +316,8 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
         config.weights.keep_versions * architecture.weights * itemsize, round(config.weights.keep_gib * 2**30)
     )
     store = Need(who="store of weights", count=1, parts={"versions": versions}, hint="lower --weights.keep-versions")
+    if not generator.replicas:  # all engines are in servers of others
+        return [store]
     if on_gpu:
         share = round(generator.gpu_share * gpu_bytes())
         parts = {f"weights, {itemsize} bytes each": weights, "keys and values": max(0, share - weights)}
