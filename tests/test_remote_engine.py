@@ -66,6 +66,10 @@ class Engine:
                     finish="length" if count == sampling.max_tokens - 1 else "",
                     top=(((7, -0.25), (8, -float("inf"))),),
                     cache=CacheUse(0.5, 1, 2, 3),
+                    prompt=((), ((7, -0.5, 1), (8, -1.5, 2))),
+                    drafted=7,
+                    accepted=5,
+                    verified=3,
                 )
         finally:
             self.open -= 1
@@ -189,6 +193,9 @@ def test_what_an_engine_decodes_arrives_exactly(monkeypatch: pytest.MonkeyPatch)
             chunks = [chunk async for chunk in remote.stream([5, 6], Sampling(max_tokens=3, stop=("x",)))]
             direct = [chunk async for chunk in engine.stream([5, 6], Sampling(max_tokens=3))]
             assert chunks == direct
+            default = Chunk(token_ids=[], logprobs=[], versions=[], text="")
+            missing = {name for name, value in vars(default).items() if np.array_equal(value, vars(chunks[2])[name])}
+            assert missing == {"routed"}, "every other field is sent"
             assert [chunk.versions.tolist() for chunk in chunks] == [[0]] * 3
             scores = await remote.score([5], [6, 7], temperature=0.7, top_k=3)
             assert scores == await engine.score([5], [6, 7], temperature=0.7, top_k=3)
