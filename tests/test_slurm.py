@@ -1,6 +1,7 @@
 """`--job slurm` and `--job allocation` on a real Slurm of three nodes on this machine."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from forge_rl.errors import ConfigError
 from forge_rl.runtime.addresses import is_trusted, own_address, url
+from forge_rl.runtime.jobs.allocation import AllocationJob
 from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.runtime.jobs.slurm import SlurmJob
 from forge_rl.runtime.jobs.slurm_queue import JobState
@@ -168,6 +170,33 @@ def test_a_node_that_dies_is_named_and_its_job_goes_on_elsewhere_even_if_it_held
     run.wait_for(rf"goes on from 0 on (?!.*{first})")
     slurm.run("scancel", "--user=root", "--signal=HUP", "--batch")
     assert run.end() == 129
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"])
+def test_of_the_ranks_that_a_launcher_starts_the_first_leads(variable: str, monkeypatch: pytest.MonkeyPatch):
+    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    job = build_job("allocation:hosts=a+b")
+    assert isinstance(job, AllocationJob)
+    assert job.leads
+    for rank in (0, 1, 10):
+        monkeypatch.setenv(variable, str(rank))
+        assert job.leads == (rank == 0)
+
+
+@pytest.mark.long
+def test_a_command_that_mpirun_starts_twice_runs_once(tmp_path: Path):
+    """By Open MPI's mpirun, or where that is not installed, by a stand-in that sets its variables."""
+    if shutil.which("mpirun"):
+        launcher = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2"]
+    else:
+        both = 'for r in 0 1; do OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=$r "$@" & done; wait'
+        launcher = ["sh", "-c", both, "mpirun"]
+    job = "allocation:hosts=127.0.0.1+127.0.0.2,launcher=env SLURMD_NODENAME={host}"
+    flags = ["-m", "tests.slurm.patient", "--job", job, "--seconds", "0.1", "--out", str(tmp_path)]
+    done = subprocess.run([*launcher, sys.executable, *flags], capture_output=True, text=True, timeout=100)
+    assert done.stdout.splitlines().count("goes on from 0 on 127.0.0.1 127.0.0.2") == 1, done.stdout + done.stderr
+    assert done.returncode == 0
 
 
 @on_slurm
