@@ -188,6 +188,7 @@ async def cluster_of(logs: Path, *names: str) -> AsyncIterator[tuple[Cluster, Fa
     before = set(psutil.Process().children(recursive=True))
     async with local_hosts(names) as hosts:
         made = Cluster(logs, hosts=hosts)
+        made.sharing.update(names)
         try:
             yield made, faults
         finally:

@@ -52,6 +52,7 @@ async def agent_of(cluster: Cluster, host: str, before: int = 0) -> int:
 def test_processes_of_other_hosts_are_watched_and_ended_by_an_agent(tmp_path: Path) -> None:
     async def check() -> None:
         async with cluster_of(tmp_path, "a", "b") as (cluster, faults):
+            cluster.sharing.discard("b")  # its disks are its own
             hosts = {name: psutil.Process(pid) for name, pid in hosts_of(os.getpid()).items()}
             service = Service(new_service_name(), cluster, faults)
             service.recoverable = True
@@ -88,6 +89,11 @@ def test_processes_of_other_hosts_are_watched_and_ended_by_an_agent(tmp_path: Pa
             # A host all of whose processes are stopped is lost, with everything on it; the other is not.
             replica, pid = await start("a", 0)
             other, _ = await start("b")
+            assert not other.log.read_text()
+            await other.call("say", "on b", deadline_s=LONG_S)
+            async with asyncio.timeout(LONG_S):
+                while other.log.read_text() != "on b\nnatively on b\nchild on b\n":  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
             stopped = [hosts["a"], *hosts["a"].children(recursive=True)]
             for process in stopped:
                 process.suspend()

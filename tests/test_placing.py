@@ -12,7 +12,7 @@ import pytest
 
 from forge_rl.engines.devices import Devices, device_type, gpus, standing_for
 from forge_rl.engines.host import HostInfo
-from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.errors import ConfigError
 from forge_rl.run import hosts as hosts_module
 from forge_rl.run.hosts import RunHosts, device_defaults
 from forge_rl.run.placement_flag import PlacementChoice, read_placement
@@ -169,24 +169,34 @@ def test_a_rank_finds_its_own_interface_to_the_meeting_point():
 
 
 @pytest.mark.parametrize(
-    ("answers", "problem"),
+    ("problem", "appears", "missing", "sees"),
     [
-        ({"answer_probe": "Permission denied"}, "host a does not see the run's folder .*: Permission denied"),
-        ({"answer_probe": ""}, "host a does not see the run's folder .*: what it writes there does not appear here"),
-        ({"answer_probe": "", "missing": [Path("model")]}, "host a does not see the model's folder model"),
-        ({"answer_probe": "", "missing": []}, ""),
+        ("Permission denied", False, [Path("model")], (False, False)),
+        ("", False, [], (False, True)),
+        ("", True, [Path("model")], (True, False)),
+        ("", True, [], (True, True)),
     ],
 )
-def test_a_host_that_does_not_see_the_runs_files_is_named(
-    answers: dict[str, object], problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_host_that_does_not_see_the_runs_files_is_known(
+    problem: str,
+    appears: bool,
+    missing: list[Path],
+    sees: tuple[bool, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(hosts_module, "_SEEN_S", 0.2)
     probe = tmp_path / ".probe"
 
+    async def ask_facts(*_: object, **__: object) -> tuple[str, str]:
+        return "facts", "clock"
+
+    monkeypatch.setattr(hosts_module, "ask_facts", ask_facts)
+
     async def call(method: str, *args: Path, deadline_s: float) -> object:
-        if method == "answer_probe" and "missing" in answers:
+        if method == "answer_probe" and appears:
             args[1].write_text(probe.name)
-        return CPU if method == "info" else answers[method]
+        return {"info": CPU, "answer_probe": problem, "missing": missing}[method]
 
     async def watch(*_: object, **__: object) -> None: ...
 
@@ -196,8 +206,4 @@ def test_a_host_that_does_not_see_the_runs_files_is_named(
         probe,
         Path("model"),
     )
-    if problem:
-        with pytest.raises(CheckpointError, match=problem):
-            asyncio.run(asking)
-    else:
-        assert asyncio.run(asking) == CPU
+    assert asyncio.run(asking) == ((CPU, "facts", "clock"), *sees)

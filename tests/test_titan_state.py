@@ -31,11 +31,13 @@ from forge_rl.engines.titan.index import TensorWriter
 from forge_rl.engines.titan.shards import block, freeze, local_shards, named_weights, specs
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.runtime.far_files import OpenFolder
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, complete, draft
 from forge_rl.weights.slices import TensorSlice
 from tests.fake_host import forget, reserve, transport
 from tests.fakes import add_predicting_layer, hf_weights, make_model, packed, random_batch, train_batch
+from tests.far_disk import answered
 from tests.read_slices import read_version
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -97,6 +99,35 @@ def test_a_run_that_has_not_stepped_can_be_saved(tmp_path: Path):
         train(each, range(1))
     assert same(hf_weights(resumed.model), hf_weights(engine.model))
     assert same(hf_weights(fresh.model), hf_weights(engine.model)), "saving changed the run"
+
+
+def test_a_run_is_saved_and_resumed_on_a_disk_that_it_reaches_by_requests(tmp_path: Path):
+    make_model(tmp_path / "hf")
+    engine = engine_of(tmp_path / "hf")
+    train(engine, range(1))
+    save(engine, tmp_path / "near", tmp_path / "hf")
+    for part in ("model", "training"):
+        (tmp_path / "far" / part).mkdir(parents=True)
+    disk = OpenFolder(tmp_path / "far")
+    answered(disk, lambda folder: engine.save(folder, tmp_path / "hf", version=7).result())
+    for part in ("model", "training"):
+        near, far = (
+            {path.name: path.read_bytes() for path in (tmp_path / on / part).iterdir()} for on in ("near", "far")
+        )
+        assert near.keys() == far.keys()
+        assert part == "training" or near == far
+    resumed = engine_of(tmp_path / "hf")
+    training = OpenFolder(tmp_path / "far" / "training", read_only=True)
+    assert answered(training, resumed.load_training_state, most=2000) == 7
+    for each in (engine, resumed):
+        train(each, range(1, 2))
+    assert same(hf_weights(resumed.model), hf_weights(engine.model))
+    (tmp_path / "far" / "training" / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"/far cannot be read: '__0_0\.distcp' is not a regular file"):
+        answered(training, engine_of(tmp_path / "hf").load_training_state)
+    shutil.rmtree(tmp_path / "far" / "training")
+    with pytest.raises(CheckpointError, match=r"the training state in /far/training cannot be written: .*No such file"):
+        answered(disk, lambda folder: engine.save(folder, tmp_path / "hf", version=7).result())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])

@@ -289,7 +289,7 @@ class Counting:
 def test_a_rank_moves_its_state_on_a_gpu_only(device: str, moved: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("forge_rl.services.trainer_actor.device_type", lambda: device)
     settings = TrainSettings(dtype="float32", seq_len=1, optimizer=OptimizerConfig())
-    actor = TrainerActor(Path(), settings, False, 1)
+    actor = TrainerActor(settings, False, 1)
     actor._engine = Counting(held=7)  # type: ignore[assignment]
 
     async def call(name: str) -> int:
@@ -323,7 +323,7 @@ def test_a_step_without_room_says_which_flags_help() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
     settings = TrainSettings(dtype="float32", seq_len=1, optimizer=OptimizerConfig())
-    actor = TrainerActor(Path(), settings, False, 1)
+    actor = TrainerActor(settings, False, 1)
     actor._engine = Full()  # type: ignore[assignment]
     actor._parcel.append(pickle.dumps([]))
     step: Any = inspect.unwrap(TrainerActor.step._method)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import ConfigError
-from forge_rl.flags.user_code import load
+from forge_rl.flags.user_code import load, send_modules
 
 
 def test_a_files_function_is_found_with_what_it_imports_and_found_anew_when_it_changes(tmp_path: Path):
@@ -34,6 +34,31 @@ def test_a_files_function_reaches_a_process_that_does_not_know_the_file(tmp_path
     done = subprocess.run([sys.executable, "-c", command], input=sent, capture_output=True, check=True)
     assert done.stdout.decode().strip() == "6.0"
     assert pickle.loads(sent)(None, "a") == 2.0
+
+
+def test_what_it_imports_reaches_a_process_that_lacks_those_files_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import cloudpickle
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "its_helper.py").write_text("import json\n\ndef worth(text): return json.loads(text) * 2\n")
+    (tmp_path / "mine.py").write_text("import its_helper\n\ndef score(task, text): return its_helper.worth(text)\n")
+    score = load(f"{tmp_path / 'mine.py'}:score", "--reward")
+    before = set(cloudpickle.list_registry_pickle_by_value())
+    send_modules()
+    try:
+        sent = cloudpickle.dumps(score)
+        added = set(cloudpickle.list_registry_pickle_by_value()) - before
+    finally:
+        for name in added:
+            cloudpickle.unregister_pickle_by_value(sys.modules[name])
+        del sys.modules["its_helper"]
+    assert "its_helper" in added
+    assert not {name for name in added if name.partition(".")[0] in ("forge_rl", "json", "torch", "pytest")}
+    command = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read())(None, '3'))"
+    done = subprocess.run([sys.executable, "-c", command], input=sent, capture_output=True, check=True, cwd="/")
+    assert done.stdout.decode().strip() == "6"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from forge_rl.engines.optimizer import OptimizerConfig, OptimizerState
+from forge_rl.runtime.far_files import Folder
 from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest, TensorSpec
@@ -346,7 +347,7 @@ class TrainEngine(Protocol):
             hosts: host of each rank.
         """
 
-    def save(self, folder: Path, model: Path, *, version: int) -> Future[None]:
+    def save(self, folder: Folder, model: Path, *, version: int) -> Future[None]:
         """Start writing `folder/model` for Hugging Face and `folder/training` to resume from; both exist, empty.
 
         Waits for an earlier save, then copies the state, so that training may continue once this returns. The weights
@@ -372,7 +373,7 @@ class TrainEngine(Protocol):
             ModelError: the files cannot be read any more.
         """
 
-    def load_training_state(self, folder: Path) -> int:
+    def load_training_state(self, folder: Folder) -> int:
         """Resume from a folder `training` that `save` wrote; returns the version saved in it.
 
         Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -43,6 +44,22 @@ def load(text: str, flag: str) -> object:
         ) from None
 
 
+def send_modules() -> None:
+    """Pickle the user's imported modules by value from now on, for processes that do not see their files.
+
+    The user's are all modules in Python source outside of Python's library, installed packages and this package.
+    """
+    import cloudpickle  # type: ignore[import-untyped]
+
+    others = _not_users()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        installed = file.startswith(others) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+        if file.startswith("/") and file.endswith(".py") and name != "__main__" and not installed:
+            with contextlib.suppress(ValueError):  # it is known under another name
+                cloudpickle.register_pickle_by_value(module)
+
+
 def name_of(value: object) -> str:
     """Return the text by which `load` finds a function or class again: MODULE:NAME, or FILE.py:NAME with the absolute
     path of the file; "" if there is none."""
@@ -78,7 +95,7 @@ def _of_name(place: str, flag: str) -> ModuleType:
 
 
 def _of_file(path: Path, flag: str) -> ModuleType:
-    import cloudpickle  # type: ignore[import-untyped]
+    import cloudpickle
 
     try:
         path = path.resolve(strict=True)
@@ -109,10 +126,16 @@ def line_of(error: BaseException) -> str:
     Code of Python itself, of installed packages and of this package is not the user's.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    places = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parent))
-    theirs = [frame for frame in frames if not frame.filename.startswith((*(f"{place}/" for place in places), "<"))]
+    others = (*_not_users(), "<")
+    theirs = [frame for frame in frames if not frame.filename.startswith(others)]
     last = next(reversed(theirs or frames), None)
     return f"{last.filename}:{last.lineno}" if last else ""
+
+
+def _not_users() -> tuple[str, ...]:
+    """Return the beginnings of paths of code that is not the user's."""
+    places = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    return tuple(f"{place}/" for place in (*places, Path(__file__).parent.parent))
 
 
 def _failed(place: str, flag: str, error: Exception) -> ConfigError:

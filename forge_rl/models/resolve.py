@@ -62,9 +62,14 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
     )
 
 
+def model_files(folder: Path) -> list[Path]:
+    """Return the files of a model's folder that are used, in the order of their names."""
+    return sorted({path for pattern in _FILES for path in folder.glob(pattern)})
+
+
 def _checked(folder: Path) -> Path:
     """Validate a folder before loading anything from it: it may be incomplete, broken or malicious."""
-    files = sorted({path for pattern in _FILES for path in folder.glob(pattern)})
+    files = model_files(folder)
     _check_links(folder, files)
     _check_owners(folder, files)
     objects = {path.name: _read_object(path) for path in files if path.name in _OBJECTS}

@@ -142,7 +142,7 @@ async def _asked(examination: Examination) -> AsyncIterator[None]:
         try:
             await service.watch(replica, deadline_s=_START_S)
         except ForgeError as error:
-            hint = "see whether the host has this environment at the same paths, and the folder of --folder"
+            hint = "see whether the host has this environment at the same paths"
             problem = Finding(check="start", host=host, status="fail", detail=_line(error), hint=hint)
             examination.findings.append(problem)
         else:
@@ -173,9 +173,11 @@ async def _folder(examination: Examination, host: str) -> Finding:
     finally:
         for path in (probe, answer):
             path.unlink(missing_ok=True)
-    detail = problem or str(examination.folder)
-    hint = "choose a --folder on a file system that all hosts share" if problem else ""
-    return Finding(check="run folder", host=host, status="fail" if problem else "ok", detail=detail, hint=hint)
+    hint = "checkpoints and models go through the controller; a file system that all hosts share is faster"
+    if problem:
+        return Finding(check="run folder", host=host, status="warn", detail=problem, hint=hint)
+    examination.cluster.sharing.add(host)
+    return Finding(check="run folder", host=host, status="ok", detail=str(examination.folder))
 
 
 async def _appears(path: Path, text: str) -> bool:
@@ -188,7 +190,8 @@ async def _appears(path: Path, text: str) -> bool:
 
 
 async def _disk(examination: Examination, host: str) -> Finding:
-    return judge_disk(host, *await examination.call(host, "disk", examination.folder, _WRITTEN))
+    folder = examination.folder if examination.cluster.shares_files(host) else None
+    return judge_disk(host, *await examination.call(host, "disk", folder, _WRITTEN))
 
 
 async def _network(examination: Examination) -> None:

@@ -84,7 +84,13 @@ class ElasticHosts:
                 raise ConfigError(f"the run has, or had, a host {name!r}", hint="give the new host another name")
             cluster.add(name, attach_host(name, address, may_be_public=cluster.may_be_public))
             try:
-                answers = await ask_hosts(cluster, self._prepared, self._model, [name])
+                answers, without_model = await ask_hosts(cluster, self._prepared, self._model, [name])
+                if without_model:
+                    raise ConfigError(
+                        f"host {name} does not see the run's folder {self._prepared.folder}, or the model's "
+                        f"{self._model}",
+                        hint="let hosts join that see both at these paths",
+                    )
                 info = sound_hosts(self._config, cluster, answers, log.warn)[name]
                 chosen = self._choose(name, info, services)
                 await self._start(name, info, chosen)

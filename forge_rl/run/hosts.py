@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from forge_rl.engines.devices import standing_for
 from forge_rl.engines.host import HostInfo
-from forge_rl.errors import CheckpointError, ConfigError, ForgeError
+from forge_rl.errors import ConfigError
+from forge_rl.flags.user_code import send_modules
 from forge_rl.models.resolve import resolve_model
 from forge_rl.run.host_checks import failed_hosts, judge_facts
 from forge_rl.run.placement_flag import read_placement
@@ -33,8 +34,8 @@ from forge_rl.services.host_actor import HostActor, ask_facts
 from forge_rl.services.trainer_config import TrainerConfig
 
 C = TypeVar("C", bound=RunConfig)
-Answer = tuple[HostInfo, HostFacts, Clock] | CheckpointError
-"""What a host has, and how its clock stands; or why it does not see the run's files."""
+Answer = tuple[HostInfo, HostFacts, Clock]
+"""What a host has, and how its clock stands."""
 
 _ASK_DEADLINE_S = 300.0
 """Timeout of a host's answers, including the start of a process there."""
@@ -49,6 +50,8 @@ class RunHosts:
 
     cluster: Cluster
     placed: PlacedServices
+    without_model: tuple[str, ...] = ()
+    """Hosts that do not see the model's folder, or not the run's."""
     defaults: Mapping[str, Mapping[str, Any]]
     """Defaults on the controller of settings whose defaults depend on the kind of device, by field of the config."""
 
@@ -78,7 +81,6 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
 
     Raises:
         ConfigError: the job gives no hosts to this process, or the placement does not fit them.
-        CheckpointError: a host does not see the run's folder.
         ForgeError: the job cannot start, or a host does not answer.
     """
     job, monitor = build_job(config.job), prepared.monitor
@@ -107,22 +109,30 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
         made.append(cluster)
         for host, cause in lost.items():
             cluster.lose(host, cause)
-        infos = {THIS_HOST: HostInfo.of_this_host()}
+        infos, without_model = {THIS_HOST: HostInfo.of_this_host()}, list[str]()
         if hosts:
             say(f"asking {', '.join(cluster.hosts[1:])}")
             progress = monitor.display.progress
             model = await asyncio.to_thread(resolve_model, config.model, config.cache, progress)
-            answers = await ask_hosts(cluster, prepared, model.resolve(), cluster.hosts[1:])
+            answers, without_model = await ask_hosts(cluster, prepared, model.resolve(), cluster.hosts[1:])
             infos |= sound_hosts(config, cluster, answers, monitor.log.warn)
         placed = place(config, infos)
         if hosts:
+            if far := [host for host in infos if not cluster.shares_files(host)]:
+                send_modules()
+                monitor.log.event(f"{', '.join(far)} do not see the run's folder: all files go through this process")
             monitor.display.startup("hosts", "ready", ", ".join(cluster.hosts[1:]))
             for line in placed.lines():
                 monitor.log.event(line)
             write_hosts(prepared.folder, infos, placed.hosts)
         try:
             with standing_for(placed.devices) if hosts else contextlib.nullcontext():
-                yield RunHosts(cluster=cluster, placed=placed, defaults=defaults)
+                yield RunHosts(
+                    cluster=cluster,
+                    placed=placed,
+                    defaults=defaults,
+                    without_model=tuple(host for host in without_model if host in infos),
+                )
         finally:
             await cluster.close()
 
@@ -141,26 +151,26 @@ def sound_hosts(
     Raises:
         ForgeError: --placement names a host that fails, or all hosts of the job fail.
     """
-    answered = {host: answer for host, answer in answers.items() if not isinstance(answer, CheckpointError)}
-    facts = {THIS_HOST: HostFacts.of_this_host()} | {host: facts for host, (_, facts, _) in answered.items()}
-    found = judge_facts(facts, {host: clock for host, (_, _, clock) in answered.items()})
-    failed: dict[str, ForgeError] = {
+    facts = {THIS_HOST: HostFacts.of_this_host()} | {host: facts for host, (_, facts, _) in answers.items()}
+    found = judge_facts(facts, {host: clock for host, (_, _, clock) in answers.items()})
+    failed = {
         host: ConfigError(f"host {host} fails the checks at the start: {cause}", hint=_HINT)
         for host, cause in failed_hosts(found).items()
         if host != THIS_HOST
     }
-    failed |= {host: answer for host, answer in answers.items() if isinstance(answer, CheckpointError)}
     named = {name for names in read_placement(config.placement).hosts.values() for name in names}
     for host, error in failed.items():
         if host in named or len(failed) == len(answers):
             raise error
         warn(f"{error.message}; the run goes on without it")
         cluster.lose(host, error.message)
-    return {host: info for host, (info, _, _) in answered.items() if host not in failed}
+    return {host: info for host, (info, _, _) in answers.items() if host not in failed}
 
 
-async def ask_hosts(cluster: Cluster, prepared: Prepared, model: Path, hosts: Sequence[str]) -> dict[str, Answer]:
-    """Return what each host has, or why it does not see the run's folder or the model's."""
+async def ask_hosts(
+    cluster: Cluster, prepared: Prepared, model: Path, hosts: Sequence[str]
+) -> tuple[dict[str, Answer], list[str]]:
+    """Return what each host has, and the hosts without the model; note in the cluster which see the run's folder."""
     service = Service("host", cluster, prepared.monitor.faults)
     service.recoverable = True
     probe = prepared.folder.resolve() / f".probe-{secrets.token_hex(8)}"
@@ -168,42 +178,28 @@ async def ask_hosts(cluster: Cluster, prepared: Prepared, model: Path, hosts: Se
         probe.write_text(probe.name)
         async with task_group() as group:
             asked = {
-                host: group.create_task(_examine_one(service, service.spawn(HostActor, host=host), probe, model))
+                host: group.create_task(_ask_one(service, service.spawn(HostActor, host=host), probe, model))
                 for host in hosts
             }
-        return {host: task.result() for host, task in asked.items()}
+        found = {host: task.result() for host, task in asked.items()}
+        cluster.sharing.update(host for host, (_, shares, _) in found.items() if shares)
+        without_model = [host for host, (_, shares, has_model) in found.items() if not (shares and has_model)]
+        return {host: answer for host, (answer, _, _) in found.items()}, without_model
     finally:
         await service.stop()
         for path in probe.parent.glob(f"{probe.name}*"):
             path.unlink(missing_ok=True)
 
 
-async def _examine_one(service: Service, replica: Replica, probe: Path, model: Path) -> Answer:
-    try:
-        info = await _ask_one(service, replica, probe, model)
-    except CheckpointError as error:
-        return error
-    return info, *await ask_facts(replica, deadline_s=_ASK_DEADLINE_S)
-
-
-async def _ask_one(service: Service, replica: Replica, probe: Path, model: Path) -> HostInfo:
+async def _ask_one(service: Service, replica: Replica, probe: Path, model: Path) -> tuple[Answer, bool, bool]:
+    """Return what a host has, whether it sees the run's folder, and whether it sees the model's."""
     await service.watch(replica, deadline_s=_ASK_DEADLINE_S)
     answer = probe.with_name(f"{probe.name}-{replica.index}")
     problem = await replica.call("answer_probe", probe, answer, deadline_s=_ASK_DEADLINE_S)
-    if not problem and not await _appears(answer, probe.name):
-        problem = "what it writes there does not appear here"
-    if problem:
-        raise CheckpointError(
-            f"host {replica.host} does not see the run's folder {probe.parent}: {problem}",
-            hint="choose an --out on a file system that all hosts share",
-        )
-    if await replica.call("missing", (model,), deadline_s=_ASK_DEADLINE_S):
-        raise CheckpointError(
-            f"host {replica.host} does not see the model's folder {model}",
-            hint="put --cache, or the model itself, on a file system that all hosts share",
-        )
+    shares = not problem and await _appears(answer, probe.name)
+    missing = await replica.call("missing", (model,), deadline_s=_ASK_DEADLINE_S)
     info: HostInfo = await replica.call("info", deadline_s=_ASK_DEADLINE_S)
-    return info
+    return (info, *await ask_facts(replica, deadline_s=_ASK_DEADLINE_S)), shares, not missing
 
 
 async def _appears(path: Path, text: str) -> bool:

@@ -6,20 +6,25 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.devices import gpus
 from forge_rl.engines.platform import resolve_dtype
+from forge_rl.engines.speculation import read_speculation
 from forge_rl.envs.protocol import EnvFactory
 from forge_rl.errors import ConfigError
 from forge_rl.metrics import Display
+from forge_rl.models.bundled import default_cache
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.run.hosts import RunHosts
 from forge_rl.run.preparation import Checked, Prepared
 from forge_rl.run.run_config import RunConfig
+from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.environment import Environment
+from forge_rl.services.far_hosts import copy_folders
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward, RewardFunction
 from forge_rl.services.teachers import Teachers
@@ -28,6 +33,8 @@ from forge_rl.services.trainer_config import TrainerConfig
 from forge_rl.services.weight_store import WeightStore
 
 _START_DEADLINE_S = 900.0
+_COPY_DEADLINE_S = 6 * 3600.0
+"""Maximum time of copying models to a host: 2 TB at 100 MB/s."""
 
 
 class _Started(Protocol):
@@ -130,6 +137,8 @@ async def _start_services(
     environment: EnvFactory | None,
 ) -> Services:
     config, faults = checked.config, prepared.monitor.faults
+    if hosts.without_model:
+        await _copy_models(checked, hosts, prepared)
     handover: asyncio.Future[DeviceHandover] = asyncio.get_running_loop().create_future()
     generator = weights = scorer = envs = teachers = critic = None
     async with task_group() as group:
@@ -182,6 +191,24 @@ async def _start_services(
         teachers=teachers.result() if teachers is not None else None,
     )
     return replace(services, rollout=rollout)
+
+
+async def _copy_models(checked: Checked[C], hosts: RunHosts, prepared: Prepared) -> None:
+    """Copy the models into the caches of hosts that do not see them."""
+    display, drafting = prepared.monitor.display, read_speculation(checked.config.generator.speculation)
+    folders = {checked.model, checked.critic_model, *checked.teacher_folders.values()}
+    if drafting is not None and drafting.model:
+        folders.add(Path(drafting.model))
+    cache = None if checked.config.cache == default_cache() else checked.config.cache
+    service = Service("copies", hosts.cluster, prepared.monitor.faults)
+    service.recoverable = True
+    display.startup("models", "starting", ", ".join(hosts.without_model))
+    try:
+        found = await copy_folders(service, hosts.without_model, folders, cache, deadline_s=_COPY_DEADLINE_S)
+    finally:
+        await service.stop()
+    hosts.cluster.copies.update(found)
+    display.startup("models", "ready", ", ".join(hosts.without_model))
 
 
 def _ranks(config: TrainerConfig) -> str:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil  # type: ignore[import-untyped]
 
 from forge_rl.errors import ConfigError
+from forge_rl.runtime.host_logs import GatheredLogs, open_log, own_logs
 from forge_rl.runtime.host_watcher import HostWatcher
 from forge_rl.runtime.isolation import public_ports
 from forge_rl.runtime.processes import clean_up_after
@@ -82,7 +83,8 @@ class Cluster:
         await cluster.close()
 
     Args:
-        logs: existing folder for process output, one file per mesh. Other hosts use the same path.
+        logs: existing folder for process output, one file per mesh. Hosts in `sharing` use the same path; others send
+            their output.
         hosts: hosts other than THIS_HOST by name, each a one-host mesh of a Monarch job.
         may_be_public: True if Monarch may listen on addresses that other machines can reach. It executes any code it
             receives.
@@ -105,6 +107,11 @@ class Cluster:
         self._watchers: dict[str, HostWatcher] = {}
         self.lost: dict[str, str] = {}
         """Hosts that are gone for good, with the cause."""
+        self.sharing: set[str] = set()
+        """Other hosts that are known to see this machine's folder of logs."""
+        self.copies: dict[tuple[str, Path], Path] = {}
+        """Copies of this machine's files and folders, by host and original."""
+        self._gathered = GatheredLogs(logs)
         self.heard: dict[str, float] = {}
         """Last answer of each watched host, see `Processes`."""
         self.leaving: set[str] = set()
@@ -148,9 +155,19 @@ class Cluster:
         """Whether ports may be open to addresses that are not private."""
         return self._may_be_public
 
+    def shares_files(self, host: str) -> bool:
+        """Return whether a host sees this machine's files, as far as known."""
+        return host == THIS_HOST or host in self.sharing
+
+    def path_on(self, host: str, path: Path) -> Path:
+        """Return the path under which a host has a file or folder of this machine, or a copy of it."""
+        return self.copies.get((host, path), path)
+
     def watcher(self, host: str) -> HostWatcher:
         """Return the watcher of another host's processes."""
-        return self._watchers.setdefault(host, HostWatcher(host, self))
+        if host not in self._watchers:
+            self._watchers[host] = HostWatcher(host, self, logs=self._gathered)
+        return self._watchers[host]
 
     def lose(self, host: str, cause: str) -> None:
         """Count a host as gone for good: its processes are dead, and nothing is spawned there any more."""
@@ -211,6 +228,8 @@ class Cluster:
                     hint="keep it on this machine, or set --public-ports if nobody else is on the network",
                 )
             self._checked = True
+            if not self.shares_files(host):
+                self._gathered.expect(host, log.name)
             procs = place.spawn_procs(
                 per_host={"ranks": ranks},
                 bootstrap=functools.partial(
@@ -219,6 +238,7 @@ class Cluster:
                     tuple(imports),
                     tuple(sys.path),
                     kept_back() if secrets else {},
+                    "" if self.shares_files(host) else self._gathered.name,
                 ),
                 bootstrap_command=lambda _: command,
                 name=name.replace("/", "_"),
@@ -312,11 +332,13 @@ class _Log(io.FileIO):
         return memoryview(data).nbytes
 
 
-def _start_child(log_file: str, imports: Sequence[str], path: Sequence[str], secrets: Mapping[str, str]) -> None:
+def _start_child(
+    log_file: str, imports: Sequence[str], path: Sequence[str], secrets: Mapping[str, str], own: str = ""
+) -> None:
     """Redirect the output of a new process and its children to its log file, then import modules.
 
-    The parent's `sys.path` is appended. Secrets are passed here because /proc shows a process's initial environment.
-    From here on only the controller stops the process.
+    The file is in the folder `own` of `own_logs` instead, if given. The parent's `sys.path` is appended. Secrets are
+    passed here because /proc shows a process's initial environment. From here on only the controller stops the process.
     """
     take(secrets)
     for name, value in _CHILDREN_DEFAULTS.items():
@@ -324,7 +346,7 @@ def _start_child(log_file: str, imports: Sequence[str], path: Sequence[str], sec
     outlive_stop_signals()
     sys.stdout.flush()
     sys.stderr.flush()
-    fd = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    fd = open_log(own_logs(own) / Path(log_file).name if own else log_file)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import psutil  # type: ignore[import-untyped]
 from monarch.actor import Actor, concurrent_endpoint
 
+from forge_rl.runtime.host_logs import new_output
 from forge_rl.runtime.processes import ProcessTree
 
 _POLL_S = 0.5
@@ -81,6 +82,10 @@ class HostAgent(Actor):
         events = list(self._events)
         self._events.clear()
         return events
+
+    @concurrent_endpoint
+    async def new_output(self, name: str, taken: dict[str, int]) -> dict[str, bytes]:
+        return await asyncio.to_thread(new_output, name, taken)
 
     @concurrent_endpoint
     async def signal(self, mark: str, number: int) -> None:

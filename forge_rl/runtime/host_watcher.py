@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forge_rl.errors import ForgeError, ServiceError
+from forge_rl.runtime.host_logs import GatheredLogs
 from forge_rl.runtime.processes import cause_of
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _SILENT_LOOKS_OF_ALL = 40
 _PROBE_S = 1.5
 """Time for the other processes of a host to answer once its agent does not."""
 _CALL_S = 10.0
+_LAST_CALL_S = 3.0
 _START_S = 120.0
 _RESTART_S = 30.0
 _MOST_RESTARTS = 3
@@ -74,11 +76,14 @@ class HostWatcher:
     Args:
         host: name of the host.
         cluster: starts the agent; loses the host if it does not answer.
+        logs: takes what the host's processes print, if they do not print it to a shared disk.
     """
 
-    def __init__(self, host: str, cluster: Processes) -> None:
+    def __init__(self, host: str, cluster: Processes, *, logs: GatheredLogs | None = None) -> None:
         self._host = host
         self._cluster = cluster
+        self._logs = logs
+        self._taking = asyncio.Lock()
         self._agent: Any = None
         self._names = (f"agent-{host}-{number}" for number in itertools.count())
         self._mark = ""
@@ -120,8 +125,25 @@ class HostWatcher:
             with contextlib.suppress(ForgeError):  # they end with their host or, orphaned, after a minute
                 await self._call("kill", mark, wait_s, deadline_s=wait_s + _CALL_S)
 
+    async def _take_output(self, *, deadline_s: float = _CALL_S) -> None:
+        """Take all that the host's processes have printed so far.
+
+        Raises:
+            ServiceError: the agent does not answer, or died.
+        """
+        if self._logs is None:
+            return
+        async with self._taking:
+            found = dict[str, bytes]()
+            while taken := await asyncio.to_thread(self._logs.take, self._host, found):
+                if not (found := await self._call("new_output", self._logs.name, taken, deadline_s=deadline_s)):
+                    return
+
     async def close(self) -> None:
         """Stop watching; the cluster stops the agent."""
+        if self._polling is not None and not self._polling.done() and self._host not in self._cluster.lost:
+            with contextlib.suppress(ForgeError):
+                await self._take_output(deadline_s=_LAST_CALL_S)
         tasks = [*self._telling, *([self._polling] if self._polling is not None else [])]
         for task in tasks:
             task.cancel()
@@ -144,6 +166,7 @@ class HostWatcher:
         while True:
             try:
                 events = await self._report()
+                await self._take_output()  # first, as causes of death are read there
             except ServiceError as error:
                 if not await self._replace(error.message):
                     return

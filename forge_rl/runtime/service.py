@@ -223,7 +223,9 @@ class Service:
                     self._on_process_end(replica, rank, None)
                     return
         near = replica.host == THIS_HOST
-        if self._blames and not near:  # its notes are memory of the machine
+        if (
+            self._blames and not near and self._cluster.shares_files(replica.host)
+        ):  # its notes are memory of the machine
             near = process_space() == await replica.call("process_space", deadline_s=deadline_s, rank=0)
         if self._blames and near:
             in_hand.create(replica.notes)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -17,6 +17,7 @@ from forge_rl.engines.factory import decode_environment, spare_environment, thre
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.remote import RemoteServer
+from forge_rl.engines.speculation import read_speculation
 from forge_rl.errors import (
     ConfigError,
     ContextError,
@@ -25,7 +26,7 @@ from forge_rl.errors import (
     ServiceError,
     WeightsError,
 )
-from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.seats import Seats, ServiceHosts
@@ -127,6 +128,7 @@ class Generator:
         )
         processes = _Processes(
             service=service,
+            cluster=cluster,
             config=config,
             actor=actor,
             model=model,
@@ -512,6 +514,7 @@ class _Processes:
     """Spawns the processes of engines and spares."""
 
     service: Service
+    cluster: Cluster
     config: GeneratorConfig
     actor: type[ServiceActor]
     model: Path
@@ -540,26 +543,34 @@ class _Processes:
 
     def spawn(self, index: int) -> Replica:
         """Spawn the engine with an index, or the process that uses it in a server of others."""
-        args = self._args(index, "replica")
         if index < len(self.config.urls):
             again = index < len(self.service.replicas)
             server = RemoteServer(
                 url=self.config.urls[index], owner=self.owner, wait_s=self.patience_s if again else 0.0
             )
-            env = thread_environment(sharers=1, cores=1)
+            args, env = self._args(index, "replica", THIS_HOST), thread_environment(sharers=1, cores=1)
             return self.service.spawn(self.actor, *args, server, env=env, index=index, secrets=True)
-        env = self.environment(index)
-        return self.service.spawn(self.actor, *args, env=env, host=self.seats.take(index).host, index=index)
+        host = self.seats.take(index).host
+        args, env = self._args(index, "replica", host), self.environment(index)
+        return self.service.spawn(self.actor, *args, env=env, host=host, index=index)
 
     def spawn_spare(self, number: int) -> Replica:
         """Spawn the spare with a number, without devices, on the host of an engine."""
         own = [each.index for each in self.service.replicas if each.serving and each.index >= len(self.config.urls)]
         like = own[number % len(own)] if own else len(self.config.urls)
-        args, env = self._args(number, "spare"), spare_environment(self.environment(like))
         host = self.seats.take(like).host
+        args, env = self._args(number, "spare", host), spare_environment(self.environment(like))
         return self.service.spawn(self.actor, *args, env=env, host=host, index=number, spare=True)
 
-    def _args(self, number: int, kind: str) -> tuple[object, ...]:
+    def _args(self, number: int, kind: str, host: str) -> tuple[object, ...]:
         # With the config's own class, engine processes would import this module and everything that a controller needs.
         settings = DecodeSettings(**{each.name: getattr(self.config, each.name) for each in fields(DecodeSettings)})
-        return self.model, settings, self.seed + number, f"{self.service.name} {kind} {number}"
+        if (drafting := read_speculation(settings.speculation)) is not None and drafting.model:
+            there = str(self.cluster.path_on(host, Path(drafting.model)))
+            settings = replace(settings, speculation=settings.speculation.replace(drafting.model, there))
+        return (
+            self.cluster.path_on(host, self.model),
+            settings,
+            self.seed + number,
+            f"{self.service.name} {kind} {number}",
+        )

@@ -11,6 +11,10 @@ from pathlib import Path
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.engines.host import HostInfo
+from forge_rl.errors import ModelError
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.copies import Contents, copy_of
+from forge_rl.runtime.far_files import FarFolder, process_desk
 from forge_rl.runtime.host_facts import Clock, HostFacts
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import ServiceActor
@@ -38,6 +42,22 @@ class HostActor(ServiceActor):
     async def missing(self, paths: Sequence[Path]) -> list[Path]:
         """Return the paths that this host does not see."""
         return [path for path in paths if not path.exists()]
+
+    @concurrent_endpoint
+    async def copy(self, folder: Path, contents: Contents, cache: Path | None) -> Path:
+        """Copy a folder that the controller opened into this host's cache, and return its path; see `copy_of`."""
+        desk = process_desk()
+        place = desk.place(folder)
+        assert isinstance(place, FarFolder), "the controller opens it first"
+        try:
+            return await asyncio.to_thread(copy_of, contents, lambda name: place.open(name, "rb"), cache)
+        except OSError as error:
+            raise ModelError(
+                f"the model cannot be copied to {cache or default_cache()}: {error.strerror or error}",
+                hint="choose a --cache in which this user may write on all hosts",
+            ) from error
+        finally:
+            desk.close()
 
     @concurrent_endpoint
     async def answer_probe(self, probe: Path, answer: Path) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 from monarch.actor import concurrent_endpoint
 
+from forge_rl.models.bundled import default_cache
 from forge_rl.runtime.host_facts import Sampled, Trained, write_rate
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.services.host_actor import HostActor
@@ -34,8 +35,12 @@ class HostCheckActor(HostActor):
         self._shared: tuple[Any, Any] | None = None
 
     @concurrent_endpoint
-    async def disk(self, folder: Path, size: int) -> tuple[int, float]:
-        """Return the free bytes of the folder's disk, and the bytes per second of writing `size` of them."""
+    async def disk(self, folder: Path | None, size: int) -> tuple[int, float]:
+        """Return the free bytes of the folder's disk, by default the one of the host's own cache, and the bytes per
+        second of writing `size` of them."""
+        if folder is None:
+            folder = default_cache()
+            folder.mkdir(parents=True, exist_ok=True)
         rate = await asyncio.to_thread(write_rate, folder, size)
         return shutil.disk_usage(folder).free, rate
 

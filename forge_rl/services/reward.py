@@ -312,4 +312,5 @@ class _Pool:
 
     async def _tell(self, replica: Replica) -> None:
         deadline_s = max(self._setting.deadline_s, self._setting.config.deadline_s)
-        await replica.call("replace", self.given, self._setting.folder, deadline_s=deadline_s)
+        folder = self._setting.folder if self._setting.cluster.shares_files(replica.host) else None
+        await replica.call("replace", self.given, folder, deadline_s=deadline_s)

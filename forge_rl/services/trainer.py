@@ -30,12 +30,14 @@ from forge_rl.packing.rows import Layout, Minibatch, Packed, pack
 from forge_rl.packing.unpacking import values_of_episodes
 from forge_rl.runtime.addresses import meeting_address
 from forge_rl.runtime.cluster import Cluster
+from forge_rl.runtime.far_files import OpenFolder
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.progress import create_progress, read_progress
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.seats import ServiceHosts, ranks_by_host
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.watchdog import NOTICE_S, Watchdog
+from forge_rl.services.far_hosts import open_files
 from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE, TrainerConfig
 from forge_rl.services.weight_store import WeightStore
@@ -59,17 +61,20 @@ class Trainer:
         self,
         config: TrainerConfig,
         service: Service,
+        cluster: Cluster,
         faults: Faults,
         spawn: Callable[[], Replica],
         *,
+        model: Path,
         seed: int,
         total_steps: int,
         skipped: Path,
         start_deadline_s: float,
-        may_be_public: bool = False,
     ) -> None:
         self.config = config
         self._service = service
+        self._cluster = cluster
+        self._model = model
         self._faults = faults
         self._spawn = spawn
         self._seed = seed
@@ -77,7 +82,6 @@ class Trainer:
         self._skipped = skipped
         self._skipped_in_a_row = 0
         self._start_deadline_s = start_deadline_s
-        self._may_be_public = may_be_public
         self._watchdog = Watchdog(service, config.deadline_s, f"--{service.name}.deadline-s")
         self._unavailable = "it has not started"
         """Reason why the ranks hold no policy; "" while they do."""
@@ -143,7 +147,7 @@ class Trainer:
         places = hosts or ServiceHosts()
 
         def spawn() -> Replica:
-            args = model, trainer.config, reference, config.ranks, values
+            args = trainer.config, reference, config.ranks, values
             ranks = ranks_by_host(config.ranks, places, cluster)
             env = train_environment(max(ranks.values()), min(map(places.cores.get, ranks), key=lambda n: n or 0))
             return service.spawn(TrainerActor, *args, ranks=ranks, env=env, index=0)
@@ -151,13 +155,14 @@ class Trainer:
         trainer = cls(
             config,
             service,
+            cluster,
             faults,
             spawn,
+            model=model,
             seed=seed,
             total_steps=total_steps,
             skipped=skipped,
             start_deadline_s=deadline_s,
-            may_be_public=cluster.may_be_public,
         )
         try:
             await trainer._open(resume, after)
@@ -485,7 +490,9 @@ class Trainer:
         Its version is the published one or, if the weights were updated since, the next one.
         """
         updated = self._published not in (None, self.updates)
-        await self._all("save", folder, model, self.version + updated)
+        await self._open_files(self._replica, folder)
+        models = {host: self._cluster.path_on(host, model) for host in self._replica.hosts}
+        await self._all("save", folder, models, self._replica.hosts, self.version + updated)
 
     async def finish_save(self) -> None:
         """Wait until the checkpoint begun by `save` is written; meanwhile the ranks keep training.
@@ -525,17 +532,28 @@ class Trainer:
             await replica.call_ranks("prepare", lambda _: (), deadline_s=deadline_s)
             await asyncio.wait((after,))
         networks = await replica.call_ranks("network", lambda _: (), deadline_s=deadline_s)
-        address = meeting_address(networks, may_be_public=self._may_be_public)
+        address = meeting_address(networks, may_be_public=self._cluster.may_be_public)
         port = self.config.port or await replica.call("free_port", address, deadline_s=deadline_s, rank=0)
         places = [replica.hosts[:rank].count(host) for rank, host in enumerate(replica.hosts)]
         progress = _progress_of(replica).absolute()
         create_progress(progress)
+        models = [self._cluster.path_on(host, self._model) for host in replica.hosts]
+        if resume is not None:
+            await self._open_files(replica, resume)
         started = await self._watchdog.call(
-            replica, "setup", lambda rank: (rank, places[rank], address, port, resume, progress), deadline_s
+            replica,
+            "setup",
+            lambda rank: (models[rank], rank, places[rank], address, port, resume, progress),
+            deadline_s,
         )
         self.version, self.updates, self.parameters = started[0]
         self._published, self._skipped_in_a_row = None, 0
         self._unavailable = ""
+
+    async def _open_files(self, replica: Replica, folder: Path) -> None:
+        """Let the next load or save of ranks on hosts that do not see this machine's disks use a folder of it."""
+        far = [mesh for mesh in replica.meshes if not self._cluster.shares_files(mesh.host)]
+        await open_files(self._service, replica, far, OpenFolder(folder))
 
     @property
     def _replica(self) -> Replica:

@@ -26,6 +26,7 @@ from forge_rl.engines.protocol import TrainEngine, TrainSettings
 from forge_rl.errors import ForgeError, LossError
 from forge_rl.metrics import Value
 from forge_rl.runtime.addresses import Network, interface_towards
+from forge_rl.runtime.far_files import process_desk
 from forge_rl.runtime.progress import ProgressWriter
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.runtime.signals import outlive_stop_signals
@@ -37,8 +38,8 @@ from forge_rl.weights.transports.protocol import Transport
 class TrainerActor(ServiceActor):
     """Executes the Trainer's calls, one at a time; see `Trainer` and `TrainEngine`."""
 
-    def __init__(self, model: Path, settings: TrainSettings, reference: bool, ranks: int, values: bool = False) -> None:
-        self._make_engine = functools.partial(make_train_engine, model, settings, reference=reference, values=values)
+    def __init__(self, settings: TrainSettings, reference: bool, ranks: int, values: bool = False) -> None:
+        self._make_engine = functools.partial(make_train_engine, settings=settings, reference=reference, values=values)
         self._ranks = ranks
         self._peers = settings.peers
         self._engine: TrainEngine | None = None
@@ -65,11 +66,12 @@ class TrainerActor(ServiceActor):
 
     @concurrent_endpoint
     async def setup(
-        self, rank: int, place: int, address: str, port: int, resume: Path | None, progress: Path
+        self, model: Path, rank: int, place: int, address: str, port: int, resume: Path | None, progress: Path
     ) -> tuple[int, int, int]:
         """Load the policy; return its version, number of updates, and number of parameters.
 
         Args:
+            model: Hugging Face folder on this host.
             place: the rank's place among those on this host.
             address, port: where the ranks meet, on the host of rank 0.
             progress: file to which the first rank writes the progress of its steps, if it is there.
@@ -81,9 +83,15 @@ class TrainerActor(ServiceActor):
                 meet_over(interface_towards(address), nccl=device_type() == "cuda")
             init_distributed(rank, self._ranks, address, port, place=place)
             asyncio.get_running_loop().set_default_executor(device_threads("trainer"))
-            self._engine = self._make_engine()
+            self._engine = self._make_engine(model)
             warm_up()
-            version = self._engine.load_training_state(resume) if resume is not None else 0
+            version = 0
+            if resume is not None:
+                desk = process_desk()
+                try:
+                    version = self._engine.load_training_state(desk.place(resume))
+                finally:
+                    desk.close()
             return version, self._engine.updates, self._engine.parameters
 
     @concurrent_endpoint
@@ -205,10 +213,17 @@ class TrainerActor(ServiceActor):
             self.engine.reset(optimizer)
 
     @concurrent_endpoint
-    async def save(self, folder: Path, model: Path, version: int) -> None:
-        """Begin to write a checkpoint; returns once the state is copied."""
+    async def save(self, folder: Path, models: Mapping[str, Path], hosts: Sequence[str], version: int) -> None:
+        """Begin to write a checkpoint; returns once the state is copied.
+
+        Args:
+            models: folder of the initial model on each host.
+            hosts: host of each rank.
+        """
         async with self._lock:
-            self._saved = self.engine.save(folder, model, version=version)
+            desk, model = process_desk(), models[hosts[self.engine.rank]]
+            self._saved = self.engine.save(desk.place(folder), model, version=version)
+            self._saved.add_done_callback(lambda _: desk.close())
 
     @concurrent_endpoint
     async def finish_save(self) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from forge_rl.engines.titan.blocks import Block, LoadPlanner
 from forge_rl.engines.titan.index import TensorReader
 from forge_rl.models.hf_folder import complete_folder, open_weights, tensor_files
+from forge_rl.runtime.far_files import Folder, filled
 from forge_rl.weights.names import VALUE_HEAD, Part
 from forge_rl.weights.slices import TensorSlice
 
@@ -68,7 +69,7 @@ class Export:
 
     def __init__(
         self,
-        training: Path,
+        training: Folder,
         source: Path,
         dtype: torch.dtype,
         parts: Parts,
@@ -94,15 +95,17 @@ class Export:
             self._files[-1].append(item)
             room -= size
 
-    def write(self, folder: Path, *, rank: int = 0, ranks: int = 1) -> None:
+    def write(self, folder: Folder, *, rank: int = 0, ranks: int = 1) -> None:
         """Write this process's share of the files into an existing folder; rank 0 also writes config and tokenizer."""
         for index in range(rank, len(self._files), ranks):
             tensors: dict[str, torch.Tensor] = {}
             for item in self._files[index]:
                 tensors |= self._read(item)
-            save_file(tensors, folder / self._name(index), metadata={"format": "pt"})
+            with filled(folder) as place:
+                save_file(tensors, place / self._name(index), metadata={"format": "pt"})
         if rank == 0:
-            self._complete(folder)
+            with filled(folder) as place:
+                self._complete(place)
 
     def _regions(self, file_bytes: int) -> Iterator[_Region]:
         for key, stored in self._index.state_dict_metadata.items():

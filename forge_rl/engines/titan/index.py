@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     ChunkStorageMetadata,
@@ -22,11 +24,44 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from forge_rl.runtime.far_files import FarFolder, Folder
+
 INDEX = "index.json"
+
+
+class _FarFiles(FileSystem):
+    """torch's interface to the files of a folder on the controller's machine."""
+
+    def __init__(self, folder: FarFolder) -> None:
+        self._folder = folder
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        with self._folder.open(os.fspath(path), mode) as stream:
+            yield cast(io.IOBase, stream)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        self._folder.rename(os.fspath(path), os.fspath(new_path))
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """The folder exists."""
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        try:
+            return self._folder.size(os.fspath(path)) >= 0
+        except OSError:
+            return False
 
 
 class TensorWriter(FileSystemWriter):
     """Writes tensors to a folder, for `dcp.save`."""
+
+    def __init__(self, folder: Folder) -> None:
+        if isinstance(folder, Path):
+            super().__init__(folder)
+        else:  # the controller flushes all files of a checkpoint to disk
+            super().__init__(Path(), sync_files=False)
+            self.fs = _FarFiles(folder)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, once all tensors are on the disk."""
@@ -42,11 +77,12 @@ class TensorWriter(FileSystemWriter):
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "pieces": pieces}
         path = Path(self.path) / INDEX
-        with path.with_suffix(".tmp").open("w") as file:
-            json.dump(tensors, file)
-            file.flush()
-            os.fsync(file.fileno())
-        path.with_suffix(".tmp").rename(path)
+        with self.fs.create_stream(path.with_suffix(".tmp"), "wb") as file:
+            file.write(json.dumps(tensors).encode())
+            if self.sync_files:
+                file.flush()
+                os.fsync(file.fileno())
+        self.fs.rename(path.with_suffix(".tmp"), path)
 
 
 class TensorReader(FileSystemReader):
@@ -57,6 +93,12 @@ class TensorReader(FileSystemReader):
 
     _index: Metadata | None = None
 
+    def __init__(self, folder: Folder) -> None:
+        super().__init__(folder if isinstance(folder, Path) else Path())
+        if not isinstance(folder, Path):
+            self.fs = _FarFiles(folder)
+        self._folder = folder
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the index, once, as a large model's takes seconds.
 
@@ -64,10 +106,10 @@ class TensorReader(FileSystemReader):
             OSError, ValueError, TypeError, LookupError, RecursionError: it is missing or invalid.
         """
         if self._index is None:
-            folder = Path(self.path)
-            _check_files(folder, [INDEX])
-            index = _parsed(json.loads((folder / INDEX).read_text()))
-            _check_files(folder, {place.relative_path for place in index.storage_data.values()})
+            _check_files(self._folder, [INDEX])
+            with self.fs.create_stream(Path(self.path) / INDEX, "rb") as file:
+                index = _parsed(json.loads(file.read()))
+            _check_files(self._folder, {place.relative_path for place in index.storage_data.values()})
             self._index = index
         self._index.storage_meta = StorageMeta(load_id=self.load_id)
         return self._index
@@ -100,9 +142,17 @@ def _whole(numbers: list[int]) -> torch.Size:
     return torch.Size(numbers)
 
 
-def _check_files(folder: Path, names: Iterable[str]) -> None:
+def _check_files(folder: Folder, names: Iterable[str]) -> None:
     """Check that each name is of a regular file in the folder, not a link."""
     for name in names:
-        path = folder / name
-        if Path(name).name != name or path.is_symlink() or not path.is_file():
+        if Path(name).name != name or not _is_regular(folder, name):
             raise ValueError(f"{name!r} is not a regular file of the folder")
+
+
+def _is_regular(folder: Folder, name: str) -> bool:
+    if isinstance(folder, Path):
+        return (folder / name).is_file() and not (folder / name).is_symlink()
+    try:
+        return folder.size(name) >= 0
+    except OSError:
+        return False

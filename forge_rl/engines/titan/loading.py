@@ -21,6 +21,7 @@ from forge_rl.engines.titan.shards import named_weights, names_of, slice_of, val
 from forge_rl.engines.titan.small_adamw import ROOT, Moment
 from forge_rl.errors import CheckpointError, ModelError
 from forge_rl.models.hf_folder import open_weights, tensor_files
+from forge_rl.runtime.far_files import Folder
 from forge_rl.weights.names import VALUE_HEAD
 
 _AGAIN = "download or export the model again"
@@ -66,7 +67,7 @@ def load_training_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     counts: Sequence[str],
-    folder: Path,
+    folder: Folder,
 ) -> dict[str, int]:
     """Load a training state that a CheckpointWriter wrote, in any layout, into the model and the optimizer.
 
@@ -105,7 +106,7 @@ def load_training_state(
     return {name: int(cast(torch.Tensor, state[name].values)) for name in counts}
 
 
-def _check_moments(saved: set[str], wanted: set[str], folder: Path) -> None:
+def _check_moments(saved: set[str], wanted: set[str], folder: Folder) -> None:
     """Raise CheckpointError if only one of a training state and this run has the roots of small second moments."""
     small = [any(key.startswith(f"{ROOT}.") for key in keys) for keys in (saved, wanted)]
     if small[0] != small[1]:
@@ -115,7 +116,7 @@ def _check_moments(saved: set[str], wanted: set[str], folder: Path) -> None:
         )
 
 
-def _check_frozen(saved: set[str], wanted: set[str], folder: Path) -> None:
+def _check_frozen(saved: set[str], wanted: set[str], folder: Folder) -> None:
     """Raise CheckpointError if a training state is of this model but with different frozen weights."""
 
     def weights(keys: set[str], kind: str) -> set[str]:

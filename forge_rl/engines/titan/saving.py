@@ -22,6 +22,7 @@ from forge_rl.engines.titan.index import TensorWriter
 from forge_rl.engines.titan.loading import cause_of
 from forge_rl.engines.titan.shards import names_of
 from forge_rl.errors import CheckpointError
+from forge_rl.runtime.far_files import Folder
 from forge_rl.weights.names import VALUE_HEAD, Names
 
 
@@ -46,7 +47,7 @@ class CheckpointWriter:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         counts: Mapping[str, int],
-        folder: Path,
+        folder: Folder,
         *,
         source: Path,
         dtype: torch.dtype,
@@ -74,7 +75,7 @@ class CheckpointWriter:
         self._last = self._thread.submit(self._write, state, folder, source, dtype, names_of(model))
         return self._last
 
-    def _write(self, state: dict[str, Block], folder: Path, source: Path, dtype: torch.dtype, names: Names) -> None:
+    def _write(self, state: dict[str, Block], folder: Folder, source: Path, dtype: torch.dtype, names: Names) -> None:
         training = folder / "training"
 
         def write_state() -> None:
@@ -90,15 +91,16 @@ class CheckpointWriter:
         hint += f"; put the run's model back to {source} if it has moved"
         self._on_all_ranks("the model", folder / "model", export, hint)
 
-    def _on_all_ranks(self, what: str, folder: Path, work: Callable[[], None], hint: str) -> None:
+    def _on_all_ranks(self, what: str, folder: Folder, work: Callable[[], None], hint: str) -> None:
         """Call a function on all ranks; a failure on one raises on all."""
         failed = ""
         try:
             work()
         except (Exception, CheckpointException) as error:
             failed = cause_of(error)
-            with contextlib.suppress(OSError):
-                failed += f" ({shutil.disk_usage(folder).free / 1e9:.2f} GB are free there)"
+            if isinstance(folder, Path):
+                with contextlib.suppress(OSError):
+                    failed += f" ({shutil.disk_usage(folder).free / 1e9:.2f} GB are free there)"
         causes = [failed] * dist.get_world_size()
         dist.all_gather_object(causes, failed, group=self._group)
         if failed := next(filter(None, causes), ""):

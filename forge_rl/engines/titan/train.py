@@ -45,6 +45,7 @@ from forge_rl.engines.titan.small_adamw import SmallAdamW
 from forge_rl.errors import ConfigError, ForgeError, ModelError
 from forge_rl.metrics import EffectiveShare, Max, Mean, Sum, Value
 from forge_rl.packing.rows import Minibatch, Row
+from forge_rl.runtime.far_files import Folder
 from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
 
@@ -355,7 +356,7 @@ class TitanEngine:
     def specs(self) -> tuple[TensorSpec, ...]:
         return specs(self.model)
 
-    def save(self, folder: Path, model: Path, *, version: int) -> Future[None]:
+    def save(self, folder: Folder, model: Path, *, version: int) -> Future[None]:
         self.onload()
         counts = {"updates": self.updates, "planned": self.planned, "version": version}
         dtype = torch.bfloat16 if resolve_dtype(self._settings.dtype) == torch.bfloat16 else torch.float32
@@ -372,7 +373,7 @@ class TitanEngine:
         self.optimizer = self._make_optimizer()
         self.updates = self.planned = 0
 
-    def load_training_state(self, folder: Path) -> int:
+    def load_training_state(self, folder: Folder) -> int:
         self.onload()
         counts = load_training_state(self.model, self.optimizer, ("updates", "planned", "version"), folder)
         self.updates, self.planned = counts["updates"], counts["planned"]

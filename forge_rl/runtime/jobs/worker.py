@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from forge_rl.runtime.addresses import is_trusted, url
 from forge_rl.runtime.cluster import set_defaults
 from forge_rl.runtime.monarch_log import secure_monarch_log
+from forge_rl.runtime.processes import clean_up_after
+from forge_rl.runtime.scratch import make_scratch
 from forge_rl.runtime.signals import outlive_stop_signals
 
 
@@ -29,6 +32,8 @@ def main() -> None:
             "  hint: give pods private addresses; or set --job kubernetes:public=true if nobody else can reach them"
         )
     outlive_stop_signals()
+    os.environ["TMPDIR"] = scratch = make_scratch()
+    clean_up_after([scratch])
     secure_monarch_log()
     set_defaults()
     from monarch.actor import run_worker_loop_forever

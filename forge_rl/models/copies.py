@@ -1,0 +1,77 @@
+"""Copies of model folders in a host's own cache, named after their contents."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from forge_rl.errors import ModelError
+from forge_rl.models.bundled import default_cache
+from forge_rl.models.resolve import model_files
+from forge_rl.system.folders import make_private
+
+_PIECE_BYTES = 8 << 20
+_THREADS = 8
+
+Contents = Mapping[str, tuple[int, str]]
+"""Size in bytes and XXH3 of each file, by name."""
+
+
+def contents_of(folder: Path) -> Contents:
+    """Read all of a model's files, for `copy_of`."""
+
+    def digest(path: Path) -> tuple[int, str]:
+        found = xxhash.xxh3_128()
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                found.update(piece)
+        return path.stat().st_size, found.hexdigest()
+
+    paths = model_files(folder)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return dict(zip((path.name for path in paths), threads.map(digest, paths), strict=True))
+
+
+def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Path | None = None) -> Path:
+    """Return a folder of this host's cache with these files, copied if it is not there or has changed.
+
+    Args:
+        open_file: opens a file of the original to read.
+        cache: folder of the cache; by default the user's.
+
+    Raises:
+        ModelError: there is no space, or the original changed meanwhile.
+        OSError: a file cannot be read or written.
+    """
+    name = xxhash.xxh3_128(json.dumps(sorted(contents.items())).encode()).hexdigest()
+    folder = (cache or default_cache()) / "copies"
+    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder, ModelError, deep=False)
+    target = folder / name
+    if target.is_dir() and contents_of(target) == contents:
+        return target
+    needed, free = sum(size for size, _ in contents.values()), shutil.disk_usage(folder).free
+    if free < needed:
+        raise ModelError(
+            f"a copy of the model needs {needed / 1e9:.2f} GB but {folder} has {free / 1e9:.2f} GB free",
+            hint="free space there, or choose another --cache",
+        )
+    with tempfile.TemporaryDirectory(prefix=".copy-", dir=folder) as place:
+        made = Path(place, name)
+        made.mkdir()
+        for each in contents:
+            with open_file(each) as source, (made / each).open("xb") as written:
+                shutil.copyfileobj(source, written, _PIECE_BYTES)
+        if contents_of(made) != contents:
+            raise ModelError(f"the model changed while it was copied to {folder}", hint="start again")
+        if target.exists():
+            target.rename(Path(place, "replaced"))
+        made.rename(target)
+    return target

@@ -1,0 +1,138 @@
+"""A folder of the controller's machine, used by requests: what comes is what went, and nothing else can be reached."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_rl.errors import ModelError
+from forge_rl.models.copies import contents_of, copy_of
+from forge_rl.runtime import host_logs
+from forge_rl.runtime.far_files import FarFolder, OpenFolder, Request, filled
+from forge_rl.runtime.host_logs import GatheredLogs, new_output, open_log, own_logs
+from tests.far_disk import answered
+
+
+def test_files_come_back_as_they_were_written(tmp_path: Path):
+    (tmp_path / "training").mkdir()
+    (tmp_path / "model").mkdir()
+    data = os.urandom(9_000_001)
+
+    def work(folder: FarFolder) -> None:
+        training = folder / "training"
+        with training.open("a.tmp", "wb") as file:
+            for start in (0, 100, 5_000_000):
+                assert file.tell() == start
+                file.write(data[start : {0: 100, 100: 5_000_000}.get(start)])
+        training.rename("a.tmp", "a")
+        assert training.size("a") == len(data)
+        with training.open("a", "rb") as file:
+            assert file.read(10) == data[:10]
+            file.seek(-7, os.SEEK_END)
+            assert file.read() == data[-7:]
+            file.seek(3)
+            assert file.read() == data[3:]
+        with filled(folder / "model") as place:
+            (place / "config.json").write_text("{}")
+            (place / "empty").touch()
+
+    answered(OpenFolder(tmp_path), work)
+    assert (tmp_path / "training" / "a").read_bytes() == data
+    assert {path.name for path in (tmp_path / "training").iterdir()} == {"a"}
+    assert (tmp_path / "model" / "config.json").read_text() == "{}"
+    assert (tmp_path / "model" / "empty").read_bytes() == b""
+
+
+def test_nothing_outside_of_the_folder_can_be_reached(tmp_path: Path):
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (tmp_path / "secret").write_text("x")
+    (inside / "link").symlink_to(tmp_path / "secret")
+    (inside / "up").symlink_to(tmp_path)
+    os.mkfifo(inside / "pipe")
+    folder = OpenFolder(inside)
+    for name in ("../secret", "/etc/passwd", "link", "up/secret", "", ".", "a\0b", "pipe", "nothing", "none/of/it"):
+        for what in ("size", "read", "write", "rename"):
+            asked = Request(what=what, name=name, length=10, data=b"y", to="new")  # type: ignore[arg-type]
+            if what in ("write", "rename") and name in ("nothing", "pipe", "link"):
+                continue
+            assert isinstance(folder.answer(asked), OSError), (what, name)
+    assert isinstance(folder.answer(Request(what="write", name="link", data=b"y")), OSError)
+    assert isinstance(folder.answer(Request(what="write", name="pipe", data=b"y")), OSError)
+    assert isinstance(folder.answer(Request(what="rename", name="link", to="../taken")), OSError)
+    assert (tmp_path / "secret").read_text() == "x"
+    assert {path.name for path in tmp_path.iterdir()} == {"inside", "secret"}
+    open_to_read = OpenFolder(inside, read_only=True)
+    assert open_to_read.answer(Request(what="read", name="link", length=10)) == b"x", "as in the hub's cache"
+    assert isinstance(open_to_read.answer(Request(what="write", name="new", data=b"y")), OSError)
+    assert not (inside / "new").exists()
+
+
+def test_an_error_of_the_file_system_is_raised_where_the_work_is(tmp_path: Path):
+    def work(folder: FarFolder) -> None:
+        with folder.open("no/such/folder", "wb") as file:
+            file.write(b"x")
+
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        answered(OpenFolder(tmp_path), work)
+
+
+def test_a_model_is_copied_once_and_again_if_its_copy_is_damaged(tmp_path: Path):
+    source, cache = tmp_path / "source", tmp_path / "cache"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"a": 1}))
+    (source / "model.safetensors").write_bytes(os.urandom(100_000))
+    (source / "notes.bin").write_text("not of the model")
+    contents = contents_of(source)
+    opened: list[str] = []
+
+    def copy() -> Path:
+        def opening(name: str) -> Any:
+            opened.append(name)
+            return (source / name).open("rb")
+
+        return copy_of(contents, opening, cache)
+
+    made = copy()
+    assert {path.name for path in made.iterdir()} == {"config.json", "model.safetensors"}
+    assert sorted(opened) == ["config.json", "model.safetensors"]
+    assert copy() == made
+    assert len(opened) == 2, "it is there"
+    (made / "config.json").write_text("{}")
+    assert copy() == made
+    assert json.loads((made / "config.json").read_text()) == {"a": 1}
+    (source / "config.json").write_text("{}")
+    (made / "config.json").unlink()
+    with pytest.raises(ModelError, match="changed while it was copied"):
+        copy()
+    assert {path.name for path in (cache / "copies").iterdir()} == {made.name}, "nothing half is left"
+
+
+def test_logs_of_another_host_are_appended_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    monkeypatch.setattr(host_logs.tempfile, "gettempdir", lambda: str(there))
+    gathered = GatheredLogs(here)
+    gathered.expect("a", "trainer-0.log")
+    taken = gathered.take("a", {})
+
+    def say(text: str) -> None:
+        fd = open_log(own_logs(gathered.name) / "trainer-0.log")
+        os.write(fd, text.encode())
+        os.close(fd)
+
+    assert new_output(gathered.name, taken) == {}
+    for text in ("one\n", "two\n", "x" * 3_000_000):
+        say(text)
+        while found := new_output(gathered.name, taken):
+            taken = gathered.take("a", found)
+    assert (here / "trainer-0.log").read_text() == "one\ntwo\n" + "x" * 3_000_000
+    gathered.take("a", {"../evil.log": b"x", "other.log": b"x"})
+    gathered.take("b", {"trainer-0.log": b"x"})
+    assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"trainer-0.log"}
+    assert (here / "trainer-0.log").stat().st_size == 8 + 3_000_000
