@@ -12,21 +12,24 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from monarch.actor import concurrent_endpoint
 
 from benchmarks.large_batches import ended, longest_pause
 from benchmarks.page_run import measure_page
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, Report, run_benchmark
 from forge_rl.metrics import EpisodeSink, RunInfo, Sink, batch_metrics
-from forge_rl.metrics.episode_files import EpisodeFile
+from forge_rl.metrics.episode_files import EpisodeFile, RecordedEpisode
 from forge_rl.metrics.recorder import EpisodeRecorder, Recording, recorded_files
 from forge_rl.packing.rows import Layout, pack
+from forge_rl.packing.unpacking import rounded_scores
 from forge_rl.run.recording import trained_episodes
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -62,14 +65,14 @@ class WaitingRank(ServiceActor):
     """A trainer's rank that waits, and then answers with logprobs near the engine's and with entropies, if asked."""
 
     @concurrent_endpoint
-    async def step(self, seconds: float, scored: bool) -> list[npt.NDArray[np.float32]]:
+    async def step(self, seconds: float, scored: bool) -> list[npt.NDArray[np.uint16]]:
         until, drawn = time.monotonic() + seconds, np.random.default_rng(0)
         found = []
         for row in self.take_parcel():
             if scored:
                 logprobs = row.behaviour.numpy() + drawn.normal(0, 1e-2, len(row)).astype(np.float32)
                 entropies = drawn.exponential(0.6, len(row)).astype(np.float32)
-                found.append(np.stack([logprobs, entropies], axis=1))
+                found.append(rounded_scores(row, torch.from_numpy(np.stack([logprobs, entropies], axis=1))))
         await asyncio.sleep(until - time.monotonic())
         return found
 
@@ -106,19 +109,22 @@ def batch_of(config: Config, seed: int) -> Batch:
     return Batch(groups=tuple(groups), version=seed + 1)
 
 
-async def _step(number: int, batch: Batch, rank: Replica, sinks: list[Sink], config: Config, *, keeps: bool) -> float:
-    """Take a step; return its seconds."""
+async def _step(
+    number: int, batch: Batch, rank: Replica, sinks: list[Sink], config: Config, *, keeps: bool
+) -> tuple[float, Callable[[], Iterator[RecordedEpisode]]]:
+    """Take a step; return its seconds, and what makes its records."""
     began = time.perf_counter()
     advantages = batch.rewards - batch.rewards.mean(dim=1, keepdim=True)
     packed = await asyncio.to_thread(pack, batch, advantages, Layout(seq_len=4 * config.tokens))
     await rank.send(packed.rows, for_call="step", deadline_s=_DEADLINE_S)
     scored = await rank.call("step", config.train_s, keeps, deadline_s=_DEADLINE_S, rank=0)
     values = batch_metrics(batch)
+    records = partial(trained_episodes, number, batch, packed, scored)
     for sink in sinks:
         sink.log(number, values, batch)
         if keeps:
-            sink.record(number, "trained", partial(trained_episodes, number, batch, packed, scored))
-    return time.perf_counter() - began
+            sink.record(number, "trained", records)
+    return time.perf_counter() - began, records
 
 
 async def _measure(config: Config, report: Report, folder: Path) -> None:
@@ -140,7 +146,7 @@ async def _measure(config: Config, report: Report, folder: Path) -> None:
                 for at in range(1 + -(-config.repeats // 2)):  # the first one of a kind has no files to write yet
                     number += 1
                     heart = asyncio.create_task(longest_pause())
-                    seconds = await _step(number, batches[number % 2], rank, sinks, config, keeps=keeps)
+                    seconds, records = await _step(number, batches[number % 2], rank, sinks, config, keeps=keeps)
                     pause = await ended(heart) * 1e3
                     report.rows.append({"keeps": keeps, "seconds": seconds, "blocked_ms": pause, "warm_up": at == 0})
                     if at:
@@ -148,7 +154,8 @@ async def _measure(config: Config, report: Report, folder: Path) -> None:
                         blocked[keeps].append(pause)
                 await asyncio.to_thread(recorder.flush)
             began, used = time.perf_counter(), time.process_time()
-            await asyncio.to_thread(_write_again, recorder, number, batches[0])
+            recorder.record(number, "evaluated", records)
+            await asyncio.to_thread(recorder.flush)
             report.results["recorder_s"] = time.perf_counter() - began
             report.results["recorder_cpu_s"] = time.process_time() - used
             recorder.close()
@@ -168,12 +175,6 @@ async def _measure(config: Config, report: Report, folder: Path) -> None:
         assert len(EpisodeFile(path).listing()) == config.episodes
         listing.append(time.perf_counter() - began)
     report.measure("list_s", listing)
-
-
-def _write_again(recorder: EpisodeRecorder, number: int, batch: Batch) -> None:
-    """Write a step while nothing else runs."""
-    recorder.record(number, "evaluated", partial(trained_episodes, number, batch, None, None))
-    recorder.flush()
 
 
 def measure(config: Config, report: Report) -> None:

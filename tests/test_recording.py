@@ -19,6 +19,7 @@ from forge_rl.metrics import RunInfo
 from forge_rl.metrics.episode_files import EpisodeFile, Kind, RecordedEpisode, write_episodes
 from forge_rl.metrics.recorder import EpisodeRecorder, Recording, recorded_files
 from forge_rl.packing.rows import Layout, pack
+from forge_rl.packing.unpacking import rounded_scores
 from forge_rl.run.recording import evaluated_episodes, trained_episodes
 from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, ToolCall, Turn
 
@@ -109,7 +110,7 @@ def test_advantages_and_trainer_logprobs_find_their_tokens(tmp_path: Path) -> No
     packed = pack(batch, advantages, layout)
     # The trainer scores each token a hundredth of its id above the engine.
     scored = [
-        torch.stack([row.behaviour + row.targets / 100, row.targets / 10], dim=1).numpy().astype(np.float32)
+        rounded_scores(row, torch.stack([row.behaviour + row.targets / 100, row.targets / 10], dim=1))
         for row in packed.rows
     ]
     file = written(tmp_path, *trained_episodes(1, batch, packed, scored))

@@ -21,7 +21,7 @@ from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.errors import ConfigError, ForgeError, LossError
 from forge_rl.packing.rows import Packed
-from forge_rl.packing.unpacking import unpack
+from forge_rl.packing.unpacking import read_scores, unpack
 from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.replica import Replica
 from forge_rl.services.trainer import Trainer
@@ -160,14 +160,15 @@ def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp
 
 
 def check_scored(trainer: Trainer, laid: Packed, before: Sequence[torch.Tensor], rows: int | None = None) -> None:
-    """Checks that the last step kept the logprobs of each row, and the first `rows` of them."""
+    """Checks that the last step kept gaps and entropies of each row, and those of the first `rows` of them."""
     assert trainer.scored is not None
     of, found = trainer.scored
     assert of is laid
     assert len(found) == len(laid.rows) > 1
     for row, scored, expected in list(zip(laid.rows, found, before, strict=True))[:rows]:
-        assert np.allclose(scored[row.mask, 0], expected[row.mask], atol=1e-6)
-        assert (scored[row.mask, 1] > 0).all(), "entropies"
+        gaps, entropies = read_scores([scored])
+        assert np.allclose(gaps, (expected - row.behaviour)[row.mask], rtol=2**-8, atol=1e-6)
+        assert (entropies > 0).all()
 
 
 @dataclass(frozen=True, kw_only=True)

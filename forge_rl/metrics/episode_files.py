@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -86,6 +86,7 @@ def write_episodes(path: Path, records: Iterable[RecordedEpisode]) -> int:
             use_dictionary=[*_REPEATED],
             column_encoding=dict.fromkeys(_NUMBERS, "BYTE_STREAM_SPLIT"),
             write_page_checksum=True,
+            write_statistics=False,  # would copy the longest texts into the footer
         ) as writer:
             for some in _in_groups(records):
                 writer.write_table(_table(some, schema), row_group_size=len(some))
@@ -173,7 +174,8 @@ def _in_groups(records: Iterable[RecordedEpisode]) -> Iterator[list[RecordedEpis
     some, tokens = list[RecordedEpisode](), 0
     for record in records:
         some.append(record)
-        tokens += 1 + sum(len(record.episode.turns[run[-1]].context) for run in record.episode.runs)
+        last = [record.episode.turns[run[-1]] for run in record.episode.runs]
+        tokens += 1 + sum(len(turn.prompt_ids) + len(turn.token_ids) for turn in last)
         if tokens >= _GROUP_TOKENS:
             yield some
             some, tokens = [], 0
@@ -185,23 +187,28 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
     """Convert records to columns."""
     import pyarrow as pa
 
+    written: dict[int, str] = {}
+    """JSON of objects by their identity: episodes of a group have theirs in common."""
+
+    def as_json(value: object) -> str:
+        if id(value) not in written:
+            written[id(value)] = _json(value)
+        return written[id(value)]
+
     episodes = [record.episode for record in records]
-    turns = [turn for episode in episodes for turn in _turns(episode)]
-    generated = [_joined([turn.logprobs for turn in episode.turns], np.float32) for episode in episodes]
-    contexts = [[episode.turns[run[-1]].context for run in episode.runs] for episode in episodes]
-    values = [
-        _joined([np.asarray(each, np.float32) for each in episode.score.tokens], np.float32) if episode.score else None
-        for episode in episodes
-    ]
+    turns = [turn for episode in episodes for turn in _turns(episode, as_json)]
+    generated = [episode.response_tokens for episode in episodes]
+    contexts = [episode.turns[run[-1]] for episode in episodes for run in episode.runs]
+    values = [[np.asarray(each, np.float32) for each in e.score.tokens] if e.score else [] for e in episodes]
     columns: dict[str, Any] = {name: [getattr(each, name) for each in records] for name in SCALARS[:2]}
     columns |= {name: [getattr(each, name) for each in records] for name in ("set", "group", "index", "version")}
     columns |= {
         "source": [episode.task.source for episode in episodes],
         "task": [episode.task.id for episode in episodes],
         "verifier": [episode.task.verifier for episode in episodes],
-        "task_messages": [_json(episode.task.messages) for episode in episodes],
-        "tools": [_json(episode.task.tools) for episode in episodes],
-        "truth": [_json(episode.task.truth) for episode in episodes],
+        "task_messages": [as_json(episode.task.messages) for episode in episodes],
+        "tools": [as_json(episode.task.tools) for episode in episodes],
+        "truth": [as_json(episode.task.truth) for episode in episodes],
         "outcome": [episode.outcome.value for episode in episodes],
         "problem": [episode.problem for episode in episodes],
         "output": [episode.output for episode in episodes],
@@ -217,7 +224,7 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
         "said": [_last_words(episode.text) for episode in episodes],
         "turns_in_total": [episode.score is not None and episode.score.turns_in_total for episode in episodes],
         "advantage": [_mean(each.advantages, each.trained) for each in records],
-        "tokens": [len(each) for each in generated],
+        "tokens": generated,
         "turn_count": [len(episode.turns) for episode in episodes],
         "turns": _lists(
             pa.StructArray.from_arrays(
@@ -230,21 +237,27 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
             [len(episode.turns) for episode in episodes],
         ),
         "context_ids": _lists(
-            _number_lists([ids for of_one in contexts for ids in of_one], np.int32),
-            [len(of_one) for of_one in contexts],
+            _lists(
+                _numbers([ids for turn in contexts for ids in (turn.prompt_ids, turn.token_ids)], np.int32),
+                [len(turn.prompt_ids) + len(turn.token_ids) for turn in contexts],
+            ),
+            [len(episode.runs) for episode in episodes],
         ),
-        "logprobs": _number_lists(generated, np.float32),
-        "versions": _number_lists([_joined([t.versions for t in e.turns], np.int32) for e in episodes], np.int32),
+        "logprobs": _lists(_numbers([t.logprobs for e in episodes for t in e.turns], np.float32), generated),
+        "versions": _lists(_numbers([t.versions for e in episodes for t in e.turns], np.int32), generated),
         "trained": _number_lists([each.trained for each in records], np.bool_),
-        "trainer_gaps": _number_lists([_rounded(each.trainer_gaps) for each in records], np.float32),
-        "entropies": _number_lists([_rounded(each.entropies) for each in records], np.float32),
-        "advantages": _number_lists([_rounded(each.advantages) for each in records], np.float32),
-        "values": _number_lists([_rounded(each) for each in values], np.float32),
+        "trainer_gaps": _number_lists([each.trainer_gaps for each in records], np.float32),
+        "entropies": _number_lists([each.entropies for each in records], np.float32),
+        "advantages": _number_lists([each.advantages for each in records], np.float32),
+        "values": _lists(
+            _rounded(_numbers([each for own in values for each in own], np.float32)),
+            [sum(map(len, own)) for own in values],
+        ),
     }
     return pa.table([_array(columns[each.name], each.type) for each in schema], schema=schema)
 
 
-def _turns(episode: Episode) -> Iterator[dict[str, object]]:
+def _turns(episode: Episode, as_json: Callable[[object], str]) -> Iterator[dict[str, object]]:
     """Describe an episode's turns; the tokens of each lie in a segment."""
     segments = {turn: segment for segment, run in enumerate(episode.runs) for turn in run}
     values = episode.score.turns if episode.score is not None else ()
@@ -259,7 +272,7 @@ def _turns(episode: Episode) -> Iterator[dict[str, object]]:
             "seconds": turn.seconds,
             "response_s": turn.response_s,
             "value": float(values[place]) if place < len(values) else None,
-            "messages": _json(turn.messages),
+            "messages": as_json(turn.messages),
             "text": turn.text,
             "calls": [
                 {
@@ -289,28 +302,27 @@ def _lists(values: Any, lengths: Sequence[int]) -> Any:
     """Make an array of lists from their values, one after another."""
     import pyarrow as pa
 
-    return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32()), values)
+    return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *lengths]), pa.int32()), pa.array(values))
 
 
 def _number_lists(arrays: Sequence[npt.NDArray[Any] | None], dtype: type[np.generic]) -> Any:
-    """Make an array of lists of numbers; None becomes an empty list."""
-    import pyarrow as pa
-
-    known = [np.zeros(0, dtype) if each is None else each for each in arrays]
-    return _lists(pa.array(_joined(known, dtype)), [len(each) for each in known])
-
-
-def _joined(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.zeros(0, dtype)
+    """Make an array of lists of numbers, rounded if they are real; None becomes an empty list."""
+    numbers = _numbers([each for each in arrays if each is not None], dtype)
+    lengths = [0 if each is None else len(each) for each in arrays]
+    return _lists(_rounded(numbers) if dtype is np.float32 else numbers, lengths)
 
 
-def _rounded(values: npt.NDArray[np.float32] | None) -> npt.NDArray[np.float32] | None:
-    """Round to 8 significant bits, an error of at most 0.4%, so that half of each number's bytes are zero."""
-    if values is None:
-        return None
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) & np.uint32(0xFFFF0000)
-    return np.where(np.isfinite(values), rounded.view(np.float32), values)
+def _numbers(arrays: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    """Join arrays to a new one."""
+    return np.concatenate([np.zeros(0, dtype), *arrays], dtype=dtype)
+
+
+def _rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Round in place to 8 significant bits, an error of at most 0.4%, so that half of each number's bytes are zero."""
+    if values.view(np.uint16)[::2].any():
+        bits = np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32)
+        np.bitwise_and(bits + (0x7FFF + ((bits >> 16) & 1)), 0xFFFF0000, out=values.view(np.uint32))
+    return values
 
 
 def _mean(values: npt.NDArray[np.float32] | None, trained: npt.NDArray[np.bool_] | None) -> float | None:

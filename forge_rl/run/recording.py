@@ -6,45 +6,34 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from forge_rl.metrics.episode_files import RecordedEpisode
 from forge_rl.packing.rows import Packed
-from forge_rl.packing.unpacking import trained_tokens, unpack
+from forge_rl.packing.unpacking import read_scores, trained_order, trained_tokens
 from forge_rl.types import Batch, Episode
 
 
 def trained_episodes(
-    step: int, batch: Batch, packed: Packed | None, scored: Sequence[npt.NDArray[np.float32]] | None
+    step: int, batch: Batch, packed: Packed | None, scored: Sequence[npt.NDArray[np.uint16]] | None
 ) -> Iterator[RecordedEpisode]:
     """Make the records of a batch.
 
     Args:
         packed: the packed batch; None leaves advantages unknown.
-        scored: for each row of `packed`, `[L, 2]`, the trainer's logprobs of the targets and the entropies of their
-            distributions; None leaves gaps and entropies unknown.
+        scored: `rounded_scores` of each row of `packed`; None leaves gaps and entropies unknown.
     """
-    found: Mapping[int, torch.Tensor] = {}
+    places: Mapping[int, slice] = {}
+    ordered = list[npt.NDArray[np.float32]]()
     if packed is not None:
-        found = unpack(
-            packed,
-            [
-                torch.stack([row.advantages, logprobs - row.behaviour, entropies], dim=1)
-                for row, (logprobs, entropies) in zip(packed.rows, _scores(packed, scored), strict=True)
-            ],
-        )
+        order, places = trained_order(packed)
+        advantages = [np.zeros(0, np.float32), *(row.advantages.numpy()[row.mask.numpy()] for row in packed.rows)]
+        found = [np.concatenate(advantages), *(() if scored is None else read_scores(scored))]
+        ordered = [each[order] for each in found]
     size = len(batch.groups[0].episodes) if batch.groups else 1
     for place, (episode, mask) in enumerate(zip(batch.episodes, trained_tokens(batch), strict=True)):
-        advantages: npt.NDArray[np.float32] | None = None
-        gaps: npt.NDArray[np.float32] | None = None
-        entropies: npt.NDArray[np.float32] | None = None
-        trained: npt.NDArray[np.bool_] | None = None
-        if packed is not None:
-            advantages, gaps = np.zeros(len(mask), np.float32), np.full(len(mask), np.nan, np.float32)
-            entropies = gaps.copy()
-            if place in found:
-                trained = mask
-                advantages[trained], gaps[trained], entropies[trained] = found[place].numpy().T
+        own = (each[places.get(place, slice(0))] for each in ordered)
+        known = [_spread(values, mask, fill) for values, fill in zip(own, (0.0, np.nan, np.nan), strict=False)]
+        of_advantages, gaps, entropies = *known, *[None] * (3 - len(known))
         yield RecordedEpisode(
             step=step,
             kind="trained",
@@ -52,19 +41,21 @@ def trained_episodes(
             index=place % size,
             version=batch.version,
             episode=episode,
-            advantages=advantages,
-            trainer_gaps=None if scored is None else gaps,
-            entropies=None if scored is None else entropies,
-            trained=trained,
+            advantages=of_advantages,
+            trainer_gaps=gaps,
+            entropies=entropies,
+            trained=mask if place in places else None,
         )
 
 
-def _scores(packed: Packed, scored: Sequence[npt.NDArray[np.float32]] | None) -> Iterator[torch.Tensor]:
-    """Yield the logprobs and entropies of each row, [2, L]; the engines' logprobs and no entropies if unknown."""
-    if scored is not None:
-        yield from (torch.from_numpy(each).T for each in scored)
-    else:
-        yield from (torch.stack([row.behaviour, torch.full_like(row.behaviour, np.nan)]) for row in packed.rows)
+def _spread(values: npt.NDArray[np.float32], mask: npt.NDArray[np.bool_], fill: float) -> npt.NDArray[np.float32]:
+    """Return the values of the tokens in the mask, [T]; `fill` elsewhere, and everywhere if there are none."""
+    if len(values) == len(mask):
+        return values
+    spread = np.full(len(mask), fill, np.float32)
+    if len(values):
+        spread[mask] = values
+    return spread
 
 
 def evaluated_episodes(step: int, results: Mapping[str, Sequence[Sequence[Episode]]]) -> Iterator[RecordedEpisode]:

@@ -103,9 +103,9 @@ class Trainer:
         """Seconds of computation since the controller last reset this to 0."""
         self.keeps_logprobs = False
         """Whether each step also fetches the trained tokens' logprobs and entropies."""
-        self.scored: tuple[Packed, list[npt.NDArray[np.float32]]] | None = None
-        """The last step's packed batch and, for each of its rows, `[L, 2]`, the logprobs of the targets just before
-        their first update and the entropies of their distributions; None without `keeps_logprobs`."""
+        self.scored: tuple[Packed, list[npt.NDArray[np.uint16]]] | None = None
+        """The last step's packed batch and, for each of its rows, what `rounded_scores` keeps of the targets' logprobs
+        just before their first update, and of their entropies; None without `keeps_logprobs`."""
 
     @classmethod
     async def start(

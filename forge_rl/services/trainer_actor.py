@@ -25,6 +25,7 @@ from forge_rl.engines.platform import device_threads, init_distributed
 from forge_rl.engines.protocol import TrainEngine, TrainSettings
 from forge_rl.errors import ForgeError, LossError
 from forge_rl.metrics import Value
+from forge_rl.packing.unpacking import rounded_scores
 from forge_rl.runtime.addresses import Network, interface_towards
 from forge_rl.runtime.far_files import process_desk
 from forge_rl.runtime.progress import ProgressWriter
@@ -104,12 +105,12 @@ class TrainerActor(ServiceActor):
         version: int | None,
         scored: int,
         lr: float,
-    ) -> tuple[list[dict[str, Value] | None], int, float, list[npt.NDArray[np.float32]]]:
+    ) -> tuple[list[dict[str, Value] | None], int, float, list[npt.NDArray[np.uint16]]]:
         """Train on the minibatches of a batch that were sent.
 
         `lr` is the peak learning rate. Returns this rank's metrics per update, the weights' number of updates, the
-        seconds taken, and the logprobs of the rows of the first `scored` minibatches, if this is the first rank of its
-        share.
+        seconds taken, and the `rounded_scores` of the rows of the first `scored` minibatches, if this is the first
+        rank of its share.
         """
         async with self._lock:
             began = time.monotonic()
@@ -139,7 +140,8 @@ class TrainerActor(ServiceActor):
                 raise
             finally:
                 self._progress.write(0, 0)
-            found = [each.float().numpy() for each in logprobs[:wanted]]  # tensors pickle slowly, see `Row`
+            rows = (row for minibatch in minibatches[:scored] for row in minibatch.rows)
+            found = [rounded_scores(row, each) for row, each in zip(rows, logprobs[:wanted], strict=False)]
             return metrics, self.engine.updates, time.monotonic() - began, found
 
     @concurrent_endpoint
