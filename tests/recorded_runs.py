@@ -263,6 +263,13 @@ def _write_step(
         trace.span("generator/0", "recovery", clock[0], clock[0] + 4, overlapping=True)
 
 
+TRACE = """Traceback (most recent call last):
+  File "mine.py", line 7, in step
+    answers["answer"]
+KeyError: 'answer'
+"""
+
+
 def _write_end(folder: Path, kind: str, steps: int) -> None:
     """Write the events, and the summary of a finished run."""
     events = [
@@ -270,6 +277,7 @@ def _write_end(folder: Path, kind: str, steps: int) -> None:
         {"time": 1.7e9 + 40, "level": "warning", "text": "3 of 16 episodes were truncated: raise max-tokens"},
         {"time": 1.7e9 + 60, "level": "fault", "text": "generator/0 failed in phase rollout: killed by SIGKILL"},
         {"time": 1.7e9 + 64, "level": "info", "text": "generator/0 has recovered after 4.1 s"},
+        {"time": 1.7e9 + 99, "level": "fault", "text": f"ended by KeyError: 'answer'\n{TRACE}"},
     ]
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     if kind == "failed":

@@ -287,7 +287,12 @@ def test_a_run_of_each_kind_is_read_in_a_browser(
     assert sorted(names) == ["between phases", "checkpoint", "publish", "rollout", "train"], "of one colour each"
     tab.value("location.hash = 'faults/0/'")
     tab.wait_for("document.querySelector('main.faults')")
-    assert "killed by SIGKILL" in tab.value("document.body.innerText")
+    texts = tab.value("document.body.innerText")
+    assert "killed by SIGKILL" in texts
+    assert "ended by KeyError: 'answer'" in texts
+    assert "mine.py" not in texts, "a stack trace opens on demand"
+    tab.value("document.querySelector('.event details').open = true")
+    assert "mine.py" in tab.value("document.body.innerText")
     assert tab.problems == []
 
 

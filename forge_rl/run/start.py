@@ -15,7 +15,7 @@ from forge_rl.algorithms.user_loss import try_loss
 from forge_rl.data.mixture import AnySources, as_mixture
 from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import ConfigError, RunStopped
+from forge_rl.errors import ConfigError, ForgeError, RunStopped
 from forge_rl.gateway import GatewayConfig
 from forge_rl.rollout.agents import Agent
 from forge_rl.rollout.examples import ExampleFn
@@ -179,12 +179,13 @@ class Starting(Generic[C]):
                     raise
                 except Exception as error:
                     trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
-                    monitor.log.keep(f"ended by {error}\n{trace}", "fault")
+                    cause = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
+                    monitor.log.keep(f"ended by {cause}\n{trace}", "fault")
                     if run is not None:
                         await run.save_after(error)
-                        run.summarise("failed", str(error))
+                        run.summarise("failed", cause)
                     else:
-                        monitor.log.end("failed", str(error))
+                        monitor.log.end("failed", cause)
                     raise
 
     def _code(self) -> dict[str, str]:

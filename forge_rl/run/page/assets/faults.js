@@ -26,9 +26,15 @@ function faultsView(main, place, store) {
     finder("faults", place, "find in events"),
   );
   const lines = shown.slice(0, 500).map((/** @type {any} */ [time, of, text]) =>
-    el("div", { class: `event ${["warning", "fault"].includes(of) ? of : "info"}` }, el("time", null, time === null ? "" : new Date(1000 * time).toISOString().slice(0, 19).replace("T", " ")), el("b", null, of), el("span", null, text)),
+    el("div", { class: `event ${["warning", "fault"].includes(of) ? of : "info"}` }, el("time", null, time === null ? "" : new Date(1000 * time).toISOString().slice(0, 19).replace("T", " ")), el("b", null, of), eventText(text)),
   );
   main.append(lines.length ? el("div", { class: "events" }, ...lines) : nothing("None."));
+}
+
+/** The text of an event; of a long one, such as a stack trace, the first line, which opens the rest. @param {string} text */
+function eventText(text) {
+  const [first, ...rest] = text.split("\n");
+  return rest.length > 2 ? folded(first, rest.join("\n")) : el("span", null, text);
 }
 
 /** @param {HTMLElement} main @param {Place} place @param {Store} store */
