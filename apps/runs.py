@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forge_rl.errors import ConfigError
-from forge_rl.metrics.display.format import duration, number
+from forge_rl.metrics.display.format import number
 from forge_rl.run.launch import launch
 from forge_rl.run.past_runs import PastRun, list_runs
 from forge_rl.system.terminal import clipped
@@ -56,7 +56,7 @@ def show(config: Config, console: Console) -> None:
 
 def _row(run: PastRun) -> list[Text]:
     known = [run.reward, run.score_before, run.score_after]
-    ago = f"{duration(max(0.0, time.time() - run.changed_s))} ago" if run.changed_s else ""
+    ago = _ago(time.time() - run.changed_s) if run.changed_s else ""
     return [
         Text(clipped(run.folder.name, lines=1, width=40), no_wrap=True),
         Text(run.state, _STYLES[run.state]),
@@ -66,6 +66,13 @@ def _row(run: PastRun) -> list[Text]:
         Text(ago),
         Text(clipped(run.model, lines=1, width=40), no_wrap=True),
     ]
+
+
+def _ago(seconds: float) -> str:
+    """Say how long ago something was, in its largest whole unit: `42 min ago`."""
+    units = [(86_400, "d"), (3_600, "h"), (60, "min"), (1, "s")]
+    size, unit = next((each for each in units if seconds >= each[0]), units[-1])
+    return f"{max(0.0, seconds) // size:.0f} {unit} ago"
 
 
 if __name__ == "__main__":

@@ -230,7 +230,7 @@ def _numbers(record: RecordedEpisode, turn: Turn, tokens: slice, place: int) -> 
         said.append(f"value {number(score.turns[place])}")
     said.append(
         f"{duration(turn.seconds)} to answer"
-        + f", {duration(turn.response_s)} for the response" * (turn.response_s > 0)
+        + f", {duration(turn.response_s)} for the response" * (turn.response_s >= 0.005)
     )
     return "; ".join(said)
 

@@ -3,8 +3,10 @@
 import fcntl
 import io
 import json
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -150,6 +152,8 @@ def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
     (odd / "config.json").write_text("[]")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    an_hour_ago = time.time() - 4000
+    os.utime(tmp_path / "cut" / "metrics.jsonl", (an_hour_ago, an_hour_ago))
     with (tmp_path / "live" / ".lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         text = shown(runs.Config(place=tmp_path))
@@ -159,6 +163,7 @@ def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
     assert "finished  2 of 4     0.5           0.1    0.9   step 1" in found["done"]
     assert "running   2 of 4     0.5                 0.75" in found["live"]
     assert "stopped" in found["cut"]
+    assert "1 h ago" in found["cut"]
     assert "failed" in found["broken"]
     assert " 7 " in found["odd"]
     with pytest.raises(ConfigError, match="has no runs"):
