@@ -32,8 +32,10 @@ def trained_episodes(
     size = len(batch.groups[0].episodes) if batch.groups else 1
     for place, (episode, mask) in enumerate(zip(batch.episodes, trained_tokens(batch), strict=True)):
         own = (each[places.get(place, slice(0))] for each in ordered)
-        known = [_spread(values, mask, fill) for values, fill in zip(own, (0.0, np.nan, np.nan), strict=False)]
-        of_advantages, gaps, entropies = *known, *[None] * (3 - len(known))
+        known: list[npt.NDArray[np.float32] | None] = [None, None, None]
+        for at, (values, fill) in enumerate(zip(own, (0.0, np.nan, np.nan), strict=False)):
+            known[at] = _spread(values, mask, fill)
+        of_advantages, gaps, entropies = known
         yield RecordedEpisode(
             step=step,
             kind="trained",
