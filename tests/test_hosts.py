@@ -150,6 +150,7 @@ def test_hosts_join_and_leave_a_live_run_and_nothing_is_lost(commands: list[Comm
     assert first.end() == 143, first.output
     command.wait_for("host spot has left")
     engines("1")
+    assert run.ask("status")["engines"] == "1/1", "no engine is missed"
     assert not first.strays()
     with pytest.raises(ForgeError, match="has, or had, a host 'spot'"):
         run.ask("join", name="spot", address=f"ipc://{tmp_path}/host", services=[])

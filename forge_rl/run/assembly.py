@@ -219,6 +219,7 @@ def _rollouts(
         listener=monitor.log,
         reward_wait_s=config.reward.wait_for_another_s,
         hold=monitor.faults.hold,
+        engines=lambda: len(config.generator.urls) + services.generator.replicas,
     )
     services.reward.replaced.append(rollouts.reward_replaced)
     services.reward.samples = rollouts.samples
