@@ -262,7 +262,7 @@ def test_a_run_on_examples_starts_nothing_but_the_trainer(monkeypatch: pytest.Mo
             for name in ("rollouts", "generator", "weights", "reward", "environment", "schedule"):
                 with pytest.raises(ConfigError, match="given examples"):
                     getattr(run, name)
-            status = await Control(run, run._live, None).status()
+            status = await Control(run, run._live, None, cast(Any, None)).status()
             assert status["rollouts"] == "batch 1: groups 0/2"
             assert (status["reward_mean"], "schedule" in status) == (None, False)
             assert "Run  step 1 of 10" in repr(run)
