@@ -304,7 +304,11 @@ def test_one_run_at_a_time_has_an_engine_until_it_is_silent(monkeypatch: pytest.
                     pass
             with pytest.raises(RuntimeError, match="status 409"):
                 await remote.hold(paused=True, asleep=False)
-            await _disconnect(await RemoteEngine.connect(RemoteServer(url=url, owner="b"), SETTINGS))
+            following = await RemoteEngine.connect(RemoteServer(url=url, owner="b"), SETTINGS)
+            with pytest.raises(RuntimeError, match="status 409"):
+                await remote.serve_model()
+            assert engine.version == -1
+            await _disconnect(following)
 
     run(work)
 
