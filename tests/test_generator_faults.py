@@ -216,6 +216,18 @@ def test_an_engine_of_others_has_no_devices_here_and_what_it_refuses_ends_no_run
     asyncio.run(check())
 
 
+def test_all_engines_may_be_of_others(tmp_path: Path, nothing_left: None) -> None:
+    async def check() -> None:
+        async with stage(tmp_path, 0, urls=("http://elsewhere:8000",)) as on:
+            await on.load(1)
+            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20)))
+            assert on.generator.engines().keys() == {0}
+            os.kill(await on.pid(0), signal.SIGKILL)
+            assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20)))
+
+    asyncio.run(check())
+
+
 def test_an_engine_that_fails_or_gives_garbage_is_replaced(tmp_path: Path, nothing_left: None) -> None:
     kinds = {kind: GARBAGE[kind][1] for kind in ("large id", "unpickable", "no chunk")}
     kinds |= {"raise": "it failed: RuntimeError: the engine has a bug", "end": "its stream ended without a finish"}

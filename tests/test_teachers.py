@@ -295,9 +295,10 @@ def test_a_plan_counts_the_teachers(tmp_path: Path):
 
 def test_a_teachers_engines_have_room_for_hints_and_gpus_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make_model(tmp_path, vocab_size=43, max_position_embeddings=1100)
-    policy = GeneratorConfig(max_model_len=512, max_tokens=100)
+    policy = GeneratorConfig(max_model_len=512, max_tokens=100, urls=("http://elsewhere:8000",), replicas=0)
     found = engine_settings(TeachersConfig(models=("x",), kv_cache_gib=2), policy, tmp_path)
     assert (found.max_model_len, found.kv_cache_gib, found.temperature) == (641, 2, 1.0)
+    assert (found.urls, found.replicas) == ((), 1), "the policy's servers hold another model"
     found = engine_settings(TeachersConfig(), replace(policy, max_model_len=1000), tmp_path)
     assert found.max_model_len == 1100, "as many as it has positions"
     with pytest.raises(ConfigError, match=r"--teachers\.max-model-len is 2000, and the model has 1100") as caught:
