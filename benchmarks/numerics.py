@@ -3,9 +3,9 @@
 python -m benchmarks.numerics --json out.json
 
 For each format, a real engine decodes the same seeded completions one at a time, one at a time again, and all at once.
-`repeat_equal` and `batch_equal` are the shares of completions whose tokens and logprobs are bitwise those of the first
-time; with a batch-invariant engine, both are 1. `batch_gap` is the largest difference of a logprob up to where tokens
-differ.
+`repeat_equal` and `batch_equal` are the shares of completions whose tokens and logprobs are bitwise the same as the
+first time; with a batch-invariant engine, both are 1. `batch_gap` is the largest difference of a logprob up to where
+tokens differ.
 
 The trainer then scores the completions, in float32 and in bfloat16, with weights that are not rounded. `mean_gap` and
 `max_gap` are of |trainer logprob - engine logprob|, `equal` is the share of tokens where it is 0, and `ess` what the
@@ -13,7 +13,7 @@ corrected ratio is worth: the effective sample size of tokens weighted by traine
 share of their number.
 
 int8 and fp8 are models of compressed-tensors: a scale for each output of a linear layer, and for each token's input.
-Where vLLM has no kernel for the processor, the row says so.
+Where vLLM has no kernel for the processor, the row has its reason.
 """
 
 from __future__ import annotations

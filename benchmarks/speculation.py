@@ -31,6 +31,7 @@ import torch
 
 from benchmarks.peer_environments import ROOT
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from forge_rl.engines.speculation import resolve_draft_model
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.runtime.cluster import Cluster
@@ -122,13 +123,14 @@ async def _generators(config: Config) -> AsyncIterator[dict[str, Generator]]:
     """Start a generator without speculation, "plain", and one with, "drafted"; both serve the taught model."""
     with tempfile.TemporaryDirectory(prefix="speculation-") as made_in:
         folder = resolve_model(config.model, default_cache())
+        drafts = resolve_draft_model(config.speculation, folder, default_cache())
         if not config.smoke:
             folder = _teach(config, Path(made_in))
         cluster, faults = Cluster(Path(made_in)), Faults()
         faults.install()
         made: dict[str, Generator] = {}
         try:
-            for name, speculation in (("plain", "off"), ("drafted", config.speculation)):
+            for name, speculation in (("plain", "off"), ("drafted", drafts)):
                 settings = Generator.Config(
                     max_model_len=1024, max_tokens=config.most_tokens, kv_cache_gib=0.5, speculation=speculation
                 )
