@@ -44,7 +44,7 @@ class Picture:
     chosen: Callable[[dict[str, Any]], float] = lambda episode: 0.0
     """Which episode is shown: the one of the highest value, and of these the latest."""
     then: str = ""
-    """Selector of an element that the mouse moves to."""
+    """Selector of an element that is scrolled to, and that the mouse moves to."""
 
 
 def _called(episode: dict[str, Any]) -> float:
@@ -67,7 +67,7 @@ _TOKENS = ".stream:last-child .token:nth-child(4)"
 PICTURES = {
     "curves": Picture("sums", "curves/0/"),
     "episodes": Picture("mixed", "episodes/0/?order=worst&kind=trained"),
-    "conversation": Picture("mixed", "episode/0/{name}", chosen=_called),
+    "conversation": Picture("mixed", "episode/0/{name}", chosen=_called, then=".conversation > :last-child"),
     "tokens": Picture("agent", "episode/0/{name}?view=tokens&colour=logprob", HIGH, chosen=_learned, then=_TOKENS),
     "groups": Picture("mixed", "groups/0/"),
     "timeline": Picture("mixed", "timeline/0/"),
@@ -96,6 +96,7 @@ def main(config: Config, folder: Path = FOLDER) -> None:
             tab = browser.open(f"{page.as_uri()}#{place}", width=width, height=height, dark=each.dark)
             tab.wait_for("document.documentElement?.dataset.opened")
             if each.then:
+                tab.value(f"document.querySelector('{each.then}').scrollIntoView({{block: 'nearest'}})")
                 tab.move_to(f"document.querySelector('{each.then}')")
             time.sleep(0.5)  # charts are drawn when they come on the screen
             tab.picture(folder / f"{name}.webp", kind="webp")

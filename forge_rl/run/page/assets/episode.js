@@ -186,7 +186,7 @@ function turnTitle(turn, at, episode) {
 function messageBox(message) {
   const role = message.role;
   const known = ["system", "user", "assistant", "tool", "prompt", "result"].includes(role) ? role : "other";
-  return el("div", { class: `message ${known}` }, el("div", { class: "role" }, role), message.content && el("div", { class: "text" }, message.content), message.rest && folded("fields", message.rest));
+  return el("div", { class: `message ${known}` }, el("div", { class: "role" }, role), message.content && el("div", { class: "text" }, message.content), message.rest && folded(message.rest.includes('"tool_calls"') ? "tool calls" : "fields", message.rest));
 }
 
 /** @param {any} episode */
