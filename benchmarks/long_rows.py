@@ -6,7 +6,7 @@ Each try is a process that takes an update on one long row once gradients and op
 the same code with all logits at once, a dense mask, and no recomputation. A row fits if the process's peak resident
 memory is within the limit. "After" takes long per try, so it begins with a row of --longest tokens, and looks for a
 shorter one only if that does not fit; the maximum according to the plan is printed as well. Its time per token is
-compared with that of a row of 4,096 tokens.
+compared with the one of a row of 4,096 tokens.
 """
 
 from __future__ import annotations
