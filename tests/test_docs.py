@@ -52,7 +52,7 @@ SMALL = (
 
 def test_the_tutorials_have_a_command_for_each_way_in() -> None:
     assert set(FILES) == {"mine.py", "safe.py", "shop.py", "world.py", "agent.py"}
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 10
 
 
 def test_the_commands_of_the_first_tasks_are_read_as_they_stand(tmp_path: Path, monkeypatch) -> None:
