@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.devices import device_type
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.flags.options import read_options
@@ -123,6 +122,8 @@ def resolve_draft_model(text: str, policy: Path, cache: Path, progress: Progress
         ConfigError: the draft model has another tokenizer.
         ModelError: the draft model is not found, or is incomplete.
     """
+    from forge_rl.engines.architecture import read_architecture  # imports torch, which reading flags need not
+
     found = read_speculation(text)
     if found is None or not found.model:
         return text
