@@ -260,7 +260,8 @@ def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
     for name in ("Trainer", "Generator", "WeightStore", "Reward"):
         monkeypatch.setattr(services, name, Started(name.lower()))
     monkeypatch.setattr(services, "gpus", lambda: gpus)
-    hosts: Any = SimpleNamespace(cluster=None, placed=place(RunConfig(), {THIS_HOST: HostInfo.of_this_host()}))
+    placed = place(RunConfig(), {THIS_HOST: HostInfo.of_this_host()})
+    hosts: Any = SimpleNamespace(cluster=None, placed=placed, without_model=())
 
     async def run() -> None:
         reward: Any = len

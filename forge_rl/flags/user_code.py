@@ -52,10 +52,21 @@ def send_modules() -> None:
     import cloudpickle  # type: ignore[import-untyped]
 
     others = _not_users()
+
+    def installed(file: str) -> bool:
+        return file.startswith(others) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        installed = file.startswith(others) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
-        if file.startswith("/") and file.endswith(".py") and name != "__main__" and not installed:
+        # A package's modules may have files elsewhere, as those that torch writes.
+        file, top = (
+            getattr(each, "__file__", None) or "" for each in (module, sys.modules.get(name.partition(".")[0]))
+        )
+        if (
+            file.startswith("/")
+            and file.endswith(".py")
+            and name != "__main__"
+            and not (installed(file) or installed(top))
+        ):
             with contextlib.suppress(ValueError):  # it is known under another name
                 cloudpickle.register_pickle_by_value(module)
 

@@ -129,7 +129,7 @@ def serve_command(model: Path, settings: DecodeSettings, *, host: str, port: int
 
 def _flags(arguments: AsyncEngineArgs) -> Iterator[str]:
     """Yield the flags of arguments that differ from vLLM's defaults."""
-    plain = AsyncEngineArgs(model=arguments.model)
+    plain = AsyncEngineArgs(model=arguments.model, trust_remote_code=False)
     for each in fields(arguments):
         value = getattr(arguments, each.name)
         if each.name in _ABSENT or value is None or value == getattr(plain, each.name):
