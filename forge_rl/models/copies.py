@@ -47,7 +47,7 @@ def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Pat
         cache: folder of the cache; by default the user's.
 
     Raises:
-        ModelError: there is no space, or the original changed meanwhile.
+        ModelError: the disk is full, or the original changed meanwhile.
         OSError: a file cannot be read or written.
     """
     name = xxhash.xxh3_128(json.dumps(sorted(contents.items())).encode()).hexdigest()

@@ -12,6 +12,8 @@ from torchtitan.models.common.feed_forward import FeedForward
 
 _CHUNK = 1 << 17
 """Elements that are computed at a time, to stay in a CPU's cache."""
+_TRACED = 64
+"""Maximum number of chunks in a plan."""
 
 
 class LeanFeedForward(FeedForward):
@@ -44,6 +46,8 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         a, b = (each.detach() for each in ctx.saved_tensors)
         rows = max(1, _CHUNK // a.shape[-1])
+        if a.is_meta:  # a plan traces every chunk; that of long rows would take minutes
+            rows = max(rows, a.numel() // a.shape[-1] // _TRACED)
         for ours, theirs, upward in zip(*(x.flatten(0, -2).split(rows) for x in (a, b, grad)), strict=True):
             slope = upward * theirs
             torch.mul(upward, nn.functional.silu(ours), out=theirs)

@@ -326,7 +326,7 @@ class VLLMEngine:
             os._exit(ENGINE_STALLED)
 
     def let_go(self) -> None:
-        """Stop watching vLLM's processes, which whoever started them is about to end."""
+        """Stop watching vLLM's processes, as their owner is about to end them."""
         self._closing = True
         self._watching.cancel()
 

@@ -35,7 +35,7 @@ _ABSENT = ("model", "additional_config", "disable_log_stats")
 class ForgeRoutes:
     """Middleware for vLLM's server, by which a run decodes on its engine and loads weights into it.
 
-    It also requires the key for those of vLLM's routes that vLLM leaves open, such as /invocations.
+    It also requires the key for routes that vLLM leaves open, such as /invocations.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:

@@ -63,7 +63,7 @@ class Confinement:
         ]
 
     def show_proc(self) -> None:
-        """Let sessions read /proc as it is mounted now."""
+        """Let sessions read the /proc that this process sees."""
         self.rules.append((os.open("/proc", os.O_PATH | os.O_CLOEXEC), kernel.READ_FILE | kernel.READ_FOLDER))
 
     def become_session(
@@ -79,8 +79,9 @@ class Confinement:
 
         Args:
             control: descriptor of the channel to the owner.
-            doors: descriptors by which this process enters its cgroups, and `last` those that it enters when all else
-                is done: beside many busy processes, a new group of cpu may wait long for its first turns.
+            doors: descriptors by which this process enters its cgroups.
+            last: the same for those that it enters when all else is done: on a busy machine, a new cpu group may wait
+                long for its first turns.
             meters: of its cgroups, for commands.
         """
         os.set_inheritable(control, False)
