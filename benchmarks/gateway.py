@@ -10,24 +10,20 @@ thousand streams. The third sends the heaviest requests that each endpoint accep
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import multiprocessing
-import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from benchmarks.heavy_requests import heavy_requests
 from benchmarks.http_load import Streamed, post_watching_health, stream_all
+from benchmarks.real_engines import serving
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
-from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.processes import responsive_loop
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import Observer
@@ -167,7 +163,7 @@ async def _measure_overhead(config: Config, report: Report, client: ProcessPoolE
     tokenizer = Tokenizer(model)
     engine = Generator.Config(dtype="bfloat16", max_num_seqs=config.requests)
     async with (
-        _engine(engine, model) as generator,
+        serving(engine, model) as generator,
         Gateway(GatewayConfig(), GeneratorBackend(generator, model.name), tokenizer, open_to_all=True) as gateway,
     ):
         rates: dict[str, list[float]] = {"bare": [], "http": []}
@@ -175,7 +171,7 @@ async def _measure_overhead(config: Config, report: Report, client: ProcessPoolE
             # The order alternates, so that a machine that slows down favours neither.
             for side in ("bare", "http") if number % 2 else ("http", "bare"):
                 if side == "bare":
-                    seconds, tokens = await _ask_engine(config, generator, tokenizer)
+                    seconds, tokens = await _askserving(config, generator, tokenizer)
                 else:
                     found = await _streamed(client, gateway.base_url, _bodies(config, gateway.model))
                     if found.complete != config.requests:
@@ -190,26 +186,7 @@ async def _measure_overhead(config: Config, report: Report, client: ProcessPoolE
     report.results["overhead_share"] = 1 - median(rates["http"]) / median(rates["bare"])
 
 
-@contextlib.asynccontextmanager
-async def _engine(config: Generator.Config, model: Path) -> AsyncIterator[Generator]:
-    """Yield a generator with a real engine that serves the model's own weights."""
-    with tempfile.TemporaryDirectory() as logs:
-        faults = Faults()
-        faults.install()
-        cluster = Cluster(Path(logs))
-        generator: Generator | None = None
-        try:
-            generator = await Generator.start(config, cluster, faults, model=model, seed=0, deadline_s=_DEADLINE_S)
-            await generator.serve_model()
-            yield generator
-        finally:
-            faults.closing = True
-            if generator is not None:
-                await generator.stop()
-            await cluster.close()
-
-
-async def _ask_engine(config: Config, generator: Generator, tokenizer: Tokenizer) -> tuple[float, int]:
+async def _askserving(config: Config, generator: Generator, tokenizer: Tokenizer) -> tuple[float, int]:
     """Return seconds and tokens of the same requests without the gateway."""
     prompts = [tokenizer.render([_question(at)]) for at in range(config.requests)]
     began = time.perf_counter()

@@ -19,11 +19,10 @@ Where vLLM has no kernel for the processor, the row has its reason.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
+from benchmarks.real_engines import serving
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.engines.platform import init_distributed
 from forge_rl.engines.protocol import Dtype, TrainSettings
@@ -41,14 +41,11 @@ from forge_rl.errors import ModelError
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.packing.rows import Layout, Row, pack
-from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.faults import Faults
 from forge_rl.services.generator import Generator
 from forge_rl.types import Batch, Episode, Group, Sampling, Task, Turn
 
 Format = Literal["float32", "bfloat16", "int8", "fp8"]
 _TRAINERS: tuple[Dtype, ...] = ("float32", "bfloat16")
-_DEADLINE_S = 900.0
 _TASK = Task(id="1", source="random", messages=({"role": "user", "content": "go"},))
 _PROMPT_TOKENS = 16
 """Less than a block of the prefix cache, so that nothing is read from it."""
@@ -138,24 +135,6 @@ def _quantized(model: Path, folder: Path, kind: Format) -> Path:
     return folder
 
 
-@contextlib.asynccontextmanager
-async def _generator(folder: Path, config: Generator.Config) -> AsyncIterator[Generator]:
-    """Start an engine that serves a folder's own weights, and stop it after the body."""
-    with tempfile.TemporaryDirectory(prefix="numerics-") as logs:
-        cluster, faults = Cluster(Path(logs)), Faults()
-        faults.install()
-        generator: Generator | None = None
-        try:
-            generator = await Generator.start(config, cluster, faults, model=folder, seed=0, deadline_s=_DEADLINE_S)
-            await generator.serve_model()
-            yield generator
-        finally:
-            faults.closing = True
-            if generator is not None:
-                await generator.stop()
-            await cluster.close()
-
-
 async def _decode(folder: Path, kind: Format, config: Config) -> tuple[list[Turn], list[Turn], list[Turn]]:
     """Return the same completions decoded one at a time, one at a time again, and all at once."""
     settings = Generator.Config(
@@ -165,7 +144,7 @@ async def _decode(folder: Path, kind: Format, config: Config) -> tuple[list[Turn
         kv_cache_gib=0.5,
     )
     drawn = np.random.default_rng(0)
-    async with _generator(folder, settings) as generator:
+    async with serving(settings, folder) as generator:
         top = generator.tokenizer.vocab_size
         prompts = [drawn.integers(3, top, _PROMPT_TOKENS, dtype=np.int32) for _ in range(config.completions)]
 

@@ -99,6 +99,24 @@ async def engines(config: Generator.Config, model: str) -> AsyncIterator[Engines
             await cluster.close()
 
 
+@contextlib.asynccontextmanager
+async def serving(config: Generator.Config, folder: Path) -> AsyncIterator[Generator]:
+    """Start engines that serve the weights of a model's folder, and stop them after the body."""
+    with tempfile.TemporaryDirectory(prefix="engines-") as logs:
+        cluster, faults = Cluster(Path(logs)), Faults()
+        faults.install()
+        generator: Generator | None = None
+        try:
+            generator = await Generator.start(config, cluster, faults, model=folder, seed=0, deadline_s=_DEADLINE_S)
+            await generator.serve_model()
+            yield generator
+        finally:
+            faults.closing = True
+            if generator is not None:
+                await generator.stop()
+            await cluster.close()
+
+
 class Stories:
     """Runs episodes of given lengths: if the model ends a turn early, the environment asks it to continue.
 

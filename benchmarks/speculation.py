@@ -24,23 +24,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.peer_environments import ROOT
+from benchmarks.real_engines import serving
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.engines.speculation import resolve_draft_model
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
-from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.faults import Faults
 from forge_rl.services.generator import Generator
 from forge_rl.token_arrays import Chunk
 from forge_rl.types import Sampling
 
-_DEADLINE_S = 900.0
 _TAIL = 4
 """Maximum running requests in the tail."""
 _BINS = 10
@@ -121,29 +119,17 @@ def _teach(config: Config, folder: Path) -> Path:
 @contextlib.asynccontextmanager
 async def _generators(config: Config) -> AsyncIterator[dict[str, Generator]]:
     """Start a generator without speculation, "plain", and one with, "drafted"; both serve the taught model."""
-    with tempfile.TemporaryDirectory(prefix="speculation-") as made_in:
-        folder = resolve_model(config.model, default_cache())
-        drafts = resolve_draft_model(config.speculation, folder, default_cache())
+    folder = resolve_model(config.model, default_cache())
+    drafts = resolve_draft_model(config.speculation, folder, default_cache())
+    with tempfile.TemporaryDirectory(prefix="speculation-") as taught:
         if not config.smoke:
-            folder = _teach(config, Path(made_in))
-        cluster, faults = Cluster(Path(made_in)), Faults()
-        faults.install()
-        made: dict[str, Generator] = {}
-        try:
-            for name, speculation in (("plain", "off"), ("drafted", drafts)):
-                settings = Generator.Config(
-                    max_model_len=1024, max_tokens=config.most_tokens, kv_cache_gib=0.5, speculation=speculation
-                )
-                made[name] = await Generator.start(
-                    settings, cluster, faults, model=folder, seed=0, deadline_s=_DEADLINE_S, name=name
-                )
-                await made[name].serve_model()
-            yield made
-        finally:
-            faults.closing = True
-            for generator in made.values():
-                await generator.stop()
-            await cluster.close()
+            folder = _teach(config, Path(taught))
+        settings = Generator.Config(max_model_len=1024, max_tokens=config.most_tokens, kv_cache_gib=0.5)
+        async with (
+            serving(settings, folder) as plain,
+            serving(replace(settings, speculation=drafts), folder) as drafted,
+        ):
+            yield {"plain": plain, "drafted": drafted}
 
 
 def _prompt(generator: Generator, numbers: int, drawn: random.Random) -> list[int]:
