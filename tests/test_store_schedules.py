@@ -280,6 +280,19 @@ class StoreSchedule(RuleBasedStateMachine):
         assert not left
 
 
+@pytest.mark.usefixtures("store_process")
+def test_a_dead_readers_version_gives_its_memory_back_although_the_next_one_writes_nothing() -> None:
+    schedule = StoreSchedule()
+    schedule.open()
+    try:
+        for _ in range(2):
+            schedule.publish(tuple(SHAPES))
+        schedule.a_reader_dies_with_its_lease(newer=1)
+        schedule.publish(())
+    finally:
+        schedule.teardown()
+
+
 def schedules(examples: int) -> type[TestCase]:
     """A test of so many random schedules."""
     case: type[TestCase] = type("Schedules", (StoreSchedule,), {}).TestCase

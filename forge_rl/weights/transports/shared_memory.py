@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +34,8 @@ class SharedMemoryTransport:
         self._volumes = dict(volumes)
 
     async def reserve(self, drafted: Manifest) -> Manifest:
-        sizes: dict[str, dict[str, int]] = defaultdict(dict)
+        # Hosts that write nothing are asked too: they then drop the memory that no version needs.
+        sizes: dict[str, dict[str, int]] = {bucket.host or self._host: {} for bucket in drafted.buckets}
         for bucket in drafted.written:
             sizes[bucket.host or self._host][bucket.key] = bucket.bytes
         reserved: dict[str, tuple[str, SegmentRef]] = {}
