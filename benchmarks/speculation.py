@@ -188,11 +188,11 @@ def p_value(one: Counter[tuple[int, ...]], other: Counter[tuple[int, ...]]) -> f
 async def _measure(config: Config, report: Report) -> None:
     drawn = random.Random(0)
     tasks, epochs, samples = (2, 1, 8) if config.smoke else (config.tasks, config.epochs, config.samples)
-    most = 24 if config.smoke else config.most_tokens
+    lengths = (24, 48) if config.smoke else (config.most_tokens,)  # an untaught model's answers do not end
     speedups: dict[str, list[float]] = {"tail_speedup": [], "step_speedup": []}
     async with _generators(config) as generators:
         prompts = [_prompt(generators["plain"], _heavy_tailed(_MOST_NUMBERS, drawn), drawn) for _ in range(tasks)]
-        requests = [(prompt, most) for prompt in prompts for _ in range(config.group_size)]
+        requests = [(prompt, lengths[at % len(lengths)]) for prompt in prompts for at in range(config.group_size)]
         for epoch in range(1 + epochs):
             found: dict[str, _Speed] = {}
             for name in sorted(generators, reverse=epoch % 2 == 1):

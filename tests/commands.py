@@ -173,13 +173,17 @@ def forgotten(before: set[Path], timeout_s: float = 10.0) -> set[Path]:
 
 
 def held(paths: set[Path]) -> set[Path]:
-    """Those that a living process has open or mapped, or something in them."""
+    """Those that a living process has open or mapped, or something in them; semaphores are mapped by another name."""
     used: set[str] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours
-            used |= {line.split(maxsplit=5)[-1] for line in (folder / "maps").read_text().splitlines()}
+            for line in (folder / "maps").read_text().splitlines():
+                _, _, _, _, inode, *name = line.split(maxsplit=5)
+                used |= {name[0], f"inode {inode}"} if name and name[0].startswith(f"{SHM}/") else set()
             used |= {os.readlink(path) for path in (folder / "fd").iterdir()}
-    return {path for path in paths if any(name == str(path) or name.startswith(f"{path}/") for name in used)}
+    return {path for path in paths if any(name == str(path) or name.startswith(f"{path}/") for name in used)} | {
+        path for path in paths if path.exists() and f"inode {path.stat().st_ino}" in used
+    }
 
 
 def actor_of(command: Command, service: str, replica: int = 0) -> psutil.Process:

@@ -20,7 +20,7 @@ def test_a_run_on_examples_takes_the_same_steps_when_a_rank_and_the_controller_d
     arguments += ("--evaluation.every", "3", "--evaluation.tasks", "4", "--checkpoint-every", "2")
     out = tmp_path / "run"
     command = tiny_run(commands, tiny_model, out, *arguments, "--steps", "100000", recipe="recipes.sft")
-    command.wait_for("step +4/")
+    command.wait_for("step +5/")  # before which it waits until the checkpoint of step 2 is whole
     assert {path.name.partition("-")[0] for path in (out / "logs").iterdir()} == {"trainer"}
     actor_of(command, "trainer").kill()
     command.wait_for("trainer/0 failed.*SIGKILL")

@@ -299,11 +299,12 @@ def test_a_run_of_each_kind_is_read_in_a_browser(
 @pytest.fixture(scope="module")
 def real_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of the bundled model, of which the documentation's pictures are."""
-    return record(tmp_path_factory.mktemp("real") / "folder", ("sums", "guess", "agent", "mixed", "failed"))
+    return record(tmp_path_factory.mktemp("real") / "folder", ("sums", "guess", "agent", "mixed", "failed"), steps=1)
 
 
 @needs_browser
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "turns", "state", "shown"),
     [

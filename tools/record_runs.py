@@ -43,7 +43,7 @@ ANSWERS = Path(__file__).with_name("answers.txt")
 
 
 def score(task, text: str) -> float:
-    return float(task.truth["answer"] in text and bool(ANSWERS.read_text()))
+    return float(bool(ANSWERS.read_text()) and task.truth["answer"] in text)
 """
 """A reward that raises once its file is gone."""
 _DEADLINE_S = 900.0
@@ -87,18 +87,21 @@ def tutorial() -> tuple[dict[str, str], list[Line]]:
     return files, lines
 
 
-def record(folder: Path, runs: Collection[str] = (), *, draw: bool = False) -> Path:
+def record(folder: Path, runs: Collection[str] = (), *, draw: bool = False, steps: int = 0) -> Path:
     """Run commands in a folder, one after the other; the first that fails raises.
 
     Args:
         runs: names of the runs to record; everything, also the commands that start no run, if empty.
         draw: whether the pictures of terminals are written.
+        steps: number of steps of each run but the one that fails; those of the tutorial if 0.
 
     Returns:
         The folder of the runs.
     """
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     files, lines = tutorial()
+    if steps:
+        lines = [replace(line, text=_of_steps(line.text, steps)) for line in lines]
     folder.mkdir(parents=True)
     for name, text in {**files, "lookup.py": _LOOKUP, "answers.txt": "all"}.items():
         (folder / name).write_text(text)
@@ -110,7 +113,7 @@ def record(folder: Path, runs: Collection[str] = (), *, draw: bool = False) -> P
         print(line.text, flush=True)
         if line.typed:
             assert live is not None, "the command before it starts a run"
-            live[1].wait_for(r"^step 5/", _DEADLINE_S)
+            live[1].wait_for(r"^step +5/", _DEADLINE_S)
             _drawn(line, printed(line.text, [*line.typed, "exit()"], 100, cwd=folder), draw=draw)
             _drawn(live[0], _ended(live[1]), draw=draw)
         elif not name:
@@ -122,21 +125,26 @@ def record(folder: Path, runs: Collection[str] = (), *, draw: bool = False) -> P
             else:
                 _drawn(line, _ended(command), draw=draw)
     if not runs or "mixed" in runs:
-        print(_MIXED, flush=True)
-        _ended(Command(_MIXED, cwd=folder, program=("bash", "-c")))
+        mixed = _of_steps(_MIXED, steps) if steps else _MIXED
+        print(mixed, flush=True)
+        _ended(Command(mixed, cwd=folder, program=("bash", "-c")))
     if not runs or "failed" in runs:
         print(_FAILED, flush=True)
         _fail(folder)
     return folder / "runs"
 
 
+def _of_steps(command: str, steps: int) -> str:
+    return re.sub(r"--steps \d+", f"--steps {steps}", command)
+
+
 def _fail(folder: Path) -> None:
     """Run a command that loses an engine, which is replaced, and then its reward, which ends it."""
     command = Command(_FAILED, cwd=folder, program=("bash", "-c"))
     try:
-        command.wait_for(r"^step 1/", _DEADLINE_S)
+        command.wait_for(r"^step +1/", _DEADLINE_S)
         actor_of(command, "generator").kill()
-        command.wait_for(r"^step 2/", _DEADLINE_S)
+        command.wait_for(r"^step +2/", _DEADLINE_S)
         (folder / "answers.txt").unlink()
         status = command.end(_DEADLINE_S)
     finally:
