@@ -329,7 +329,8 @@ def compare(found: Trained, expected: Trained) -> Deviation:
         BenchmarkError: they trained on different tokens, or started from different weights.
     """
     for mine, theirs in zip(found.metrics, expected.metrics, strict=True):
-        of_all = {name for name in mine if not name.startswith("experts/rank_")}  # one process has no such metrics
+        # One process has no metrics of ranks.
+        of_all = {name for name in mine if not name.startswith(("attention/rank_", "experts/rank_"))}
         if of_all != theirs.keys() or mine["tokens/trained"] != theirs["tokens/trained"]:
             raise BenchmarkError(f"a layout has the metrics {mine}, and one process {theirs}")
     if any(not torch.equal(start, expected.start[name]) for name, start in found.start.items()):

@@ -25,7 +25,7 @@ from forge_rl.algorithms.policy_losses import Cispo, Dppo, Gmpo, Gspo, Reinforce
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.degrees import check_model
-from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.protocol import LoadBalancer, TrainSettings
 from forge_rl.errors import ConfigError
 from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.packing.rows import dense_mask
@@ -80,8 +80,16 @@ def computed_tokens(case: layouts.Case) -> int:
     return sum(int((row.trees >= 0).sum()) for row in minibatch.rows)
 
 
+def balanced(family: str, ranks: int, balancer: LoadBalancer, **settings: int | str) -> layouts.Case:
+    """Make a case of rows that are split in one way; "auto" is in the layouts."""
+    settings |= {"context_parallel_degree": ranks, "context_parallel_load_balancer": balancer}
+    return layouts.Case(family=family, name=f"CP, {balancer}", ranks=ranks, degrees=tuple(settings.items()))
+
+
 def test_layouts_of_two_ranks_train_as_one_process(tmp_path: Path):
-    check(tmp_path, layouts.cases(FAMILIES, most_ranks=2))
+    ways = [balanced("gpt_oss", 2, "none"), balanced("gpt_oss", 2, "headtail")]
+    ways += [balanced("qwen3_moe", 2, "ptrr", activation_checkpointing="full", router_replay=True)]
+    check(tmp_path, [*layouts.cases(FAMILIES, most_ranks=2), *ways])
 
 
 REJECTING = Correction(proximal="loglinear", mode="truncate", level="geometric", high=1.5, reject="seq_mean_k1:0.4_2.5")
@@ -117,7 +125,7 @@ def test_a_loss_over_whole_sequences_has_one_gradient_where_rows_are_split(tmp_p
         case for case in layouts.cases(["llama"], most_ranks=4) if dict(case.degrees).get("context_parallel_degree")
     ]
     assert len(cases) > 1
-    check(tmp_path, cases, SequenceRatios())
+    check(tmp_path, [*cases, balanced("llama", 4, "headtail"), balanced("llama", 4, "ptrr")], SequenceRatios())
 
 
 def relay(rank: int, folder: Path, first: layouts.Case, then: layouts.Case) -> layouts.Shards:
@@ -214,23 +222,27 @@ def test_logprobs_of_a_split_vocabulary_are_those_of_the_whole():
     torch.testing.assert_close(torch.cat([found[3] for found in ranks], dim=1), gradient, rtol=1e-12, atol=1e-12)
 
 
-def test_a_part_of_a_row_has_its_part_of_the_mask():
+@pytest.mark.parametrize("balancer", ["none", "headtail", "ptrr"])
+def test_a_part_of_a_row_has_its_part_of_the_mask(balancer: LoadBalancer, tmp_path: Path):
+    from forge_rl.engines.titan.balance import split_row
     from forge_rl.engines.titan.masks import attention_mask
 
+    make_model(tmp_path)
     (row,) = packed(random_batch(0, vocab=43, groups=3), seq_len=256, context_parallel_degree=4).rows
-    size = len(row) // 4
-    found = torch.zeros(len(row), len(row), dtype=torch.bool)
-    for part in range(4):
-        first = part * size
-        for tree in attention_mask(row, slice(first, first + size)):
+    split = split_row(row, 4, balancer, read_architecture(tmp_path))
+    assert (split.order is None) == (balancer == "none")
+    found = torch.zeros(4, len(row) // 4, len(row), dtype=torch.bool)
+    for part, own in zip(found, split.tokens, strict=True):
+        first = 0
+        for tree in attention_mask(row, own):
             for queries, keys, bias in tree.blocks(torch.float32):
-                here = found[first:][queries, tree.first :]
+                here = part[first:][queries, tree.first :]
                 here[:, keys] = (
                     torch.ones_like(here[:, keys]).tril(keys.stop - queries.stop) if bias is None else bias[0, 0] == 0
                 )
             first += tree.queries
-        assert first == (part + 1) * size, "each query is in one mask"
-    assert torch.equal(found, dense_mask(row))
+        assert first == len(own), "each query is in one mask"
+    assert torch.equal(found.flatten(0, 1), dense_mask(row)[split.tokens.flatten()])
 
 
 RUNS = {
@@ -336,6 +348,11 @@ def test_a_model_that_cannot_be_split_so_is_refused_with_the_numbers_that_work(t
             TrainSettings(expert_parallel_degree=2),
             "the model has no experts",
             "leave --trainer.expert-parallel-degree out",
+        ),
+        (
+            TrainSettings(context_parallel_load_balancer="ptrr"),
+            "each rank has whole rows",
+            "set --trainer.context-parallel-degree",
         ),
     ):
         with pytest.raises(ConfigError) as error:

@@ -293,7 +293,8 @@ def test_two_ranks_value_and_train_as_one(tmp_path: Path):
             shares = [ranks[0], ranks[1]] if name == "FSDP" else [ranks[0]]
             parts = [rank[f"{family} {name}"] for rank in shares]
             for index, one in enumerate(expected):
-                together = reduce(merge_all(part[0][index] for part in parts))
+                merged = reduce(merge_all(part[0][index] for part in parts))
+                together = {key: value for key, value in merged.items() if not key.startswith("attention/")}
                 assert together == pytest.approx(one, rel=1e-9, abs=1e-12), (family, name)
             for rank in ranks:
                 own = rank[f"{family} {name}"]

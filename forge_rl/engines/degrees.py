@@ -46,6 +46,12 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
             f"--trainer.expert-parallel-degree is {settings.expert_parallel_degree}, and the model has no experts",
             hint="leave --trainer.expert-parallel-degree out",
         )
+    if settings.context_parallel_load_balancer not in ("auto", "none") and settings.context_parallel_degree == 1:
+        raise ConfigError(
+            f"--trainer.context-parallel-load-balancer is {settings.context_parallel_load_balancer}, and each rank has "
+            "whole rows",
+            hint="set --trainer.context-parallel-degree, or leave --trainer.context-parallel-load-balancer out",
+        )
     if settings.router_replay and a.experts is None:
         raise ConfigError(
             "--trainer.router-replay is set, and the model has no experts", hint="leave --trainer.router-replay out"

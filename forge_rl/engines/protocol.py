@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # importing torch takes seconds, and a process that only hold
 Dtype = Literal["auto", "float32", "bfloat16"]
 TrainDtype = Literal["auto", "float32", "bfloat16", "float64"]
 Quantization = Literal["none", "fp8", "int8"]
+LoadBalancer = Literal["auto", "none", "headtail", "ptrr"]
 _WHOLE_GPU = 0.9
 """Share of the memory of a GPU that an engine takes which has it to itself."""
 
@@ -194,6 +195,11 @@ class TrainSettings:
     context_parallel_degree: int = 1
     """Ranks that split each row, which then has up to this many times seq_len: for episodes longer than one device
     can hold."""
+    context_parallel_load_balancer: LoadBalancer = "auto"
+    """How n context-parallel ranks split a row. none: in contiguous parts, of which the last usually has the most
+    attention to compute. headtail: rank i has the parts i and 2n-1-i of 2n. ptrr: blocks of 128 tokens on GPUs, 1024 on
+    CPU, are sorted by their work and dealt to the ranks. auto: for each row, whichever of the three leaves the heaviest
+    rank the least work. Results are the same."""
     expert_parallel_degree: int = 1
     """Ranks that split the experts of a mixture-of-experts model. No additional ranks are needed: it divides the same
     ranks as the other degrees."""

@@ -109,11 +109,15 @@ def fake_engine(
 
             def score(row: Row) -> tuple[torch.Tensor, torch.Tensor]:
                 with unset_fake_temporarily():
-                    given = on_device(row, engine._parallelism.chunk(len(row)), torch.device("cpu"))
-                    tensors = {name: value.clone() for name, value in row.tensors().items()}
-                    wanted = given.wanted.clone()
+                    split, own = engine._parallelism.split(row, engine.architecture)
+                    given = on_device(row, own, torch.device("cpu"), split=split)
+                    parts = {name: getattr(given, name) for name in ("own", "wanted", "order")}
+                    tensors = {
+                        name: value.clone() for name, value in (parts | row.tensors()).items() if value is not None
+                    }
                 moved: dict[str, Any] = {name: mode.from_tensor(value).to("cuda") for name, value in tensors.items()}
-                given = replace(given, row=replace(row, **moved), wanted=mode.from_tensor(wanted).to("cuda"))
+                there: dict[str, Any] = {name: moved.pop(name, None) for name in parts}
+                given = replace(given, row=replace(row, **moved), **there)
                 scores = engine._score(engine.model, given, Scoring(temperature=0.7))
                 return scores.logprobs, scores.entropy
 

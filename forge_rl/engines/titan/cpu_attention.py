@@ -48,6 +48,8 @@ class TreeMask:
     """[m] int64, position of each key in its own segment; see `Row.positions`."""
     window: int | None = None
     """Sliding window in tokens, including the query's own."""
+    kept_bytes: int = MASK_BYTES
+    """Maximum bytes of biases that are kept for the next layers."""
     _kept: dict[torch.dtype, list[tuple[slice, Keys, torch.Tensor]]] = field(default_factory=dict)
 
     def blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Keys, torch.Tensor | None]]:
@@ -63,7 +65,7 @@ class TreeMask:
             yield from self._kept[dtype]
             return
         kept: list[tuple[slice, Keys, torch.Tensor]] | None = []
-        room = MASK_BYTES
+        room = self.kept_bytes
         for block in self._blocks(dtype):
             yield block
             room -= block[2].nbytes
@@ -102,8 +104,10 @@ class TreeMask:
         return bias.masked_fill_(hidden, float("-inf"))
 
 
-def tree_masks(row: Row, queries: slice, window: int | None = None) -> tuple[TreeMask, ...]:
-    """Return the masks of the trees that contain any of the queries, in order; see `TreeMask` for `window`."""
+def tree_masks(
+    row: Row, queries: slice, window: int | None = None, kept_bytes: int = MASK_BYTES
+) -> tuple[TreeMask, ...]:
+    """Return the masks of the trees that contain any of the queries, in order; see `TreeMask`."""
     first, end = queries.start, queries.stop
     ends = torch.unique_consecutive(row.trees, return_counts=True)[1].cumsum(0).tolist()
     spans = ((key, max(key, first), min(stop, end)) for key, stop in zip([0, *ends], ends, strict=False))
@@ -115,6 +119,7 @@ def tree_masks(row: Row, queries: slice, window: int | None = None) -> tuple[Tre
             branched=bool((row.until[key:stop] < stop).any()),
             positions=row.positions[key:stop],
             window=window,
+            kept_bytes=kept_bytes,
         )
         for key, query, stop in spans
         if query < stop

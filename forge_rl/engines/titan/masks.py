@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.common.attention import create_attention_mask
 
-from forge_rl.engines.titan.cpu_attention import TreeMask, tree_masks
+from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeMask, tree_masks
 from forge_rl.packing.rows import Row, attends
 
 Mask = tuple[TreeMask, ...] | BlockMask
@@ -19,8 +21,8 @@ _LENGTHS = (
     *(rf"L\['block_mask'\]\.(full_)?(kv|q)_{part}" for part in ("num_blocks:2", "indices:2", "indices:3")),
     # create_block_mask
     r"L\['(Q|KV)_LEN'\]",
-    # both: the closure of `block_mask`
-    r".*mask_mod.*\.(until|positions|start)",
+    # both: the closure of `block_mask`, whose first cell is `queries`
+    r".*mask_mod.*(\.(until|positions)|__closure__\[0\]\.cell_contents)",
 )
 """Dynamo sources that vary with a row's length, with the varying dim where there are several."""
 
@@ -43,30 +45,40 @@ def compile_once(most: int = 16) -> None:
     torch.compiler.config.dynamic_sources = ",".join(_LENGTHS)
 
 
-def attention_mask(row: Row, queries: slice | None = None, *, window: int | None = None) -> Mask | dict[str, Mask]:
+def attention_mask(
+    row: Row, queries: torch.Tensor | None = None, *, window: int | None = None
+) -> Mask | dict[str, Mask]:
     """Return a packed row's attention mask for the model; with a window, one mask for each kind of layer.
 
     Args:
-        queries: queries to mask, over the keys of the whole row; by default all.
+        queries: positions of the queries to mask, [n] int64, over the keys of the whole row; by default all.
         window: sliding window in tokens, see `Architecture.window`.
     """
-    queries = queries or slice(0, len(row))
-    make = tree_masks if row.trees.device.type == "cpu" else block_mask
+    make = _tree_masks if row.trees.device.type == "cpu" else block_mask
     if window is None:
         return make(row, queries, None)
     # torchtitan defines these keys.
     return {"basic_mask": make(row, queries, None), "sliding_window_mask": make(row, queries, window)}
 
 
+def _tree_masks(row: Row, queries: torch.Tensor | None, window: int | None) -> tuple[TreeMask, ...]:
+    """Return the trees' masks for each run of consecutive queries in turn."""
+    if queries is None:
+        return tree_masks(row, slice(0, len(row)), window)
+    ends = [0, *((queries.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(queries)]
+    runs = [slice(int(queries[first]), int(queries[end - 1]) + 1) for first, end in itertools.pairwise(ends)]
+    return tuple(mask for run in runs for mask in tree_masks(row, run, window, MASK_BYTES // len(runs)))
+
+
 @torch.no_grad()  # otherwise it would be compiled for each grad mode
-def block_mask(row: Row, queries: slice, window: int | None = None) -> BlockMask:
+def block_mask(row: Row, queries: torch.Tensor | None, window: int | None = None) -> BlockMask:
     """Return FlexAttention's block mask; takes the arguments of `attention_mask`."""
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        q = q + queries.start
+        q = q if queries is None else queries[q]
         seen = attends(row.until, q, k)
         return seen if window is None else seen & (row.positions[q] - row.positions[k] < window)
 
-    size = queries.stop - queries.start
+    size = len(row) if queries is None else len(queries)
     mask: BlockMask = create_attention_mask(mask_mod, 1, None, size, len(row), device=str(row.trees.device))
     return mask

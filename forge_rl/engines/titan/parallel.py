@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +17,14 @@ from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.utils import set_spmd_backend
 
+from forge_rl.engines.architecture import Architecture
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.balance import Split, split_row
 from forge_rl.engines.titan.least_loaded import LeastLoadedExperts
 from forge_rl.engines.titan.model import PolicyModel, recompute_activations
+from forge_rl.engines.titan.rows import DeviceRow
+from forge_rl.packing.rows import Row
 
 BACKEND = "partial_dtensor"
 """torchtitan's tensor annotation mode: its default needs DTensors on the mesh of all axes."""
@@ -53,13 +58,18 @@ class Parallelism:
             spmd_backend=BACKEND,
         )
         self._cp = self._dims.get_optional_mesh("cp") if world > 1 else None
+        self._order: torch.Tensor | None = None
+        """Order of the keys of the next forward and backward pass, see `DeviceRow.order`."""
 
     def apply(self, model: PolicyModel, *, dtype: torch.dtype) -> None:
         """Shard a model in place, in the order of torchtitan's own `parallelize_*` functions."""
         dims = self._dims
         if self._cp is not None:
-            attentions: list[Any] = [layer.attention for layer in model.layers.values()]
-            apply_cp_to_forward([attention.inner_attention for attention in attentions], self._cp)
+            layers: list[Any] = list(model.layers.values())
+            attentions = [layer.attention.inner_attention for layer in layers]
+            for attention in attentions:
+                attention.forward = self._with_keys_of_row(attention.forward)
+            apply_cp_to_forward(attentions, self._cp)
         if dims.tp_enabled or dims.ep_enabled:
             model.parallelize(dims)
             if model.enable_weight_tying:
@@ -93,25 +103,37 @@ class Parallelism:
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
-    def chunk(self, length: int) -> slice:
-        """Return this rank's part of a row of `length` tokens: all of it without context parallelism."""
+    def split(self, row: Row, architecture: Architecture) -> tuple[Split | None, torch.Tensor]:
+        """Return how ranks split a row, None without context parallelism, and the positions of this rank's tokens."""
         if self._cp is None:
-            return slice(0, length)
-        size, rest = divmod(length, self._cp.size())
-        assert not rest, f"a row of {length} tokens is not padded for {self._cp.size()} ranks"
-        first = size * self._cp.get_local_rank()
-        return slice(first, first + size)
+            return None, torch.arange(len(row))
+        split = split_row(row, self._cp.size(), self._settings.context_parallel_load_balancer, architecture)
+        return split, split.tokens[self._cp.get_local_rank()]
 
-    def gather(self, chunk: torch.Tensor) -> torch.Tensor:
-        """Gather a row, `[L]` or `[L, k]`, from its peers' chunks, with gradient.
+    def begin(self, given: DeviceRow) -> None:
+        """Prepare the next forward and backward pass, which are of this row."""
+        self._order = given.order
 
-        Every peer computes the same loss over the whole row and backpropagates only through its own chunk, so that
+    def gather(self, part: torch.Tensor, given: DeviceRow) -> torch.Tensor:
+        """Gather a row, `[L]` or `[L, k]`, from its peers' parts, with gradient.
+
+        Every peer computes the same loss over the whole row and backpropagates only through its own part, so that
         FSDP's sum over peers is the gradient of one loss.
         """
         if self._cp is None:
-            return chunk
-        row: torch.Tensor = _Gather.apply(chunk, self._cp)
+            return part
+        row: torch.Tensor = _Gather.apply(part, self._cp, given.own, given.order)
         return row
+
+    def _with_keys_of_row(self, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Wrap attention over a whole row's keys and values, `[1, L, heads, width]`, which come rank after rank."""
+
+        def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            if self._order is not None:
+                k, v = (_InRowOrder.apply(each, self._order) for each in (k, v))
+            return attend(q, k, v, **kwargs)
+
+        return forward
 
 
 def forget_whole_gradients(model: nn.Module) -> None:
@@ -134,13 +156,31 @@ def _wait(module: nn.Module, inputs: tuple[object, ...]) -> None:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, chunk: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        ctx.place, ctx.ranks = mesh.get_local_rank(), mesh.size()
-        row = chunk.new_empty(ctx.ranks * len(chunk), *chunk.shape[1:])
-        dist.all_gather_single(row, chunk.contiguous(), group=mesh.get_group())
-        return row
+    def forward(
+        ctx: Any, part: torch.Tensor, mesh: DeviceMesh, own: torch.Tensor, order: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(own)
+        row = part.new_empty(mesh.size() * len(part), *part.shape[1:])
+        dist.all_gather_single(row, part.contiguous(), group=mesh.get_group())
+        return row if order is None else torch.empty_like(row).index_copy_(0, order, row)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (own,) = ctx.saved_tensors
+        return grad.index_select(0, own), None, None, None
+
+
+class _InRowOrder(torch.autograd.Function):
+    """Moves entries of dim 1 to the positions in `order`; index_copy's own gradient would keep more tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(order)
+        return torch.empty_like(x).index_copy_(1, order, x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad.chunk(ctx.ranks)[ctx.place].contiguous(), None
+        (order,) = ctx.saved_tensors
+        return grad.index_select(1, order), None

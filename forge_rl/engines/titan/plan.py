@@ -85,10 +85,10 @@ def plan_training(
     if settings.enable_activation_offload:  # the layer that is recomputed has its input on the device
         each = tokens * architecture.dim * dtype.itemsize // tp
         row, offloaded = row - (architecture.layers - 1) * each, architecture.layers * each
-    if cp > 1:  # each rank keeps the keys and values of the whole row
+    if cp > 1:  # each rank keeps the keys and values of the whole row, and one layer's also as they were gathered
         layers = architecture.layers if settings.activation_checkpointing == "none" else 1
-        others = tokens * (cp - 1) * architecture.kv_heads * architecture.head_dim
-        row += 2 * layers * others * dtype.itemsize // tp
+        held = tokens * (layers * (cp - 1) + cp) * architecture.kv_heads * architecture.head_dim
+        row += 2 * held * dtype.itemsize // tp
     return TrainMemory(
         weights=kept * traced.count // split,
         gradients=kept * traced.trained // (tp if adds_up_once(traced.count, settings, ranks=ranks) else split),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from forge_rl.engines.titan.balance import Split
 from forge_rl.packing.rows import Row
 
 _ALIGNMENT = 16
@@ -19,25 +20,39 @@ class DeviceRow:
     """A row on the device, with metadata known without a device sync."""
 
     row: Row
-    own: slice
-    """This rank's part of the row."""
+    own: torch.Tensor
+    """Positions of this rank's tokens in the row, int64."""
     wanted: torch.Tensor
-    """[n] int64, positions in that part whose targets are scored: the trained ones, and observations if wanted."""
+    """[n] int64, indices of those tokens whose targets are scored: the trained ones, and observations if wanted."""
     tokens: int
     """Number of trained targets in the whole row."""
+    split: Split | None = None
+    """How ranks split the row, in host memory; None if each has the whole."""
+    order: torch.Tensor | None = None
+    """`Split.order`, on the device."""
 
 
-def on_device(row: Row, own: slice, device: torch.device, *, observations: bool = False) -> DeviceRow:
-    """Copy a row in host memory to the device; `observations` are then wanted, too."""
+def on_device(
+    row: Row, own: torch.Tensor, device: torch.device, *, split: Split | None = None, observations: bool = False
+) -> DeviceRow:
+    """Copy a row in host memory to the device.
+
+    Args:
+        own: positions of this rank's tokens, int64.
+        split: how ranks split the row; None if each has the whole.
+        observations: score observations, too.
+    """
     scored = row.mask | row.observed if observations else row.mask
-    wanted, tokens = scored[own].nonzero()[:, 0], int(row.mask.sum())
-    if device.type != "cuda":
-        return DeviceRow(row=row, own=own, wanted=wanted, tokens=tokens)
-    tensors = row.tensors() | {f".{name}": each for name, each in row.columns.items()} | {".wanted": wanted}
-    there = copied(tensors, device)
-    wanted = there.pop(".wanted")
-    moved: dict[str, Any] = {name: there.pop(f".{name}") for name in row.columns}
-    return DeviceRow(row=replace(row, **there, columns=moved), own=own, wanted=wanted, tokens=tokens)
+    tokens, parts = int(row.mask.sum()), {"own": own, "wanted": scored[own].nonzero()[:, 0]}
+    if split is not None and split.order is not None:
+        parts["order"] = split.order
+    if device.type == "cuda":
+        columns = {f"column.{name}": each for name, each in row.columns.items()}
+        there = copied(row.tensors() | columns | {f"part.{name}": each for name, each in parts.items()}, device)
+        parts = {name: there.pop(f"part.{name}") for name in parts}
+        moved: dict[str, Any] = {name: there.pop(f"column.{name}") for name in row.columns}
+        row = replace(row, **there, columns=moved)
+    return DeviceRow(row=row, tokens=tokens, split=split, **parts)
 
 
 def copied(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

@@ -140,8 +140,8 @@ class TitanEngine:
             measures, failed = Measures(), list[ForgeError]()
             for minibatch, scored in zip(minibatches, self._compared(minibatches, loss, 1.0), strict=True):
                 share = 1 / (max(1, len(minibatch.rows)) * self._parallelism.shares)
-                for tokens, _, row_loss in self._row_losses(minibatch, scored, loss, 1.0, None, measures, failed):
-                    measures.add("tokens/trained", Sum, tokens)
+                for given, _, row_loss in self._row_losses(minibatch, scored, loss, 1.0, None, measures, failed):
+                    measures.add("tokens/trained", Sum, given.tokens)
                     measures.add("loss", Mean, row_loss, share)  # the sum over rows, the mean over minibatches
             _reshard(self.model)
             self._raise_if_failed(failed)
@@ -168,9 +168,8 @@ class TitanEngine:
         version: float | None,
         measures: Measures,
         failed: list[ForgeError],
-    ) -> Iterator[tuple[int, LossInputs, torch.Tensor]]:
-        """Yield each row's number of trained tokens, its inputs, and its part of the minibatch's loss; add what the
-        loss reports to `measures`.
+    ) -> Iterator[tuple[DeviceRow, LossInputs, torch.Tensor]]:
+        """Yield each row, its inputs, and its part of the minibatch's loss; add what the loss reports to `measures`.
 
         Errors of the loss go to `failed` if there are other ranks, see `_loss_of`.
         """
@@ -184,7 +183,7 @@ class TitanEngine:
             given = self._on_device(row, observations="observations" in loss.needs)
             scores = self._score(self.model, given, inputs_of.scoring(temperature))
             inputs = inputs_of.of(given.row, scores, *others, statistics[index])
-            yield given.tokens, inputs, self._loss_of(inputs, loss, measures, failed) / divisor
+            yield given, inputs, self._loss_of(inputs, loss, measures, failed) / divisor
 
     def _train_minibatch(
         self,
@@ -210,7 +209,7 @@ class TitanEngine:
         # A sum over the rows of all shares: the mean is over updates.
         share = 1 / (len(minibatch.rows) * self._parallelism.shares)
         losses = self._row_losses(minibatch, scored, loss, temperature, version, measures, failed)
-        for tokens, inputs, row_loss in losses:
+        for given, inputs, row_loss in losses:
             if (counted := routing_counts(self.model)) is not None:
                 routed.append(counted)
             if (loaded := rank_loads(self.model)) is not None:
@@ -218,7 +217,10 @@ class TitanEngine:
             if kept is not None:
                 assert inputs.entropy is not None, "each row is scored with it"
                 kept.append(torch.stack([inputs.logprobs, inputs.entropy], dim=1).detach())
-            measure_tokens(inputs, tokens, measures, version)
+            measure_tokens(inputs, given.tokens, measures, version)
+            if given.split is not None:
+                measures.add("attention/rank_max_over_mean", Mean, given.split.heaviest, given.split.mean)
+                measures.add("attention/rank_max_over_mean/plain", Mean, given.split.plain, given.split.mean)
             row_loss.backward()
             measures.add("loss", Mean, row_loss.detach(), share)
             advance()
@@ -442,23 +444,25 @@ class TitanEngine:
         token_ids, positions, targets = (values[own] for values in (row.token_ids, row.positions, row.targets))
         if "top_ids" in row.columns and model is self.model:
             targets = torch.cat([targets[:, None], row.columns["top_ids"][own].long()], dim=1)
-        # A chunk without targets (or a row that pads a share) must still run every layer, for the collectives.
+        # A part without targets (or a row that pads a share) must still run every layer, for the collectives.
         chosen = wanted if len(wanted) else wanted.new_zeros(1)
         replayed = row.routed if self._settings.router_replay and model is self.model else None
         set_routing(model, row.trees[own] >= 0, None if replayed is None else replayed[own])
-        masks = attention_mask(row, own, window=self.architecture.window)
+        masks = attention_mask(row, None if given.split is None else own, window=self.architecture.window)
+        self._parallelism.begin(given)
         picked = model(token_ids[None], positions[None], masks, wanted=chosen, targets=targets[chosen], scoring=scoring)
 
         def everywhere(values: torch.Tensor) -> torch.Tensor:
             scatter = values.new_zeros(len(targets), *values.shape[1:])
             found = scatter.index_put((wanted,), values) if len(wanted) else scatter + 0.0 * values.sum()
-            return self._parallelism.gather(found)
+            return self._parallelism.gather(found, given)
 
         squares, values = (None if each is None else everywhere(each) for each in (picked.squares, picked.values))
         return TokenScores(everywhere(picked.logprobs), everywhere(picked.entropy), squares, values)
 
     def _on_device(self, row: Row, *, observations: bool = False) -> DeviceRow:
-        return on_device(row, self._parallelism.chunk(len(row)), self.device, observations=observations)
+        split, own = self._parallelism.split(row, self.architecture)
+        return on_device(row, own, self.device, split=split, observations=observations)
 
     @property
     def parameters(self) -> int:
