@@ -22,6 +22,7 @@ from forge_rl.runtime.replica import ReplicaState
 from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
+from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.services.generator_config import GeneratorConfig
 from tests.fake_actors import FakeActor, cluster_of, new_service_name, pid_of
 
@@ -100,7 +101,7 @@ def test_bounds_that_exclude_the_start_are_refused():
 @contextlib.asynccontextmanager
 async def elastic(
     logs: Path, *hosts: str, replicas: int, least: int, most: int
-) -> AsyncIterator[tuple[Service, Seats, Faults]]:
+) -> AsyncIterator[tuple[Service, Supervisor, Seats, Faults]]:
     """A service of fakes on real hosts."""
     async with cluster_of(logs, *hosts) as (cluster, faults):
         service = Service(new_service_name(), cluster, faults)
@@ -111,9 +112,10 @@ async def elastic(
             replica = service.spawn(FakeActor, f"actor {index}", host=seats.take(index).host, index=index)
             await service.watch(replica, deadline_s=LONG_S)
 
-        await service.start(replicas, start_one, Restart(), seats=seats)
+        supervisor = Supervisor(service, start_one, Restart(), seats=seats)
+        await supervisor.start(replicas)
         try:
-            yield service, seats, faults
+            yield service, supervisor, seats, faults
         finally:
             faults.closing = True
             await service.stop()
@@ -132,9 +134,9 @@ def serving(service: Service) -> dict[int, str]:
 @pytest.mark.usefixtures("nothing_left")
 def test_replicas_are_added_and_retired_and_their_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
-        async with elastic(tmp_path, replicas=1, least=1, most=1) as (service, seats, faults):
+        async with elastic(tmp_path, replicas=1, least=1, most=1) as (service, supervisor, seats, faults):
             seats.scale(3)
-            service.rescale()
+            supervisor.rescale()
             assert not service.complete
             await until(service, lambda: service.complete)
             assert serving(service) == dict.fromkeys(range(3), THIS_HOST)
@@ -144,11 +146,12 @@ def test_replicas_are_added_and_retired_and_their_work_goes_on(tmp_path: Path, m
             idle = asyncio.create_task(service.route("answer", 1, deadline_s=LONG_S))
             assert (await idle)[0] == "actor 1"
             own = asyncio.create_task(second.ask("hold", deadline_s=LONG_S))
-            await second.ask("answer", 0, deadline_s=LONG_S)
+            for each in (second, third):
+                await each.ask("answer", 0, deadline_s=LONG_S)  # what was sent before it has begun
             assert (second.in_flight, third.in_flight) == (2, 1)
 
             seats.scale(1)
-            service.rescale()
+            supervisor.rescale()
             assert serving(service) == {0: THIS_HOST}, "retired ones get nothing new at once"
             assert service.complete
             await third.call("release", deadline_s=LONG_S)
@@ -167,7 +170,7 @@ def test_replicas_are_added_and_retired_and_their_work_goes_on(tmp_path: Path, m
             assert faults.seen == [], "it was no fault"
 
             seats.scale(2)
-            service.rescale()
+            supervisor.rescale()
             await until(service, lambda: service.complete)
             assert serving(service).keys() == {0, 1}
             assert service.replicas[1].incarnation == 1
@@ -178,20 +181,25 @@ def test_replicas_are_added_and_retired_and_their_work_goes_on(tmp_path: Path, m
 @pytest.mark.usefixtures("nothing_left")
 def test_replicas_come_with_a_host_and_go_with_it(tmp_path: Path):
     async def main() -> None:
-        async with elastic(tmp_path, "a", "b", "c", replicas=1, least=1, most=2) as (service, seats, faults):
-            cluster = service._cluster
+        async with elastic(tmp_path, "a", "b", "c", replicas=1, least=1, most=2) as (
+            service,
+            supervisor,
+            seats,
+            faults,
+        ):
+            cluster = service.cluster
             seats.add("b")
-            service.rescale()
+            supervisor.rescale()
             await until(service, lambda: service.complete)
             assert serving(service) == {0: "a", 1: "b"}
             # The host that leaves has the lower index, which moves to the one that stays only if none else is there.
             cluster.leaving.add("a")
-            await asyncio.wait_for(service.leave("a"), LONG_S)
+            await asyncio.wait_for(supervisor.leave("a"), LONG_S)
             assert serving(service) == {1: "b"}
             cluster.lose("a", "it has left")
             assert faults.seen == []
             seats.add("c")
-            service.rescale()
+            supervisor.rescale()
             await until(service, lambda: service.complete)
             assert serving(service) == {0: "c", 1: "b"}
             os.kill(await pid_of(service, 1), signal.SIGKILL)
@@ -200,7 +208,7 @@ def test_replicas_come_with_a_host_and_go_with_it(tmp_path: Path):
             await until(service, lambda: service.complete and service.replicas[1].state is ReplicaState.RETIRED)
             assert serving(service) == {0: "c"}
             cluster.leaving.add("c")  # the last: its replica moves
-            await asyncio.wait_for(service.leave("c"), LONG_S)
+            await asyncio.wait_for(supervisor.leave("c"), LONG_S)
             await until(service, lambda: service.complete)
             assert serving(service) == {0: THIS_HOST}
 
@@ -210,7 +218,7 @@ def test_replicas_come_with_a_host_and_go_with_it(tmp_path: Path):
 @pytest.mark.usefixtures("nothing_left")
 def test_a_replica_that_cannot_start_costs_only_itself(tmp_path: Path):
     async def main() -> None:
-        async with elastic(tmp_path, replicas=1, least=1, most=1) as (service, seats, faults):
+        async with elastic(tmp_path, replicas=1, least=1, most=1) as (service, supervisor, seats, faults):
             take, refused = seats.take, [True]
 
             def full(index: int) -> Any:
@@ -220,13 +228,13 @@ def test_a_replica_that_cannot_start_costs_only_itself(tmp_path: Path):
 
             seats.take = full  # type: ignore[method-assign]
             seats.scale(3)
-            service.rescale()
+            supervisor.rescale()
             await until(service, lambda: service.complete)
             assert serving(service) == {0: THIS_HOST}
             assert [fault.fatal for fault in faults.seen] == [False, False]
             assert await service.route("answer", 1, deadline_s=LONG_S) == ("actor 0", 1)
             refused[0] = False
-            service.rescale()
+            supervisor.rescale()
             await until(service, lambda: service.complete)
             assert len(serving(service)) == 3
 

@@ -216,7 +216,7 @@ def test_a_spare_computes_with_the_weights_that_the_dead_engine_had(
         async with serving(Config(model=str(tiny_model), port=0, generator=engine, out=tmp_path)) as served:
             _, generator, faults = served
             service = generator._service
-            store = await WeightStore.start(WeightStore.Config(), service._cluster, faults, deadline_s=120)
+            store = await WeightStore.start(WeightStore.Config(), service.cluster, faults, deadline_s=120)
             await publish(store, dict(model.named_parameters()), 1)
             await generator.load(store)
             while not generator.spares:
@@ -286,7 +286,7 @@ def test_an_engine_computes_with_the_weights_that_were_published_last(served_eng
 
 
 async def _check_weights(generator: Generator, faults: Faults, folder: Path) -> None:
-    store = await WeightStore.start(WeightStore.Config(), generator._service._cluster, faults, deadline_s=120)
+    store = await WeightStore.start(WeightStore.Config(), generator._service.cluster, faults, deadline_s=120)
     try:
         from transformers import AutoModelForCausalLM
 

@@ -83,7 +83,7 @@ def test_processes_of_other_hosts_are_watched_and_ended_by_an_agent(tmp_path: Pa
             send_signal(child, signal.SIGSTOP)
             assert "was stopped" in await death_of(replica), "children count as well"
             await gone(pid)
-            await service.clean_up(replica)
+            await service.processes.clean_up(replica)
             await gone(child)
 
             # A host all of whose processes are stopped is lost, with everything on it; the other is not.

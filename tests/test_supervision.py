@@ -19,6 +19,7 @@ from forge_rl.runtime.processes import describe_exit
 from forge_rl.runtime.replica import Replica, ReplicaState
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
+from forge_rl.runtime.supervisor import Supervisor
 from tests.fake_actors import FakeActor, fake_service, pid_of
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -50,6 +51,7 @@ async def supervised(
     restart: Restart | None = None,
     before: Callable[[int], Awaitable[None]] | None = None,
     after: Callable[[int], Awaitable[None]] | None = None,
+    uniform: bool = False,
     **settings: object,
 ) -> AsyncIterator[tuple[Service, Faults, Naps]]:
     """A service whose replicas are spawned again; `before` and `after` run around the spawn."""
@@ -64,7 +66,7 @@ async def supervised(
             if after is not None:
                 await after(index)
 
-        service.supervise(respawn, restart or Restart(), sleep=naps)
+        Supervisor(service, respawn, restart or Restart(), uniform=uniform, sleep=naps).supervise()
         yield service, faults, naps
 
 
@@ -518,7 +520,7 @@ def test_without_supervision_a_death_is_fatal(tmp_path: Path):
             with pytest.raises(ServiceError, match="no replica is left"):
                 await service.available()
             # By hand, too, it can be replaced.
-            await service.clean_up(service.replicas[0])
+            await service.processes.clean_up(service.replicas[0])
             await service.watch(service.spawn(FakeActor, "fresh", index=0), deadline_s=LONG_S)
             assert await service.route("answer", 1, deadline_s=LONG_S) == ("fresh", 1)
 

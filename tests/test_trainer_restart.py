@@ -161,7 +161,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
         ):
             store = await WeightStore.start(
                 WeightStore.Config(shm=shm, transport="shared_memory"),
-                trainer._service._cluster,
+                trainer._service.cluster,
                 faults,
                 deadline_s=60,
             )

@@ -68,7 +68,7 @@ def test_versions_are_written_to_an_address_and_published_from_there_to_another_
             async with store.lease() as original:
                 pass
             elsewhere = await WeightStore.start(
-                WeightStore.Config(shm=shm), store._service._cluster, faults, deadline_s=60
+                WeightStore.Config(shm=shm), store._service.cluster, faults, deadline_s=60
             )
             async with elsewhere.publishing(6, subscriber.specs, torch.float32) as publication:
                 reports = await elsewhere.transport().write(publication.draft, subscriber.shards(), rank=0)

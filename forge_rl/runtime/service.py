@@ -1,41 +1,25 @@
-"""Service: a named set of replicas, with spawning, watching, routing and restarts."""
+"""Service: a named set of replicas, with spawning, watching and routing."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import re
-import uuid
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
-
-import psutil  # type: ignore[import-untyped]
+from typing import Any, Protocol, TypeVar
 
 from forge_rl.errors import PoisonError, ReplicaError, ServiceError
-from forge_rl.runtime import in_hand
 from forge_rl.runtime.actor import ServiceActor
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.host_watcher import MARK, Watch
-from forge_rl.runtime.processes import ProcessTree, cause_of, describe_exit, last_error, process_space
-from forge_rl.runtime.replica import STOPPED, Replica, ReplicaState
-from forge_rl.runtime.seats import Seats
-from forge_rl.runtime.supervision import Restart
-from forge_rl.runtime.tasks import task_group
+from forge_rl.runtime.replica import Replica, ReplicaState
+from forge_rl.runtime.replica_processes import ReplicaProcesses
 
 __all__ = ["Replica", "Service", "ServiceActor"]
 
-_KILL_S = 5.0
-"""Seconds for killed processes to exit."""
 _MOST_KILLED = 3
 """Number of replicas that a call, or its task, may kill before it is no longer retried."""
 _POLL_S = 0.5
 """Seconds between checks for hung replicas, which do not exit, and for retired ones that have nothing left to do."""
-_RETIRED_S = 30.0
-"""Time for a retired replica to finish its work; unfinished calls are repeated on other replicas."""
-_PROBE_S = 1.0
-"""Time for a process to answer once its host's agent does not."""
 
 T = TypeVar("T")
 
@@ -46,8 +30,24 @@ def least_loaded(replicas: Iterable[Replica]) -> Replica | None:
     return min(serving, key=lambda replica: (replica.load, replica.index), default=None)
 
 
+class Supervises(Protocol):
+    """Keeps a service at its number of replicas; see `Supervisor`."""
+
+    def is_starting(self, index: int) -> bool:
+        """Return whether a replica of this index is being started, which serves later."""
+
+    def on_death(self, replica: Replica) -> None:
+        """Replace a replica that has died."""
+
+    def on_retired(self, replica: Replica) -> None:
+        """Continue after the end of a retired replica."""
+
+    def rescale(self) -> None:
+        """Adapt the number of replicas to the hosts that are left."""
+
+
 class Service:
-    """Spawns replicas, routes calls to them, and restarts them if they die.
+    """Spawns replicas, notices their deaths, and routes calls to those that serve; a `Supervisor` restarts dead ones.
 
         service = Service("reward", cluster, faults)
         await service.watch(service.spawn(RewardActor, env={"OMP_NUM_THREADS": "1"}), deadline_s=60)
@@ -62,7 +62,6 @@ class Service:
             run code written by a model, which may stop itself.
         blames: each process records the call that it is executing, so that a death counts against that call, not
             against concurrent ones or the replica.
-        uniform: all work is alike, so give up if a cause of death repeats before any replica has answered.
         exit_meanings: descriptions of exit statuses that its processes use on purpose.
     """
 
@@ -74,7 +73,6 @@ class Service:
         *,
         descendants: bool = True,
         blames: bool = False,
-        uniform: bool = False,
         exit_meanings: Mapping[int, str] | None = None,
     ) -> None:
         self.name = name
@@ -85,38 +83,31 @@ class Service:
         self.listeners: list[Callable[[], None]] = []
         """Called after every change of the set of serving replicas."""
         self.recoverable = False
-        """True if the owner replaces dead replicas itself: a death is then not fatal even without `supervise`."""
-        self._cluster = cluster
-        self._faults = faults
+        """True if the owner replaces dead replicas itself: a death is then not fatal even without a supervisor."""
+        self.supervisor: Supervises | None = None
+        """Replaces dead replicas, once the first ones have started; by default a death is fatal."""
+        self.wanted: set[int] = set()
+        """Indices that should have a replica."""
+        self.cluster = cluster
+        self.faults = faults
+        self.stopping = False
         self._descendants = descendants
-        self._blames = blames
-        self._uniform = uniform
-        self._exit_meanings = exit_meanings or {}
-        self._id = uuid.uuid4().hex[:12]
-        self._respawn: Callable[[int], Awaitable[None]] | None = None
-        self._restart = Restart()
-        self._sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-        self._deaths: dict[int, int] = defaultdict(int)
-        """Consecutive deaths by index."""
+        self.processes = ReplicaProcesses(
+            name,
+            cluster,
+            faults,
+            self._on_death,
+            self.mark_failed,
+            descendants=descendants,
+            blames=blames,
+            exit_meanings=exit_meanings or {},
+        )
         self._killed: Counter[str] = Counter()
         """Number of replicas killed by a task, by its name, since the task last succeeded."""
-        self._spawned: Counter[int] = Counter()
-        """Number of spawns by index or number, for names."""
-        self._answered = False
-        self._causes: set[str] = set()
-        """Causes of death so far."""
-        self._recovering: dict[int, asyncio.Task[None]] = {}
-        """Tasks that start replicas, other than the first ones."""
-        self._seats: Seats | None = None
-        self._count = 0
-        """Number of indices so far, if `start` has assigned them."""
-        self._dismissed: set[int] = set()
-        """Indices without a replica, or with a retired one: there are fewer than there were."""
         self._watching: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         """Set briefly after every state change, to wake waiters for a serving replica."""
-        self._stopping = False
         cluster.on_lost.append(self._on_host_lost)
 
     def spawn(
@@ -146,45 +137,20 @@ class Service:
             ConfigError: the host does not exist.
         """
         number = len(self.replicas) if index is None else index
-        dead = self.spares.get(number) if spare else self.replicas[number] if number < len(self.replicas) else None
+        dead = self.spares.get(number) if spare else self.at(number)
         assert dead is None or not dead.alive, f"replica {index} of {self.name} is alive"
         if not spare and number > len(self.replicas):
             raise ServiceError("one before it did not start", service=self.name, replica=number, hint="see the events")
         incarnation = 0 if dead is None else dead.incarnation + 1
-        serial, self._spawned[number] = self._spawned[number], self._spawned[number] + 1
-        name = f"{self.name}-{number}" + f".{serial}" * bool(serial)
-        mark = f"{self._id}/{name}"
-        marked = {**(env or {}), MARK: mark}
-        meshes = [
-            self._cluster.spawn(
-                name if part == 0 else f"{name}-{place}",
-                ranks=count,
-                env=marked,
-                imports=imports,
-                host=place,
-                secrets=secrets,
-            )
-            for part, (place, count) in enumerate(({host: ranks} if isinstance(ranks, int) else ranks).items())
-        ]
-        # Monarch may report a failure late, under such a name, so it must be unique.
-        names = [f"{self.name}_{number}_{serial}_{part}_{self._id}" for part in range(len(meshes))]
-        replica = Replica(
-            service=self.name,
-            index=number,
-            incarnation=incarnation,
-            meshes=meshes,
-            actor_names=names,
-            actors=[mesh.procs.spawn(each, actor, *args) for each, mesh in zip(names, meshes, strict=True)],
-            tree=ProcessTree(MARK, mark),
-            faults=self._faults,
-            on_lost=self._on_lost,
+        replica = self.processes.spawn(
+            number, incarnation, actor, *args, ranks=ranks, env=env, imports=imports, host=host, secrets=secrets
         )
-        for each in names:
-            self._faults.on_failure(each, lambda text: self._on_lost(replica, text))
         if spare:
             self.spares[number] = replica
         else:
             self._put(replica, dead)
+            if dead is None:
+                self.wanted.add(number)
         return replica
 
     def adopt(self, number: int, index: int) -> Replica:
@@ -194,7 +160,7 @@ class Service:
         assert not dead.alive, f"replica {index} of {self.name} is alive"
         replica.index, replica.incarnation = index, dead.incarnation + 1
         self._put(replica, dead)
-        self._notify()
+        self.notify()
         return replica
 
     def _put(self, replica: Replica, dead: Replica | None) -> None:
@@ -208,167 +174,42 @@ class Service:
         The service's first replicas then serve; those that start later serve once their respawn has finished, a spare
         never.
         """
-        pids: dict[str, dict[int, int]] = {}
-        for rank, host in enumerate(replica.hosts):
-            pid = await replica.call("process_id", deadline_s=deadline_s, rank=rank)
-            pids.setdefault(host, {})[pid] = rank
-        for host, ranks in pids.items():
-            if host != THIS_HOST:
-                await self._watch_elsewhere(replica, host, ranks)
-                continue
-            for pid, rank in ranks.items():
-                try:
-                    replica.tree.watch(pid, functools.partial(self._on_process_end, replica, rank))
-                except (psutil.NoSuchProcess, ProcessLookupError):
-                    self._on_process_end(replica, rank, None)
-                    return
-        near = replica.host == THIS_HOST
-        if (
-            self._blames and not near and self._cluster.shares_files(replica.host)
-        ):  # its notes are memory of the machine
-            near = process_space() == await replica.call("process_space", deadline_s=deadline_s, rank=0)
-        if self._blames and near:
-            in_hand.create(replica.notes)
-            await replica.call("note_in_hand", replica.notes.absolute(), deadline_s=deadline_s, rank=0)
+        if not await self.processes.watch(replica, deadline_s=deadline_s):
+            return
         if self._watching is None:
             self._watching = self.in_background(self._watch_for_hangs(), None, "hangs are no longer detected")
-        if not self._is_spare(replica) and replica.index not in self._recovering:
-            self._start_serving(replica)
-
-    async def _watch_elsewhere(self, replica: Replica, host: str, ranks: Mapping[int, int]) -> None:
-        """Watch the processes of a replica on another host; `ranks` has their ranks by PID."""
-        watcher = replica.watchers[host] = self._cluster.watcher(host)
-        first = min(ranks.values())
-        await watcher.watch(
-            Watch(
-                mark=replica.tree.mark,
-                pids=list(ranks),
-                descendants=self._descendants,
-                on_end=lambda pid, status: self._on_process_end(replica, ranks[pid], status),
-                on_stopped=lambda: self.mark_failed(replica, STOPPED),
-                probe=lambda: replica.call("process_id", deadline_s=_PROBE_S, rank=first),
-            )
-        )
-
-    async def start(
-        self,
-        count: int,
-        start_one: Callable[[int], Coroutine[Any, Any, None]],
-        restart: Restart,
-        *,
-        seats: Seats | None = None,
-    ) -> None:
-        """Start `count` replicas concurrently, then supervise them; `start_one` is the `respawn` of `supervise`.
-
-        If `start_one` raises now, the service is stopped.
-
-        Args:
-            seats: decide from then on how many replicas there are; see `rescale`.
-        """
-        try:
-            async with task_group() as group:
-                for index in range(count):
-                    group.create_task(start_one(index))
-        except BaseException:
-            await self.stop()
-            raise
-        self.supervise(start_one, restart)
-        self._seats, self._count = seats, count
-        self.rescale()  # a host may have gone meanwhile
+        starting = self.supervisor is not None and self.supervisor.is_starting(replica.index)
+        if not self._is_spare(replica) and not starting:
+            self.start_serving(replica)
 
     @property
     def supervised(self) -> bool:
         """True once the service's first replicas have started, and others are started in their place."""
-        return self._respawn is not None
+        return self.supervisor is not None
 
     @property
     def complete(self) -> bool:
         """True while as many replicas serve as there should be."""
-        indices = set(range(max(self._count, len(self.replicas)))) - self._dismissed
-        return indices <= {replica.index for replica in self.replicas if replica.serving}
+        return self.wanted <= {replica.index for replica in self.replicas if replica.serving}
 
-    def rescale(self) -> None:
-        """Start or retire replicas, in the background, until there are as many as the seats want.
-
-        Dead replicas are retired first, then replicas on hosts that leave, then the highest index.
-        """
-        if self._seats is None or self._respawn is None or self._stopping or self._faults.closing:
-            return
-        kept = [index for index in range(self._seats.first, self._count) if index not in self._dismissed]
-        surplus = len(kept) - self._seats.wanted
-
-        def by_use(index: int) -> tuple[bool, bool, int]:
-            replica = self._at(index)
-            stays = replica is not None and self._cluster.leaving.isdisjoint(replica.hosts)
-            return replica is not None and replica.alive, stays, -index
-
-        for index in sorted(kept, key=by_use)[: max(0, surplus)]:
-            self._dismiss(index)
-        for _ in range(-surplus):
-            busy = {index for index in self._dismissed if (replica := self._at(index)) is not None and replica.alive}
-            index = min(self._dismissed - busy, default=self._count)
-            self._dismissed.discard(index)
-            self._count = max(self._count, index + 1)
-            self._recover_in_background(index, self._start_more)
-
-    async def leave(self, host: str) -> None:
-        """Retire the replicas on a host that is about to go, start those elsewhere that have room there, and wait until
-        the host has none left."""
-        self.rescale()
-        while here := [replica for replica in self.replicas if replica.alive and host in replica.hosts]:
-            for replica in here:
-                if replica.serving:
-                    self._retire_later(replica)
-            await self._changed.wait()
-
-    def _at(self, index: int) -> Replica | None:
+    def at(self, index: int) -> Replica | None:
+        """Return the latest replica of an index; None if there has been none."""
         return self.replicas[index] if index < len(self.replicas) else None
 
-    def _dismiss(self, index: int) -> None:
-        """Do without the replica of an index from now on."""
-        self._dismissed.add(index)
-        starting, replica = self._recovering.pop(index, None), self._at(index)
-        if starting is not None:
-            starting.cancel()
-        if replica is not None and replica.serving:
-            self._retire_later(replica)
-        else:
-            self.in_background(self._remove(index, starting), index, "it cannot be stopped")
+    @property
+    def abandoned(self) -> bool:
+        """True if no replica will serve again."""
+        wanted = [replica for replica in self.replicas if replica.index in self.wanted]
+        if not wanted:
+            return self.supervisor is None  # else they start, or wait for a host
+        return all(replica.state is ReplicaState.ABANDONED for replica in wanted)
 
-    def _retire_later(self, replica: Replica) -> None:
-        """Give a replica no more work, and stop it once it has none left."""
-        replica.ends_by = replica.clock() + _RETIRED_S
-        self._set_state(replica, ReplicaState.RETIRED)
-
-    async def _remove(self, index: int, starting: asyncio.Task[None] | None = None) -> None:
-        """Clean up after a dismissed replica, or one that was still starting."""
-        if starting is not None:
-            await asyncio.wait([starting])
-        if (replica := self._at(index)) is not None:
-            if replica.alive:
-                self.retire(replica, "it is not needed any more")
-            self._set_state(replica, ReplicaState.RETIRED)
-            await self.clean_up(replica)
-        if self._seats is not None:
-            self._seats.free(index)
-        self.rescale()  # another replica may have been waiting for the seat
-
-    def supervise(
-        self,
-        respawn: Callable[[int], Awaitable[None]],
-        config: Restart,
-        *,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ) -> None:
-        """Restart every replica that dies from now on.
-
-        Args:
-            respawn: spawns a new incarnation of an index (`spawn` with `index`, and `watch`) and makes it ready to
-                serve. An exception counts as a death.
-            config: restart policy.
-            sleep: sleeps for a number of seconds.
-        """
-        self._respawn, self._restart, self._sleep = respawn, config, sleep
+    def causes_of_end(self) -> str:
+        """Describe why no replica is left."""
+        if self.stopping or not self.replicas:
+            return "the service has been stopped" if self.stopping else "no replica is alive"
+        died = [f"replica {r.index}: {r.death.result()}" for r in self.replicas if r.death.done()]
+        return f"no replica is left; {'; '.join(died)}"
 
     async def route(self, method: str, *args: object, deadline_s: float, about: str = "") -> Any:
         """Call a method on the serving replica with the least load, and retry on another one if it dies.
@@ -428,24 +269,24 @@ class Service:
         """
         if (replica := least_loaded(self.replicas)) is not None:
             return replica
-        with self._faults.calling(self.name, None, "available"):
+        with self.faults.calling(self.name, None, "available"):
             while (replica := least_loaded(self.replicas)) is None:
-                if self._stopping or self._all_abandoned:
+                if self.stopping or self.abandoned:
                     raise ServiceError(
-                        self._causes_of_end(), service=self.name, hint="see the replicas' logs in the run folder"
+                        self.causes_of_end(), service=self.name, hint="see the replicas' logs in the run folder"
                     )
                 await self._changed.wait()
         return replica
 
     def stands_by(self, spare: Replica) -> None:
         """Record that a spare is ready."""
-        self._faults.recovered(self.name, spare.index)
-        self._notify()
+        self.faults.recovered(self.name, spare.index)
+        self.notify()
 
     def tell_listeners(self) -> None:
         """Call all `listeners`."""
         for listener in list(self.listeners):
-            self._faults.tell(listener)
+            self.faults.tell(listener)
 
     async def change(self) -> None:
         """Wait until a replica next starts to serve or dies, or a spare stands by, dies or is adopted."""
@@ -458,8 +299,8 @@ class Service:
             ServiceError: it is not replaced any more; gives the causes.
         """
         while not (replica := self.replicas[index]).serving:
-            if self._stopping or replica.state is ReplicaState.ABANDONED:
-                raise ServiceError(self._causes_of_end(), service=self.name, replica=index, hint=f"see {replica.log}")
+            if self.stopping or replica.state is ReplicaState.ABANDONED:
+                raise ServiceError(self.causes_of_end(), service=self.name, replica=index, hint=f"see {replica.log}")
             await self._changed.wait()
         return replica
 
@@ -478,7 +319,7 @@ class Service:
         def on_end(task: asyncio.Task[None]) -> None:
             self._background.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
-                self._faults.record(self.name, index, f"{trouble}: {error!r}")
+                self.faults.record(self.name, index, f"{trouble}: {error!r}")
 
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
@@ -492,40 +333,37 @@ class Service:
 
     def abandon(self, replica: Replica) -> None:
         """Give up on a dead replica."""
-        self._set_state(replica, ReplicaState.ABANDONED)
+        self.set_state(replica, ReplicaState.ABANDONED)
 
-    async def clean_up(self, replica: Replica) -> None:
-        """Stop a replica's remaining tasks here, its processes and all their descendants."""
-        replica.tree.unwatch()
-        await replica.link.close()
-        if replica.alive:  # Monarch stops it gracefully; a dead one may hang, and is killed first
-            await self._stop_meshes(replica)
-        killing: list[Awaitable[object]] = [
-            watcher.kill(replica.tree.mark, wait_s=_KILL_S) for watcher in replica.watchers.values()
-        ]
-        if THIS_HOST in replica.hosts:
-            killing.append(asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S))
-        await asyncio.gather(*killing)  # including processes unknown to Monarch
-        await self._stop_meshes(replica)
-        for name in replica.actor_names:
-            self._faults.off_failure(name)
-        replica.notes.unlink(missing_ok=True)
+    def start_serving(self, replica: Replica) -> None:
+        """Give a replica calls from now on."""
+        replica.serving_since = self.faults.clock()
+        self.set_state(replica, ReplicaState.SERVING)
 
-    async def _stop_meshes(self, replica: Replica) -> None:
-        await asyncio.gather(*(self._cluster.stop(mesh.name) for mesh in replica.meshes))
+    def set_state(self, replica: Replica, state: ReplicaState) -> None:
+        """Change the state of a replica, and tell who waits for that."""
+        served, replica.state = replica.serving, state
+        self.notify()
+        if served != replica.serving:
+            self.tell_listeners()
+
+    def notify(self) -> None:
+        """Wake those who wait for a change."""
+        self._changed.set()
+        self._changed.clear()
 
     async def stop(self) -> None:
         """Stop all replicas' processes. Calls in flight fail."""
-        self._stopping = True
-        if self._on_host_lost in self._cluster.on_lost:
-            self._cluster.on_lost.remove(self._on_host_lost)
-        self._notify()
+        self.stopping = True
+        if self._on_host_lost in self.cluster.on_lost:
+            self.cluster.on_lost.remove(self._on_host_lost)
+        self.notify()
         background = list(self._background)
         for task in background:
             task.cancel()
         if background:
             await asyncio.wait(background)
-        await asyncio.gather(*map(self.clean_up, [*self.replicas, *self.spares.values()]))
+        await asyncio.gather(*map(self.processes.clean_up, [*self.replicas, *self.spares.values()]))
         self.replicas.clear()
         self.spares.clear()
 
@@ -533,121 +371,32 @@ class Service:
         for replica in [*self.replicas, *self.spares.values()]:
             if host in replica.hosts:
                 self._on_death(replica, f"host {host} is gone: {cause}")
-        self.rescale()
-
-    def _on_process_end(self, replica: Replica, rank: int, status: int | None) -> None:
-        cause = describe_exit(status, self._exit_meanings)
-        if status is not None and status > 0 and (error := last_error(replica.logs[rank])):
-            cause += f": {error}"
-        self._on_death(replica, f"rank {rank}: {cause}" if replica.ranks > 1 else cause)
-
-    def _on_lost(self, replica: Replica, text: str) -> None:
-        self._on_death(replica, cause_of(text, self._exit_meanings))
+        if self.supervisor is not None:
+            self.supervisor.rescale()
 
     def _on_death(self, replica: Replica, cause: str) -> None:
         if not replica.alive:
             return
         replica.fail(cause)
-        if self._stopping:
-            return
-        if replica.state is ReplicaState.RETIRED:
-            self._on_retired(replica)
-            return
-        if replica.index in self._dismissed and not self._is_spare(replica):
+        if self.stopping:
             return
         if self._is_spare(replica):  # its death costs only the spare
-            self._faults.record(self.name, replica.index, f"a spare: {cause}", fatal=False)
-            self._notify()
-            return
-        respawn = None if self._faults.closing else self._respawn
-        fatal = respawn is None and not self.recoverable
-        self._set_state(replica, ReplicaState.ABANDONED if fatal else ReplicaState.QUARANTINED)
-        self._faults.record(self.name, replica.index, cause, fatal=fatal)
-        if respawn is not None and replica.index not in self._recovering:  # else it died while starting
-            if replica.answered or self._faults.clock() - replica.serving_since >= self._restart.healthy_s:
-                self._deaths[replica.index] = 0
-            self._recover_in_background(replica.index, self._recover)
+            self.faults.record(self.name, replica.index, f"a spare: {cause}", fatal=False)
+            self.notify()
+        elif replica.state is ReplicaState.RETIRED:
+            self._on_retired(replica)
+        elif replica.index in self.wanted:
+            supervisor = None if self.faults.closing else self.supervisor
+            fatal = supervisor is None and not self.recoverable
+            self.set_state(replica, ReplicaState.ABANDONED if fatal else ReplicaState.QUARANTINED)
+            self.faults.record(self.name, replica.index, cause, fatal=fatal)
+            if supervisor is not None:
+                supervisor.on_death(replica)
 
     def _on_retired(self, replica: Replica) -> None:
-        """Continue after the end of a retired replica: without it, or with another one elsewhere."""
-        self._notify()
-        if replica.index in self._dismissed:
-            self.in_background(self._remove(replica.index), replica.index, "it cannot be stopped")
-        elif self._respawn is not None and not self._faults.closing:
-            self._recover_in_background(replica.index, self._start_more)
-
-    def _recover_in_background(
-        self, index: int, work: Callable[[int, Callable[[int], Awaitable[None]]], Coroutine[Any, Any, None]]
-    ) -> None:
-        respawn = self._respawn
-        assert respawn is not None, "only supervised replicas are started again"
-
-        async def recover() -> None:
-            try:
-                await work(index, respawn)
-            finally:  # from here on, a death starts a new recovery
-                if self._recovering.get(index) is asyncio.current_task():
-                    del self._recovering[index]
-
-        self._recovering[index] = self.in_background(recover(), index, "it cannot be started")
-
-    async def _start_more(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> None:
-        """Start a replica at an index that has none, or a retired one."""
-        if (before := self._at(index)) is not None:
-            await self.clean_up(before)
-        if await self._replace(index, respawn):
-            return
-        if self._at(index) is before:
-            self._dismissed.add(index)  # no process was started; the next change of hosts tries again
-            self._notify()
-        else:
-            await self._recover(index, respawn)
-
-    async def _recover(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> None:
-        """Replace the dead replica of an index until the new one serves or is abandoned."""
-        most = self._restart.max_restarts
-        counts = not self.replicas[index].blamed or not most  # a blamed call has its own budget
-        while True:
-            await self.clean_up(self.replicas[index])
-            self._deaths[index] += counts
-            counts = True
-            if (hopeless := self._is_hopeless(index)) or self._deaths[index] > most:
-                self.abandon(self.replicas[index])
-                if self._all_abandoned:
-                    self._faults.record(self.name, None, self._causes_of_end())
-                if hopeless or self._all_abandoned or not most:
-                    return
-            await self._sleep(self._restart.delay_s(self._deaths[index]))
-            if await self._replace(index, respawn):
-                return
-
-    async def _replace(self, index: int, respawn: Callable[[int], Awaitable[None]]) -> bool:
-        """Start a replica at an index whose replica is dead, if it has one; return whether the new one serves."""
-        dead, failure = self._at(index), ""
-        try:
-            await respawn(index)
-        except (Exception, asyncio.CancelledError) as error:  # any error means that the replica does not serve
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            failure = f"it did not restart: {type(error).__name__}: {error}".splitlines()[0]
-        replica = self._at(index)
-        if replica is None or replica is dead:
-            self._faults.record(self.name, index, failure, fatal=False)
-            return False
-        if failure:
-            self.mark_failed(replica, failure)
-        if replica.alive:
-            self._start_serving(replica)
-            self._faults.recovered(self.name, index)
-        return replica.alive
-
-    def _is_hopeless(self, index: int) -> bool:
-        """Return True if a cause of death has repeated before any replica answered; external kills do not count."""
-        self._answered |= any(replica.answered for replica in self.replicas)
-        cause = re.sub(r"\d+", "#", self.replicas[index].death.result())
-        known, outside = cause in self._causes, "SIGKILL" in cause or cause.startswith("hung")
-        self._causes.add(cause)
-        return self._uniform and known and not outside and not self._answered
+        self.notify()
+        if self.supervisor is not None:
+            self.supervisor.on_retired(replica)
 
     def _poison(self, about: str, deaths: int, error: ReplicaError | None = None) -> PoisonError:
         """Make the error for a task that is refused from now on."""
@@ -658,20 +407,6 @@ class Service:
             call="" if error is None else error.call,
             hint="see the replicas' logs in the run folder",
         )
-
-    @property
-    def _all_abandoned(self) -> bool:
-        wanted = [replica for replica in self.replicas if replica.index not in self._dismissed]
-        if self._dismissed and not wanted:
-            return False  # they wait for a host
-        return all(replica.state is ReplicaState.ABANDONED for replica in wanted)
-
-    def _causes_of_end(self) -> str:
-        """Describe why no replica is left."""
-        if self._stopping or not self.replicas:
-            return "the service has been stopped" if self._stopping else "no replica is alive"
-        died = [f"replica {r.index}: {r.death.result()}" for r in self.replicas if r.death.done()]
-        return f"no replica is left; {'; '.join(died)}"
 
     async def _watch_for_hangs(self) -> None:
         while True:
@@ -687,17 +422,3 @@ class Service:
 
     def _is_spare(self, replica: Replica) -> bool:
         return self.spares.get(replica.index) is replica
-
-    def _start_serving(self, replica: Replica) -> None:
-        replica.serving_since = self._faults.clock()
-        self._set_state(replica, ReplicaState.SERVING)
-
-    def _set_state(self, replica: Replica, state: ReplicaState) -> None:
-        served, replica.state = replica.serving, state
-        self._notify()
-        if served != replica.serving:
-            self.tell_listeners()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed.clear()

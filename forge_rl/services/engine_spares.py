@@ -109,7 +109,7 @@ class EngineSpares:
     async def _clear_away(self, number: int) -> None:
         """Clean up after the last spare with this number if it died, and count its death if it did not live long."""
         if (dead := self._service.spares.pop(number, None)) is not None:
-            await self._service.clean_up(dead)
+            await self._service.processes.clean_up(dead)
         if (spare := self._ready.pop(number, None)) is not None:
             healthy = spare.replica.clock() - spare.since >= self._restart.healthy_s
             self._deaths = 1 if healthy else self._deaths + 1

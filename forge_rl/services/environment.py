@@ -31,6 +31,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.seats import Seats, ServiceHosts, check_bounds
 from forge_rl.runtime.service import Replica, Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
+from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.types import Task
 
 
@@ -63,11 +64,17 @@ class Environment:
             check_bounds(self, "--environment.")
 
     def __init__(
-        self, config: Config, service: Service | None, factory: EnvFactory, seats: Seats | None = None
+        self,
+        config: Config,
+        factory: EnvFactory,
+        service: Service | None = None,
+        supervisor: Supervisor | None = None,
+        seats: Seats | None = None,
     ) -> None:
         self.config = config
-        self._seats = seats
         self._service = service
+        self._supervisor = supervisor
+        self._seats = seats
         self._factory = factory
         self._opened = 0
         self.replays: Counter[str] = Counter()
@@ -89,7 +96,7 @@ class Environment:
     ) -> Environment:
         """Spawn the service with a factory of environments, on `hosts` or else on this one."""
         if getattr(factory, "in_process", False):
-            return cls(config, None, factory)
+            return cls(config, factory)
         # An environment's child processes may run model-written code and exit: no reason to end the replica.
         service = Service("environment", cluster, faults, descendants=False, blames=True)
 
@@ -108,8 +115,9 @@ class Environment:
             replica.may_block_s = config.deadline_s  # else one blocking environment would end its whole process early
             await service.watch(replica, deadline_s=deadline_s)
 
-        await service.start(config.replicas, start_one, config.restart, seats=seats)
-        return cls(config, service, factory, seats)
+        supervisor = Supervisor(service, start_one, config.restart, seats=seats)
+        await supervisor.start(config.replicas)
+        return cls(config, factory, service, supervisor, seats)
 
     @property
     def replicas(self) -> int:
@@ -124,21 +132,21 @@ class Environment:
         Raises:
             ConfigError: environments run in this process, or the number is out of range.
         """
-        if self._service is None or self._seats is None:
+        if self._supervisor is None or self._seats is None:
             raise ConfigError("environments run in the controller's process", hint="they need no others")
         self._seats.scale(replicas)
-        self._service.rescale()
+        self._supervisor.rescale()
 
     def join(self, host: str, cores: int) -> None:
         """Take in another host, which gets processes if there may be more than there are."""
-        if self._service is not None and self._seats is not None:
+        if self._supervisor is not None and self._seats is not None:
             self._seats.add(host, cores=cores)
-            self._service.rescale()
+            self._supervisor.rescale()
 
     async def leave(self, host: str) -> None:
-        """Stop the processes on a host that is about to go; see `Service.leave`."""
-        if self._service is not None:
-            await self._service.leave(host)
+        """Stop the processes on a host that is about to go; see `Supervisor.leave`."""
+        if self._supervisor is not None:
+            await self._supervisor.leave(host)
 
     @property
     def leaves(self) -> int:

@@ -31,6 +31,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
+from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import (
     GATHER_S,
@@ -65,11 +66,19 @@ class Generator:
     Config: TypeAlias = GeneratorConfig
 
     def __init__(
-        self, config: Config, service: Service, pool: EnginePool, tokenizer: Tokenizer, lend: Lend, seats: Seats
+        self,
+        config: Config,
+        service: Service,
+        supervisor: Supervisor,
+        seats: Seats,
+        pool: EnginePool,
+        tokenizer: Tokenizer,
+        lend: Lend,
     ) -> None:
         self.config = config
-        self._seats = seats
         self._service = service
+        self._supervisor = supervisor
+        self._seats = seats
         self._pool = pool
         self._tokenizer = tokenizer
         self._lend = lend
@@ -116,7 +125,7 @@ class Generator:
         if hosts is None:
             check_decode_layout(model, config, engines=config.replicas)
         remote = range(len(config.urls))
-        service = Service(name, cluster, faults, uniform=True, exit_meanings=EXIT_MEANINGS)
+        service = Service(name, cluster, faults, exit_meanings=EXIT_MEANINGS)
         seats = Seats(
             cluster,
             hosts or ServiceHosts(),
@@ -154,12 +163,13 @@ class Generator:
             spares=spares,
             remote=remote,
         )
+        supervisor = Supervisor(service, pool.start_one, config.restart, seats=seats, uniform=True)
         async with task_group() as group:
             tokenizer = group.create_task(  # imports take seconds
                 asyncio.to_thread(Tokenizer, model, parse_control_tokens=parse_control_tokens)
             )
-            group.create_task(service.start(config.engines, pool.start_one, config.restart, seats=seats))
-        return cls(config, service, pool, tokenizer.result(), lend, seats)
+            group.create_task(supervisor.start(config.engines))
+        return cls(config, service, supervisor, seats, pool, tokenizer.result(), lend)
 
     @property
     def version(self) -> int | None:
@@ -209,16 +219,16 @@ class Generator:
             ConfigError: the hosts lack room for so many.
         """
         self._seats.scale(replicas)
-        self._service.rescale()
+        self._supervisor.rescale()
 
     def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
         """Take in another host, which gets engines if there may be more than there are."""
         self._seats.add(host, gpus, cores)
-        self._service.rescale()
+        self._supervisor.rescale()
 
     async def leave(self, host: str) -> None:
-        """Stop the engines on a host that is about to go; see `Service.leave`."""
-        await self._service.leave(host)
+        """Stop the engines on a host that is about to go; see `Supervisor.leave`."""
+        await self._supervisor.leave(host)
 
     @property
     def spares(self) -> int:

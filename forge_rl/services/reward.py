@@ -21,6 +21,7 @@ from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
+from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.reward_actor import REWARD_STUCK, RewardActor
 from forge_rl.types import Episode, Score, Task
@@ -286,7 +287,7 @@ class _Pool:
                 given = self.given
                 await self._tell(replica)
 
-        await self.service.start(self._replicas, start_one, config.restart)
+        await Supervisor(self.service, start_one, config.restart).start(self._replicas)
 
     async def score(self, version: int, task: Task, given: Sequence[str | Episode]) -> dict[str, list[Score]]:
         """Score episodes with each function of a version."""

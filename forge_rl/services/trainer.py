@@ -206,7 +206,7 @@ class Trainer:
             self.restarts += 1
         self._unavailable = "it is being restarted"
         try:
-            await self._service.clean_up(dead)
+            await self._service.processes.clean_up(dead)
             await self._open(resume)
         except BaseException as error:
             self._unavailable = (

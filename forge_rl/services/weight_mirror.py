@@ -13,6 +13,7 @@ from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Replica, Service, ServiceActor
 from forge_rl.runtime.supervision import Restart
+from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.services.weight_store_config import WeightStoreConfig
 from forge_rl.weights.deltas import DeltaPublisher
 from forge_rl.weights.manifest import Manifest
@@ -79,7 +80,7 @@ class WeightMirror:
             )
             await service.watch(replica, deadline_s=deadline_s)
 
-        await service.start(1, start_one, Restart())
+        await Supervisor(service, start_one, Restart()).start(1)
         return cls(service, faults)
 
     def note(self, lease: AbstractAsyncContextManager[Manifest], transport: Transport) -> None:

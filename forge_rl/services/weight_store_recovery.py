@@ -10,6 +10,7 @@ from pathlib import Path
 from forge_rl.errors import ServiceError
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.service import Replica, Service
+from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.services.weight_store_actor import Holder, WeightStoreActor
 from forge_rl.services.weight_store_config import WeightStoreConfig
 from forge_rl.weights.manifest import Manifest
@@ -91,7 +92,7 @@ class StoreRecovery:
         for host, replica in zip(self._hosts, self._service.replicas, strict=True):
             self.folders[host], freed = await replica.call("open_volume", self._meet(), deadline_s=self._deadline_s)
             reclaimed += freed
-        self._service.supervise(self._respawn, self._config.restart)
+        Supervisor(self._service, self._respawn, self._config.restart).supervise()
         return reclaimed
 
     def note_commit(self, manifest: Manifest) -> None:

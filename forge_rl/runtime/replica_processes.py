@@ -1,0 +1,184 @@
+"""The processes of a service's replicas: starts them, notices and describes their ends on any host, and kills them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import psutil  # type: ignore[import-untyped]
+
+from forge_rl.runtime import in_hand
+from forge_rl.runtime.cluster import THIS_HOST, Cluster
+from forge_rl.runtime.faults import Faults
+from forge_rl.runtime.host_watcher import MARK, Watch
+from forge_rl.runtime.processes import ProcessTree, cause_of, describe_exit, last_error, process_space
+from forge_rl.runtime.replica import STOPPED, Replica
+
+_KILL_S = 5.0
+"""Seconds for killed processes to exit."""
+_PROBE_S = 1.0
+"""Time for a process to answer once its host's agent does not."""
+
+
+class ReplicaProcesses:
+    """Starts, watches and ends the processes of a service's replicas.
+
+    Args:
+        service: name of the service.
+        on_death: called with a replica and the cause of its death.
+        on_stopped: called with a replica on another host, one of whose processes was stopped.
+        descendants: also look for stopped processes that a replica on another host started.
+        blames: each process records the call that it is executing, so that a death counts against that call.
+        exit_meanings: descriptions of exit statuses that the processes use on purpose.
+    """
+
+    def __init__(
+        self,
+        service: str,
+        cluster: Cluster,
+        faults: Faults,
+        on_death: Callable[[Replica, str], None],
+        on_stopped: Callable[[Replica, str], None],
+        *,
+        descendants: bool,
+        blames: bool,
+        exit_meanings: Mapping[int, str],
+    ) -> None:
+        self._service = service
+        self._cluster = cluster
+        self._faults = faults
+        self._on_death = on_death
+        self._on_stopped = on_stopped
+        self._descendants = descendants
+        self._blames = blames
+        self._exit_meanings = exit_meanings
+        self._id = uuid.uuid4().hex[:12]
+        self._spawned: Counter[int] = Counter()
+        """Number of spawns by index or number, for names."""
+
+    def spawn(
+        self,
+        number: int,
+        incarnation: int,
+        actor: type,
+        *args: object,
+        ranks: int | Mapping[str, int],
+        env: Mapping[str, str] | None,
+        imports: Sequence[str],
+        host: str,
+        secrets: bool,
+    ) -> Replica:
+        """Start the processes of a replica; see `Service.spawn`.
+
+        Args:
+            number: its index, or its number as a spare.
+            incarnation: number of previous replicas with this index.
+
+        Raises:
+            ConfigError: the host does not exist.
+        """
+        serial, self._spawned[number] = self._spawned[number], self._spawned[number] + 1
+        name = f"{self._service}-{number}" + f".{serial}" * bool(serial)
+        mark = f"{self._id}/{name}"
+        marked = {**(env or {}), MARK: mark}
+        meshes = [
+            self._cluster.spawn(
+                name if part == 0 else f"{name}-{place}",
+                ranks=count,
+                env=marked,
+                imports=imports,
+                host=place,
+                secrets=secrets,
+            )
+            for part, (place, count) in enumerate(({host: ranks} if isinstance(ranks, int) else ranks).items())
+        ]
+        # Monarch may report a failure late, under such a name, so it must be unique.
+        names = [f"{self._service}_{number}_{serial}_{part}_{self._id}" for part in range(len(meshes))]
+        replica = Replica(
+            service=self._service,
+            index=number,
+            incarnation=incarnation,
+            meshes=meshes,
+            actor_names=names,
+            actors=[mesh.procs.spawn(each, actor, *args) for each, mesh in zip(names, meshes, strict=True)],
+            tree=ProcessTree(MARK, mark),
+            faults=self._faults,
+            on_lost=self._on_lost,
+        )
+        for each in names:
+            self._faults.on_failure(each, lambda text: self._on_lost(replica, text))
+        return replica
+
+    async def watch(self, replica: Replica, *, deadline_s: float) -> bool:
+        """Wait until a replica's processes run, and watch them; returns False if one has ended already."""
+        pids: dict[str, dict[int, int]] = {}
+        for rank, host in enumerate(replica.hosts):
+            pid = await replica.call("process_id", deadline_s=deadline_s, rank=rank)
+            pids.setdefault(host, {})[pid] = rank
+        for host, ranks in pids.items():
+            if host != THIS_HOST:
+                await self._watch_elsewhere(replica, host, ranks)
+                continue
+            for pid, rank in ranks.items():
+                try:
+                    replica.tree.watch(pid, functools.partial(self._on_end, replica, rank))
+                except (psutil.NoSuchProcess, ProcessLookupError):
+                    self._on_end(replica, rank, None)
+                    return False
+        if self._blames and await self._is_near(replica, deadline_s):
+            in_hand.create(replica.notes)
+            await replica.call("note_in_hand", replica.notes.absolute(), deadline_s=deadline_s, rank=0)
+        return True
+
+    async def clean_up(self, replica: Replica) -> None:
+        """Stop a replica's remaining tasks here, its processes and all their descendants."""
+        replica.tree.unwatch()
+        await replica.link.close()
+        if replica.alive:  # Monarch stops it gracefully; a dead one may hang, and is killed first
+            await self._stop_meshes(replica)
+        killing: list[Awaitable[object]] = [
+            watcher.kill(replica.tree.mark, wait_s=_KILL_S) for watcher in replica.watchers.values()
+        ]
+        if THIS_HOST in replica.hosts:
+            killing.append(asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S))
+        await asyncio.gather(*killing)  # including processes unknown to Monarch
+        await self._stop_meshes(replica)
+        for name in replica.actor_names:
+            self._faults.off_failure(name)
+        replica.notes.unlink(missing_ok=True)
+
+    async def _stop_meshes(self, replica: Replica) -> None:
+        await asyncio.gather(*(self._cluster.stop(mesh.name) for mesh in replica.meshes))
+
+    def _on_lost(self, replica: Replica, text: str) -> None:
+        self._on_death(replica, cause_of(text, self._exit_meanings))
+
+    async def _watch_elsewhere(self, replica: Replica, host: str, ranks: Mapping[int, int]) -> None:
+        """Watch the processes of a replica on another host; `ranks` has their ranks by PID."""
+        watcher = replica.watchers[host] = self._cluster.watcher(host)
+        first = min(ranks.values())
+        await watcher.watch(
+            Watch(
+                mark=replica.tree.mark,
+                pids=list(ranks),
+                descendants=self._descendants,
+                on_end=lambda pid, status: self._on_end(replica, ranks[pid], status),
+                on_stopped=lambda: self._on_stopped(replica, STOPPED),
+                probe=lambda: replica.call("process_id", deadline_s=_PROBE_S, rank=first),
+            )
+        )
+
+    async def _is_near(self, replica: Replica, deadline_s: float) -> bool:
+        """Return whether a replica's notes, which are memory of its machine, can be read here."""
+        if replica.host == THIS_HOST or not self._cluster.shares_files(replica.host):
+            return replica.host == THIS_HOST
+        return bool(process_space() == await replica.call("process_space", deadline_s=deadline_s, rank=0))
+
+    def _on_end(self, replica: Replica, rank: int, status: int | None) -> None:
+        cause = describe_exit(status, self._exit_meanings)
+        if status is not None and status > 0 and (error := last_error(replica.logs[rank])):
+            cause += f": {error}"
+        self._on_death(replica, f"rank {rank}: {cause}" if replica.ranks > 1 else cause)

@@ -1,0 +1,235 @@
+"""Supervisor: keeps a service at its number of replicas by restarting dead ones and starting or retiring others."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from forge_rl.runtime.replica import Replica, ReplicaState
+from forge_rl.runtime.seats import Seats
+from forge_rl.runtime.service import Service
+from forge_rl.runtime.supervision import Restart
+from forge_rl.runtime.tasks import task_group
+
+_RETIRED_S = 30.0
+"""Time for a retired replica to finish its work; unfinished calls are repeated on other replicas."""
+
+
+class Supervisor:
+    """Restarts a service's dead replicas, and starts or retires replicas as hosts come and go.
+
+        supervisor = Supervisor(service, start_one, Restart(), seats=seats)
+        await supervisor.start(2)
+        seats.scale(3)
+        supervisor.rescale()
+
+    Args:
+        start_one: starts the replica of an index, in place of a dead one if there is one (`Service.spawn` with `index`,
+            and `watch`), and makes it ready to serve. An exception counts as a death.
+        restart: restart policy.
+        seats: decide how many replicas there are; by default the number stays.
+        uniform: all work is alike, so give up if a cause of death repeats before any replica has answered.
+        sleep: sleeps for a number of seconds.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        start_one: Callable[[int], Coroutine[Any, Any, None]],
+        restart: Restart,
+        *,
+        seats: Seats | None = None,
+        uniform: bool = False,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._service = service
+        self._start_one = start_one
+        self._restart = restart
+        self._seats = seats
+        self._uniform = uniform
+        self._sleep = sleep
+        self._deaths: dict[int, int] = defaultdict(int)
+        """Consecutive deaths by index."""
+        self._answered = False
+        self._causes: set[str] = set()
+        """Causes of death so far."""
+        self._starting: dict[int, asyncio.Task[None]] = {}
+        """Tasks that start replicas, other than the first ones."""
+
+    async def start(self, count: int) -> None:
+        """Start `count` replicas concurrently, then supervise them; if one does not start, the service is stopped."""
+        try:
+            async with task_group() as group:
+                for index in range(count):
+                    group.create_task(self._start_one(index))
+        except BaseException:
+            await self._service.stop()
+            raise
+        self._service.wanted.update(range(count))
+        self.supervise()
+        self.rescale()  # a host may have gone meanwhile
+
+    def supervise(self) -> None:
+        """Restart every replica that dies from now on."""
+        self._service.supervisor = self
+
+    def rescale(self) -> None:
+        """Start or retire replicas, in the background, until there are as many as the seats want.
+
+        Dead replicas are retired first, then replicas on hosts that leave, then the highest index.
+        """
+        service, seats = self._service, self._seats
+        if seats is None or service.stopping or service.faults.closing:
+            return
+        kept = [index for index in service.wanted if index >= seats.first]
+        surplus = len(kept) - seats.wanted
+
+        def by_use(index: int) -> tuple[bool, bool, int]:
+            replica = service.at(index)
+            stays = replica is not None and service.cluster.leaving.isdisjoint(replica.hosts)
+            return replica is not None and replica.alive, stays, -index
+
+        for index in sorted(kept, key=by_use)[: max(0, surplus)]:
+            self._dismiss(index)
+        for _ in range(-surplus):
+            index = next(index for index in itertools.count() if self._is_free(index))
+            service.wanted.add(index)
+            self._start_in_background(index, self._start_more)
+
+    async def leave(self, host: str) -> None:
+        """Retire the replicas on a host that is about to go, start those elsewhere that have room there, and wait until
+        the host has none left."""
+        self.rescale()
+        while here := [replica for replica in self._service.replicas if replica.alive and host in replica.hosts]:
+            for replica in here:
+                if replica.serving:
+                    self._retire_later(replica)
+            await self._service.change()
+
+    def is_starting(self, index: int) -> bool:
+        """Return whether a replica of this index is being started, other than a first one."""
+        return index in self._starting
+
+    def on_death(self, replica: Replica) -> None:
+        """Replace a replica that has died."""
+        if replica.index in self._starting:  # it died while starting
+            return
+        healthy = self._service.faults.clock() - replica.serving_since >= self._restart.healthy_s
+        if replica.answered or healthy:
+            self._deaths[replica.index] = 0
+        self._start_in_background(replica.index, self._recover)
+
+    def on_retired(self, replica: Replica) -> None:
+        """Continue after the end of a retired replica: without it, or with another one elsewhere."""
+        if replica.index not in self._service.wanted:
+            self._service.in_background(self._remove(replica.index), replica.index, "it cannot be stopped")
+        elif not self._service.faults.closing:
+            self._start_in_background(replica.index, self._start_more)
+
+    def _is_free(self, index: int) -> bool:
+        """Return whether an index is not wanted, and has no replica that still ends its work."""
+        replica = self._service.at(index)
+        return index not in self._service.wanted and (replica is None or not replica.alive)
+
+    def _dismiss(self, index: int) -> None:
+        """Do without the replica of an index from now on."""
+        self._service.wanted.discard(index)
+        starting, replica = self._starting.pop(index, None), self._service.at(index)
+        if starting is not None:
+            starting.cancel()
+        if replica is not None and replica.serving:
+            self._retire_later(replica)
+        else:
+            self._service.in_background(self._remove(index, starting), index, "it cannot be stopped")
+
+    def _retire_later(self, replica: Replica) -> None:
+        """Give a replica no more work, and stop it once it has none left."""
+        replica.ends_by = replica.clock() + _RETIRED_S
+        self._service.set_state(replica, ReplicaState.RETIRED)
+
+    async def _remove(self, index: int, starting: asyncio.Task[None] | None = None) -> None:
+        """Clean up after a dismissed replica, or one that was still starting."""
+        if starting is not None:
+            await asyncio.wait([starting])
+        if (replica := self._service.at(index)) is not None:
+            if replica.alive:
+                self._service.retire(replica, "it is not needed any more")
+            self._service.set_state(replica, ReplicaState.RETIRED)
+            await self._service.processes.clean_up(replica)
+        if self._seats is not None:
+            self._seats.free(index)
+        self.rescale()  # another replica may have been waiting for the seat
+
+    def _start_in_background(self, index: int, work: Callable[[int], Coroutine[Any, Any, None]]) -> None:
+        async def start() -> None:
+            try:
+                await work(index)
+            finally:  # from here on, a death starts a new recovery
+                if self._starting.get(index) is asyncio.current_task():
+                    del self._starting[index]
+
+        self._starting[index] = self._service.in_background(start(), index, "it cannot be started")
+
+    async def _start_more(self, index: int) -> None:
+        """Start a replica at an index that has none, or a retired one."""
+        if (before := self._service.at(index)) is not None:
+            await self._service.processes.clean_up(before)
+        if await self._replace(index):
+            return
+        if self._service.at(index) is before:
+            self._service.wanted.discard(index)  # no process was started; the next change of hosts tries again
+            self._service.notify()
+        else:
+            await self._recover(index)
+
+    async def _recover(self, index: int) -> None:
+        """Replace the dead replica of an index until the new one serves or is abandoned."""
+        service, most = self._service, self._restart.max_restarts
+        counts = not service.replicas[index].blamed or not most  # a blamed call has its own budget
+        while True:
+            await service.processes.clean_up(service.replicas[index])
+            self._deaths[index] += counts
+            counts = True
+            if (hopeless := self._is_hopeless(index)) or self._deaths[index] > most:
+                service.abandon(service.replicas[index])
+                if service.abandoned:
+                    service.faults.record(service.name, None, service.causes_of_end())
+                if hopeless or service.abandoned or not most:
+                    return
+            await self._sleep(self._restart.delay_s(self._deaths[index]))
+            if await self._replace(index):
+                return
+
+    async def _replace(self, index: int) -> bool:
+        """Start a replica at an index whose replica is dead, if it has one; return whether the new one serves."""
+        service, failure = self._service, ""
+        dead = service.at(index)
+        try:
+            await self._start_one(index)
+        except (Exception, asyncio.CancelledError) as error:  # any error means that the replica does not serve
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            failure = f"it did not restart: {type(error).__name__}: {error}".splitlines()[0]
+        replica = service.at(index)
+        if replica is None or replica is dead:
+            service.faults.record(service.name, index, failure, fatal=False)
+            return False
+        if failure:
+            service.mark_failed(replica, failure)
+        if replica.alive:
+            service.start_serving(replica)
+            service.faults.recovered(service.name, index)
+        return replica.alive
+
+    def _is_hopeless(self, index: int) -> bool:
+        """Return True if a cause of death has repeated before any replica answered; external kills do not count."""
+        replicas = self._service.replicas
+        self._answered |= any(replica.answered for replica in replicas)
+        cause = re.sub(r"\d+", "#", replicas[index].death.result())
+        known, outside = cause in self._causes, "SIGKILL" in cause or cause.startswith("hung")
+        self._causes.add(cause)
+        return self._uniform and known and not outside and not self._answered
