@@ -17,8 +17,8 @@ from forge_rl.packing.rows import Layout, Packed, pack
 from forge_rl.packing.unpacking import values_of_episodes
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.defaults import check_critic
+from forge_rl.run.ending import Ending
 from forge_rl.run.plan import check_state_fits, plan_run
-from forge_rl.run.run import Run
 from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.types import Batch
 from recipes.ppo import Config
@@ -102,14 +102,16 @@ def test_a_checkpoint_holds_the_critic_and_a_rollback_brings_it_back_with_the_po
     asyncio.run(check())
 
 
-class Stopped(Run[Any]):
+class Stopped:
     """What a stop needs of a run."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
-        self._checkpointer, self._services = checkpointer, checkpointer._services
-        self.config, self.batches = Config(), cast(Any, SimpleNamespace(last=None))
-        self.events: list[str] = []
-        self._log = cast(Any, SimpleNamespace(event=self.events.append))
+        self._checkpointer = checkpointer
+        self.config, self.batches = Config(), SimpleNamespace(last=None)
+
+    @property
+    def step(self) -> int:
+        return self._checkpointer.step
 
     def log(self, stats: Any, batch: Any = None, packed: Any = None) -> dict[str, Any]:
         self._checkpointer.end_step()
@@ -122,20 +124,23 @@ def test_a_stop_between_the_updates_of_policy_and_critic_saves_no_step_of_half_o
         critic.name = "critic"
         checkpointer = checkpointer_of(policy, tmp_path)
         checkpointer._services = replace(checkpointer._services, critic=cast(Any, critic))
+        events: list[str] = []
         run = Stopped(checkpointer)
+        monitor = SimpleNamespace(log=SimpleNamespace(event=events.append))
+        ending = Ending(cast(Any, run), checkpointer._services, checkpointer, cast(Any, monitor))
         critic.updates += 3
         policy.step(checkpointer)
         await save(checkpointer)
         critic.updates += 3
         policy.step(checkpointer)
         policy.updates += 2
-        await run.save_interrupted()
-        assert run.events == [
+        await ending.save()
+        assert events == [
             "step 3 is not saved, as only the trainer took updates in it; the same command resumes from step 1"
         ]
         assert (run.step, checkpointer.saved) == (2, 1)
         critic.updates += 3
-        await run.save_interrupted()
+        await ending.save()
         saved = checkpointer.checkpoints.latest()
         assert saved is not None
         assert (run.step, saved.step) == (3, 3)

@@ -28,6 +28,7 @@ from forge_rl.run.checkpoint_mirror import MirrorTask
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.control import Control, serving_control
 from forge_rl.run.elastic import ElasticHosts
+from forge_rl.run.ending import Ending
 from forge_rl.run.endpoints import check_reachable, listen
 from forge_rl.run.evaluator import Evaluates, Evaluator, RolloutEvaluations
 from forge_rl.run.example_evaluation import AnswerEvaluations, ExampleEvaluations
@@ -58,7 +59,7 @@ async def assemble(
     agent: Agent | str | None,
     gateway: GatewayConfig,
     close: Callable[[], Awaitable[object]],
-) -> AsyncIterator[Run[C]]:
+) -> AsyncIterator[tuple[Run[C], Ending]]:
     """Resume from the checkpoint, publish the first weights, and let clients attach while the body runs.
 
     Args:
@@ -120,7 +121,7 @@ async def assemble(
         control = Control(run, live, policy, ElasticHosts(config, prepared, hosts, checked.model, services.rollout))
         await stack.enter_async_context(serving_control(prepared.folder, control, log.warn, outside))
         gc.freeze()  # also modules imported meanwhile: see responsive_loop
-        yield run
+        yield run, Ending(run, services, checkpointer, monitor)
 
 
 def _scalable(services: RolloutServices | None) -> dict[str, Scalable]:

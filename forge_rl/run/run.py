@@ -6,30 +6,29 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.engines.platform import resolve_dtype
-from forge_rl.errors import ConfigError, ForgeError, ReplicaError, RunStopped, ServiceError
-from forge_rl.metrics import Metric, batch_metrics
+from forge_rl.errors import ConfigError, ReplicaError, RunStopped
+from forge_rl.metrics import Metric
 from forge_rl.metrics.display.format import duration
-from forge_rl.metrics.sinks import RunOutcome
 from forge_rl.packing.rows import Packed, pack
-from forge_rl.packing.trees import decoded_tokens
 from forge_rl.rollout.examples import Examples
 from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.run.after_step import AfterStep
 from forge_rl.run.attach import LiveSchedule
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.evaluator import Evaluator
-from forge_rl.run.gap import GapReport, describe_gap, explain_gap
+from forge_rl.run.gap import GapReport, explain_gap
 from forge_rl.run.kept import Stateful
 from forge_rl.run.live import LiveSettings
 from forge_rl.run.monitor import RunMonitor
 from forge_rl.run.recording import evaluated_episodes, trained_episodes
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import RolloutServices, Services, nothing_generated
+from forge_rl.run.step_metrics import StepMetrics
 from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.environment import Environment
@@ -78,18 +77,15 @@ class Run(Generic[C]):
         self.batches = batches
         """What gives the run its batches: `rollouts`, or `examples`."""
         self._live = live
-        self._epochs = self.mixture.epochs
         self._evaluator = evaluator
         self._checkpointer = checkpointer
         self._monitor = monitor
         self._clock = monitor.clock
         self._log = monitor.log
         self._seed = config.seed
-        self._asked: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
-        """Work requested for the end of the current step."""
-        self._any_asked = asyncio.Event()
+        self._metrics = StepMetrics(config, services, batches, self.mixture, monitor)
+        self._after_step = AfterStep()
         self._stopping = False
-        self._end_step()  # the start does not count towards the first step
 
     @property
     def critic(self) -> Trainer:
@@ -230,13 +226,8 @@ class Run(Generic[C]):
         Raises:
             DeadlineError: the phase takes longer than phase_deadline_s.
         """
-        decodes = name in ("rollout", "evaluate")
-        if decodes and not self.config.schedule.decodes_while_training:
-            self._drain_busy_s()  # paused requests do not count as work
-        with self._clock.phase(name), self._monitor.faults.deadline(name, self.config.phase_deadline_s):
+        with self._metrics.phase(name), self._monitor.faults.deadline(name, self.config.phase_deadline_s):
             yield
-        if decodes:
-            self._count_busy(name)
 
     def log(
         self, stats: Mapping[str, float], batch: Batch | None = None, packed: Packed | None = None
@@ -251,42 +242,12 @@ class Run(Generic[C]):
         Returns:
             All metrics of the step.
         """
-        values: dict[str, Metric] = dict(stats)
-        if batch is not None:
-            self.last_batch = batch
-            values |= batch_metrics(batch)
-            if self._generates:
-                self._clock.tokens("rollout", decoded_tokens(batch))
-        if packed is not None:
-            values |= {
-                "tokens/packed": float(packed.packed_tokens),
-                "tokens/sequences": float(packed.sequence_tokens),
-                "tokens/unscored": float(packed.unscored_tokens),
-            }
-            if self._generates:
-                values["groups/uniform"] = packed.uniform_share
-            self._clock.tokens("train", packed.sequence_tokens)
-        if self._services.rollout is not None:
-            values |= self._services.rollout.metrics()
-        values |= self.mixture.metrics()
-        self._tell_epochs()
-        values |= self.batches.metrics() | self._monitor.pop_depths() | self._end_step()
+        values = self._metrics.end_step(stats, batch, packed)
         self._checkpointer.end_step()
-        trains_in = str(resolve_dtype(self.config.trainer.dtype)).removeprefix("torch.")
-        gap, problem = stats.get("logprob_gap"), ""
-        if gap is not None:
-            problem = describe_gap(gap, engines=self.generator.dtype, trainer=trains_in)
-        for trainer in self._services.trainers:
-            prefix = "" if trainer is self.trainer else f"{trainer.name}/"
-            if skipped := stats.get(f"{prefix}updates/skipped"):
-                self._log.warn(
-                    f"step {self.step}: {skipped:g} updates of the {trainer.name} were skipped, as their gradient is "
-                    f"not finite; rows of the last one: {trainer.skipped[-1]}"
-                )
-        if problem:
-            self._log.warn(f"step {self.step}: {problem}")
+        self._metrics.warn(self.step, stats)
         self._log.log(self.step, values, batch)
         if batch is not None:
+            self.last_batch = batch
             scored, self.trainer.scored = self.trainer.scored, None
             logprobs = scored[1] if scored is not None and scored[0] is packed else None
             self._log.record(
@@ -346,8 +307,10 @@ class Run(Generic[C]):
                 if self._evaluator.blocking:  # one that was restarted: training must not overtake it
                     await self.finish_evaluation()
                 yield
-                await self._do_asked()
-                await self._while_paused()
+                await self._after_step.run()
+                if self.paused:
+                    async with self.rollouts.holding() if self._generates else contextlib.nullcontext():
+                        await self._after_step.run_while(self._hold)
         except ReplicaError as error:
             if error.service not in {trainer.name for trainer in trainers}:
                 raise
@@ -458,10 +421,7 @@ class Run(Generic[C]):
         Raises:
             ForgeError: the work failed. The run continues unless a service failed.
         """
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._asked.append((work, done))
-        self._any_asked.set()
-        return await done
+        return await self._after_step.add(work)
 
     async def checkpoint(self, *, wait: bool | None = None) -> Checkpoint | None:
         """Write a checkpoint of the last finished step; returns it if it waits until it is written, else None.
@@ -516,81 +476,8 @@ class Run(Generic[C]):
             await self._checkpointer.reset(seed, optimizer)
             self._log.rollback(0)
         self._seed = seed
-        self.last_batch, self._epochs = None, self.mixture.epochs
-        self.batches.metrics()
-        self._end_step()  # neither does a reset count towards the first step
-
-    async def finish(self) -> None:
-        """Complete a run at the end of its body: its summary and, after its last step, its pending evaluation and
-        checkpoint."""
-        if self.step < self.config.steps:
-            self.summarise("stopped")
-            return
-        await self.finish_evaluation()
-        await self._checkpointer.finish_save()
-        self.summarise("finished", shown=True)
-
-    async def finish_early(self) -> None:
-        """Complete a run that was stopped after a step: its checkpoint, if it writes any, and its summary."""
-        await self.save_interrupted()
-        self.summarise("stopped", shown=True)
-
-    def summarise(self, outcome: RunOutcome, cause: str = "", *, shown: bool = False) -> None:
-        """Write the summary.
-
-        Args:
-            cause: what ended a run that failed.
-            shown: also show it.
-        """
-        checkpoints = self._checkpointer.checkpoints
-        self._monitor.summarise(
-            self.step,
-            self._checkpointer.seconds,
-            self.scores,
-            checkpoints.latest(),
-            checkpoints.best(),
-            outcome=outcome,
-            cause=cause,
-            shown=shown,
-        )
-
-    async def save_after(self, error: Exception) -> None:
-        """Save as `save_interrupted` does after an error that ends the run, and add the outcome to the error as a
-        note."""
-        try:
-            await self.save_interrupted()
-        except Exception as failed:
-            error.add_note(f"step {self.step} could not be saved: {failed}")
-        if (saved := self._checkpointer.saved) is not None:
-            error.add_note(
-                f"step {saved} is saved in {self.folder / 'checkpoints'}; the same command resumes from there"
-            )
-
-    async def save_interrupted(self) -> None:
-        """Save the steps since the last checkpoint, if the run writes checkpoints and its trainers are alive.
-
-        A step in which only one of trainer and critic took updates is not saved, since the other's may be missing; nor
-        are the steps before it, whose state is gone.
-        """
-        trainers = self._services.trainers
-        if self.config.checkpoint_every == 0 or not all(trainer.alive for trainer in trainers):
-            return
-        for trainer in trainers:
-            await trainer.wait_idle()
-        await self._checkpointer.close()
-        trained = self._checkpointer.trained
-        if trained and len(trained) < len(trainers):
-            self._log.event(
-                f"step {self.step + 1} is not saved, as only the {trained[0]} took updates in it; the same command "
-                f"resumes from step {self._checkpointer.saved or 0}"
-            )
-            return
-        if trained:  # stopped within a step whose updates have finished
-            self.log({}, self.batches.last)
-        if self.step not in (0, self._checkpointer.saved):
-            await self._checkpointer.begin_save()
-            await self._checkpointer.finish_save()
-            self._log.event(f"saved step {self.step}; the same command resumes from there")
+        self.last_batch = None
+        self._metrics.reset()
 
     def __repr__(self) -> str:
         parts: tuple[object, ...] = self._services.trainers
@@ -599,13 +486,6 @@ class Run(Generic[C]):
         title = f"Run  step {self.step} of {self.config.steps}  {self.folder}"
         return "\n".join([title, *(f"  {part!r}" for part in parts if part)])
 
-    def _tell_epochs(self) -> None:
-        """Log sources that begin another epoch."""
-        before, self._epochs = self._epochs, self.mixture.epochs
-        for name, epoch in self._epochs.items():
-            if int(epoch) > int(before.get(name, epoch)):
-                self._log.event(f"{name}: all tasks were drawn; epoch {int(epoch) + 1} begins")
-
     def _pop_evaluation(self, *, ends_step: bool = False) -> float | None:
         """Log the pending evaluation under its own step if it is complete; returns its score."""
         result = self._evaluator.pop()
@@ -613,60 +493,10 @@ class Run(Generic[C]):
             return None
         self._checkpointer.mark_best()
         self._clock.tokens("evaluate", result.tokens)
-        self._log.log(result.step, result.metrics | (self._end_step() if ends_step else {}))
+        self._log.log(result.step, result.metrics | (self._metrics.end_times() if ends_step else {}))
         records = functools.partial(evaluated_episodes, result.step, result.episodes)
         self._log.record(result.step, "evaluated", records)
         return result.score
-
-    def _end_step(self) -> dict[str, float]:
-        for trainer in self._services.trainers:
-            self._clock.busy(trainer.name, trainer.busy_s)
-            trainer.busy_s = 0.0
-        self._count_busy("")
-        return self._clock.finish_step()
-
-    def _count_busy(self, phase: str) -> None:
-        """Count the engines' busy time since the last call, for the step and for the phase."""
-        paused = phase == "" and not self.config.schedule.decodes_while_training
-        for index, seconds in enumerate(self._drain_busy_s()):
-            if not paused:
-                self._clock.busy(f"generator/{index}", seconds)
-            if phase:
-                self._clock.busy(f"generator/{index}", seconds, phase=phase)
-
-    def _drain_busy_s(self) -> list[float]:
-        """Return each engine's busy seconds since the last call."""
-        return [] if self._services.rollout is None else self._services.rollout.generator.drain_busy_s()
-
-    async def _while_paused(self) -> None:
-        """Wait while the run is paused, and serve requests of attached clients meanwhile."""
-        if not self.paused:
-            return
-        released = asyncio.ensure_future(self._hold.released())
-        try:
-            async with self.rollouts.holding() if self._generates else contextlib.nullcontext():
-                while self.paused:
-                    self._any_asked.clear()
-                    asked = asyncio.ensure_future(self._any_asked.wait())
-                    await asyncio.wait([released, asked], return_when=asyncio.FIRST_COMPLETED)
-                    asked.cancel()
-                    await self._do_asked()
-        finally:
-            released.cancel()
-
-    async def _do_asked(self) -> None:
-        while self._asked:
-            work, done = self._asked.pop(0)
-            try:
-                result = await work()
-            except ForgeError as error:
-                if not done.done():
-                    done.set_exception(error)
-                if isinstance(error, ServiceError):
-                    raise
-            else:
-                if not done.done():
-                    done.set_result(result)
 
     async def _recover(self, name: str) -> None:
         """Roll back after the death of the trainer or the critic, by its name."""

@@ -132,7 +132,7 @@ class Starting(Generic[C]):
             self.teachers.check_sources(self.mixture.sources)
         async with contextlib.AsyncExitStack() as stack:
             prepared = await stack.enter_async_context(prepare(self.config, self.recipe, self._code()))
-            monitor, run = prepared.monitor, None
+            monitor, ending = prepared.monitor, None
             with monitor.watching():
                 try:
                     hosts = await stack.enter_async_context(open_hosts(self.config, prepared))
@@ -164,26 +164,24 @@ class Starting(Generic[C]):
                         gateway=self.gateway,
                         close=partial(self.__aexit__, None, None, None),
                     )
-                    run = await stack.enter_async_context(assembling)
+                    run, ending = await stack.enter_async_context(assembling)
                     with interrupted_by(monitor.faults.raise_fatal):
                         yield run
-                        await run.finish()
+                        await ending.finish()
                 except RunStopped:  # the body was asked to end: the program goes on
-                    assert run is not None, "a run was stopped"
-                    await run.finish_early()
+                    assert ending is not None, "a run was stopped"
+                    await ending.stop(shown=True)
                 except asyncio.CancelledError:
                     monitor.log.event("stopping: a second signal stops immediately, without saving")
-                    if run is not None:
-                        await run.save_interrupted()
-                        run.summarise("stopped")
+                    if ending is not None:
+                        await ending.stop()
                     raise
                 except Exception as error:
                     trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
                     cause = str(error) if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
                     monitor.log.keep(f"ended by {cause}\n{trace}", "fault")
-                    if run is not None:
-                        await run.save_after(error)
-                        run.summarise("failed", cause)
+                    if ending is not None:
+                        await ending.fail(error, cause)
                     else:
                         monitor.log.end("failed", cause)
                     raise

@@ -1,0 +1,67 @@
+"""Work that other tasks, such as attached clients' requests, leave for the end of a step, and a run's pause there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from forge_rl.errors import ForgeError, ServiceError
+from forge_rl.runtime.hold import Hold
+
+T = TypeVar("T")
+
+
+class AfterStep:
+    """Runs work between steps, where nothing else touches the run.
+
+    folder = await after_step.add(run.checkpoint)  # in the task of a client
+    await after_step.run()  # in the run's own, after each step
+    """
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
+        self._any_asked = asyncio.Event()
+
+    async def add(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Leave work for the end of the current step, and wait for its result.
+
+        Raises:
+            ForgeError: the work failed.
+        """
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._asked.append((work, done))
+        self._any_asked.set()
+        return await done
+
+    async def run(self) -> None:
+        """Run all work that was left.
+
+        Raises:
+            ServiceError: a service failed; other errors only reach those who left the work.
+        """
+        while self._asked:
+            work, done = self._asked.pop(0)
+            try:
+                result = await work()
+            except ForgeError as error:
+                if not done.done():
+                    done.set_exception(error)
+                if isinstance(error, ServiceError):
+                    raise
+            else:
+                if not done.done():
+                    done.set_result(result)
+
+    async def run_while(self, hold: Hold) -> None:
+        """Run what is left while the run is paused."""
+        released = asyncio.ensure_future(hold.released())
+        try:
+            while hold.paused:
+                self._any_asked.clear()
+                asked = asyncio.ensure_future(self._any_asked.wait())
+                await asyncio.wait([released, asked], return_when=asyncio.FIRST_COMPLETED)
+                asked.cancel()
+                await self.run()
+        finally:
+            released.cancel()
