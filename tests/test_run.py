@@ -155,7 +155,7 @@ def run_here(recipe: str, *args: str, monkeypatch: pytest.MonkeyPatch) -> int:
         (("--trainer.optimizer.lr", "-1"), "--trainer.optimizer.lr"),
         (("--out", "/proc/forge_rl"), "--out"),
         (("--loss", "clipped:kl_kind=k3"), "kl_kind"),
-        (("--plan", "--trainer.seq-len", "262144"), "for each trainer rank, but this machine has"),
+        (("--plan", "--trainer.ranks", "4096"), "for each trainer rank, but this machine has"),
         (("--generator.kv-cache-gib", "1e6"), "--generator.kv-cache-gib"),
         (("--trainer.enable-cpu-offload",), "--trainer.enable-cpu-offload"),
     ],
