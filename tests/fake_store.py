@@ -135,7 +135,7 @@ async def open_shared(shm: Path, *, keep_versions: int = 2, keep_bytes: int = 1 
     replica = service.spawn(WatchedStoreActor, "local", shm, keep_versions, keep_bytes)
     replica.state = ReplicaState.SERVING
     volumes = {"local": replica.actor}
-    recovery = StoreRecovery(service, WeightStore.Config(shm=shm), shared_process(), ["local"], 60)  # type: ignore[arg-type]
+    recovery = StoreRecovery(service, WeightStore.Config(shm=shm), ["local"], 60)
     recovery.folders["local"], _ = await replica.call("open_volume", volumes, deadline_s=60)
     recovery.transports["local"] = SharedMemoryTransport("local", volumes)
     store = WeightStore(service, recovery, bucket_bytes=BUCKET_BYTES, choice="")
@@ -144,7 +144,7 @@ async def open_shared(shm: Path, *, keep_versions: int = 2, keep_bytes: int = 1 
 
 def run(main: Awaitable[None]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(main, 60)
+        await asyncio.wait_for(main, 300)
 
     asyncio.run(bounded())
 

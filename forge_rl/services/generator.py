@@ -137,7 +137,6 @@ class Generator:
         )
         processes = _Processes(
             service=service,
-            cluster=cluster,
             config=config,
             actor=actor,
             model=model,
@@ -524,7 +523,6 @@ class _Processes:
     """Spawns the processes of engines and spares."""
 
     service: Service
-    cluster: Cluster
     config: GeneratorConfig
     actor: type[ServiceActor]
     model: Path
@@ -576,10 +574,10 @@ class _Processes:
         # With the config's own class, engine processes would import this module and everything that a controller needs.
         settings = DecodeSettings(**{each.name: getattr(self.config, each.name) for each in fields(DecodeSettings)})
         if (drafting := read_speculation(settings.speculation)) is not None and drafting.model:
-            there = str(self.cluster.path_on(host, Path(drafting.model)))
+            there = str(self.service.cluster.path_on(host, Path(drafting.model)))
             settings = replace(settings, speculation=settings.speculation.replace(drafting.model, there))
         return (
-            self.cluster.path_on(host, self.model),
+            self.service.cluster.path_on(host, self.model),
             settings,
             self.seed + number,
             f"{self.service.name} {kind} {number}",

@@ -61,8 +61,6 @@ class Trainer:
         self,
         config: TrainerConfig,
         service: Service,
-        cluster: Cluster,
-        faults: Faults,
         spawn: Callable[[], Replica],
         *,
         model: Path,
@@ -73,9 +71,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self._service = service
-        self._cluster = cluster
         self._model = model
-        self._faults = faults
         self._spawn = spawn
         self._seed = seed
         self._total_updates = total_steps * config.updates_per_batch
@@ -155,8 +151,6 @@ class Trainer:
         trainer = cls(
             config,
             service,
-            cluster,
-            faults,
             spawn,
             model=model,
             seed=seed,
@@ -213,7 +207,7 @@ class Trainer:
                 f"its restart failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             )
             raise
-        self._faults.recovered(self._service.name, dead.index)
+        self._service.faults.recovered(self._service.name, dead.index)
 
     @property
     def name(self) -> str:
@@ -491,7 +485,7 @@ class Trainer:
         """
         updated = self._published not in (None, self.updates)
         await self._open_files(self._replica, folder)
-        models = {host: self._cluster.path_on(host, model) for host in self._replica.hosts}
+        models = {host: self._service.cluster.path_on(host, model) for host in self._replica.hosts}
         await self._all("save", folder, models, self._replica.hosts, self.version + updated)
 
     async def finish_save(self) -> None:
@@ -532,12 +526,12 @@ class Trainer:
             await replica.call_ranks("prepare", lambda _: (), deadline_s=deadline_s)
             await asyncio.wait((after,))
         networks = await replica.call_ranks("network", lambda _: (), deadline_s=deadline_s)
-        address = meeting_address(networks, may_be_public=self._cluster.may_be_public)
+        address = meeting_address(networks, may_be_public=self._service.cluster.may_be_public)
         port = self.config.port or await replica.call("free_port", address, deadline_s=deadline_s, rank=0)
         places = [replica.hosts[:rank].count(host) for rank, host in enumerate(replica.hosts)]
         progress = _progress_of(replica).absolute()
         create_progress(progress)
-        models = [self._cluster.path_on(host, self._model) for host in replica.hosts]
+        models = [self._service.cluster.path_on(host, self._model) for host in replica.hosts]
         if resume is not None:
             await self._open_files(replica, resume)
         started = await self._watchdog.call(
@@ -552,7 +546,7 @@ class Trainer:
 
     async def _open_files(self, replica: Replica, folder: Path) -> None:
         """Let the next load or save of ranks on hosts that do not see this machine's disks use a folder of it."""
-        far = [mesh for mesh in replica.meshes if not self._cluster.shares_files(mesh.host)]
+        far = [mesh for mesh in replica.meshes if not self._service.cluster.shares_files(mesh.host)]
         await open_files(self._service, replica, far, OpenFolder(folder))
 
     @property
@@ -565,7 +559,7 @@ class Trainer:
         """End the run, even if no call is in flight."""
         if self._service.recoverable:
             self._service.abandon(self._service.replicas[0])
-            self._faults.record(self._service.name, None, self._spent(death.result()))
+            self._service.faults.record(self._service.name, None, self._spent(death.result()))
 
     def _spent(self, cause: str) -> str:
         return f"{cause}; it has been restarted {self.restarts} times, of at most {self.config.max_restarts}"

@@ -58,9 +58,8 @@ class WeightMirror:
     A version that cannot be written is a fault, which ends with the next one that can; it does not stop the run.
     """
 
-    def __init__(self, service: Service, faults: Faults) -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._faults = faults
         self._next: _Work | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -81,7 +80,7 @@ class WeightMirror:
             await service.watch(replica, deadline_s=deadline_s)
 
         await Supervisor(service, start_one, Restart()).start(1)
-        return cls(service, faults)
+        return cls(service)
 
     def note(self, lease: AbstractAsyncContextManager[Manifest], transport: Transport) -> None:
         """Write a version, to be leased then, once the one before it is written."""
@@ -104,6 +103,6 @@ class WeightMirror:
                 async with lease as manifest:
                     await self._service.try_on(functools.partial(_write, manifest, transport))
             except ForgeError as error:
-                self._faults.record(_NAME, 0, f"a version was not written: {error.message}", fatal=False)
+                self._service.faults.record(_NAME, 0, f"a version was not written: {error.message}", fatal=False)
             else:
-                self._faults.recovered(_NAME, 0)
+                self._service.faults.recovered(_NAME, 0)

@@ -87,7 +87,7 @@ class WeightStore:
         if config.mirror:
             DeltaFolder(config.mirror)  # a mistake in the address is told now
         service = Service("weights", cluster, faults)
-        recovery = StoreRecovery(service, config, cluster, hosts, deadline_s)
+        recovery = StoreRecovery(service, config, hosts, deadline_s)
         imports = TorchStoreTransport.imports if name == "torchstore" else ()
         async with task_group() as group:
             for index in range(len(hosts)):

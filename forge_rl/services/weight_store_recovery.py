@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forge_rl.errors import ServiceError
-from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.service import Replica, Service
 from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.services.weight_store_actor import Holder, WeightStoreActor
@@ -34,14 +33,11 @@ class StoreRecovery:
     Args:
         service: the store's service, without replicas.
         config: settings of the store.
-        cluster: tells which hosts are lost; they have no successors.
         hosts: hosts of its processes; the first one has the index.
         deadline_s: timeout of a process's start.
     """
 
-    def __init__(
-        self, service: Service, config: WeightStoreConfig, cluster: Cluster, hosts: Sequence[str], deadline_s: float
-    ) -> None:
+    def __init__(self, service: Service, config: WeightStoreConfig, hosts: Sequence[str], deadline_s: float) -> None:
         self.transports: dict[str, Transport] = {}
         """Transport of each host that is not lost, for its processes."""
         self.folders: dict[str, Path] = {}
@@ -52,7 +48,6 @@ class StoreRecovery:
         """Number of rollbacks so far."""
         self._service = service
         self._config = config
-        self._cluster = cluster
         self._hosts = tuple(hosts)
         self._deadline_s = deadline_s
         self._versions: dict[int, Manifest] = {}
@@ -120,7 +115,7 @@ class StoreRecovery:
     async def _respawn(self, index: int) -> None:
         """Start the successor of a dead process, and let it continue where that one ended."""
         host = self._hosts[index]
-        if index and await self._cluster.is_lost(host, within_s=_LOST_S):
+        if index and await self._service.cluster.is_lost(host, within_s=_LOST_S):
             self._lost.add(host)
             self._meet()
             self._service.abandon(self._service.replicas[index])
