@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from forge_rl.algorithms.protocol import Loss
 from forge_rl.data.curriculum import DifficultyPools
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
+from forge_rl.errors import ConfigError
 from forge_rl.gateway import GatewayConfig, GeneratorBackend
 from forge_rl.gateway.tools import ToolParser, parser_for
 from forge_rl.metrics.recorder import FOLDER as EPISODES
@@ -103,25 +105,43 @@ async def assemble(
             saved=mirror.follow if mirror else None,
         )
         stack.push_async_callback(checkpointer.close)
-        await checkpointer.resume(prepared.checkpoint)
-        if prepared.checkpoint is not None:
-            log.event(f"continued from {prepared.checkpoint.folder}")
-        if rollouts is not None:
-            monitor.display.startup("first weights", "starting", "trainer to engines")
-        version = await checkpointer.publish()
-        if rollouts is not None:
-            monitor.display.startup("first weights", "ready", f"version {version}, attested")
+        await _resume(prepared, checkpointer, generates=rollouts is not None)
         monitor.training = lambda: services.trainer.progress
         run = Run(config, services, batches, evaluator, checkpointer, live, monitor, loss, close=close)
-        outside = None
-        if config.attach_on:
-            outside = stack.enter_context(listen(config.attach_on, "--attach-on"))
-            host, port = outside.getsockname()[:2]  # a name may stand for a public address
-            check_reachable(f"{host}:{port}", "--attach-on", may_be_public=config.isolation.public_ports)
         control = Control(run, live, policy, ElasticHosts(config, prepared, hosts, checked.model, services.rollout))
+        outside = stack.enter_context(_listening(config)) if config.attach_on else None
         await stack.enter_async_context(serving_control(prepared.folder, control, log.warn, outside))
         gc.freeze()  # also modules imported meanwhile: see responsive_loop
         yield run, Ending(run, services, checkpointer, monitor)
+
+
+async def _resume(prepared: Prepared, checkpointer: Checkpointer, *, generates: bool) -> None:
+    """Resume from the checkpoint, if there is one, and publish the first weights, if there are engines."""
+    display = prepared.monitor.display
+    await checkpointer.resume(prepared.checkpoint)
+    if prepared.checkpoint is not None:
+        prepared.monitor.log.event(f"continued from {prepared.checkpoint.folder}")
+    if generates:
+        display.startup("first weights", "starting", "trainer to engines")
+    version = await checkpointer.publish()
+    if generates:
+        display.startup("first weights", "ready", f"version {version}, attested")
+
+
+def _listening(config: RunConfig) -> socket.socket:
+    """Listen for clients from elsewhere.
+
+    Raises:
+        ConfigError: the address is public, or cannot be used.
+    """
+    outside = listen(config.attach_on, "--attach-on")
+    host, port = outside.getsockname()[:2]  # a name may stand for a public address
+    try:
+        check_reachable(f"{host}:{port}", "--attach-on", may_be_public=config.isolation.public_ports)
+    except ConfigError:
+        outside.close()
+        raise
+    return outside
 
 
 def _scalable(services: RolloutServices | None) -> dict[str, Scalable]:

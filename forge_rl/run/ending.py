@@ -40,7 +40,7 @@ class Ending:
         self._summarise("stopped", shown=shown)
 
     async def fail(self, error: Exception, cause: str) -> None:
-        """Complete a run that an error ends, as `stop` does, and add what is saved to the error as a note."""
+        """Complete a run that an error ends, as `stop` does, and add the saved step to the error as a note."""
         try:
             await self.save()
         except Exception as failed:

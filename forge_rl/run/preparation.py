@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -246,11 +246,6 @@ async def check(
     await _check_tasks(config, prepared, mixture, model, examples)
     if config.tool_parser:  # else one that exists is chosen, and imported when it is needed
         await ToolParser(config.tool_parser, Tokenizer(model)).load()
-    sets: Mapping[str, Sequence[Task]] = {}
-    if config.evaluation.every:
-        sets = mixture.eval_sets(config.evaluation.tasks) if evaluation is None else evaluation
-    if evaluation is None and 0 < (found := len(sets.get(HELD_OUT, ()))) < config.evaluation.tasks:
-        log.warn(f"there are only {found} distinct held-out tasks")
     if config.checkpoint_every:
         bytes_each = 7 * stored_bytes(model)  # weights, two moments and the exported copy
         check_space(prepared.folder, bytes_each * (config.keep_checkpoints + 1 + config.evaluation.keep_best))
@@ -260,11 +255,25 @@ async def check(
         reference=reference,
         values=values,
         shares_devices=colocated(config) and placed.meet,
-        sets=sets,
+        sets=_evaluation_sets(config, mixture, evaluation, log.warn),
         critic=critic,
         teachers=teachers,
         teacher_folders=folders,
     )
+
+
+def _evaluation_sets(
+    config: RunConfig, mixture: Mixture, given: Mapping[str, Sequence[Task]] | None, warn: Callable[[str], None]
+) -> Mapping[str, Sequence[Task]]:
+    """Return the tasks to evaluate on by set name: the given ones, or else the mixture's own."""
+    if not config.evaluation.every:
+        return {}
+    if given is not None:
+        return given
+    sets = mixture.eval_sets(config.evaluation.tasks)
+    if 0 < (found := len(sets.get(HELD_OUT, ()))) < config.evaluation.tasks:
+        warn(f"there are only {found} distinct held-out tasks")
+    return sets
 
 
 def rounded_rollouts(quantization: str, loss: Loss) -> str:

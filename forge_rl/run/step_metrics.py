@@ -1,4 +1,4 @@
-"""The metrics of each step: collected from the batch, the services and the clock, with warnings of what is wrong."""
+"""The metrics of each step, from batch, services and clock, with warnings of skipped updates and logprob gaps."""
 
 from __future__ import annotations
 
