@@ -15,11 +15,16 @@ import uuid
 from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import fsspec
 import hypothesis  # its pytest plugin would import it at the end, while Monarch's threads still run
 import pytest
 
 from tests.commands import Command
+
+if TYPE_CHECKING:
+    from tests.s3 import S3
 
 ROOT = Path(__file__).parent.parent
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -139,6 +144,47 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", bundled_model(default_cache()))
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator["S3"]:
+    """A stand-in for S3, for the whole session."""
+    from tests.s3 import S3
+
+    with contextlib.closing(S3()) as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_server: "S3", monkeypatch: pytest.MonkeyPatch) -> "S3":
+    """A stand-in for S3 with an empty bucket, s3://bucket, which the environment leads to."""
+    s3_server.forget()
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_server
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A folder that is not there yet, in each of these file systems."""
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    yield {"file": (tmp_path / "elsewhere").as_uri(), "memory": "memory://elsewhere", "s3": "s3://bucket/elsewhere"}[
+        request.param
+    ]
+    fsspec.filesystem("memory").store.clear()
+
+
+@contextlib.contextmanager
+def edited(address: str, folder: Path) -> Iterator[Path]:
+    """Hand out a local copy of the folder at an address, and copy it back."""
+    files, root = fsspec.url_to_fs(address, skip_instance_cache=True)
+    files.get(root, str(folder), recursive=True)
+    yield folder
+    files.rm(root, recursive=True)
+    files.put(str(folder), root, recursive=True)
 
 
 @pytest.fixture

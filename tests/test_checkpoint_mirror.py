@@ -13,6 +13,8 @@ import pytest
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.run.checkpoint_mirror import CheckpointMirror, MirrorTask
 from forge_rl.run.checkpoints import Checkpoints
+from tests.conftest import edited
+from tests.s3 import S3
 
 
 class Log:
@@ -25,15 +27,6 @@ class Log:
         self.said.append(line)
 
     warn = event
-
-
-@pytest.fixture(params=["file", "memory"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    if request.param == "file":
-        yield (tmp_path / "elsewhere").as_uri()
-        return
-    yield "memory://mirror"
-    fsspec.filesystem("memory").store.clear()
 
 
 def run_folder(path: Path, *steps: int, keep: int = 2) -> Checkpoints:
@@ -68,7 +61,7 @@ def restored(mirror: CheckpointMirror, folder: Path) -> tuple[list[int], list[st
 def test_a_lost_run_goes_on_from_the_newest_and_has_the_best(address: str, tmp_path: Path) -> None:
     mirror, checkpoints = CheckpointMirror(address), run_folder(tmp_path / "run", 5)
     checkpoints.mark_best({5: 1.0})
-    for step in (10, 999_999, 1_000_000):
+    for step in (10, 100_000, 1_000_000):
         write(checkpoints, step)
         assert mirror.copy(checkpoints) > 0
     assert mirror.copy(checkpoints) == 0, "only what is new is copied"
@@ -78,25 +71,30 @@ def test_a_lost_run_goes_on_from_the_newest_and_has_the_best(address: str, tmp_p
     assert restored(mirror, tmp_path / "newer") == ([1_000_001], [])
 
 
+SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "torn": (lambda folder: (folder / "manifest.json").unlink(), "step-000001 was copied"),
+    "changed": (lambda folder: (folder / "model/weights").write_text("weights of 9"), "has changed"),
+    "missing": (lambda folder: (folder / "model/weights").unlink(), "is missing"),
+    "longer": (lambda folder: (folder / "model/weights").write_text("x" * 99), "99 bytes"),
+    "no manifest": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "malformed"),
+    "empty": (lambda folder: (folder / "manifest.json").write_text("{}"), "malformed"),
+    "outside": (lambda folder: name_file(folder, "../../../stolen"), "none of a checkpoint's"),
+    "absolute": (lambda folder: name_file(folder, "/etc/passwd"), "none of a checkpoint's"),
+    "escape": (lambda folder: name_file(folder, "\x1b[2J"), r"\\x1b\[2J is missing"),
+}
+
+
 @pytest.mark.parametrize(
-    ("spoil", "said"),
-    {
-        "torn": (lambda folder: (folder / "manifest.json").unlink(), "step-000001 was copied"),
-        "changed": (lambda folder: (folder / "model/weights").write_text("weights of 9"), "has changed"),
-        "missing": (lambda folder: (folder / "model/weights").unlink(), "is missing"),
-        "longer": (lambda folder: (folder / "model/weights").write_text("x" * 99), "99 bytes"),
-        "no manifest": (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "malformed"),
-        "empty": (lambda folder: (folder / "manifest.json").write_text("{}"), "malformed"),
-        "outside": (lambda folder: name_file(folder, "../../../stolen"), "none of a checkpoint's"),
-        "absolute": (lambda folder: name_file(folder, "/etc/passwd"), "none of a checkpoint's"),
-        "escape": (lambda folder: name_file(folder, "\x1b[2J"), r"\\x1b\[2J is missing"),
-    }.values(),
+    ("address", "how"),
+    [*(("file", how) for how in SPOILT), *(("s3", how) for how in ("torn", "missing", "longer"))],
+    indirect=["address"],
 )
-def test_a_copy_that_is_torn_or_hostile_is_not_used(spoil: Callable[[Path], None], said: str, tmp_path: Path) -> None:
-    there = tmp_path / "elsewhere"
-    mirror, checkpoints = CheckpointMirror(str(there)), run_folder(tmp_path / "run", 1, 2)
+def test_a_copy_that_is_torn_or_hostile_is_not_used(how: str, address: str, tmp_path: Path) -> None:
+    spoil, said = SPOILT[how]
+    mirror, checkpoints = CheckpointMirror(address), run_folder(tmp_path / "run", 1, 2)
     mirror.copy(checkpoints)
-    spoil(there / "step-000002")
+    with edited(address, tmp_path / "edited") as there:
+        spoil(there / "step-000002")
     steps, told = restored(mirror, tmp_path / "fresh")
     assert steps == [1]
     assert "\x1b" not in "".join(told)
@@ -143,3 +141,106 @@ def test_what_cannot_be_copied_is_told_and_copied_with_the_next(tmp_path: Path) 
         assert "checkpoints are copied" in log.said[0]
 
     asyncio.run(check())
+
+
+def test_what_a_killed_run_left_half_written_is_not_restored_and_goes(address: str, tmp_path: Path) -> None:
+    mirror, checkpoints = CheckpointMirror(address), run_folder(tmp_path / "run", 1)
+    mirror.copy(checkpoints)
+    files, root = fsspec.url_to_fs(address, skip_instance_cache=True)
+    files.makedirs(f"{root}/step-000002/model", exist_ok=True)
+    files.pipe_file(f"{root}/step-000002/model/weights", b"weig")
+    assert restored(mirror, tmp_path / "fresh") == ([1], ["step-000001 was copied from --checkpoint-mirror"])
+    mirror.copy(checkpoints)
+    files.invalidate_cache()
+    assert {path.rpartition("/")[2] for path in files.ls(root, detail=False)} == {
+        *("best", "config.json", "versions.json"),
+        "step-000001",
+    }
+
+
+@pytest.mark.parametrize("kind", ["SlowDown", "InternalError", "reset"])
+def test_a_copy_outlives_single_failures_of_a_store(kind: str, s3: S3, tmp_path: Path) -> None:
+    mirror, checkpoints = CheckpointMirror("s3://bucket/run"), run_folder(tmp_path / "run", 1, 2)
+    for request in (("PUT", "step-000001/model/weights"), ("PUT", "step-000002/manifest.json"), ("GET", "list-type=2")):
+        s3.fails(*request, kind)
+    mirror.copy(checkpoints)
+    assert len(s3.struck) == 3
+    for request in (("GET", "step-000002/model/weights"), ("GET", "manifest.json"), ("HEAD", "model/weights")):
+        s3.fails(*request, kind)
+    assert restored(mirror, tmp_path / "fresh") == ([2], ["step-000002 was copied from --checkpoint-mirror"])
+    assert len(s3.struck) == 6
+    write(checkpoints, 3)
+    s3.fails("POST", "delete", kind)
+    mirror.copy(checkpoints)
+    assert len(s3.struck) == 7
+    assert mirror._folders() == {"step-000002", "step-000003"}
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("model/weights", "InternalError"), ("manifest.json", "reset"), ("config.json", "InternalError")]
+)
+def test_a_copy_that_a_store_refuses_is_told_and_not_taken(path: str, kind: str, s3: S3, tmp_path: Path) -> None:
+    mirror, checkpoints = CheckpointMirror("s3://bucket/run"), run_folder(tmp_path / "run", 1)
+    mirror.copy(checkpoints)
+    write(checkpoints, 2)
+    s3.fails("PUT", path, kind, times=100)
+    with pytest.raises(OSError, match=r"told to|endpoint"):
+        mirror.copy(checkpoints)
+    s3.fails_no_more()
+    assert restored(mirror, tmp_path / "before")[0] == [2 if path == "config.json" else 1]
+    mirror.copy(checkpoints)
+    assert restored(mirror, tmp_path / "after")[0] == [2]
+
+    s3.fails("GET", path, kind, times=100)
+    (tmp_path / "fresh").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"--checkpoint-mirror cannot be read: .*(told to|not completed)"
+    ) as raised:
+        restored(mirror, tmp_path / "fresh")
+    assert not [*(tmp_path / "fresh").rglob("step-*")]
+    assert str(raised.value).count("\n") == 1, "a line and a hint"
+
+
+WRONG = {
+    "secret": ({"AWS_SECRET_ACCESS_KEY": "another"}, "does not match the signature"),
+    "key": ({"AWS_ACCESS_KEY_ID": "AKIAANOTHERANOTHER12"}, "does not exist in our records"),
+    "no key": ({"AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None}, "Unable to locate credentials"),
+    "nobody there": ({"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}, "Could not connect"),
+    "malformed": ({"AWS_ENDPOINT_URL": "http://somebody:password@:x"}, "endpoint"),
+}
+
+
+@pytest.mark.parametrize(("environment", "said"), WRONG.values(), ids=WRONG)
+def test_wrong_credentials_are_one_line_without_the_secret(
+    environment: dict[str, str | None], said: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name)
+    with pytest.raises(CheckpointError, match=f"--checkpoint-mirror cannot be read: .*{said}") as raised:
+        restored(CheckpointMirror("s3://bucket/run"), tmp_path / "fresh")
+    assert str(raised.value).count("\n") == 1, "a line and a hint"
+    for secret in (s3.environment["AWS_SECRET_ACCESS_KEY"], "another", "password"):
+        assert secret not in str(raised.value)
+
+
+def test_a_bucket_that_is_not_there_is_told_and_not_made(s3: S3, tmp_path: Path) -> None:
+    mirror = CheckpointMirror("s3://another-bucket/run")
+    with pytest.raises(CheckpointError, match="bucket does not exist"):
+        restored(mirror, tmp_path / "fresh")
+    with pytest.raises(OSError, match="bucket does not exist"):
+        mirror.copy(run_folder(tmp_path / "run", 1))
+    assert s3.buckets() == ["bucket"]
+
+
+def test_a_listing_that_lags_gives_an_older_copy_and_never_a_torn_one(s3: S3, tmp_path: Path) -> None:
+    mirror, checkpoints = CheckpointMirror("s3://bucket/run"), run_folder(tmp_path / "run", 1, 2)
+    mirror.copy(checkpoints)
+    s3.lags = True
+    assert mirror._folders() == {"step-000001", "step-000002"}
+    write(checkpoints, 3)
+    for _ in range(2):  # what is listed no more, or still, is copied and removed again
+        mirror.copy(checkpoints)
+    assert restored(mirror, tmp_path / "early")[0] == [2]
+    s3.lags = False
+    assert restored(mirror, tmp_path / "fresh")[0] == [3]
+    assert mirror._folders() == {"step-000002", "step-000003"}

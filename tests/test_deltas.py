@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,8 @@ from forge_rl.weights.delta_codec import apply_change, decode_whole, encode, wor
 from forge_rl.weights.deltas import DeltaPublisher, DeltaSubscriber
 from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, TensorEntry
+from tests.conftest import edited
+from tests.s3 import S3
 
 
 class Held:
@@ -66,12 +68,6 @@ def step(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]
     return tensors | {"embed": bits.view(torch.bfloat16)}
 
 
-@pytest.fixture(params=["memory", "file"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    yield f"memory://deltas-{tmp_path.name}" if request.param == "memory" else f"file://{tmp_path}/versions"
-    fsspec.filesystem("memory").store.clear()
-
-
 def publish(publisher: DeltaPublisher, version: int, tensors: dict[str, torch.Tensor]) -> int:
     held = Held(tensors)
     return asyncio.run(publisher.publish(held.manifest(version), held))  # type: ignore[arg-type]
@@ -101,7 +97,7 @@ def test_each_version_is_put_together_bit_for_bit_from_what_changed(address: str
                 assert (reader.version, equal(reader, tensors)) == (version, True)
     assert {spec.name for spec in follower.specs if spec.changed} >= {"embed"}
     assert [shard.name for shard in follower.shards()] == list(tensors)
-    files, root = fsspec.url_to_fs(address)
+    files, root = fsspec.url_to_fs(address, skip_instance_cache=True)
     kept = sorted({int(path.rpartition("/")[2][:10]) for path in files.ls(root, detail=False)})
     assert kept == [3, 4, 5, 6, 7], "two full versions are kept, with their changes"
 
@@ -157,40 +153,45 @@ def largest(header: dict[str, Any]) -> dict[str, Any]:
     return next(tensor for tensor in header["tensors"] if tensor["name"] == "embed")
 
 
+SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "empty": (lambda folder: (folder / "0000000001.json").write_bytes(b""), "cannot be used"),
+    "no JSON": (lambda folder: (folder / "0000000001.json").write_text("[" * 100_000), "cannot be used"),
+    "an escape": (spoil_header(lambda h: h.update({"\x1b[2J": 1})), r"at \\x1b\[2J"),
+    "huge": (spoil_header(lambda h: largest(h).update(shape=[1 << 40, 64])), "at most"),
+    "beyond": (spoil_header(lambda h: largest(h).update(shape=[1 << 60, 1 << 60])), "cannot be used"),
+    "negative": (spoil_header(lambda h: largest(h).update(offset=-1)), "cannot be used"),
+    "twice": (spoil_header(lambda h: h["tensors"].append(h["tensors"][0])), "two tensors of one name"),
+    "a circle": (spoil_header(lambda h: h.update(base=1)), "it changes a later version"),
+    "another shape": (
+        spoil_header(lambda h: largest(h).update(shape=[64, 200])),
+        "differ from those in the version",
+    ),
+    "nothing there": (spoil_header(lambda h: largest(h).update(part=7)), "does not hold 'embed'"),
+    "too many": (spoil_header(lambda h: largest(h).update(changes=200 * 64 + 1)), "is torn"),
+    "a bomb": (spoil_header(lambda h: largest(h).update(changes=200 * 64)), "is torn"),
+    "wide": (spoil_header(lambda h: largest(h).update(gap_bytes=4)), "is torn"),
+    "other weights": (spoil_header(lambda h: largest(h).update(fingerprint=1)), "1 of 4 tensors differ: embed"),
+    "unchanged": (spoil_header(lambda h: h["tensors"][1].update(fingerprint=1)), "1 of 4 tensors differ: norm"),
+    "cut": (spoil_part(lambda data: data[:-1]), "has not"),
+    "longer": (spoil_part(lambda data: data + b"x"), "has not"),
+    "zeros": (spoil_part(lambda data: bytes(len(data))), "is torn"),
+    "gone": (lambda folder: (folder / "0000000001-000.bin").unlink(), "lacks a file"),
+}
+
+
 @pytest.mark.parametrize(
-    ("spoil", "said"),
-    {
-        "no JSON": (lambda folder: (folder / "0000000001.json").write_text("[" * 100_000), "cannot be used"),
-        "an escape": (spoil_header(lambda h: h.update({"\x1b[2J": 1})), r"at \\x1b\[2J"),
-        "huge": (spoil_header(lambda h: largest(h).update(shape=[1 << 40, 64])), "at most"),
-        "beyond": (spoil_header(lambda h: largest(h).update(shape=[1 << 60, 1 << 60])), "cannot be used"),
-        "negative": (spoil_header(lambda h: largest(h).update(offset=-1)), "cannot be used"),
-        "twice": (spoil_header(lambda h: h["tensors"].append(h["tensors"][0])), "two tensors of one name"),
-        "a circle": (spoil_header(lambda h: h.update(base=1)), "it changes a later version"),
-        "another shape": (
-            spoil_header(lambda h: largest(h).update(shape=[64, 200])),
-            "differ from those in the version",
-        ),
-        "nothing there": (spoil_header(lambda h: largest(h).update(part=7)), "does not hold 'embed'"),
-        "too many": (spoil_header(lambda h: largest(h).update(changes=200 * 64 + 1)), "is torn"),
-        "a bomb": (spoil_header(lambda h: largest(h).update(changes=200 * 64)), "is torn"),
-        "wide": (spoil_header(lambda h: largest(h).update(gap_bytes=4)), "is torn"),
-        "other weights": (spoil_header(lambda h: largest(h).update(fingerprint=1)), "1 of 4 tensors differ: embed"),
-        "unchanged": (spoil_header(lambda h: h["tensors"][1].update(fingerprint=1)), "1 of 4 tensors differ: norm"),
-        "cut": (spoil_part(lambda data: data[:-1]), "has not"),
-        "longer": (spoil_part(lambda data: data + b"x"), "has not"),
-        "zeros": (spoil_part(lambda data: bytes(len(data))), "is torn"),
-        "gone": (lambda folder: (folder / "0000000001-000.bin").unlink(), "lacks a file"),
-    }.values(),
+    ("address", "how"),
+    [*(("file", how) for how in SPOILT), *(("s3", how) for how in ("no JSON", "empty", "cut", "longer", "gone"))],
+    indirect=["address"],
 )
-def test_what_is_torn_or_hostile_is_refused_and_the_next_full_version_heals(
-    spoil: Callable[[Path], None], said: str, tmp_path: Path
-):
-    publisher, follower = DeltaPublisher(str(tmp_path), full_every=2), DeltaSubscriber(str(tmp_path))
+def test_what_is_torn_or_hostile_is_refused_and_the_next_full_version_heals(how: str, address: str, tmp_path: Path):
+    spoil, said = SPOILT[how]
+    publisher, follower = DeltaPublisher(address, full_every=2), DeltaSubscriber(address)
     publish(publisher, 1, first())
     assert follower.update()
     publish(publisher, 2, step(first(), 1))
-    spoil(tmp_path)
+    with edited(address, tmp_path / "edited") as folder:
+        spoil(folder)
     with pytest.raises(WeightsError, match=said):
         follower.update()
     assert (follower.version, follower.tensors) == (None, {})
@@ -233,3 +234,59 @@ def test_a_write_that_fails_leaves_nothing_visible_and_the_next_version_is_full(
     assert DeltaSubscriber(str(tmp_path)).update()
     assert follower.update()
     assert (follower.version, equal(follower, step(first(), 1))) == (3, True)
+
+
+@pytest.mark.parametrize("kind", ["SlowDown", "InternalError", "reset"])
+def test_versions_outlive_single_failures_of_a_store(kind: str, s3: S3):
+    publisher, follower = DeltaPublisher("s3://bucket/run"), DeltaSubscriber("s3://bucket/run")
+    for request in (("PUT", "0000000000-000.bin"), ("PUT", "0000000000.json"), ("GET", "list-type=2")):
+        s3.fails(*request, kind)
+    publish(publisher, 1, first())
+    assert len(s3.struck) == 3
+    for request in (("GET", "0000000000-000.bin"), ("GET", "0000000000.json"), ("HEAD", "0000000000.json")):
+        s3.fails(*request, kind)
+    assert follower.update()
+    assert len(s3.struck) == 6
+    assert (follower.version, equal(follower, first())) == (1, True)
+
+
+@pytest.mark.parametrize("file", ["-000.bin", ".json"])
+def test_a_version_that_a_store_refuses_is_not_seen_and_one_that_it_withholds_leaves_the_old_one(file: str, s3: S3):
+    publisher, follower = DeltaPublisher("s3://bucket/run"), DeltaSubscriber("s3://bucket/run")
+    publish(publisher, 1, first())
+    assert follower.update()
+    s3.fails("PUT", f"0000000001{file}", "reset", times=100)
+    with pytest.raises(OSError, match="endpoint"):
+        publish(publisher, 2, step(first(), 1))
+    s3.fails_no_more()
+    assert not follower.update()
+    publish(publisher, 3, step(first(), 1))
+    s3.fails("GET", f"0000000002{file}", "InternalError", times=100)
+    with pytest.raises(OSError, match="told to"):
+        follower.update()
+    assert follower.version == (None if file == "-000.bin" else 1), "it had begun to change"
+    assert equal(follower, first()) == (follower.version == 1)
+    s3.fails_no_more()
+    assert follower.update()
+    assert (follower.version, equal(follower, step(first(), 1))) == (3, True)
+
+
+def test_a_listing_that_lags_gives_an_older_version_or_an_error(s3: S3):
+    publisher = DeltaPublisher("s3://bucket/run", full_every=1)
+    follower, late = DeltaSubscriber("s3://bucket/run"), DeltaSubscriber("s3://bucket/run")
+    publish(publisher, 1, first())
+    s3.lags = True
+    assert follower.update()
+    publish(publisher, 2, step(first(), 1))
+    assert not follower.update()
+    assert late.update()
+    assert (late.version, equal(late, first())) == (1, True)
+    s3.lags = False
+    publish(publisher, 3, step(first(), 2))  # removes the first
+    s3.lags = True
+    with pytest.raises(WeightsError, match="lacks a file"):
+        DeltaSubscriber("s3://bucket/run").update()
+    s3.lags = False
+    for reader in (follower, late):
+        assert reader.update()
+        assert (reader.version, equal(reader, step(first(), 2))) == (3, True)

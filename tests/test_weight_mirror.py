@@ -13,6 +13,7 @@ from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.deltas import DeltaSubscriber
 from tests.fake_actors import cluster, pid_of
 from tests.fake_store import SHAPES, all_of, publish, real, run
+from tests.s3 import S3
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -84,10 +85,37 @@ def test_versions_are_written_to_an_address_and_published_from_there_to_another_
     run(main())
 
 
-def test_an_address_that_cannot_be_opened_is_told_at_once(tmp_path: Path, shm: Path):
+def test_the_process_that_writes_has_the_keys_of_a_store_and_outlives_its_failures(tmp_path: Path, shm: Path, s3: S3):
+    async def main() -> None:
+        subscriber = DeltaSubscriber("s3://bucket/run", expected=SHAPES)
+        async with real(tmp_path, shm, mirror="s3://bucket/run") as (store, _, faults):
+            s3.fails("PUT", "0000000000", "InternalError", times=100)
+            await publish(store, 1)
+            async with asyncio.timeout(120):
+                while not any("was not written" in fault.cause for fault in faults.seen):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert "told to" in faults.seen[-1].cause
+            s3.fails_no_more()
+            await publish(store, 2)
+        assert await asyncio.to_thread(subscriber.update)
+        assert (subscriber.version, values(subscriber)) == (2, all_of(2))
+        assert faults.fatal is None
+
+    run(main())
+
+
+def test_an_address_that_cannot_be_opened_or_read_is_told_at_once(
+    tmp_path: Path, shm: Path, s3: S3, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+
     async def main() -> None:
         async with cluster(tmp_path) as (made, faults):
-            with pytest.raises(WeightsError, match=r"--weights\.mirror is an address that fsspec cannot open.*nosuch"):
-                await WeightStore.start(WeightStore.Config(shm=shm, mirror="nosuch://x"), made, faults, deadline_s=60)
+            for address, said in {
+                "nosuch://x": r"--weights\.mirror is an address that fsspec cannot open.*nosuch",
+                "s3://bucket/run": r"--weights\.mirror cannot be read: .*does not match the signature",
+            }.items():
+                with pytest.raises(WeightsError, match=said):
+                    await WeightStore.start(WeightStore.Config(shm=shm, mirror=address), made, faults, deadline_s=60)
 
     run(main())

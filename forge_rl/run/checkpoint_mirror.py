@@ -14,7 +14,7 @@ from forge_rl.errors import CheckpointError
 from forge_rl.metrics.logger import RunLog
 from forge_rl.models.cache import Progress
 from forge_rl.run.checkpoints import MANIFEST, Checkpoint, Checkpoints
-from forge_rl.system.remote_folders import open_folder
+from forge_rl.system.remote_folders import RemoteFolder
 from forge_rl.system.terminal import clipped
 
 SETTINGS = ("config.json", "versions.json")
@@ -42,7 +42,7 @@ class CheckpointMirror:
     """
 
     def __init__(self, address: str) -> None:
-        self._files, self._root = open_folder(address, flag="--checkpoint-mirror", error=CheckpointError)
+        self._files = RemoteFolder(address, flag="--checkpoint-mirror", error=CheckpointError)
 
     def copy(self, checkpoints: Checkpoints) -> int:
         """Bring the address to the state of the run's folder, newest first; returns the bytes written.
@@ -50,18 +50,19 @@ class CheckpointMirror:
         Raises:
             OSError: a file cannot be written or read.
         """
-        here, there = {each.folder.name: each for each in checkpoints.all()}, self._steps()
+        here, there = {each.folder.name: each for each in checkpoints.all()}, self._folders()
         written = 0
-        for name in sorted(here.keys() - there, key=_number, reverse=True):
+        for name in sorted(here.keys() - self._complete(there), key=_number, reverse=True):
             written += self._put(here[name])
-        if here:
-            for name in SETTINGS:
-                self._files.put_file(str(checkpoints.folder.parent / name), self._path(name))
-            best = checkpoints.best()
-            self._files.pipe_file(self._path(_BEST), (best.folder.name if best else "").encode())
-        for name in there - here.keys():
-            self._files.rm_file(self._path(name, MANIFEST))
-            self._files.rm(self._path(name), recursive=True)
+        if not here:
+            return 0
+        for name in SETTINGS:
+            self._files.write(name, (checkpoints.folder.parent / name).read_bytes())
+        best = checkpoints.best()
+        self._files.write(_BEST, (best.folder.name if best else "").encode())
+        for name in there - here.keys():  # also what a killed run left half written
+            self._files.remove(f"{name}/{MANIFEST}")
+            self._files.remove_folder(name)
         return written
 
     def restore(
@@ -94,7 +95,8 @@ class CheckpointMirror:
 
         try:
             shutil.rmtree(staged, ignore_errors=True)
-            newer = sorted((name for name in self._steps() if _number(name) > newest), key=_number, reverse=True)
+            there = self._complete(self._folders())
+            newer = sorted((name for name in there if _number(name) > newest), key=_number, reverse=True)
             if not newer:
                 return
             (staged / "checkpoints" / newer[0]).mkdir(parents=True)  # so that edited code is refused
@@ -103,7 +105,7 @@ class CheckpointMirror:
             for line in same(staged):
                 tell(line)
             found = next((name for name in newer if bring(name)), "")
-            if found and (best := self._best()) not in {"", found, *here}:
+            if found and (best := self._best()) in there - {found, *here}:
                 bring(best)
         except (OSError, ValueError) as error:
             raise CheckpointError(
@@ -114,27 +116,23 @@ class CheckpointMirror:
             shutil.rmtree(staged, ignore_errors=True)
 
     def _best(self) -> str:
-        """Return the name of the best checkpoint at the address, or ""."""
-        path = self._path(_BEST)
-        name = self._files.cat_file(path, end=100).decode(errors="replace") if self._files.exists(path) else ""
-        return name if name in self._steps() else ""
+        """Return the name in the file about the best checkpoint at the address, or ""."""
+        return self._files.read(_BEST, 100).decode(errors="replace") if self._files.exists(_BEST) else ""
 
-    def _steps(self) -> set[str]:
-        """Return the names of the complete checkpoints at the address."""
-        self._files.invalidate_cache()
-        try:
-            names = {path.rstrip("/").rpartition("/")[2] for path in self._files.ls(self._root, detail=False)}
-        except FileNotFoundError:
-            return set()
-        return {name for name in names if _STEP.fullmatch(name) and self._files.exists(self._path(name, MANIFEST))}
+    def _folders(self) -> set[str]:
+        """Return the names of the checkpoints at the address, also of incomplete ones."""
+        return {name for name in self._files.names() if _STEP.fullmatch(name)}
+
+    def _complete(self, names: set[str]) -> set[str]:
+        return {name for name in names if self._files.exists(f"{name}/{MANIFEST}")}
 
     def _put(self, checkpoint: Checkpoint) -> int:
         name, written = checkpoint.folder.name, 0
-        for inner, size in _listed((checkpoint.folder / MANIFEST).read_bytes()):
-            self._files.makedirs(self._path(name, *inner.parent.parts), exist_ok=True)
-            self._files.put_file(str(checkpoint.folder / inner), self._path(name, *inner.parts))
+        manifest = (checkpoint.folder / MANIFEST).read_bytes()
+        for inner, size in _listed(manifest):
+            self._files.put(checkpoint.folder / inner, f"{name}/{inner}")
             written += size
-        self._files.put_file(str(checkpoint.folder / MANIFEST), self._path(name, MANIFEST))
+        self._files.write(f"{name}/{MANIFEST}", manifest)
         return written
 
     def _fetch(self, name: str, folder: Path, progress: Progress) -> str:
@@ -173,13 +171,9 @@ class CheckpointMirror:
         Raises:
             ValueError: it is larger.
         """
-        path = self._path(*inner.parts)
-        if (size := int(self._files.size(path) or 0)) > most:
+        if (size := self._files.size(str(inner))) > most:
             raise ValueError(f"{inner} has {size} bytes, more than the {most} expected")
-        self._files.get_file(path, str(to))
-
-    def _path(self, *parts: str) -> str:
-        return "/".join([self._root, *parts])
+        self._files.get(str(inner), to)
 
 
 class MirrorTask:
@@ -207,7 +201,7 @@ class MirrorTask:
             self._again = False
             try:
                 written = await asyncio.to_thread(self._mirror.copy, self._checkpoints)
-            except Exception as error:  # of any file system's library
+            except Exception as error:
                 if self._again and isinstance(error, FileNotFoundError):
                     continue  # a checkpoint that newer ones replaced meanwhile
                 said = clipped(f"{type(error).__name__}: {error}", lines=1, width=300)

@@ -85,7 +85,7 @@ class WeightStore:
         name, choice = _choose(config, expected_bytes * config.keep_versions)
         bucket_bytes = config.bucket_mib << 20
         if config.mirror:
-            DeltaFolder(config.mirror)  # a mistake in the address is told now
+            await asyncio.to_thread(DeltaFolder(config.mirror).check)  # a mistake in the address is told now
         service = Service("weights", cluster, faults)
         recovery = StoreRecovery(service, config, hosts, deadline_s)
         imports = TorchStoreTransport.imports if name == "torchstore" else ()

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge_rl.errors import WeightsError
-from forge_rl.system.remote_folders import open_folder
+from forge_rl.system.remote_folders import RemoteFolder
 from forge_rl.system.terminal import clipped
 from forge_rl.weights.delta_codec import Kind, most_bytes
 from forge_rl.weights.manifest import TensorEntry
@@ -86,8 +86,22 @@ class DeltaFolder:
     """
 
     def __init__(self, address: str) -> None:
-        self._files, self._root = open_folder(address, flag="--weights.mirror", error=WeightsError)
+        self._files = RemoteFolder(address, flag="--weights.mirror", error=WeightsError)
         self.address = address
+
+    def check(self) -> None:
+        """Check that the address can be read; a folder that is not there yet can.
+
+        Raises:
+            WeightsError: it cannot.
+        """
+        try:
+            self.numbers()
+        except OSError as error:
+            raise WeightsError(
+                f"--weights.mirror cannot be read: {clipped(str(error), lines=1, width=300)}",
+                hint="check the address and its credentials, or leave the flag out",
+            ) from error
 
     def numbers(self) -> list[int]:
         """Numbers of the whole versions, in order."""
@@ -95,9 +109,7 @@ class DeltaFolder:
 
     def write(self, number: int, part: int | None, data: bytes) -> None:
         """Write a part, or the header if it is None, which is seen once it is whole."""
-        self._files.makedirs(self._root, exist_ok=True)
-        with self._files.transaction, self._files.open(self._path(number, part), "wb") as file:
-            file.write(data)
+        self._files.write(_name(number, part), data)
 
     def read(self, number: int, part: int | None, size: int = 0) -> bytes:
         """Read a part of a known size, or the header.
@@ -106,10 +118,10 @@ class DeltaFolder:
             FileNotFoundError: it is not there, any more or yet.
             WeightsError: it has another size.
         """
-        path, most = self._path(number, part), size if part is not None else _MOST_HEADER_BYTES
-        data: bytes = self._files.cat_file(path, start=0, end=most + 1)
+        name, most = _name(number, part), size if part is not None else _MOST_HEADER_BYTES
+        data = self._files.read(name, most)
         if len(data) > most or (part is not None and len(data) != size):
-            raise self.malformed(number, f"{path} has not {size} bytes")
+            raise self.malformed(number, f"{name} has not {size} bytes")
         return data
 
     def header(self, number: int, most: int) -> Header:
@@ -131,7 +143,7 @@ class DeltaFolder:
         """Remove older versions, headers first."""
         old = sorted((name for name in self._names() if int(name[:10]) < number), key=lambda name: name[-4:] == ".bin")
         for name in old:
-            self._files.rm_file(f"{self._root}/{name}")
+            self._files.remove(name)
 
     def malformed(self, number: int, why: str) -> WeightsError:
         """Make the error for a version that cannot be used."""
@@ -141,13 +153,8 @@ class DeltaFolder:
         )
 
     def _names(self) -> list[str]:
-        try:
-            self._files.invalidate_cache()
-            paths = self._files.ls(self._root, detail=False)
-        except FileNotFoundError:
-            return []
-        names = [path.rstrip("/").rpartition("/")[2] for path in paths]
-        return [name for name in names if _NAME.fullmatch(name)]
+        return [name for name in self._files.names() if _NAME.fullmatch(name)]
 
-    def _path(self, number: int, part: int | None) -> str:
-        return f"{self._root}/{number:010d}" + (".json" if part is None else f"-{part:03d}.bin")
+
+def _name(number: int, part: int | None) -> str:
+    return f"{number:010d}" + (".json" if part is None else f"-{part:03d}.bin")

@@ -58,7 +58,7 @@ class DeltaPublisher:
 
         Raises:
             WeightsError: the version cannot be read.
-            OSError: it cannot be written; file systems may raise other errors as well.
+            OSError: it cannot be written.
         """
         if self._next < 0:
             numbers = await asyncio.to_thread(self._folder.numbers)
@@ -157,7 +157,7 @@ class DeltaSubscriber:
         self, address: str, *, most_bytes: int = 1 << 40, expected: dict[str, tuple[int, ...]] | None = None
     ) -> None:
         self.version: int | None = None
-        """Version that is held; None before the first, and after an error."""
+        """Version that is held; None before the first, and after an error for which nothing is."""
         self.tensors: dict[str, torch.Tensor] = {}
         """The version's tensors by name, on CPU, in the published order; the next update changes them in place."""
         self.received_bytes = 0
@@ -190,13 +190,14 @@ class DeltaSubscriber:
         Raises:
             AttestationError: a tensor differs from the published one; names the tensors.
             WeightsError: a file at the address is malformed or incomplete. Nothing is then held.
-            OSError: the address cannot be read; file systems may raise other errors as well.
+            OSError: the address cannot be read. What was held is still held, unless it had begun to change.
         """
         for attempt in range(_ATTEMPTS):
             try:
                 return self._update()
             except BaseException as error:
-                self.version, self._number, self.tensors, self._entries = None, None, {}, ()
+                if self._number is None or isinstance(error, WeightsError | FileNotFoundError):
+                    self.version, self._number, self.tensors, self._entries = None, None, {}, ()
                 if not isinstance(error, FileNotFoundError):
                     raise
                 if attempt == _ATTEMPTS - 1:
@@ -235,6 +236,7 @@ class DeltaSubscriber:
         elif layout != [(tensor.name, tensor.shape, tensor.dtype) for tensor in header.tensors]:
             raise self._folder.malformed(number, "its tensors differ from those in the version that it changes")
         known = {entry.name: entry.fingerprint for entry in self._entries}
+        self.version, self._number = None, None
         for part, size in enumerate(header.parts):
             data = memoryview(self._folder.read(number, part, size))
             self.received_bytes += size
