@@ -15,7 +15,7 @@ from forge_rl.errors import ConfigError, DeadlineError, PoisonError, ReplicaErro
 from forge_rl.runtime import link as link_module
 from forge_rl.runtime import replica as replica_module
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.processes import describe_exit
+from forge_rl.runtime.processes import ProcessTree, describe_exit
 from forge_rl.runtime.replica import Replica, ReplicaState
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
@@ -544,6 +544,19 @@ def test_what_a_killed_replica_kept_in_shared_memory_is_cleaned_up_by_its_own_tr
             await until(service, lambda: not service.replicas[0].serving)
             await until(service, lambda: all_serve(service))
             assert left not in os.listdir("/dev/shm")
+
+    asyncio.run(main())
+
+
+def test_a_replica_restarts_whose_death_monarch_reports_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProcessTree, "_on_end", lambda self, pid, on_end: self._unwatch(pid))  # notices nothing
+
+    async def main() -> None:
+        async with supervised(tmp_path, replicas=1) as (service, faults, _):
+            os.kill(await pid_of(service), signal.SIGKILL)
+            await until(service, lambda: bool(faults.seen))
+            await until(service, lambda: all_serve(service))
+            assert len(faults.seen) == 1, faults.seen
 
     asyncio.run(main())
 

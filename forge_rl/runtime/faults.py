@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import re
 import time
 import traceback
@@ -52,6 +53,7 @@ class Faults:
         self._next = 0
         self._actions: dict[str, Callable[[str], None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._context = contextvars.Context()
         self._failed: asyncio.Event = asyncio.Event()
         self.seen: list[Fault] = []
         """All faults, oldest first."""
@@ -67,7 +69,7 @@ class Faults:
         """Replace Monarch's default fault hook, which interrupts the controller and may let it exit 0."""
         import monarch.actor
 
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._context = asyncio.get_running_loop(), contextvars.copy_context()
         monarch.actor.unhandled_fault_hook = self._on_mesh_failure
 
     def on_failure(self, actor_name: str, action: Callable[[str], None]) -> None:
@@ -206,4 +208,5 @@ class Faults:
         found = re.search(r"mesh_name=([\w-]+)", text)
         action = self._actions.get(found[1].rsplit("-", 1)[0]) if found else None
         if action is not None and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(action, text)
+            # Not in the thread's own context, in which Monarch finds an actor without processes and spawns nothing.
+            self._loop.call_soon_threadsafe(action, text, context=self._context)
