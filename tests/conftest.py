@@ -171,9 +171,11 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """A folder that is not there yet, in each of these file systems."""
     if request.param == "s3":
         request.getfixturevalue("s3")
-    yield {"file": (tmp_path / "elsewhere").as_uri(), "memory": "memory://elsewhere", "s3": "s3://bucket/elsewhere"}[
-        request.param
-    ]
+    yield {
+        "file": (tmp_path / "elsewhere").as_uri(),
+        "memory": f"memory://{tmp_path.parent.name}-{tmp_path.name}",
+        "s3": "s3://bucket/elsewhere",
+    }[request.param]
     fsspec.filesystem("memory").store.clear()
 
 
