@@ -32,7 +32,7 @@ def pool_of(*engines: Engine) -> tuple[EnginePool, list[tuple[int, str]]]:
     service: Any = SimpleNamespace(name="generator", mark_failed=lambda each, cause: failed.append((each.index, cause)))
     spawn: Any = lambda index: pytest.fail("none is spawned")  # noqa: E731
     spares = EngineSpares(service, spawn, lambda index: {}, numbers=(), start_deadline_s=1.0, restart=Restart())
-    pool = EnginePool(service, spawn, 1.0, spares=spares)
+    pool = EnginePool(service, spawn, 1.0, spares=spares, set_up=spawn)
     pool._ready = dict(enumerate(engines))  # type: ignore[arg-type]
     return pool, failed
 

@@ -142,6 +142,10 @@ def test_what_does_not_fit_is_refused_with_the_nearest_that_does(
     config = planned(written(tmp_path, DEEPSEEK_V3), "--on", "8xH100-80G", "--hosts", "2")
     with pytest.raises(ConfigError, match=r"take 156 GiB on each of 8 H100-80G.* does not span hosts"):
         search(config, read_policy(tmp_path, reference=False, values=False), on(config))
+    split = ("--generator.tensor-parallel-size", "16", "--generator.hosts-per-replica", "2")
+    config = planned(written(tmp_path, DEEPSEEK_V3), "--on", "8xH100-80G", "--hosts", "2", *split)
+    with pytest.raises(ConfigError, match="--on cannot predict engines of several hosts"):
+        search(config, read_policy(tmp_path, reference=False, values=False), on(config))
     shape = SMALL | {"hidden_size": 8192, "intermediate_size": 65536, "num_attention_heads": 64}
     config = planned(written(tmp_path, shape | {"num_key_value_heads": 8}), "--on", "1xL4-24G")
     with pytest.raises(ConfigError, match=r"a host needs .* GiB .* and has 48"):

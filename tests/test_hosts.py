@@ -19,6 +19,8 @@ from tests.fake_actors import hosts_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_left")]
 
+STARTS_S = 600.0
+"""Time for the start of an engine of two hosts, each of which imports vLLM twice, on a busy machine."""
 FOUR = (
     *("--job", "process:4", "--trainer.ranks", "2", "--generator.replicas", "2"),
     *("--placement", "trainer=host0+host1;generator=host1+host2;environment=host3+host1;reward=host3+host1"),
@@ -33,6 +35,25 @@ def hosts_of_services(command: Command) -> dict[str, set[str]]:
             log = Path(os.readlink(f"/proc/{process.pid}/fd/1")).name
             found.setdefault(log.partition("-")[0], set()).add(host)
     return found
+
+
+def engine_on(command: Command, host: str) -> psutil.Process:
+    """The process of an engine, or of its part, on a host."""
+    below = psutil.Process(hosts_of(command.process.pid)[host]).children(recursive=True)
+    found = [each for each in below if Path(os.readlink(f"/proc/{each.pid}/fd/1")).name.startswith("generator-")]
+    return min(found, key=lambda process: process.create_time())
+
+
+def addresses(processes: set[psutil.Process]) -> set[str]:
+    """The addresses at which processes listen."""
+    found = [each for process in processes for each in process.net_connections("tcp") if each.status == "LISTEN"]
+    return {each.laddr.ip for each in found}
+
+
+def volumes(process: psutil.Process) -> set[Path]:
+    """Folders of the weights that a process maps."""
+    paths = [Path(each.path) for each in process.memory_maps()]
+    return {path.parent for path in paths if any(part.startswith("forge_rl-") for part in path.parts)}
 
 
 def kill(command: Command, out: Path, host: str) -> None:
@@ -105,6 +126,43 @@ def test_ranks_on_two_hosts_take_the_same_steps_as_on_one(commands: list[Command
         losses.append([row["loss"] for row in metrics(out) if "loss" in row])
     assert len(losses[0]) == 4
     assert losses[0] == losses[1]
+
+
+def test_a_run_goes_on_when_a_part_of_its_engine_of_two_hosts_is_killed(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+):
+    before, out = shared_memory(), tmp_path / "run"
+    command = tiny_run(
+        commands,
+        tiny_model,
+        out,
+        *("--job", "process:2", "--placement", "trainer=host0;generator=host0+host1", *TASKS),
+        *("--generator.tensor-parallel-size", "2", "--generator.hosts-per-replica", "2"),
+        *("--steps", "30", "--evaluation.every", "0"),
+    )
+    command.wait_for("step +2/", STARTS_S)
+    first, second = engine_on(command, "host0"), engine_on(command, "host1")
+    (leading,), (worker,) = (
+        [each for each in part.children(recursive=True) if "Worker_TP" in " ".join(each.cmdline())]
+        for part in (first, second)
+    )
+    assert volumes(leading)
+    assert volumes(worker)
+    assert volumes(leading).isdisjoint(volumes(worker)), "each reads its host's copy"
+    assert addresses({first, second, *first.children(recursive=True), worker}) == {"127.0.0.1"}
+    second.kill()
+    command.wait_for("generator/0 failed")
+    command.wait_for("generator/0 has recovered", STARTS_S)
+    assert not first.is_running()
+    assert not worker.is_running()
+    assert command.end(400) == 0, command.output
+    rows = metrics(out)
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows)
+    (fault,) = json.loads((out / "summary.json").read_text())["faults"]
+    assert (fault["service"], fault["replica"]) == ("generator", 0)
+    assert command.strays() == []
+    assert not forgotten(before)
 
 
 def joining(commands: list[Command], out: Path, name: str, *arguments: str) -> Command:

@@ -141,6 +141,47 @@ def test_replicas_are_spread_and_move_when_their_host_is_gone():
     assert ranks_by_host(2, cpu, cluster_without("a", "b", "c")) == {THIS_HOST: 2}
 
 
+def test_an_engine_of_two_hosts_has_a_place_on_each_and_moves_as_a_whole():
+    cluster = cluster_without()
+    gpus = {"a": GPU.gpus, "b": GPU.gpus, "c": GPU.gpus[:2]}
+    seats = Seats(cluster, ServiceHosts(names=("a", "b", "c"), gpus=gpus), gpus_each=2, hosts_each=2, replicas=2)
+    first = Seat(host="a", place=0, others=(Seat(host="b", place=0),))
+    assert seats.take(0) == first
+    assert seats.take(1) == Seat(host="c", place=0, others=(Seat(host="a", place=1),))
+    assert (seats.take(0), seats.each) == (first, 2)
+    with pytest.raises(ConfigError, match="the hosts have GPUs for 2 replicas, not for 3"):
+        seats.scale(3)
+    cluster.lost["c"] = "killed"
+    assert seats.take(1).others[0].host != seats.take(1).host
+    cluster.lost["b"] = "killed"
+    with pytest.raises(ConfigError, match="fewer than 2 hosts have room for another replica; gone are b, c"):
+        seats.take(0)
+    uneven = ServiceHosts(names=("a", "b"), gpus={"a": GPU.gpus, "b": GPU.gpus[:1]})
+    with pytest.raises(ConfigError, match="the hosts have GPUs for 1 replicas, not for 2"):
+        Seats(cluster_without(), uneven, hosts_each=2).scale(2)
+
+
+def test_engines_that_do_not_fit_on_their_hosts_are_refused():
+    def with_engines(infos: dict[str, HostInfo], placement: str = "auto", **settings: int) -> PlacedServices:
+        return place(RunConfig(placement=placement, generator=GeneratorConfig(**settings)), infos)
+
+    found = with_engines(hosts(a=GPU, b=GPU), tensor_parallel_size=8, hosts_per_replica=2)
+    assert found.engines_on(GeneratorConfig(tensor_parallel_size=8, hosts_per_replica=2)) == {"b": 4, "a": 4}
+    for infos, settings, problem in (
+        (hosts(a=GPU), {"hosts_per_replica": 2}, "an engine takes 2 hosts, and engines have 1"),
+        (hosts(a=GPU, b=GPU), {"tensor_parallel_size": 8}, "8 devices of an engine do not fit on a host"),
+        (hosts(a=CPU, b=CPU), {"tensor_parallel_size": 4, "hosts_per_replica": 2}, "would have 2 workers on each"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            with_engines(infos, **{"tensor_parallel_size": 2, **settings})
+    for settings, problem in (
+        ({"tensor_parallel_size": 3}, "3 workers of an engine cannot be split evenly over 2 hosts"),
+        ({"tensor_parallel_size": 2, "spares": 1}, "--generator.spares does not work with engines of 2 hosts"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            GeneratorConfig(hosts_per_replica=2, **settings)
+
+
 def network(space: str, *addresses: str) -> Network:
     """Addresses as INTERFACE:IP/PREFIX."""
     parts = [each.replace("/", ":").split(":") for each in addresses]

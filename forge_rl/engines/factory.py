@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.cpu import HEAP_ENVIRONMENT
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.memory import TrainMemory
+from forge_rl.engines.parts import EnginePart
 from forge_rl.engines.platform import cpu_cores
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings, TrainEngine, TrainSettings
 from forge_rl.engines.remote import RemoteServer
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from forge_rl.engines.titan.plan import Traces
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class Closable(Protocol):
+    """Something with processes."""
+
+    def close(self) -> None:
+        """End its processes."""
 
 
 def thread_environment(sharers: int, cores: int | None = None) -> dict[str, str]:
@@ -96,19 +104,48 @@ def import_decode_engine() -> None:
     importlib.import_module("forge_rl.engines.vllm.engine")
 
 
-async def start_decode_engine(folder: Path, settings: DecodeSettings, *, seed: int) -> DecodeEngine:
+async def start_decode_engine(
+    folder: Path, settings: DecodeSettings, *, seed: int, part: EnginePart | None = None
+) -> DecodeEngine:
     """Start a decode engine in a process that has the variables of `decode_environment`.
 
     Args:
         folder: Hugging Face model folder; the engine serves its weights until the first load.
         seed: seed for requests without one.
+        part: the first part of an engine of several hosts, which waits for the others.
 
     Raises:
         ModelError: the engine does not start with this model.
     """
     from forge_rl.engines.vllm.engine import VLLMEngine
 
-    return await VLLMEngine.start(folder, settings, seed)
+    return await VLLMEngine.start(folder, settings, seed, part)
+
+
+def start_following_part(folder: Path, settings: DecodeSettings, *, seed: int, part: EnginePart) -> Closable:
+    """Start another than the first part of an engine of several hosts; arguments as for `start_decode_engine`.
+
+    Raises:
+        ModelError: the part does not start with this model.
+    """
+    from forge_rl.engines.vllm.following import FollowingPart
+
+    return FollowingPart(folder, settings, seed, part)
+
+
+def part_environment(ip: str, interface: str) -> dict[str, str]:
+    """Return environment variables for one host's part of an engine of several hosts.
+
+    Args:
+        ip: address of this host at which its other hosts reach it.
+        interface: network interface with this address.
+    """
+    return {
+        "VLLM_HOST_IP": ip,
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": interface,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is `platform.open_store`
+    }
 
 
 def serve_command(folder: Path, settings: DecodeSettings, *, host: str, port: int, seed: int) -> list[str]:

@@ -104,8 +104,7 @@ def init_distributed(rank: int, world_size: int, address: str, port: int, *, pla
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     try:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        fd = socket.create_server((address, port), family=family).detach() if rank == 0 else None
+        fd = _listen(address, port).detach() if rank == 0 else None
         store = dist.TCPStore(address, port, world_size, is_master=rank == 0, master_listen_fd=fd)
     except (OSError, RuntimeError, dist.DistError) as error:
         cause = str(error).splitlines()[0]
@@ -114,3 +113,16 @@ def init_distributed(rank: int, world_size: int, address: str, port: int, *, pla
             hint="choose a free port with --trainer.port, or 0 to have one found",
         ) from error
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def open_store(address: str) -> tuple[dist.TCPStore, int]:
+    """Serve a store at an address of this host only, and return it with its port. Its clients set
+    TORCHELASTIC_USE_AGENT_STORE, so that torch does not open another one."""
+    server = _listen(address, 0)
+    port: int = server.getsockname()[1]
+    fd = server.detach()
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd), port
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)

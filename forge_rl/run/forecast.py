@@ -221,6 +221,10 @@ def nearest(config: RunConfig, policy: Policy, machines: Machines) -> list[tuple
 def _check_own_engines(config: RunConfig) -> None:
     if config.generator.urls:
         raise ConfigError("--on cannot predict engines of --generator.urls", hint="leave out one of them")
+    if config.generator.hosts_per_replica > 1:
+        raise ConfigError(
+            "--on cannot predict engines of several hosts", hint="leave out --on or --generator.hosts-per-replica"
+        )
 
 
 def measured_forecast(config: RunConfig, policy: Policy, machines: Machines) -> Forecast:
@@ -261,7 +265,7 @@ def measured_forecast(config: RunConfig, policy: Policy, machines: Machines) -> 
 
 
 def _check_engine(config: RunConfig, policy: Policy, machines: Machines) -> None:
-    """Refuse a model that no engine can hold, which no layout of the trainer changes; an engine does not span hosts.
+    """Refuse a model that no engine can hold, which no layout of the trainer changes; each engine is on one host.
 
     Raises:
         ConfigError: says how much each device of the widest engine needs.
@@ -276,8 +280,9 @@ def _check_engine(config: RunConfig, policy: Policy, machines: Machines) -> None
     if weights >= room:
         raise ConfigError(
             f"the weights of an engine take {weights / 2**30:.0f} GiB on each of {widest} {machines.device.name}, and "
-            f"{room / 2**30:.0f} are left for them and for keys and values; an engine does not span hosts",
-            hint="choose hosts with more devices, or devices with more memory",
+            f"{room / 2**30:.0f} are left for them and for keys and values; a planned engine does not span hosts",
+            hint="choose hosts with more devices, or devices with more memory; --generator.hosts-per-replica splits an "
+            "engine over hosts, without --on",
         )
 
 

@@ -12,6 +12,7 @@ from forge_rl.run.placement_flag import SERVICES, read_placement
 from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.cluster import THIS_HOST
 from forge_rl.runtime.seats import ServiceHosts
+from forge_rl.services.generator_config import GeneratorConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +71,10 @@ class PlacedServices:
         """Return the number of the trainer's ranks on each of its hosts."""
         return dict.fromkeys(self.hosts["trainer"], ranks // len(self.hosts["trainer"]))
 
-    def engines_on(self, replicas: int, devices: int) -> dict[str, int]:
+    def engines_on(self, generator: GeneratorConfig) -> dict[str, int]:
         """Return the number of devices of engines on each of their hosts, at most."""
-        hosts = self.hosts["generator"]
-        return dict.fromkeys(hosts, -(-replicas // len(hosts)) * devices)
+        hosts, parts = self.hosts["generator"], generator.replicas * generator.hosts_per_replica
+        return dict.fromkeys(hosts, -(-parts // len(hosts)) * (generator.devices // generator.hosts_per_replica))
 
     @property
     def meet(self) -> bool:
@@ -99,7 +100,8 @@ def place(config: RunConfig, infos: Mapping[str, HostInfo]) -> PlacedServices:
         infos: all hosts by name, the controller's first.
 
     Raises:
-        ConfigError: --placement names a host that does not exist, or the trainer's ranks cannot be split evenly.
+        ConfigError: --placement names a host that does not exist, the trainer's ranks cannot be split evenly, or an
+            engine does not fit on its hosts.
     """
     chosen = read_placement(config.placement).hosts
     for service, names in chosen.items():
@@ -124,7 +126,29 @@ def place(config: RunConfig, infos: Mapping[str, HostInfo]) -> PlacedServices:
     defaults |= dict.fromkeys(("reward", "environment"), idle or (THIS_HOST,))
     has_teachers = getattr(config, "teachers", None) is not None
     services = [name for name in SERVICES if name != "teachers" or has_teachers]
-    return PlacedServices(hosts={name: chosen.get(name, defaults[name]) for name in services}, infos=infos)
+    found = PlacedServices(hosts={name: chosen.get(name, defaults[name]) for name in services}, infos=infos)
+    if config.starts_engines and config.generator.replicas:
+        _check_engines(config.generator, [infos[name] for name in found.hosts["generator"]])
+    return found
+
+
+def _check_engines(generator: GeneratorConfig, hosts: Sequence[HostInfo]) -> None:
+    each, workers = generator.hosts_per_replica, generator.devices // generator.hosts_per_replica
+    if each > len(hosts):
+        raise ConfigError(
+            f"an engine takes {each} hosts, and engines have {len(hosts)}",
+            hint="lower --generator.hosts-per-replica, or give generator more hosts in --placement",
+        )
+    if (most := max(len(info.gpus) for info in hosts)) and workers > most:
+        raise ConfigError(
+            f"{workers} devices of an engine do not fit on a host, as none has more than {most} GPUs",
+            hint="raise --generator.hosts-per-replica, or lower --generator.tensor-parallel-size",
+        )
+    if each > 1 and workers > 1 and not most:
+        raise ConfigError(
+            f"an engine of {each} hosts would have {workers} workers on each, and without GPUs it can have one",
+            hint=f"set --generator.tensor-parallel-size {each}",
+        )
 
 
 def _trainer_hosts(ranks: int, workers: Sequence[str], infos: Mapping[str, HostInfo]) -> tuple[str, ...]:

@@ -150,6 +150,11 @@ class RunConfig:
                 f"engines decode during training under the schedule {self.schedule.kind}, but --placement is colocated",
                 hint="choose --placement separate, or --schedule.kind pipelined",
             )
+        if self.generator.hosts_per_replica > 1 and self.weights.transport == "torchstore":
+            raise ConfigError(
+                "engines of several hosts read weights from shared memory, and --weights.transport is torchstore",
+                hint="leave out --weights.transport or --generator.hosts-per-replica",
+            )
         updates = self.steps * self.trainer.updates_per_batch
         if self.trainer.optimizer.warmup_updates > updates:
             raise ConfigError(

@@ -217,8 +217,11 @@ def _ranks(config: TrainerConfig) -> str:
 
 async def _start_store(checked: Checked[C], hosts: RunHosts, prepared: Prepared) -> WeightStore:
     config = checked.config
+    weights = config.weights
+    if config.generator.hosts_per_replica > 1:  # each host of an engine reads a copy of its own
+        weights = replace(weights, transport="shared_memory")
     return await WeightStore.start(
-        config.weights,
+        weights,
         hosts.cluster,
         prepared.monitor.faults,
         deadline_s=_START_DEADLINE_S,
@@ -243,6 +246,8 @@ async def _start(name: str, detail: str, starting: Awaitable[S], started: list[_
 def _engines(config: RunConfig) -> str:
     replicas, each, remote = config.generator.replicas, config.generator.devices, len(config.generator.urls)
     own = f"{replicas} replica" + "s" * (replicas > 1) + f" of {each} devices" * (each > 1)
+    hosts = config.generator.hosts_per_replica
+    own += f" on {hosts} hosts" * (hosts > 1)
     return "vLLM, " + " and ".join([own] * (replicas > 0) + [f"{remote} elsewhere"] * (remote > 0))
 
 
@@ -342,6 +347,6 @@ def _taken(checked: Checked[C], hosts: RunHosts, *, engines: bool) -> dict[str, 
     ranks = placed.ranks_on(config.trainer.ranks)
     if not engines:
         return {} if checked.shares_devices else ranks
-    both = placed.engines_on(config.generator.replicas, config.generator.devices) if config.starts_engines else {}
+    both = placed.engines_on(config.generator) if config.starts_engines else {}
     counts = {host: (ranks.get(host, 0), both.get(host, 0)) for host in ranks | both}
     return {host: max(each) if checked.shares_devices else sum(each) for host, each in counts.items()}

@@ -77,12 +77,12 @@ def meeting_address(networks: Sequence[Network], *, may_be_public: bool = False)
     best = min(first.addresses, key=lambda each: (each.public, not is_shared(each), ":" in each.ip), default=None)
     if best is None:
         raise ConfigError(
-            "the trainer's first host has no address that other hosts can reach",
+            "the first host has no address that other hosts can reach",
             hint="name its interface in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME there",
         )
     if best.public and not may_be_public:
         raise ConfigError(
-            f"the trainer's ranks could meet only at {best.ip}, which is public, and talk without authentication",
+            f"processes of several hosts could meet only at {best.ip}, which is public, without authentication",
             hint="use hosts with a private network, or set --public-ports if nobody else can reach these",
         )
     return best.ip
@@ -100,7 +100,7 @@ def interface_towards(address: str) -> str:
     found = next((each.interface for each in _addresses(inner=True) if each.ip in own), "")
     if not found:
         raise ConfigError(
-            f"host {socket.gethostname()} has no way to {address}, where the trainer's ranks meet",
+            f"host {socket.gethostname()} has no way to {address}, where processes of several hosts meet",
             hint="give the hosts a common network, and name its interface in GLOO_SOCKET_IFNAME on each",
         )
     return found

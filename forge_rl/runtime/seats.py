@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from forge_rl.errors import ConfigError
@@ -32,6 +32,13 @@ class Seat:
     host: str
     place: int
     """Number of the place on the host; replicas at places 0, 1 and so on use successive GPUs."""
+    others: tuple[Seat, ...] = ()
+    """Places on further hosts, of a replica of several hosts."""
+
+    @property
+    def parts(self) -> tuple[Seat, ...]:
+        """This place and the others."""
+        return self, *self.others
 
 
 class Seats:
@@ -48,7 +55,8 @@ class Seats:
     Args:
         cluster: knows which hosts are gone, or about to go.
         hosts: the service's hosts.
-        gpus_each: GPUs of a replica.
+        gpus_each: GPUs of a replica, on each of its hosts.
+        hosts_each: hosts of a replica.
         replicas: number of replicas on these hosts.
         least: least number of replicas; by default as many as `replicas`, wherever they then are.
         most: most of them; by default as many as `replicas`.
@@ -61,6 +69,7 @@ class Seats:
         hosts: ServiceHosts,
         *,
         gpus_each: int = 1,
+        hosts_each: int = 1,
         replicas: int = 1,
         least: int = 0,
         most: int = 0,
@@ -70,6 +79,7 @@ class Seats:
         self.hosts = hosts
         self._cluster = cluster
         self._gpus_each = gpus_each
+        self._hosts_each = hosts_each
         self._taken: dict[int, Seat] = {}
         self._replicas, self._room = replicas, self._room_now()
         """Number of replicas for a number of places; the same share of other places is wanted."""
@@ -78,7 +88,7 @@ class Seats:
     @property
     def each(self) -> int:
         """Most replicas on one host, as planned."""
-        return max(1, -(-self._replicas // len(self.hosts.names)))
+        return max(1, -(-self._replicas * self._hosts_each // len(self.hosts.names)))
 
     @property
     def wanted(self) -> int:
@@ -118,9 +128,13 @@ class Seats:
         self._taken.pop(index, None)
 
     def _room_now(self) -> int:
-        """Return how many replicas have room: as GPUs allow, or one for each host."""
+        """Return how many replicas have room: as GPUs allow, or with one place on each host."""
         living = [host for host in self.hosts.names if _stays(host, self._cluster)]
-        return sum(len(self.hosts.gpus.get(host, ())) // self._gpus_each if self.hosts.gpus else 1 for host in living)
+        places = [len(self.hosts.gpus.get(host, ())) // self._gpus_each if self.hosts.gpus else 1 for host in living]
+        room = sum(places) // self._hosts_each
+        while sum(min(room, each) for each in places) < room * self._hosts_each:  # a replica's hosts all differ
+            room -= 1
+        return room
 
     def take(self, index: int) -> Seat:
         """Return the seat of the replica with an index: its own as long as the host lives, else a free one.
@@ -129,23 +143,28 @@ class Seats:
             ConfigError: no host is left, or none has enough free GPUs.
         """
         seat = self._taken.pop(index, None)
-        if seat is None or not _stays(seat.host, self._cluster):
+        if seat is None or not all(_stays(part.host, self._cluster) for part in seat.parts):
             seat = self._free()
         self._taken[index] = seat
         return seat
 
     def _free(self) -> Seat:
-        """Return the first free seat on the living host with the fewest replicas."""
+        """Return the first free places on the living hosts with the fewest replicas."""
         living = _living(self.hosts, self._cluster)
-        taken = {host: {seat.place for seat in self._taken.values() if seat.host == host} for host in living}
+        parts = [part for seat in self._taken.values() for part in seat.parts]
+        taken = {host: {part.place for part in parts if part.host == host} for host in living}
+        found: list[Seat] = []
         for host in sorted(living, key=lambda each: len(taken[each])):
             place = next(number for number in range(len(self._taken) + 1) if number not in taken[host])
             gpus = self.hosts.gpus.get(host)
             if gpus is None or (place + 1) * self._gpus_each <= len(gpus):
-                return Seat(host=host, place=place)
+                found.append(Seat(host=host, place=place))
+            if len(found) == self._hosts_each:
+                return replace(found[0], others=tuple(found[1:]))
         gone = ", ".join(host for host in self.hosts.names if not _stays(host, self._cluster))
+        none = "no host has" if self._hosts_each == 1 else f"fewer than {self._hosts_each} hosts have"
         raise ConfigError(
-            f"no host has room for another replica{f'; gone are {gone}' if gone else ''}",
+            f"{none} room for another replica{f'; gone are {gone}' if gone else ''}",
             hint="give the service more hosts in --placement, or fewer replicas",
         )
 

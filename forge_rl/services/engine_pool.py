@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from forge_rl.errors import ForgeError, ReplicaError, ServiceError, WeightsError
@@ -17,6 +17,8 @@ from forge_rl.runtime.tasks import task_group
 from forge_rl.services.engine_spares import EngineSpares
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.weights.manifest import LoadReport, Manifest
+
+T = TypeVar("T")
 
 Lend = Callable[[], AbstractAsyncContextManager[object]]
 """Opens a context in which the engines have their devices."""
@@ -48,6 +50,20 @@ class DesiredState:
     asleep: bool = False
 
 
+async def load_version(replica: Replica, manifest: Manifest, store: WeightStore) -> LoadReport:
+    """Have an engine load a leased version; each of its hosts reads its own copy."""
+    deadline_s = load_deadline_s(manifest)
+    args: tuple[object, ...] = manifest, store.transport(replica.host)
+    method = "load"
+    if replica.ranks > 1:
+        copies = await replica.call_ranks(
+            "fetch", lambda rank: (manifest, store.transport(replica.hosts[rank])), deadline_s=deadline_s
+        )
+        method, args = "load_on_hosts", (manifest, copies)
+    report: LoadReport = await replica.call(method, *args, deadline_s=deadline_s)
+    return report
+
+
 class EnginePool:
     """Brings all engines to one desired state; a replacement engine reaches it before it serves.
 
@@ -56,6 +72,7 @@ class EnginePool:
         spawn: spawns the engine with a given index.
         start_deadline_s: timeout of an engine's start.
         spares: take the place of dead engines; kept ready from the first load on.
+        set_up: starts an engine in processes that run.
         weights_bytes: size of the model's weights, which extends the timeout of going to sleep.
         replace: gives an engine that starts in a live run its devices, possibly after a wait, and reserves them while
             it starts.
@@ -69,6 +86,7 @@ class EnginePool:
         start_deadline_s: float,
         *,
         spares: EngineSpares,
+        set_up: Callable[[Replica, float], Awaitable[None]],
         weights_bytes: int = 0,
         replace: Lend = contextlib.nullcontext,
         remote: Container[int] = (),
@@ -80,6 +98,7 @@ class EnginePool:
         self._replace = replace
         self._remote = remote
         self.spares = spares
+        self._set_up = set_up
         self._keeping: asyncio.Task[None] | None = None
         """Keeps the spares ready."""
         self._waiting = 0
@@ -128,8 +147,10 @@ class EnginePool:
                 return
             if (replica.incarnation or self._service.supervised) and index not in self._remote:
                 await self._devices(stack)
-            environment = [self.spares.environment(index)] if spare is not None else []
-            await replica.call("setup", *environment, deadline_s=self._start_deadline_s)
+            if spare is not None:
+                await replica.call("setup", self.spares.environment(index), deadline_s=self._start_deadline_s)
+            else:
+                await self._set_up(replica, self._start_deadline_s)
             await self._bring(replica, DesiredState())
 
     async def _bring(self, replica: Replica, now: DesiredState) -> None:
@@ -187,18 +208,24 @@ class EnginePool:
             if not (all(whole) or wanted.asleep or wanted.store is None):
                 store = wanted.store
                 async with store.lease(wanted.version) as manifest:
-                    await self.each(
-                        "load",
-                        lambda replica: (manifest, store.transport(replica.host)),
-                        deadline_s=load_deadline_s(manifest),
-                    )
+                    await self.load(manifest, store)
             if not any(held):
                 self._hold_deadlines(False)
 
     async def each(
         self, method: str, args_of: Callable[[Replica], Sequence[object]] = lambda _: (), *, deadline_s: float
     ) -> list[Any]:
-        """Call all engines; returns their results in order, omitting engines that died or failed.
+        """Call all engines; see `_on_each`."""
+        return await self._on_each(
+            method, lambda replica: replica.call(method, *args_of(replica), deadline_s=deadline_s)
+        )
+
+    async def load(self, manifest: Manifest, store: WeightStore) -> list[LoadReport]:
+        """Load a leased version into all engines; see `_on_each`."""
+        return await self._on_each("load", lambda replica: load_version(replica, manifest, store))
+
+    async def _on_each(self, what: str, work: Callable[[Replica], Awaitable[T]]) -> list[T]:
+        """Do work with all engines; returns their results in order, omitting engines that died or failed.
 
         An engine that fails while another succeeds is replaced.
 
@@ -207,13 +234,13 @@ class EnginePool:
         """
         errors: list[tuple[Replica, ForgeError]] = []
 
-        async def one(replica: Replica) -> list[Any]:
+        async def one(replica: Replica) -> list[T]:
             try:
-                return [await replica.call(method, *args_of(replica), deadline_s=deadline_s)]
+                return [await work(replica)]
             except ReplicaError:
                 pass
             except ServiceError as error:
-                self.mark_failed(replica, f"{method} failed: {error.message}")
+                self.mark_failed(replica, f"{what} failed: {error.message}")
             except ForgeError as error:
                 errors.append((replica, error))
             return []
@@ -225,7 +252,7 @@ class EnginePool:
         for replica, error in errors:
             if not results:
                 raise error
-            self.mark_failed(replica, f"{method} failed: {error.message}")
+            self.mark_failed(replica, f"{what} failed: {error.message}")
         return results
 
     def mark_failed(self, replica: Replica, cause: str) -> ReplicaError:
@@ -260,8 +287,6 @@ class EnginePool:
             await replica.call("serve_model", deadline_s=CONTROL_DEADLINE_S)
             return
         async with store.lease(version) as manifest:
-            report: LoadReport = await replica.call(
-                "load", manifest, store.transport(replica.host), deadline_s=load_deadline_s(manifest)
-            )
+            report = await load_version(replica, manifest, store)
         if report.version != version:
             raise WeightsError(f"the engine read version {report.version} instead of {version}")

@@ -14,6 +14,7 @@ from forge_rl.engines import EXIT_MEANINGS
 from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.factory import decode_environment, spare_environment, thread_environment
+from forge_rl.engines.parts import EnginePart
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.remote import RemoteServer
@@ -26,10 +27,11 @@ from forge_rl.errors import (
     ServiceError,
     WeightsError,
 )
+from forge_rl.runtime.addresses import meeting_address
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
-from forge_rl.runtime.seats import Seats, ServiceHosts
+from forge_rl.runtime.seats import Seat, Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.runtime.tasks import task_group
@@ -41,7 +43,7 @@ from forge_rl.services.completion import (
     validate_chunk,
     validate_scores,
 )
-from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, EnginePool, Lend, load_deadline_s
+from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, EnginePool, Lend
 from forge_rl.services.engine_spares import EngineSpares
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.generator_config import GeneratorConfig
@@ -129,7 +131,8 @@ class Generator:
         seats = Seats(
             cluster,
             hosts or ServiceHosts(),
-            gpus_each=config.devices,
+            gpus_each=config.devices // config.hosts_per_replica,
+            hosts_each=config.hosts_per_replica,
             replicas=config.replicas,
             least=config.least_replicas,
             most=config.most_replicas,
@@ -160,6 +163,7 @@ class Generator:
             weights_bytes=stored_bytes(model),
             replace=replace,
             spares=spares,
+            set_up=processes.set_up,
             remote=remote,
         )
         supervisor = Supervisor(service, pool.start_one, config.restart, seats=seats, uniform=True)
@@ -401,13 +405,10 @@ class Generator:
         """
         async with self._loading, store.lease(version) as manifest:
             if not self._pool.held:  # else nothing is decoded meanwhile, and loading overlaps with fetching
-                await store.prefetch(manifest, {replica.host for replica in self._service.replicas if replica.serving})
+                serving = [replica for replica in self._service.replicas if replica.serving]
+                await store.prefetch(manifest, {host for replica in serving for host in replica.hosts})
             async with self._pool.serving_next(manifest.version, store):
-                reports = await self._pool.each(
-                    "load",
-                    lambda replica: (manifest, store.transport(replica.host)),
-                    deadline_s=load_deadline_s(manifest),
-                )
+                reports = await self._pool.load(manifest, store)
                 if any(report.version != manifest.version for report in reports):
                     read = [report.version for report in reports]
                     raise WeightsError(f"the engines read versions {read} instead of {manifest.version}")
@@ -466,7 +467,7 @@ class Generator:
         self._stopping = True
         everyone = (*self._service.replicas, *self._service.spares.values())
         living = [replica for replica in everyone if replica.alive]
-        closing = [replica.call("close", deadline_s=5.0) for replica in living]
+        closing = [replica.call_ranks("close", lambda _: (), deadline_s=5.0) for replica in living]
         await asyncio.gather(*closing, return_exceptions=True)  # Service.stop kills those that do not close in time
         await self._service.stop()
 
@@ -534,12 +535,14 @@ class _Processes:
     """Name of this generator, for servers of others."""
 
     def environment(self, index: int) -> dict[str, str]:
-        """Return the environment variables of the engine with an index."""
-        seat = self.seats.take(index)
+        """Return the environment variables of the engine with an index, on the first of its hosts."""
+        return self._environment(self.seats.take(index))
+
+    def _environment(self, seat: Seat) -> dict[str, str]:
         return decode_environment(
             seat.place,
             replicas=self.seats.each,
-            devices=self.config.devices,
+            devices=self.config.devices // self.config.hosts_per_replica,
             gpus=self.seats.hosts.gpus.get(seat.host, ()),
             cores=self.seats.hosts.cores.get(seat.host),
             batch_invariant=self.config.batch_invariant,
@@ -558,9 +561,40 @@ class _Processes:
             )
             args, env = self._args(index, "replica", THIS_HOST), thread_environment(sharers=1, cores=1)
             return self.service.spawn(self.actor, *args, server, env=env, index=index, secrets=True)
-        host = self.seats.take(index).host
-        args, env = self._args(index, "replica", host), self.environment(index)
-        return self.service.spawn(self.actor, *args, env=env, host=host, index=index)
+        seat = self.seats.take(index)
+        args, env = self._args(index, "replica", seat.host), self._environment(seat)
+        if not seat.others:
+            return self.service.spawn(self.actor, *args, env=env, host=seat.host, index=index)
+        hosts = {part.host: 1 for part in seat.parts}
+        return self.service.spawn(self.actor, *args, env=spare_environment(env), ranks=hosts, index=index)
+
+    async def set_up(self, replica: Replica, deadline_s: float) -> None:
+        """Start the engine in its processes, one on each of its hosts.
+
+        Raises:
+            ConfigError: its hosts could meet only over a public address.
+            ForgeError: it does not start.
+        """
+        if replica.ranks == 1:
+            await replica.call("setup", deadline_s=deadline_s)
+            return
+        public = self.service.cluster.may_be_public
+        networks = await replica.call_ranks("network", lambda _: (), deadline_s=deadline_s)
+        address = meeting_address(networks, may_be_public=public)
+        port = await replica.call("open_store", address, deadline_s=deadline_s)
+        parts = [
+            EnginePart(
+                number=number,
+                count=replica.ranks,
+                address=address,
+                port=port,
+                folder=self.service.cluster.path_on(host, self.model),
+                may_be_public=public,
+            )
+            for number, host in enumerate(replica.hosts)
+        ]
+        environments = [self._environment(seat) for seat in self.seats.take(replica.index).parts]
+        await replica.call_ranks("setup", lambda rank: (environments[rank], parts[rank]), deadline_s=deadline_s)
 
     def spawn_spare(self, number: int) -> Replica:
         """Spawn the spare with a number, without devices, on the host of an engine."""

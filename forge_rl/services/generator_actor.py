@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+import functools
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 from monarch.actor import concurrent_endpoint
 
+from forge_rl.engines.cpu import chosen_interfaces
 from forge_rl.engines.devices import device_type
-from forge_rl.engines.factory import connect_decode_engine, import_decode_engine, start_decode_engine
+from forge_rl.engines.factory import (
+    Closable,
+    connect_decode_engine,
+    import_decode_engine,
+    part_environment,
+    start_decode_engine,
+    start_following_part,
+)
+from forge_rl.engines.parts import BucketOnHosts, EnginePart
+from forge_rl.engines.platform import open_store
 from forge_rl.engines.protocol import DecodeEngine, DecodeSettings
 from forge_rl.engines.remote import RemoteServer
+from forge_rl.runtime.addresses import Network, interface_towards, own_address
 from forge_rl.runtime.priority import low_priority
 from forge_rl.runtime.service import ServiceActor
 from forge_rl.system.variables import set_here
 from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.types import Sampling
 from forge_rl.weights.manifest import LoadReport, Manifest
-from forge_rl.weights.transports.protocol import Transport
+from forge_rl.weights.transports.protocol import TensorBucket, Transport
 
 
 class GeneratorActor(ServiceActor):
@@ -35,11 +47,39 @@ class GeneratorActor(ServiceActor):
         self._name = name
         self._server = server
         self._engine: DecodeEngine | None = None
+        self._following: Closable | None = None
+        self._store: object | None = None
+        """Where the workers of several hosts meet, if this is the first one."""
 
     @concurrent_endpoint
-    async def setup(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start the engine; environment variables that differ from the process's are set first, for a spare."""
+    async def network(self) -> Network:
+        """Return how other hosts can reach this one."""
+        return Network.of_this_host(chosen_interfaces())
+
+    @concurrent_endpoint
+    async def open_store(self, address: str) -> int:
+        """Open the store at which the workers of all hosts meet, at an address of this host; return its port."""
+        self._store, port = open_store(address)
+        return port
+
+    @concurrent_endpoint
+    async def setup(
+        self, environment: Mapping[str, str] = MappingProxyType({}), part: EnginePart | None = None
+    ) -> None:
+        """Start the engine, or this host's part of it.
+
+        Environment variables that differ from the process's are set first, for a spare or a part.
+        """
         set_here(environment)
+        if part is not None:
+            own = own_address([part.address], may_be_public=part.may_be_public)
+            set_here(part_environment(own, interface_towards(part.address)))
+            if part.number > 0:
+                start = functools.partial(start_following_part, seed=self._seed, part=part)
+                self._following = await asyncio.to_thread(start, part.folder, self._settings)
+            else:
+                self._engine = await start_decode_engine(part.folder, self._settings, seed=self._seed, part=part)
+            return
         if self._server is not None:
             self._engine = await connect_decode_engine(self._server, self._settings)
             return
@@ -62,8 +102,9 @@ class GeneratorActor(ServiceActor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        for each in (self._engine, self._following):
+            if each is not None:
+                each.close()
 
     def stream(self, prompt_ids: TokenIds, sampling: Sampling, gather_s: float) -> AsyncGenerator[Chunk, None]:
         return self.engine.stream(prompt_ids, sampling, gather_s=gather_s)
@@ -75,6 +116,22 @@ class GeneratorActor(ServiceActor):
     async def load(self, manifest: Manifest, transport: Transport) -> LoadReport:
         async with contextlib.aclosing(transport.fetch(manifest)) as buckets:
             return await self.engine.load(manifest, buckets, reader=self._name)
+
+    @concurrent_endpoint
+    async def fetch(self, manifest: Manifest, transport: Transport) -> list[TensorBucket]:
+        """Bring a version to this host and return its buckets, which stay while the caller holds its lease."""
+        async with contextlib.aclosing(transport.fetch(manifest)) as buckets:
+            return [bucket async for bucket in buckets]
+
+    @concurrent_endpoint
+    async def load_on_hosts(self, manifest: Manifest, fetched: Sequence[Sequence[TensorBucket]]) -> LoadReport:
+        """Load a version into the workers of all hosts, each from what `fetch` returned on its own."""
+
+        async def buckets() -> AsyncIterator[TensorBucket]:
+            for copies in zip(*fetched, strict=True):
+                yield BucketOnHosts(copies)
+
+        return await self.engine.load(manifest, buckets(), reader=self._name)
 
     @concurrent_endpoint
     async def serve_model(self) -> None:

@@ -22,6 +22,9 @@ class GeneratorConfig(DecodeSettings):
     replicas: int = 1
     """Number of vLLM engines, each on tensor_parallel_size times data_parallel_size GPUs, or all on one
     CPU. May be 0 with --generator.urls."""
+    hosts_per_replica: int = 1
+    """Number of hosts of each engine: its tensor_parallel_size workers are split evenly over so many, for models that
+    no host can hold. Slower than an engine within a host."""
     urls: tuple[str, ...] = ()
     """Addresses of vLLM servers that others started by forge-rl serve-engine, such as http://10.0.0.7:8000, whose
     engines join the run in addition to its replicas. The environment variable VLLM_API_KEY must hold their key. Only
@@ -61,7 +64,9 @@ class GeneratorConfig(DecodeSettings):
             self,
             "--generator.",
             least=dict.fromkeys(("gpu_memory_utilization", "spares", "least_replicas", "most_replicas"), 0)
-            | dict.fromkeys(("max_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size"), 1)
+            | dict.fromkeys(
+                ("max_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size", "hosts_per_replica"), 1
+            )
             | {"replicas": 0 if self.urls else 1},
             above={
                 "temperature": 0,
@@ -73,6 +78,7 @@ class GeneratorConfig(DecodeSettings):
             below={"temperature": 10, "gpu_memory_utilization": 1},
         )
         check_bounds(self, "--generator.")
+        self._check_hosts()
         check_speculation(self.speculation, routed_experts=self.routed_experts, devices=self.devices)
         if self.kv_transfer_config:
             _check_json(self.kv_transfer_config)
@@ -86,6 +92,24 @@ class GeneratorConfig(DecodeSettings):
             raise ConfigError(
                 "engines of --generator.urls do not return the experts that router replay needs",
                 hint="leave out --trainer.router-replay, or use engines of the run",
+            )
+
+    def _check_hosts(self) -> None:
+        hosts, size = self.hosts_per_replica, self.tensor_parallel_size
+        if size % hosts:
+            raise ConfigError(
+                f"{size} workers of an engine cannot be split evenly over {hosts} hosts",
+                hint="set --generator.tensor-parallel-size to a multiple of --generator.hosts-per-replica",
+            )
+        unsuited = {
+            "--generator.data-parallel-size": self.data_parallel_size > 1,
+            "--generator.spares": self.spares > 0,
+            "--generator.kv-transfer-config": bool(self.kv_transfer_config),
+        }
+        for flag in (flag for flag, given in unsuited.items() if given and hosts > 1):
+            raise ConfigError(
+                f"{flag} does not work with engines of {hosts} hosts",
+                hint=f"leave out {flag} or --generator.hosts-per-replica",
             )
 
 

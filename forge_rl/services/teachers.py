@@ -291,7 +291,7 @@ def engine_settings(config: TeachersConfig, policy: GeneratorConfig, folder: Pat
         longest = min(policy.max_model_len + policy.max_model_len // 4 + 1, positions(read_architecture(folder)))
     own = {each.name: getattr(config, each.name) for each in fields(TeachersConfig) if each.name != "models"}
     fixed = {"max_model_len": longest, "max_tokens": 1, "routed_experts": False, "speculation": "off"}
-    fixed |= dict.fromkeys(("spares", "least_replicas", "most_replicas"), 0) | {"urls": ()}
+    fixed |= dict.fromkeys(("spares", "least_replicas", "most_replicas"), 0) | {"urls": (), "hosts_per_replica": 1}
     return replace(policy, **own | fixed)
 
 

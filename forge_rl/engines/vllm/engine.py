@@ -26,6 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from forge_rl.engines import ENGINE_DIED, ENGINE_STALLED
 from forge_rl.engines.devices import device_type
+from forge_rl.engines.parts import EnginePart
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.engines.speculation import read_speculation
@@ -99,13 +100,15 @@ class VLLMEngine:
         self._watching = asyncio.ensure_future(self._watch(settings.stall_s))
 
     @classmethod
-    async def start(cls, folder: Path, settings: DecodeSettings, seed: int) -> VLLMEngine:
+    async def start(
+        cls, folder: Path, settings: DecodeSettings, seed: int, part: EnginePart | None = None
+    ) -> VLLMEngine:
         try:
             cache = CacheStats()
             with children_outlive_stop_signals():  # vLLM's processes have handlers that end them
-                arguments = engine_arguments(folder, settings, seed)
+                arguments = engine_arguments(folder, settings, seed, part)
                 llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[cache.logger()])
-            return await cls.over(llm, settings, cache)
+            return await cls.over(llm, settings, cache, hosts=part.count if part else 1)
         except (ValueError, RuntimeError) as error:
             raise ModelError(
                 f"vLLM does not start with {folder}: {start_cause(error, own_log())}",
@@ -113,8 +116,12 @@ class VLLMEngine:
             ) from error
 
     @classmethod
-    async def over(cls, llm: AsyncLLM, settings: DecodeSettings, cache: CacheStats) -> VLLMEngine:
-        """Prepare a vLLM engine that has started with this module's worker extension and weight transfer."""
+    async def over(cls, llm: AsyncLLM, settings: DecodeSettings, cache: CacheStats, *, hosts: int = 1) -> VLLMEngine:
+        """Prepare a vLLM engine that has started with this module's worker extension and weight transfer.
+
+        Args:
+            hosts: number of hosts with equally many of its workers; the first ones are on this host.
+        """
         engine = cls(llm, settings, cache)
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         await engine._all_workers("scale_prompt_logits")
@@ -122,7 +129,8 @@ class VLLMEngine:
             await engine._all_workers("speculate", settings.speculation)
         if settings.routed_experts and device_type() == "cpu":
             await engine._all_workers("capture_routing")
-        for pid in await engine._all_workers("process_id"):
+        pids = await engine._all_workers("process_id")
+        for pid in pids[: len(pids) // hosts]:
             unlink_shared_memory(pid)
             when_process_ends(pid, engine._on_engine_death)
         return engine
@@ -342,8 +350,10 @@ class VLLMEngine:
             os._exit(ENGINE_DIED)
 
 
-def engine_arguments(folder: Path, settings: DecodeSettings, seed: int) -> AsyncEngineArgs:
-    """Return vLLM's arguments for an engine of a run."""
+def engine_arguments(
+    folder: Path, settings: DecodeSettings, seed: int, part: EnginePart | None = None
+) -> AsyncEngineArgs:
+    """Return vLLM's arguments for an engine of a run, or for one host's part of it."""
     on_cpu = device_type() == "cpu"
     speculation = read_speculation(settings.speculation)
     return AsyncEngineArgs(
@@ -386,7 +396,15 @@ def engine_arguments(folder: Path, settings: DecodeSettings, seed: int) -> Async
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
         additional_config=Owner(os.getpid()),
+        **_where(part),
     )
+
+
+def _where(part: EnginePart | None) -> dict[str, Any]:
+    if part is None:
+        return {}
+    where = {"nnodes": part.count, "node_rank": part.number}
+    return {**where, "master_addr": part.address, "master_port": part.port}
 
 
 def _joined(workers: Sequence[WorkerReport]) -> LoadReport:

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from forge_rl.errors import ForgeError
 
 if TYPE_CHECKING:
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.outputs import CompletionOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -56,6 +57,19 @@ def engine_pids(llm: AsyncLLM) -> list[int]:
     resources = llm.engine_core.resources
     coordinator = [resources.coordinator.proc] if resources.coordinator is not None else []
     return [process.pid for process in (*resources.engine_manager.processes, *coordinator)]
+
+
+def start_following(arguments: EngineArgs) -> tuple[object, list[int]]:
+    """Start this host's workers of an engine whose first host schedules, and wait until all hosts' have met.
+
+    Returns:
+        What keeps them alive, and their process ids.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    executor: Any = MultiprocExecutor(arguments.create_engine_config(headless=True), monitor_workers=False)
+    check_names(executor, ("workers",))
+    return executor, [worker.proc.pid for worker in executor.workers]
 
 
 async def call_workers(llm: AsyncLLM, method: str, *args: object) -> list[Any]:

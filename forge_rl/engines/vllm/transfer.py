@@ -8,7 +8,7 @@ import pickle
 import signal
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -16,6 +16,7 @@ import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from forge_rl.engines.parts import BucketOnHosts
 from forge_rl.engines.speculation import read_speculation
 from forge_rl.engines.vllm import cpu, internals
 from forge_rl.engines.vllm.drafting import Drafter
@@ -174,6 +175,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         if device.type == "cpu":
             cpu.patch(model)
+        self._part: int = vllm_config.parallel_config.node_rank
         owner = vllm_config.additional_config
         if isinstance(owner, Owner):
             when_process_ends(owner.pid, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -197,6 +199,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         bucket: TensorBucket = pickle.loads(update_info.bucket)
+        if isinstance(bucket, BucketOnHosts):
+            bucket = replace(bucket, part=self._part)
         with bucket.open() as tensors:
             last = ""
 
