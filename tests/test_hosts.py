@@ -7,13 +7,15 @@ import os
 import signal
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from forge_rl.errors import ForgeError
-from forge_rl.run.attach import attach
+from forge_rl.run.attach import AttachedRun, attach
+from forge_rl.weights.volume import reclaim
 from tests.commands import TASKS, Command, forgotten, metrics, shared_memory, tasks_by_step, tiny_run
 from tests.fake_actors import hosts_of
 
@@ -173,6 +175,20 @@ def joining(commands: list[Command], out: Path, name: str, *arguments: str) -> C
     return command
 
 
+def wait_for_engines(command: Command, run: AttachedRun, wanted: str) -> None:
+    until = time.monotonic() + 240
+    while run.ask("status")["engines"].split("/")[0] != wanted:
+        assert time.monotonic() < until, command.output
+        time.sleep(0.5)
+
+
+def wait_for_step(command: Command, run: AttachedRun, beyond: int) -> None:
+    until = time.monotonic() + 240
+    while run.step <= beyond:
+        assert time.monotonic() < until, command.output
+        time.sleep(0.5)
+
+
 def test_hosts_join_and_leave_a_live_run_and_nothing_is_lost(commands: list[Command], tiny_model: Path, tmp_path: Path):
     before, out = shared_memory(), tmp_path / "run"
     command = tiny_run(
@@ -185,19 +201,7 @@ def test_hosts_join_and_leave_a_live_run_and_nothing_is_lost(commands: list[Comm
     )
     command.wait_for(r"step +3/400")
     run = attach(out)
-
-    def engines(wanted: str) -> None:
-        until = time.monotonic() + 240
-        while run.ask("status")["engines"].split("/")[0] != wanted:
-            assert time.monotonic() < until, command.output
-            time.sleep(0.5)
-
-    def step_beyond(step: int) -> None:
-        until = time.monotonic() + 240
-        while run.step <= step:
-            assert time.monotonic() < until, command.output
-            time.sleep(0.5)
-
+    engines, step_beyond = partial(wait_for_engines, command, run), partial(wait_for_step, command, run)
     assert run.hosts == dict.fromkeys(("local", "host0", "host1"), "serves")
     first = joining(commands, out, "spot", "--services", "generator+environment")
     engines("2")
@@ -241,3 +245,38 @@ def test_hosts_join_and_leave_a_live_run_and_nothing_is_lost(commands: list[Comm
     assert outcomes.keys() <= {"completed", "truncated"}, "no episode is lost"
     assert not command.strays()
     assert not forgotten(before)
+
+
+def test_a_host_that_dies_is_replaced_and_its_successor_ends_with_a_killed_run(
+    commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path
+):
+    before, out = shared_memory(), tmp_path / "a run; touch injected"
+    command = tiny_run(
+        commands,
+        tiny_model,
+        out,
+        *("--job", "process:2,most_replaced=3", "--placement", "trainer=host0;generator=host0+host1;environment=host0"),
+        *("--generator.replicas", "2", "--generator.least-replicas", "1", *TASKS),
+        *("--steps", "1000", "--checkpoint-every", "50", "--groups-per-batch", "4", "--evaluation.every", "0"),
+        *("--weights.shm", str(shm)),
+    )
+    command.wait_for(r"step +2/1000")
+    run = attach(out)
+    kill(command, out, "host1")
+    wait_for_engines(command, run, "1")
+    command.wait_for(r"host host1\.\d has joined: generator")
+    wait_for_engines(command, run, "2")
+    wait_for_step(command, run, run.step + 3)
+    assert "serves" in {run.hosts[host] for host in run.hosts if host.startswith("host1.")}
+    steps = range(1, run.step)  # whose files are written
+    command.seen |= set(command.children())
+    command.process.kill()
+    assert command.end() == -signal.SIGKILL
+    assert not command.strays()
+    assert reclaim(shm) > 0, "what the next start does"
+    assert not forgotten(before)
+    batches = tasks_by_step(out)
+    assert {step: Counter(source for source, _ in batches[step]) for step in steps} == {
+        step: {"chain_sum": 3, "basic_arithmetic": 1} for step in steps
+    }, "the mixture is exact"
+    assert all(row.get("logprob_gap", 0) < 1e-4 for row in metrics(out) if "loss" in row)

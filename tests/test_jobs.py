@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from forge_rl.errors import ConfigError
@@ -14,7 +15,7 @@ from forge_rl.flags.texts import parse, written
 from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.runtime.jobs.local import LocalJob
 from forge_rl.runtime.jobs.process import ProcessHosts
-from forge_rl.runtime.jobs.protocol import Job, JobListener
+from forge_rl.runtime.jobs.protocol import Job, JobListener, ReplacingJob
 from tests.fake_actors import hosts_of
 
 
@@ -60,3 +61,23 @@ def test_a_host_whose_process_ends_is_reported_by_name():
     name, cause = asyncio.run(main())
     assert name == "host1"
     assert "ended" in cause
+
+
+def test_a_host_that_cannot_join_says_why_and_one_that_is_given_back_ends(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    job = build_job("process:2,most_replaced=1")
+    assert isinstance(job, ReplacingJob)
+
+    async def main() -> tuple[str, int]:
+        cause = await job.replace("host1.1", tmp_path, lambda _: None)
+        started: asyncio.Queue[str] = asyncio.Queue()
+        replacing = asyncio.create_task(job.replace("host1.2", tmp_path, started.put_nowait))
+        pid = int((await started.get()).split()[1])
+        assert psutil.pid_exists(pid)
+        replacing.cancel()
+        await asyncio.wait([replacing])
+        return cause, pid
+
+    cause, pid = asyncio.run(main())
+    assert cause == f"its process exited with status 1: error: {tmp_path} is not a run folder"
+    assert not psutil.pid_exists(pid)

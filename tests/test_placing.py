@@ -104,7 +104,9 @@ def test_devices_of_the_hosts_stand_for_those_of_the_controller():
 
 def test_settings_with_the_controllers_default_get_the_hosts():
     given = RunConfig(generator=GeneratorConfig(max_num_seqs=8))
-    found = RunHosts(cluster=cluster_without(), placed=placed(hosts()), defaults=device_defaults())
+    found = RunHosts(
+        cluster=cluster_without(), placed=placed(hosts()), replacements=cast(Any, None), defaults=device_defaults()
+    )
     assert found.adapted(given) is given
     with standing_for(Devices(kind="cuda", gpus=16, gpu_bytes=1)):
         there = found.adapted(given)

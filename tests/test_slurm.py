@@ -1,22 +1,27 @@
 """`--job slurm` and `--job allocation` on a real Slurm of three nodes on this machine."""
 
 import json
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from forge_rl.errors import ConfigError
+from forge_rl.run.attach import attach
 from forge_rl.runtime.addresses import is_trusted, own_address, url
 from forge_rl.runtime.jobs.allocation import AllocationJob
 from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.runtime.jobs.slurm import SlurmJob
 from forge_rl.runtime.jobs.slurm_queue import JobState
-from tests.commands import Command, metrics, tiny_run
+from forge_rl.runtime.jobs.slurm_script import host_script, hosts_name
+from tests.commands import Command, tiny_run
 from tests.conftest import started_processes
 from tests.slurm.cluster import SlurmCluster, missing, slurm_cluster
 
@@ -84,6 +89,27 @@ def test_the_batch_script_quotes_what_it_is_given(tmp_path: Path):
     assert shown.stdout.splitlines()[:4] == ["--model", "it's; $(rm -rf /)", "--job", 'allocation:image="x/y:1"']
 
 
+def test_the_script_of_a_host_has_the_options_of_its_run_and_runs_nothing_from_its_name(tmp_path: Path):
+    options = {"partition": "a+b", "account": "me", "time": "1:00:00", "gpus": 8, "options": "--reservation=r[1-2]"}
+    job = SlurmJob(nodes=2, most_replaced=3, public=True, **options)
+    script = job.describe(["python", "-m", "mine"], tmp_path / "run")
+    assert script.count(f"scancel --me --name={hosts_name(tmp_path / 'run')}") == 2
+    (line,) = (line for line in script.splitlines() if "-m mine" in line)
+    inner = build_job(shlex.split(line)[4])
+    assert isinstance(inner, AllocationJob)
+    assert (inner.most_replaced, inner.public) == (3, True)
+    folder = tmp_path / "$(touch injected); touch injected\nit's"
+    joined = ["printf", "%s\n", str(folder), "--name", "node1.1"]
+    script = host_script(joined, folder, tmp_path / "host.log", inner.sbatch)
+    directives = {line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")}
+    assert {"--partition=a,b", "--account=me", "--time=1:00:00", "--gpus-per-node=8", "--exclusive"} <= directives
+    assert {"--reservation=r[1-2]", "--nodes=1", f"--job-name={hosts_name(folder)}"} <= directives
+    shown = subprocess.run(["bash"], input=script, text=True, capture_output=True, cwd=tmp_path)
+    assert shown.stdout == f"{folder}\n--name\nnode1.1\n"
+    assert not list(tmp_path.iterdir())
+    assert re.fullmatch(r"[\w.-]+", hosts_name(folder))
+
+
 def test_what_could_end_a_directive_is_refused():
     for text, problem in (
         ('slurm:partition="a b"', "partition is 'a b'"),
@@ -93,6 +119,9 @@ def test_what_could_end_a_directive_is_refused():
         ("slurm:grace_s=0", "grace_s is 0"),
         ('allocation:hosts="a+-oProxyCommand=x"', "'-oProxyCommand=x' is not the name of a host"),
         ("allocation:launcher=ssh", "names no host"),
+        ('allocation:sbatch="--partition=$(id)"', "sbatch is '--partition="),
+        ("allocation:hosts=a,most_replaced=1", "has hosts and most_replaced"),
+        ("slurm:image=x,most_replaced=1", "has image and most_replaced"),
     ):
         with pytest.raises(ConfigError, match=problem):
             build_job(text)
@@ -127,16 +156,31 @@ def test_a_job_shows_its_place_is_followed_from_two_terminals_and_saves_when_can
 
 
 @on_slurm
-def test_a_whole_run_has_trainer_ranks_and_engines_on_two_nodes(
+def test_a_whole_run_on_two_nodes_gets_another_node_when_one_dies(
     slurm: SlurmCluster, commands: list[Command], tiny_model: Path, tmp_path: Path
 ):
-    flags = ("--steps", "2", "--trainer.ranks", "2", "--generator.replicas", "2", "--evaluation.every", "0")
-    run = tiny_run(commands, tiny_model, tmp_path / "run", *flags, "--job", "slurm:nodes=2,partition=batch,time=20")
-    assert run.end(400) == 0, run.output
-    hosts = json.loads((tmp_path / "run" / "hosts.json").read_text())["services"]
+    out = tmp_path / "run"
+    flags = ("--steps", "1000", "--trainer.ranks", "2", "--generator.replicas", "2", "--generator.least-replicas", "1")
+    job = "slurm:nodes=2,partition=batch,time=20,most_replaced=1"
+    flags += ("--evaluation.every", "0", "--checkpoint-every", "2", "--job", job)
+    run = tiny_run(commands, tiny_model, out, *flags)
+    run.wait_for(r"step +4/1000", 400)
+    hosts = json.loads((out / "hosts.json").read_text())["services"]
     assert hosts["trainer"] == hosts["generator"] == ["node1", "node2"]
-    assert {each["step"] for each in metrics(tmp_path / "run")} >= {1, 2}
-    assert slurm.state(tmp_path / "run") == "COMPLETED"
+    slurm.kill_node("node2")
+    run.wait_for("host node2.1 starting  Slurm job [0-9]+ runs on node3")
+    run.wait_for("host node2.1 has joined: generator, trainer")
+    run.wait_for("the run continues from step [0-9]+$")
+    attached, until = attach(out), time.monotonic() + 240
+    while attached.ask("status")["engines"] != "2/2":
+        assert time.monotonic() < until, run.output
+        time.sleep(0.5)
+    asked = hosts_name(out)
+    assert slurm.states(asked) == {"RUNNING"}
+    attached.stop()
+    assert run.end(400) == 0, run.output
+    assert slurm.state(out) == "COMPLETED"
+    assert slurm.states(asked) <= {"CANCELLED", "COMPLETED", "COMPLETING"}, "given back"
 
 
 @on_slurm

@@ -41,7 +41,8 @@ from forge_rl.run.policy_gateway import PolicyGateway
 from forge_rl.run.preparation import Checked, Prepared, longest_example
 from forge_rl.run.run import Run
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.services import RolloutServices, Services
+from forge_rl.run.services import RolloutServices, Services, gpus_taken
+from forge_rl.runtime.jobs.joining import controller_address
 from forge_rl.services.trainer import Trainer
 from forge_rl.tokens.tokenizer import Tokenizer
 
@@ -108,9 +109,13 @@ async def assemble(
         await _resume(prepared, checkpointer, generates=rollouts is not None)
         monitor.training = lambda: services.trainer.progress
         run = Run(config, services, batches, evaluator, checkpointer, live, monitor, loss, close=close)
-        control = Control(run, live, policy, ElasticHosts(config, prepared, hosts, checked.model, services.rollout))
-        outside = stack.enter_context(_listening(config)) if config.attach_on else None
+        taken = gpus_taken(checked, hosts, engines=False)
+        elastic = ElasticHosts(config, prepared, hosts, checked.model, services, taken)
+        control = Control(run, live, policy, elastic)
+        at = config.attach_on or _address_for_hosts(hosts)
+        outside = stack.enter_context(_listening(config, at)) if at else None
         await stack.enter_async_context(serving_control(prepared.folder, control, log.warn, outside))
+        elastic.replace()
         gc.freeze()  # also modules imported meanwhile: see responsive_loop
         yield run, Ending(run, services, checkpointer, monitor)
 
@@ -128,13 +133,13 @@ async def _resume(prepared: Prepared, checkpointer: Checkpointer, *, generates: 
         display.startup("first weights", "ready", f"version {version}, attested")
 
 
-def _listening(config: RunConfig) -> socket.socket:
+def _listening(config: RunConfig, at: str) -> socket.socket:
     """Listen for clients from elsewhere.
 
     Raises:
         ConfigError: the address is public, or cannot be used.
     """
-    outside = listen(config.attach_on, "--attach-on")
+    outside = listen(at, "--attach-on")
     host, port = outside.getsockname()[:2]  # a name may stand for a public address
     try:
         check_reachable(f"{host}:{port}", "--attach-on", may_be_public=config.isolation.public_ports)
@@ -142,6 +147,12 @@ def _listening(config: RunConfig) -> socket.socket:
         outside.close()
         raise
     return outside
+
+
+def _address_for_hosts(hosts: RunHosts) -> str:
+    """Return the address at which hosts that the run asks for reach it; "" if they are on this machine, or none are."""
+    ip = controller_address() if hosts.replacements.asks else ""
+    return f"[{ip}]:0" if ip else ""
 
 
 def _scalable(services: RolloutServices | None) -> dict[str, Scalable]:

@@ -154,7 +154,7 @@ class AttachedRun:
 
     @property
     def hosts(self) -> dict[str, str]:
-        """State of each host: "serves", "leaves", or why it is gone."""
+        """State of each host: "was asked for", "serves", "leaves", or why it is gone."""
         return dict(self.ask("hosts")["hosts"])
 
     def leave(self, host: str) -> None:

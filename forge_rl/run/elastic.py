@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forge_rl.engines.host import HostInfo
@@ -12,12 +12,14 @@ from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.run.hosts import RunHosts, ask_hosts, sound_hosts, write_hosts
 from forge_rl.run.preparation import Prepared
 from forge_rl.run.run_config import RunConfig
-from forge_rl.run.services import RolloutServices, nothing_generated
+from forge_rl.run.services import Services, nothing_generated
 from forge_rl.runtime.cluster import THIS_HOST
 from forge_rl.runtime.jobs.joining import attach_host, controller_address
 
 JOINED = ("generator", "environment")
 """Services that hosts can join."""
+REPLACED = (*JOINED, "trainer")
+"""Services for which hosts that die are replaced."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
 _LEAVE_S = 120.0
 """Time in which the processes on a host that leaves end; after that they count as lost."""
@@ -29,25 +31,40 @@ class ElasticHosts:
     Args:
         hosts: hosts of the run.
         model: folder of the model, which each host must see.
-        rollout: services that hosts join; None if nothing is generated.
+        services: services that hosts join.
+        taken: number of GPUs of each host that the engines may not use, at the start.
     """
 
     def __init__(
-        self, config: RunConfig, prepared: Prepared, hosts: RunHosts, model: Path, rollout: RolloutServices | None
+        self,
+        config: RunConfig,
+        prepared: Prepared,
+        hosts: RunHosts,
+        model: Path,
+        services: Services,
+        taken: Mapping[str, int],
     ) -> None:
         self._config = config
         self._prepared = prepared
         self._hosts = hosts
         self._model = model
-        self._rollout = rollout
+        self._rollout = services.rollout
+        self._trainers = services.trainers
+        self._taken = taken
         self._infos = dict(hosts.placed.infos)
         self._services = {name: list(names) for name, names in hosts.placed.hosts.items()}
         self._joining = asyncio.Lock()
 
+    def replace(self) -> None:
+        """Replace hosts of the job that die, from now on."""
+        needed = {host for service in REPLACED for host in self._hosts.placed.hosts[service]} - {THIS_HOST}
+        self._hosts.replacements.begin(needed)
+
     def states(self) -> dict[str, str]:
-        """Return all hosts: "serves", "leaves", or why a host is gone."""
+        """Return all hosts: "was asked for", "serves", "leaves", or why a host is gone."""
         cluster = self._hosts.cluster
-        found = {host: "leaves" if host in cluster.leaving else "serves" for host in self._infos}
+        found = dict.fromkeys(self._hosts.replacements.waiting, "was asked for")
+        found |= {host: "leaves" if host in cluster.leaving else "serves" for host in self._infos}
         return found | cluster.lost
 
     def meeting_point(self) -> dict[str, str]:
@@ -67,7 +84,8 @@ class ElasticHosts:
         Raises:
             ForgeError: the host is refused; says why.
         """
-        if self._rollout is None:
+        lost = self._hosts.replacements.place_of(name) if isinstance(name, str) else ""
+        if self._rollout is None and not lost:
             raise nothing_generated()
         if self._config.isolation.private_network:
             raise ConfigError(
@@ -92,8 +110,8 @@ class ElasticHosts:
                         hint="let hosts join that see both at these paths",
                     )
                 info = sound_hosts(self._config, cluster, answers, log.warn)[name]
-                chosen = self._choose(name, info, services)
-                await self._start(name, info, chosen)
+                chosen = self._choose_for(name, info, lost) if lost else self._choose(name, info, services)
+                await self._start(name, info, chosen, self._taken.get(lost, 0))
             except BaseException as error:
                 cause = error.message if isinstance(error, ForgeError) else type(error).__name__
                 cluster.lose(name, f"it could not join: {cause}")
@@ -102,6 +120,7 @@ class ElasticHosts:
             for service in chosen:
                 self._services[service].append(name)
             write_hosts(self._prepared.folder, self._infos, self._services)
+        self._hosts.replacements.joined(name)
         text = f"host {name} has joined: {', '.join(chosen)} ({info.describe()})"
         log.event(text)
         return text
@@ -154,13 +173,28 @@ class ElasticHosts:
             )
         return chosen
 
-    async def _start(self, name: str, info: HostInfo, chosen: Sequence[str]) -> None:
+    def _choose_for(self, name: str, info: HostInfo, lost: str) -> tuple[str, ...]:
+        """Return the services of a host in the place of a lost one: the same.
+
+        Raises:
+            ConfigError: it has other devices.
+        """
+        had = self._hosts.placed.hosts
+        chosen = tuple(service for service in REPLACED if lost in had[service])
+        if (kind := self._hosts.placed.devices.kind) != info.kind and chosen != ("environment",):
+            raise ConfigError(f"host {name} has {info.describe()}, and the run runs on {kind}", hint="see --job")
+        return chosen
+
+    async def _start(self, name: str, info: HostInfo, chosen: Sequence[str], taken: int) -> None:
         rollout = self._rollout
-        assert rollout is not None
         alike = sum(each.space == info.space for each in self._infos.values())
         cores = max(1, info.cores // max(1, alike))  # hosts that are processes of one machine share its cores
-        if "generator" in chosen:
+        if rollout is not None and {"generator", "trainer"}.intersection(chosen):
             await rollout.weights.add(name)
-            rollout.generator.join(name, info.gpus, cores)
-        if "environment" in chosen and rollout.environment is not None:
+        if rollout is not None and "generator" in chosen:
+            rollout.generator.join(name, info.gpus[taken:], cores)
+        if rollout is not None and "environment" in chosen and rollout.environment is not None:
             rollout.environment.join(name, cores)
+        if "trainer" in chosen:
+            for trainer in self._trainers:
+                trainer.join(name, info.gpus, cores)

@@ -20,12 +20,13 @@ from forge_rl.run.host_checks import failed_hosts, judge_facts
 from forge_rl.run.placement_flag import read_placement
 from forge_rl.run.placing import PlacedServices, place
 from forge_rl.run.preparation import Prepared
+from forge_rl.run.replacements import Replacements, replacing
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.run_dir import write_json
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.host_facts import Clock, HostFacts
 from forge_rl.runtime.jobs.flag import build_job
-from forge_rl.runtime.jobs.protocol import Job, JobListener
+from forge_rl.runtime.jobs.protocol import Job, JobListener, ReplacingJob
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
@@ -52,6 +53,8 @@ class RunHosts:
     placed: PlacedServices
     without_model: tuple[str, ...] = ()
     """Hosts that do not see the model's folder, or not the run's."""
+    replacements: Replacements
+    """Hosts that the run asks for."""
     defaults: Mapping[str, Mapping[str, Any]]
     """Defaults on the controller of settings whose defaults depend on the kind of device, by field of the config."""
 
@@ -109,6 +112,7 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
         made.append(cluster)
         for host, cause in lost.items():
             cluster.lose(host, cause)
+        asked = job if isinstance(job, ReplacingJob) else None
         infos, without_model = {THIS_HOST: HostInfo.of_this_host()}, list[str]()
         if hosts:
             say(f"asking {', '.join(cluster.hosts[1:])}")
@@ -125,16 +129,18 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
             for line in placed.lines():
                 monitor.log.event(line)
             write_hosts(prepared.folder, infos, placed.hosts)
-        try:
-            with standing_for(placed.devices) if hosts else contextlib.nullcontext():
-                yield RunHosts(
-                    cluster=cluster,
-                    placed=placed,
-                    defaults=defaults,
-                    without_model=tuple(host for host in without_model if host in infos),
-                )
-        finally:
-            await cluster.close()
+        async with replacing(asked, prepared.folder, cluster, monitor) as replacements:
+            try:
+                with standing_for(placed.devices) if hosts else contextlib.nullcontext():
+                    yield RunHosts(
+                        cluster=cluster,
+                        placed=placed,
+                        replacements=replacements,
+                        defaults=defaults,
+                        without_model=tuple(host for host in without_model if host in infos),
+                    )
+            finally:
+                await cluster.close()
 
 
 def write_hosts(folder: Path, infos: Mapping[str, HostInfo], services: Mapping[str, Sequence[str]]) -> None:

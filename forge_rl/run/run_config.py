@@ -21,6 +21,7 @@ from forge_rl.run.placement_flag import read_placement
 from forge_rl.run.target import TargetConfig
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.runtime.jobs.flag import build_job
+from forge_rl.runtime.jobs.protocol import ReplacingJob
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.reward import Reward
@@ -123,7 +124,12 @@ class RunConfig:
         object.__setattr__(self, "cache", Path(self.cache))  # a string is welcome in an interactive session
         if self.out is not None:
             object.__setattr__(self, "out", Path(self.out))
-        build_job(self.job)  # checks it
+        job = build_job(self.job)
+        if isinstance(job, ReplacingJob) and job.most_replaced and self.isolation.private_network:
+            raise ConfigError(
+                "--job has most_replaced, and no host can join a run in a private network",
+                hint="leave out one of most_replaced and --private-network",
+            )
         devices = read_placement(self.placement).devices
         if self.trainer.router_replay:
             object.__setattr__(self, "generator", replace(self.generator, routed_experts=True))

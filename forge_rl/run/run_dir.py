@@ -52,7 +52,7 @@ _FREE = (
     *("reward.replicas", "reward.wait_for_another_s", "teachers.replicas", "teachers.max_num_seqs"),
     *("teachers.kv_cache_gib", "teachers.gpu_memory_utilization", "teachers.*_parallel_size"),
     *("teachers.enable_expert_parallel", "teachers.enforce_eager"),
-    *("environment.replicas", "gateway.*", "data.max_bad_rows", "alerts.*"),
+    *("environment.replicas", "*.wait_for_host_s", "gateway.*", "data.max_bad_rows", "alerts.*"),
 )
 """Patterns of fields that determine where and how a run is computed, not what: they may change whenever it is
 resumed."""

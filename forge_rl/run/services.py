@@ -267,7 +267,7 @@ async def _start_generator(
         model=checked.model,
         seed=checked.config.seed,
         deadline_s=_START_DEADLINE_S,
-        hosts=hosts.placed.of("generator", _taken(checked, hosts, engines=False)),
+        hosts=hosts.placed.of("generator", gpus_taken(checked, hosts, engines=False)),
         lend=lambda: handover.result().lend(),
         replace=start_engine,
         parse_control_tokens=checked.config.parse_control_tokens,
@@ -335,12 +335,12 @@ async def _start_teachers(
         settings=config.generator,
         seed=config.seed,
         deadline_s=_START_DEADLINE_S,
-        hosts=hosts.placed.of("teachers", _taken(checked, hosts, engines=True)),
+        hosts=hosts.placed.of("teachers", gpus_taken(checked, hosts, engines=True)),
         warn=prepared.monitor.log.warn,
     )
 
 
-def _taken(checked: Checked[C], hosts: RunHosts, *, engines: bool) -> dict[str, int]:
+def gpus_taken(checked: Checked[C], hosts: RunHosts, *, engines: bool) -> dict[str, int]:
     """Return the number of GPUs of each host that are not free: the trainer's unless engines share them, and with
     `engines` the policy's engines' as well."""
     config, placed = checked.config, hosts.placed

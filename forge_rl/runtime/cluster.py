@@ -116,7 +116,9 @@ class Cluster:
         """Last answer of each watched host, see `Processes`."""
         self.leaving: set[str] = set()
         """Hosts that are about to go: nothing new is placed there."""
-        self._loss = asyncio.Event()
+        self.awaited: set[str] = set()
+        """Hosts that are gone, and in whose place the run has asked for others that have not joined yet."""
+        self._changed = asyncio.Event()
         self.on_lost: list[Callable[[str, str], None]] = []
         """Called with the name of a host that is gone, and the cause."""
         for name, mesh in self._hosts.items():
@@ -173,17 +175,25 @@ class Cluster:
         """Count a host as gone for good: its processes are dead, and nothing is spawned there any more."""
         if host in self._hosts and host not in self.lost:
             self.lost[host] = cause
-            self._loss.set()
-            self._loss = asyncio.Event()
+            self.tell_change()
             for listener in list(self.on_lost):
                 listener(host, cause)
+
+    def tell_change(self) -> None:
+        """Wake those who wait for a `change`, which they look for themselves."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def change(self) -> None:
+        """Wait until a host is gone, joins a service, or has been given up."""
+        await self._changed.wait()
 
     async def is_lost(self, host: str, *, within_s: float) -> bool:
         """Wait for some seconds until a host is known to be gone for good; returns whether it is."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while host not in self.lost:
-                    await self._loss.wait()
+                    await self.change()
         return host in self.lost
 
     def spawn(

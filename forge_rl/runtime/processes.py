@@ -123,7 +123,7 @@ class ProcessTree:
             seen |= fresh
             for process in fresh:
                 with contextlib.suppress(psutil.Error):  # it exited
-                    if any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
+                    if cleans_up(process):
                         cleaners.add(process)
                     else:
                         process.kill()
@@ -235,6 +235,11 @@ def exit_status(pid: int, pidfd: int) -> int | None:
         if struct.unpack_from("Q", info)[0] & _PIDFD_INFO_EXIT:
             return os.waitstatus_to_exitcode(struct.unpack_from("i", info, _EXIT_CODE_OFFSET)[0])
     return None
+
+
+def cleans_up(process: psutil.Process) -> bool:
+    """Return whether a process is Python's resource tracker, which cleans up after those that it serves, and exits."""
+    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
 def clean_up_after(folders: Sequence[str], pids: Sequence[int] = ()) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -23,6 +24,14 @@ class ServiceHosts:
     """GPUs that the service may use on each host, as CUDA_VISIBLE_DEVICES names them there; none on CPU."""
     cores: Mapping[str, int] = field(default_factory=dict)
     """CPU cores that the service may use on each host; all of this machine's if a host is missing."""
+
+    def with_host(self, host: str, gpus: Sequence[str] = (), cores: int | None = None) -> ServiceHosts:
+        """Return these hosts and another one."""
+        return ServiceHosts(
+            names=(*self.names, host),
+            gpus={**self.gpus, host: tuple(gpus)} if gpus else self.gpus,
+            cores=self.cores if cores is None else {**self.cores, host: cores},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +110,8 @@ class Seats:
 
     def add(self, host: str, gpus: Sequence[str] = (), cores: int | None = None) -> None:
         """Take in another host of the service."""
-        self.hosts = ServiceHosts(
-            names=(*self.hosts.names, host),
-            gpus={**self.hosts.gpus, host: tuple(gpus)} if gpus else self.hosts.gpus,
-            cores=self.hosts.cores if cores is None else {**self.hosts.cores, host: cores},
-        )
+        self.hosts = self.hosts.with_host(host, gpus, cores)
+        self._cluster.tell_change()
 
     def scale(self, replicas: int) -> None:
         """Change the number of replicas on the present hosts, and the bounds if they exclude it.
@@ -135,6 +141,16 @@ class Seats:
         while sum(min(room, each) for each in places) < room * self._hosts_each:  # a replica's hosts all differ
             room -= 1
         return room
+
+    def fits(self, index: int) -> bool:
+        """Return whether `take` finds a seat."""
+        seat = self._taken.get(index)
+        if seat is not None and _stays(seat.host, self._cluster):
+            return True
+        with contextlib.suppress(ConfigError):
+            self._free()
+            return True
+        return False
 
     def take(self, index: int) -> Seat:
         """Return the seat of the replica with an index: its own as long as the host lives, else a free one.

@@ -201,8 +201,17 @@ class Supervisor:
                 if hopeless or service.abandoned or not most:
                     return
             await self._sleep(self._restart.delay_s(self._deaths[index]))
+            await self._host_for(index)
             if await self._replace(index):
                 return
+
+    async def _host_for(self, index: int) -> None:
+        """Wait while no host has room for the replica of an index, and another one is awaited."""
+        seats, cluster = self._seats, self._service.cluster
+        if seats is None or index < seats.first:
+            return
+        while cluster.awaited and not seats.fits(index):
+            await cluster.change()
 
     async def _replace(self, index: int) -> bool:
         """Start a replica at an index whose replica is dead, if it has one; return whether the new one serves."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,6 +19,7 @@ from forge_rl.engines.factory import train_environment
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import (
     CheckpointError,
+    ConfigError,
     DeadlineError,
     ForgeError,
     LossError,
@@ -61,7 +62,8 @@ class Trainer:
         self,
         config: TrainerConfig,
         service: Service,
-        spawn: Callable[[], Replica],
+        hosts: ServiceHosts,
+        spawn: Callable[[ServiceHosts], Replica],
         *,
         model: Path,
         seed: int,
@@ -72,6 +74,7 @@ class Trainer:
         self.config = config
         self._service = service
         self._model = model
+        self._hosts = hosts
         self._spawn = spawn
         self._seed = seed
         self._total_updates = total_steps * config.updates_per_batch
@@ -140,9 +143,8 @@ class Trainer:
             ConfigError: the hosts cannot hold the ranks, or could meet only over a public address.
         """
         service = Service(name, cluster, faults)
-        places = hosts or ServiceHosts()
 
-        def spawn() -> Replica:
+        def spawn(places: ServiceHosts) -> Replica:
             args = trainer.config, reference, config.ranks, values
             ranks = ranks_by_host(config.ranks, places, cluster)
             env = train_environment(max(ranks.values()), min(map(places.cores.get, ranks), key=lambda n: n or 0))
@@ -151,6 +153,7 @@ class Trainer:
         trainer = cls(
             config,
             service,
+            hosts or ServiceHosts(),
             spawn,
             model=model,
             seed=seed,
@@ -180,6 +183,7 @@ class Trainer:
 
         Raises:
             ReplicaError: a rank died again.
+            ConfigError: the ranks do not fit on the hosts that are left, and no other one joined in time.
             ServiceError: it was already restarted `max_restarts` times, or did not start in time.
             CheckpointError: the training state cannot be read.
         """
@@ -201,6 +205,7 @@ class Trainer:
         self._unavailable = "it is being restarted"
         try:
             await self._service.processes.clean_up(dead)
+            await self._wait_for_room()
             await self._open(resume)
         except BaseException as error:
             self._unavailable = (
@@ -208,6 +213,38 @@ class Trainer:
             )
             raise
         self._service.faults.recovered(self._service.name, dead.index)
+
+    def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
+        """Take in another host, for ranks that are started from now on."""
+        self._hosts = self._hosts.with_host(host, gpus, cores)
+        self._service.cluster.tell_change()
+
+    async def _wait_for_room(self) -> None:
+        """Wait while the ranks fit on no hosts, and another one is awaited.
+
+        Raises:
+            ConfigError: no host joined in time.
+        """
+        waits_s = self.config.wait_for_host_s
+        try:
+            async with asyncio.timeout(waits_s):
+                with self._service.faults.calling(self._service.name, None, "wait for a host"):
+                    while self._service.cluster.awaited and not self._has_room():
+                        await self._service.cluster.change()
+        except TimeoutError:
+            if not self._has_room():
+                raise ConfigError(
+                    f"the {self._service.name}'s {self.config.ranks} ranks do not fit on the hosts that are left, and "
+                    f"none has joined within {waits_s:g} s",
+                    hint=f"raise --{self._service.name}.wait-for-host-s; the same command resumes from the checkpoint",
+                ) from None
+
+    def _has_room(self) -> bool:
+        try:
+            ranks_by_host(self.config.ranks, self._hosts, self._service.cluster)
+        except ConfigError:
+            return False
+        return True
 
     @property
     def name(self) -> str:
@@ -518,7 +555,7 @@ class Trainer:
 
     async def _open(self, resume: Path | None, after: asyncio.Future[Any] | None = None) -> None:
         """Spawn the ranks and, once `after` is done, load the policy."""
-        deadline_s, replica = self._start_deadline_s, self._spawn()
+        deadline_s, replica = self._start_deadline_s, self._spawn(self._hosts)
         if not self.restarts_left:
             replica.death.add_done_callback(self._on_last_death)
         await self._service.watch(replica, deadline_s=deadline_s)

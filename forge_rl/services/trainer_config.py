@@ -39,6 +39,9 @@ class TrainerConfig(TrainSettings):
     max_restarts: int = 3
     """Maximum restarts from the last checkpoint per launch of the run, after a rank died or hung; then, or at 0, such a
     death ends the run."""
+    wait_for_host_s: float = 1800.0
+    """Longest wait for a host that the run has asked for (--job ...:most_replaced=N) in the place of one that died, if
+    the ranks do not fit on the others; after it, or at 0, the run ends. Within --phase-deadline-s."""
     deadline_s: float = 1800.0
     """Timeout of one call to the ranks, such as a step; the ranks then count as hung and are restarted. Once a call of
     its kind was measured, the timeout is 20 times the slowest call's time for as many tokens, but at least 5 minutes,
@@ -50,7 +53,7 @@ class TrainerConfig(TrainSettings):
             "--trainer.",
             least={"ranks": 1, "minibatches": 1, "epochs": 1, "max_skipped_updates": 1}
             | dict.fromkeys(self.degrees, 1)
-            | {"port": 0, "max_restarts": 0, "seq_len": int(device_type() == "cpu")},
+            | {"port": 0, "max_restarts": 0, "seq_len": int(device_type() == "cpu"), "wait_for_host_s": 0},
             above={"deadline_s": 0},
             below={"port": 65536},
         )

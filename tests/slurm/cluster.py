@@ -112,6 +112,10 @@ class SlurmCluster:
         job = json.loads((run / "job.json").read_text())["id"]
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
 
+    def states(self, name: str) -> set[str]:
+        """Return the states of the jobs of a name."""
+        return set(self.run("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%T").split())
+
     def processes(self, node: str) -> list[psutil.Process]:
         """Return a node's processes: its daemon, and what Slurm started on it."""
         found = []

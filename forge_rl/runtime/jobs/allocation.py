@@ -9,16 +9,19 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, check_flags
 from forge_rl.runtime.addresses import own_address
+from forge_rl.runtime.jobs import slurm_queue
+from forge_rl.runtime.jobs.joining import host_log, join_command, last_line
 from forge_rl.runtime.jobs.launched import Notice, launched_hosts, save_at_notice
 from forge_rl.runtime.jobs.protocol import JobListener
 from forge_rl.runtime.jobs.slurm_queue import dead_nodes, node_addresses, node_names
+from forge_rl.runtime.jobs.slurm_script import check_options, host_script, hosts_name
 from forge_rl.system.variables import handed_on
 
 if TYPE_CHECKING:
@@ -35,6 +38,11 @@ _SSH = "ssh -o BatchMode=yes {host}"
 _SRUN = "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} --no-kill --cpu-bind=none --input=all --unbuffered"
 _FILE_BYTES = 1 << 20
 _CHECK_S = 30.0
+_ASK_S = 10.0
+"""Seconds between questions about a host that was asked for."""
+_WISHED = ("COMPLETED", "CANCELLED")
+"""Ends of a host's job that someone has wished for."""
+IN_CONTAINER = "leave one out: a host that joins later is in no container"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +65,19 @@ class AllocationJob:
     directory is mounted; this process itself stays outside."""
     python: str = ""
     """Python interpreter on the hosts; by default the path of this one."""
+    most_replaced: int = 0
+    """Number of further Slurm jobs, of one node each, that the run may submit in all, in the place of nodes that die;
+    each lets its node join the run."""
+    sbatch: str = ""
+    """Options of sbatch for these jobs, separated by spaces, such as --partition=gpu --gpus-per-node=8."""
 
     def __post_init__(self) -> None:
+        check_flags(self, "--job allocation:", least={"most_replaced": 0})
+        check_options("allocation:sbatch", self.sbatch)
+        if self.most_replaced and (self.hosts or self.launcher or self.image):
+            given = next(name for name in ("hosts", "launcher", "image") if getattr(self, name))
+            hint = IN_CONTAINER if given == "image" else "leave most_replaced out: only Slurm is asked for hosts"
+            raise ConfigError(f"--job allocation has {given} and most_replaced", hint=hint)
         if self.image and self.launcher:
             raise ConfigError(
                 "--job allocation has image and launcher", hint="put the image's options into the launcher"
@@ -92,6 +111,8 @@ class AllocationJob:
 
         A scheduler's notice to any of them that time is up becomes SIGUSR1 in this process, at which a run saves.
         """
+        if self.most_replaced and not self._is_slurm:
+            raise ConfigError("--job allocation has most_replaced outside Slurm", hint="leave it out")
         names = await asyncio.to_thread(self._names)
         places = await asyncio.to_thread(node_addresses, ",".join(names)) if self._is_slurm else names
         controller = own_address(places, self.interface, may_be_public=self.public)
@@ -110,6 +131,23 @@ class AllocationJob:
         ) as hosts:
             with _watching_nodes(names, lost) if self._is_slurm else contextlib.nullcontext():
                 yield hosts
+
+    async def replace(self, name: str, folder: Path, say: Callable[[str], None]) -> str:
+        """Submit a job whose node joins a run, and wait until it ends; see `ReplacingJob`."""
+        log, jobs = host_log(folder, name), hosts_name(folder)
+        command = join_command(folder, name, python=self.python, interface=self.interface, public=self.public)
+        script = host_script(command, folder, log, self.sbatch)
+        # The job inherits the environment as the first nodes do, without what Slurm has set for this job.
+        kept = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or name.startswith("SBATCH_")}
+        submitting = asyncio.ensure_future(asyncio.to_thread(slurm_queue.submit, script, handed_on(kept)))
+        try:
+            id, _ = await asyncio.shield(submitting)
+            return await _follow(jobs, id, log, say)
+        finally:
+            await asyncio.wait([submitting])
+            if submitting.exception() is None:
+                with contextlib.suppress(ConfigError):  # it has ended
+                    await asyncio.to_thread(slurm_queue.ask_slurm, "scancel", submitting.result()[0])
 
     @property
     def _is_slurm(self) -> bool:
@@ -147,6 +185,26 @@ class AllocationJob:
     @property
     def _default_launcher(self) -> str:
         return _SRUN if self._is_slurm else _SSH
+
+
+async def _follow(jobs: str, id: str, log: Path, say: Callable[[str], None]) -> str:
+    """Tell what a host's job waits for; return why it has ended, "" if someone wished it.
+
+    Args:
+        jobs: the job's name.
+    """
+    said = ""
+    while True:
+        with contextlib.suppress(ConfigError):  # slurmctld restarts; it is asked again
+            job = await asyncio.to_thread(slurm_queue.find_job, jobs, id)
+            if job is None or job.end:
+                how = f"{job.end} ({job.state}){last_line(log)}" if job else "is unknown to Slurm"
+                return "" if job and job.state in _WISHED else f"Slurm job {id} {how}"
+            now = f"Slurm job {id} runs on {job.nodes}"
+            told = await asyncio.to_thread(slurm_queue.describe_wait, job) if job.waits else now
+            if told != said:
+                say(said := told)
+        await asyncio.sleep(_ASK_S)
 
 
 def check_host(name: str) -> str:

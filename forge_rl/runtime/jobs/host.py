@@ -27,7 +27,7 @@ from forge_rl.runtime.addresses import own_address, url
 from forge_rl.runtime.cluster import quiet_stderr, set_defaults
 from forge_rl.runtime.jobs.slurm_queue import requeue_without_controller
 from forge_rl.runtime.monarch_log import secure_monarch_log
-from forge_rl.runtime.processes import clean_up_after
+from forge_rl.runtime.processes import clean_up_after, cleans_up
 from forge_rl.runtime.scratch import make_scratch
 
 MARK = "forge_rl host: "
@@ -66,7 +66,8 @@ def main() -> None:
     _wait(flags.watch)
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+            if not cleans_up(process):
+                process.kill()
     os._exit(0)  # Monarch's threads still run
 
 

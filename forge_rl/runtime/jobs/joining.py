@@ -1,10 +1,11 @@
-"""How a host joins a live run: the address at which it serves, and what the controller accepts of it."""
+"""How a host joins a live run: its command, the address at which it serves, and what the controller accepts of it."""
 
 from __future__ import annotations
 
 import os
 import re
 import stat
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,34 @@ from forge_rl.runtime.jobs.launched import identifier
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
 
+_TAIL_BYTES = 4096
 _SOCKET = re.compile(r"(?:[\w-]+<\w+>@)?ipc://(/[\w./-]{1,100})")
 _TCP = re.compile(r"Tcp\(\[?([0-9a-fA-F:.]+?)\]?:[0-9]+\)")
 """Monarch's description of a transport."""
+
+
+def join_command(folder: Path, name: str, *, python: str = "", interface: str = "", public: bool = False) -> list[str]:
+    """Return the command by which a machine joins the run in a folder under a name."""
+    command = [python or sys.executable, "-m", "forge_rl", "join", str(folder.resolve()), "--name", name]
+    return command + ["--interface", interface] * bool(interface) + ["--public"] * public
+
+
+def host_log(folder: Path, name: str) -> Path:
+    """Return the file for the output of a command by which a host joins."""
+    return folder.resolve() / "logs" / f"host-{name}.log"
+
+
+def last_line(log: Path) -> str:
+    """Return the last error in such a file, or its last line, after a colon; "" if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    said = [line.strip()[:300] for line in reversed(lines) if line.strip()]
+    errors = [line for line in said if line.startswith("error: ")]
+    return next((f": {line}" for line in errors + said), "")
 
 
 def controller_address() -> str:

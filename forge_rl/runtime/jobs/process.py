@@ -7,19 +7,24 @@ import contextlib
 import functools
 import os
 import shutil
+import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import check_flags
 from forge_rl.runtime.cluster import quiet_stderr, set_defaults
+from forge_rl.runtime.jobs.joining import host_log, join_command, last_line
 from forge_rl.runtime.jobs.protocol import JobListener
-from forge_rl.runtime.processes import clean_up_after
+from forge_rl.runtime.processes import clean_up_after, describe_exit
 from forge_rl.runtime.scratch import make_scratch
-from forge_rl.system.variables import kept_back
+from forge_rl.system.variables import handed_on, kept_back
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
+
+_END_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +33,11 @@ class ProcessHosts:
 
     hosts: int = 2
     """Number of hosts, named host0, host1 and so on."""
+    most_replaced: int = 0
+    """Number of further hosts that the run may start in all, in the place of those that die."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--job process:", least={"hosts": 1}, most={"hosts": 64})
+        check_flags(self, "--job process:", least={"hosts": 1, "most_replaced": 0}, most={"hosts": 64})
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,6 +54,28 @@ class ProcessHosts:
         """Start the hosts; see `local_hosts`."""
         async with local_hosts(self.names, lost=listener.lost) as hosts:
             yield hosts
+
+    async def replace(self, name: str, folder: Path, say: Callable[[str], None]) -> str:
+        """Start a process that joins a run, and wait until it ends; see `ReplacingJob`."""
+        log = host_log(folder, name)
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *join_command(folder, name),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=handed_on(),
+                start_new_session=True,
+            )
+        guard = clean_up_after([], [process.pid])
+        try:
+            say(f"process {process.pid} of this machine")
+            status = await process.wait()
+            return f"{describe_exit(status)}{last_line(log)}" if status else ""
+        finally:
+            await _end(process)
+            guard.kill()
+            guard.communicate()
 
 
 @contextlib.asynccontextmanager
@@ -92,6 +121,15 @@ async def local_hosts(
             guard.kill()
             guard.communicate()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Stop a process, by SIGKILL if SIGTERM does not suffice; its children end with it."""
+    for stop in (process.terminate, process.kill):
+        if process.returncode is None:
+            stop()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_S)
 
 
 @contextlib.contextmanager

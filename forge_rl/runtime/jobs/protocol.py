@@ -64,6 +64,32 @@ class Job(Protocol):
 
 
 @runtime_checkable
+class ReplacingJob(Protocol):
+    """A job that can also get a live run another host, in the place of one that died."""
+
+    @property
+    def most_replaced(self) -> int:
+        """Number of hosts that a run may ask for; 0 if it asks for none."""
+        ...
+
+    async def replace(self, name: str, folder: Path, say: Callable[[str], None]) -> str:
+        """Have a host join a run, and wait until it is gone again; if cancelled, give it back.
+
+        Args:
+            name: name of the host, new to the run.
+            folder: folder of the run.
+            say: takes what the host waits for, in a line, such as its place in a queue.
+
+        Returns:
+            Why it is gone; "" if someone has let it go.
+
+        Raises:
+            ForgeError: the scheduler refused; says why.
+        """
+        ...
+
+
+@runtime_checkable
 class SubmittedJob(Protocol):
     """Runs the run's whole command elsewhere, controller included, such as in a batch job of a cluster."""
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import codecs
-import getpass
-import hashlib
 import json
-import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge_rl.errors import CheckpointError, ConfigError, InfrastructureError, check_flags
+from forge_rl.flags.texts import written
 from forge_rl.runtime.jobs import slurm_queue
+from forge_rl.runtime.jobs.allocation import IN_CONTAINER
 from forge_rl.runtime.jobs.slurm_queue import JobState
+from forge_rl.runtime.jobs.slurm_script import check_option, check_options, hosts_name, job_name, script_path
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
 
 _LOG = Path("logs") / "slurm.log"
-_OPTION = re.compile(r"[\w.,:=+@/%\[\]()*-]*", flags=re.ASCII)
-"""What may stand in a directive of the batch script."""
 _CHUNK_BYTES = 1 << 16
 _LOOK_S = 1.0
 _REQUEUED = ("NODE_FAIL", "PREEMPTED", "TIMEOUT", "BOOT_FAIL")
@@ -34,6 +32,7 @@ _SCRIPT = """\
 set -e
 {setup}
 set +e
+{cleanup}
 # Slurm's notices: USR1 before the time limit, TERM before a preemption. The run saves, and the job is requeued; HUP
 # (Ctrl-C in the terminal) ends it.
 trap 'kill -USR1 "$run" 2> /dev/null' USR1
@@ -45,6 +44,7 @@ wait "$run"
 while kill -0 "$run" 2> /dev/null; do wait "$run"; done
 wait "$run"
 status=$?
+{cleanup}
 # 138 and 143: stopped by a notice. A failure after a node was lost is no fault of the run.
 read -r state nodes < <(squeue --noheader --jobs="$SLURM_JOB_ID" --format='%T %D')
 if [ "$state" = RUNNING ] && {{ [ $status = 138 ] || [ $status = 143 ] ||
@@ -82,6 +82,9 @@ class SlurmJob:
     """Whether nodes are shared with no other job."""
     constraint: str = ""
     """Features that the nodes must have."""
+    most_replaced: int = 0
+    """Number of further jobs, of one node each, that the run may submit in all, in the place of nodes that die; see
+    `AllocationJob.most_replaced`."""
     grace_s: int = 120
     """Seconds before the time limit at which the run saves and stops; more for a large model."""
     setup: str = ""
@@ -98,13 +101,12 @@ class SlurmJob:
     """Accept public addresses; see `AllocationJob.public`."""
 
     def __post_init__(self) -> None:
-        check_flags(self, "--job slurm:", least={"nodes": 1, "gpus": 0, "cpus": 0, "grace_s": 1})
+        check_flags(self, "--job slurm:", least={"nodes": 1, "gpus": 0, "cpus": 0, "grace_s": 1, "most_replaced": 0})
         for name in ("partition", "account", "qos", "time", "memory", "constraint"):
-            _check_option(name, getattr(self, name))
-        for option in shlex.split(self.options):
-            _check_option("options", option)
-            if not option.startswith("-"):
-                raise ConfigError(f"--job slurm:options has {option!r}", hint="write --NAME=VALUE")
+            check_option(f"slurm:{name}", getattr(self, name))
+        check_options("slurm:options", self.options)
+        if self.image and self.most_replaced:
+            raise ConfigError("--job slurm has image and most_replaced", hint=IN_CONTAINER)
 
     def describe(self, command: Sequence[str], folder: Path) -> str:
         """Return the batch script."""
@@ -115,7 +117,7 @@ class SlurmJob:
 
         The first Ctrl-C lets the run save and end; the second one cancels the job at once.
         """
-        name, log = _name_of(folder), _Log(folder / _LOG)
+        name, log = job_name(folder), _Log(folder / _LOG)
         try:
             job = slurm_queue.find_job(name)
             make_private(folder, CheckpointError)
@@ -136,10 +138,7 @@ class SlurmJob:
 
     def _submit(self, command: Sequence[str], folder: Path) -> JobState:
         """Submit the script; keep the job's id in the folder."""
-        answer = slurm_queue.ask_slurm("sbatch", "--parsable", script=self._script(command, folder)).strip()
-        id, _, cluster = answer.splitlines()[-1].partition(";") if answer else ("", "", "")
-        if not id.isdecimal():
-            raise InfrastructureError(f"sbatch answered {answer[:200]!r}, not a job's id", hint="see squeue --me")
+        id, cluster = slurm_queue.submit(self._script(command, folder))
         (folder / "job.json").write_text(json.dumps({"kind": "slurm", "id": id, "cluster": cluster}) + "\n")
         return JobState(id=id, state="PENDING")
 
@@ -186,12 +185,26 @@ class SlurmJob:
             directives="\n".join(f"#SBATCH {each}" for each in self._directives(path)),
             setup=self.setup or ":",
             command=shlex.join(inner),
+            # A controller that was killed has left the hosts that it asked for.
+            cleanup=f"scancel --me --name={hosts_name(folder)}" if self.most_replaced else ":",
         )
 
     def _directives(self, folder: Path) -> Iterator[str]:
-        yield f"--job-name={_name_of(folder)}"
+        yield f"--job-name={job_name(folder)}"
         yield f"--nodes={self.nodes}"
         yield "--ntasks-per-node=1"
+        yield from self._options()
+        yield "--dependency=singleton"  # two terminals that submit the same run: one job waits for the other
+        yield "--requeue"
+        yield "--no-kill"
+        yield f"--signal=B:USR1@{self.grace_s}"
+        yield "--open-mode=append"
+        yield f"--chdir={script_path(Path.cwd())}"
+        yield f"--output={script_path(folder / _LOG).replace('%', '%%')}"
+        yield from shlex.split(self.options)
+
+    def _options(self) -> Iterator[str]:
+        """Yield the options of sbatch that each node is asked for with, except the user's own."""
         given = {
             "partition": self.partition.replace("+", ","),
             "account": self.account,
@@ -205,22 +218,15 @@ class SlurmJob:
         yield from (f"--{name}={value}" for name, value in given.items() if value)
         if self.exclusive:
             yield "--exclusive"
-        yield "--dependency=singleton"  # two terminals that submit the same run: one job waits for the other
-        yield "--requeue"
-        yield "--no-kill"
-        yield f"--signal=B:USR1@{self.grace_s}"
-        yield "--open-mode=append"
-        yield f"--chdir={_path(Path.cwd())}"
-        yield f"--output={_path(folder / _LOG).replace('%', '%%')}"
-        yield from shlex.split(self.options)
 
     @property
     def _allocation(self) -> str:
         """The inner command's --job."""
-        given = {"interface": self.interface, "image": self.image, "python": self.python}
-        parts = [f"{name}={json.dumps(value)}" for name, value in given.items() if value]
-        parts += ["public=true"] * self.public
-        return ":".join(["allocation", ",".join(parts)]) if parts else "allocation"
+        given = {"interface": self.interface, "image": self.image, "python": self.python, "public": self.public}
+        if self.most_replaced:
+            given["most_replaced"] = self.most_replaced
+            given["sbatch"] = shlex.join([*self._options(), *shlex.split(self.options)])
+        return written("allocation", {name: value for name, value in given.items() if value})
 
 
 class _Log:
@@ -263,25 +269,3 @@ def _describe(job: JobState) -> str:
     if job.end:
         return f"Slurm job {job.id} {job.end} ({job.state})"
     return f"Slurm job {job.id} runs on {job.nodes}" if job.state == "RUNNING" else f"Slurm job {job.id}: {job.state}"
-
-
-def _name_of(folder: Path) -> str:
-    """Return the name of the job that runs in a folder, the same from every login node."""
-    digest = hashlib.sha256(f"{getpass.getuser()} {folder.resolve()}".encode()).hexdigest()[:8]
-    return f"forge_rl-{re.sub('[^A-Za-z0-9.-]', '-', folder.name)[:40]}-{digest}"
-
-
-def _path(path: Path) -> str:
-    """Return a path as it may stand in a directive."""
-    text = str(path)
-    if re.search(r"[\x00-\x1f\"'\\]", text):
-        raise ConfigError(f"{text!r} cannot be named in a batch script", hint="choose a folder without quotes")
-    return f'"{text}"' if " " in text else text
-
-
-def _check_option(name: str, value: str) -> None:
-    if _OPTION.fullmatch(value) is None:
-        raise ConfigError(
-            f"--job slurm:{name} is {value!r}, which cannot stand in a batch script",
-            hint="use letters, digits and the punctuation of Slurm's options",
-        )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forge_rl.errors import ConfigError
+from forge_rl.errors import ConfigError, InfrastructureError
 
 _ANSWER_S = 60.0
 _ANSWER_BYTES = 1 << 20
+_MOST_TOLD = 200
+"""Letters of Slurm's answers in a line for the user."""
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 _ENDS = {
     "COMPLETED": "ended",
@@ -54,18 +57,19 @@ class JobState:
         return _ENDS.get(self.state, "")
 
 
-def ask_slurm(*command: str, script: str = "") -> str:
+def ask_slurm(*command: str, script: str = "", env: Mapping[str, str] | None = None) -> str:
     """Return the output of one of Slurm's programs, at most 1 MiB.
 
     Args:
         script: text for its stdin.
+        env: its environment; by default this process's.
 
     Raises:
         ConfigError: it is not installed, fails, or does not answer.
     """
     try:
         done = subprocess.run(
-            command, input=script.encode(), capture_output=True, timeout=_ANSWER_S, start_new_session=True
+            command, input=script.encode(), capture_output=True, timeout=_ANSWER_S, start_new_session=True, env=env
         )
     except FileNotFoundError:
         raise ConfigError(
@@ -81,17 +85,35 @@ def ask_slurm(*command: str, script: str = "") -> str:
     return done.stdout[:_ANSWER_BYTES].decode(errors="replace")
 
 
-def find_job(name: str) -> JobState | None:
-    """Return the state of this user's latest job of a name; None once Slurm has forgotten it."""
+def submit(script: str, env: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Submit a batch script; returns the job's id, and its cluster or "".
+
+    Args:
+        env: environment that the job inherits; by default this process's.
+
+    Raises:
+        ConfigError: Slurm refused.
+        InfrastructureError: it gave no id.
+    """
+    answer = ask_slurm("sbatch", "--parsable", script=script, env=env).strip()
+    id, _, cluster = answer.splitlines()[-1].partition(";") if answer else ("", "", "")
+    if not id.isdecimal():
+        raise InfrastructureError(f"sbatch answered {answer[:_MOST_TOLD]!r}, not a job's id", hint="see squeue --me")
+    return id, cluster
+
+
+def find_job(name: str, id: str = "") -> JobState | None:
+    """Return the state of this user's latest job of a name, or of the one with an id; None once Slurm has forgotten
+    it."""
     answer = ask_slurm(
         *("squeue", "--noheader", "--me", "--states=all", f"--name={name}", "--format=%i|%T|%P|%N|%S|%r")
     )
     found = []
     for line in answer.splitlines():
-        id, state, partition, nodes, start, reason = [*line.strip().split("|", 5), *[""] * 6][:6]
-        if id.isdecimal():
+        number, state, partition, nodes, start, reason = [*line.strip().split("|", 5), *[""] * 6][:6]
+        if number.isdecimal() and id in ("", number):
             start = "" if start in ("N/A", "(null)") else start
-            found.append(JobState(id=id, state=state, partition=partition, nodes=nodes, start=start, reason=reason))
+            found.append(JobState(id=number, state=state, partition=partition, nodes=nodes, start=start, reason=reason))
     # An earlier job that has ended is not the one that waits or runs.
     return max(found, key=lambda job: (not job.end, int(job.id)), default=None)
 
@@ -102,7 +124,7 @@ def describe_wait(job: JobState) -> str:
     queue = ask_slurm(*command, *([f"--partition={job.partition}"] if job.partition else [])).split()
     place = f"place {queue.index(job.id) + 1} of {len(queue)} in the queue" if job.id in queue else "waiting"
     start = f", expected to start at {job.start}" if job.start else ""
-    return f"Slurm job {job.id}: {place} of {job.partition} ({job.reason}){start}"
+    return f"Slurm job {job.id}: {place} of {job.partition} ({job.reason[:_MOST_TOLD]}){start}"
 
 
 def exit_status(job: JobState) -> int:
