@@ -63,9 +63,11 @@ def kill(command: Command, out: Path, host: str) -> None:
     killed = time.time()
     os.kill(hosts_of(command.process.pid)[host], signal.SIGKILL)
     command.wait_for(f"host {host} is gone")
-    events = map(json.loads, (out / "events.jsonl").read_text().splitlines())
-    noticed = next(event["time"] for event in events if f"host {host} is gone" in event["text"])
-    assert noticed - killed < 5
+    noticed: list[float] = []
+    while not noticed:  # it is printed a moment before it is written
+        events = map(json.loads, (out / "events.jsonl").read_text().splitlines())
+        noticed = [event["time"] for event in events if f"host {host} is gone" in event["text"]]
+    assert noticed[0] - killed < 5
 
 
 def test_a_run_over_four_hosts_goes_on_when_one_of_each_kind_is_killed(
@@ -140,7 +142,7 @@ def test_a_run_goes_on_when_a_part_of_its_engine_of_two_hosts_is_killed(
         out,
         *("--job", "process:2", "--placement", "trainer=host0;generator=host0+host1", *TASKS),
         *("--generator.tensor-parallel-size", "2", "--generator.hosts-per-replica", "2"),
-        *("--steps", "30", "--evaluation.every", "0"),
+        *("--steps", "8", "--evaluation.every", "0"),
     )
     command.wait_for("step +2/", STARTS_S)
     first, second = engine_on(command, "host0"), engine_on(command, "host1")
@@ -159,7 +161,7 @@ def test_a_run_goes_on_when_a_part_of_its_engine_of_two_hosts_is_killed(
     assert not worker.is_running()
     assert command.end(400) == 0, command.output
     rows = metrics(out)
-    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert [row["step"] for row in rows] == list(range(1, 9))
     assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows)
     (fault,) = json.loads((out / "summary.json").read_text())["faults"]
     assert (fault["service"], fault["replica"]) == ("generator", 0)

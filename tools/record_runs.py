@@ -93,7 +93,7 @@ def record(folder: Path, runs: Collection[str] = (), *, draw: bool = False, step
     Args:
         runs: names of the runs to record; everything, also the commands that start no run, if empty.
         draw: whether the pictures of terminals are written.
-        steps: number of steps of each run but the one that fails; those of the tutorial if 0.
+        steps: number of steps of each run but the one that fails, which are not evaluated; if 0, as in the tutorial.
 
     Returns:
         The folder of the runs.
@@ -135,7 +135,8 @@ def record(folder: Path, runs: Collection[str] = (), *, draw: bool = False, step
 
 
 def _of_steps(command: str, steps: int) -> str:
-    return re.sub(r"--steps \d+", f"--steps {steps}", command)
+    command = re.sub(r"--steps \d+", f"--steps {steps}", command)
+    return re.sub(r"--evaluation.every \d+( --evaluation.tasks \d+)?", "--evaluation.every 0", command)
 
 
 def _fail(folder: Path) -> None:
