@@ -252,7 +252,7 @@ def test_a_world_that_breaks_the_protocol_is_named(factory: EnvFactory, fault: s
     task = Task(id="1", source="toy", messages=TASK.messages, truth={"fault": fault})
 
     async def main() -> None:
-        session, _ = await Environment(Environment.Config(), None, factory).open(task)
+        session, _ = await Environment(Environment.Config(), factory).open(task)
         await session.step("x")
 
     with pytest.raises(ForgeError, match=message) as caught:

@@ -100,7 +100,7 @@ def run(
             prompt_ids=prompt_ids, token_ids=ids, logprobs=zeros, versions=versions, text=text, truncated=truncated
         )
 
-    environment = Environment(Environment.Config(), None, world)  # without processes
+    environment = Environment(Environment.Config(), world)  # without processes
     reward = StagedReward(score or (lambda task, text: float(len(text))), "episode" if score else "text")
     runner = EpisodeRunner(Letters(), environment, reward, parse)  # type: ignore[arg-type]
     return asyncio.run(runner(task, decode))
