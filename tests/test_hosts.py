@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -58,6 +59,16 @@ def volumes(process: psutil.Process) -> set[Path]:
     return {path.parent for path in paths if any(part.startswith("forge_rl-") for part in path.parts)}
 
 
+def check_tasks(out: Path, steps: Iterable[int]) -> None:
+    """Checks that each step has trained on the exact mixture, and no step on the task of another."""
+    batches = tasks_by_step(out)
+    assert {step: Counter(source for source, _ in tasks) for step, tasks in batches.items()} == {
+        step: {"chain_sum": 3, "basic_arithmetic": 1} for step in steps
+    }
+    drawn = Counter(task for tasks in batches.values() for task in tasks)
+    assert set(drawn.values()) == {1}
+
+
 def kill(command: Command, out: Path, host: str) -> None:
     """Kills a host, which the run must notice within 5 s."""
     killed = time.time()
@@ -104,12 +115,7 @@ def test_a_run_over_four_hosts_goes_on_when_one_of_each_kind_is_killed(
     rows = [row for row in metrics(out) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, 61))
     assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows), "engines have the weights of all ranks"
-    batches = tasks_by_step(out)
-    assert {step: Counter(source for source, _ in tasks) for step, tasks in batches.items()} == {
-        step: {"chain_sum": 3, "basic_arithmetic": 1} for step in range(1, 61)
-    }, "the mixture is exact"
-    drawn = Counter(task for tasks in batches.values() for task in tasks)
-    assert set(drawn.values()) == {1}, "no task is trained twice"
+    check_tasks(out, range(1, 61))
     placed = json.loads((out / "hosts.json").read_text())
     assert placed["services"]["trainer"] == ["host0", "host1"]
     assert not command.strays()
@@ -237,12 +243,7 @@ def test_hosts_join_and_leave_a_live_run_and_nothing_is_lost(commands: list[Comm
     assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows), "engines that join have the weights"
     steps = [row["step"] for row in rows]
     assert steps == list(range(1, len(steps) + 1))
-    batches = tasks_by_step(out)
-    assert {step: Counter(source for source, _ in tasks) for step, tasks in batches.items()} == {
-        step: {"chain_sum": 3, "basic_arithmetic": 1} for step in steps
-    }, "the mixture is exact"
-    drawn = Counter(task for tasks in batches.values() for task in tasks)
-    assert set(drawn.values()) == {1}, "no task is trained twice"
+    check_tasks(out, steps)
     outcomes = Counter(json.loads(line)["outcome"] for line in (out / "episodes.jsonl").read_text().splitlines())
     assert outcomes.keys() <= {"completed", "truncated"}, "no episode is lost"
     assert not command.strays()

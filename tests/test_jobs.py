@@ -13,6 +13,7 @@ import pytest
 from forge_rl.errors import ConfigError
 from forge_rl.flags.texts import parse, written
 from forge_rl.runtime.jobs.flag import build_job
+from forge_rl.runtime.jobs.joining import last_line
 from forge_rl.runtime.jobs.local import LocalJob
 from forge_rl.runtime.jobs.process import ProcessHosts
 from forge_rl.runtime.jobs.protocol import Job, JobListener, ReplacingJob
@@ -81,3 +82,12 @@ def test_a_host_that_cannot_join_says_why_and_one_that_is_given_back_ends(tmp_pa
     cause, pid = asyncio.run(main())
     assert cause == f"its process exited with status 1: error: {tmp_path} is not a run folder"
     assert not psutil.pid_exists(pid)
+
+
+def test_the_last_line_of_a_hosts_output_is_short_and_visible(tmp_path: Path) -> None:
+    log = tmp_path / "host.log"
+    assert last_line(log) == ""
+    log.write_text("began\nerror: no \x1b]0;owned\x07 place\nended " + "x" * 1000 + "\n\n")
+    assert last_line(log) == r": error: no \x1b]0;owned\x07 place"
+    log.write_text("ended " + "x" * 1000)
+    assert len(last_line(log)) == 302

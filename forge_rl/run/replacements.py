@@ -29,7 +29,7 @@ class Replacements:
             replacements.begin(("host0", "host1"))
 
     Args:
-        job: what is asked; None asks for nothing.
+        job: the run's job, which starts hosts; None if it cannot.
         folder: folder of the run.
         sleep: waits for some seconds.
     """

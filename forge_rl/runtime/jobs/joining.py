@@ -13,6 +13,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.runtime.addresses import is_trusted
 from forge_rl.runtime.cluster import quiet_stderr
 from forge_rl.runtime.jobs.launched import identifier
+from forge_rl.system.terminal import clipped
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
@@ -42,7 +43,7 @@ def last_line(log: Path) -> str:
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return ""
-    said = [line.strip()[:300] for line in reversed(lines) if line.strip()]
+    said = [clipped(line.strip(), lines=1, width=300) for line in reversed(lines) if line.strip()]
     errors = [line for line in said if line.startswith("error: ")]
     return next((f": {line}" for line in errors + said), "")
 
