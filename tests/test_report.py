@@ -219,7 +219,7 @@ def test_the_memory_of_a_side_is_that_of_all_its_processes_and_shared_memory_cou
         "os.fork()\n"
         "private = b'1' * (64 << 20)\n"
         "shared[: 32 << 20 : 4096]\n"
-        "print('{}', flush=True)\n"
+        "os.write(1, b'{}\\n')\n"
         "os.read(0, 1)"
     )
     with grpo_step._process([sys.executable, "-c", code], "a side", 60) as child:
