@@ -21,8 +21,8 @@ from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.supervisor import Supervisor
-from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import TrainerConfig
+from forge_rl.services.trainer_ranks import TrainerRanks
 
 ONE_HOST = SimpleNamespace(size=lambda: 1)
 """A mesh of one host, on which nothing is started."""
@@ -172,35 +172,26 @@ def test_nothing_is_asked_for_hosts_that_are_let_go_or_after_the_end(tmp_path: P
     asyncio.run(main())
 
 
-def trainer_on(cluster: Cluster, waits_s: float) -> Trainer:
-    """A trainer of two ranks on one host with two GPUs, which starts nothing."""
+def ranks_on(cluster: Cluster, waits_s: float) -> TrainerRanks:
+    """Two ranks of a trainer, on one host with two GPUs, which are never started."""
     hosts = ServiceHosts(names=("a",), gpus={"a": ("0", "1")})
-    return Trainer(
-        TrainerConfig(ranks=2, wait_for_host_s=waits_s),
-        Service("trainer", cluster, Faults()),
-        hosts,
-        cast(Any, None),
-        model=Path(),
-        seed=0,
-        total_steps=1,
-        skipped=Path(),
-        start_deadline_s=1,
-    )
+    config = TrainerConfig(ranks=2, wait_for_host_s=waits_s)
+    return TrainerRanks(config, Service("trainer", cluster, Faults()), hosts, Path(), False, False, 1.0)
 
 
 def test_ranks_that_fit_nowhere_wait_for_a_host_that_was_asked_for(tmp_path: Path):
     async def main() -> None:
         async with asking(tmp_path, 1) as run:
-            trainer = trainer_on(run.cluster, 60.0)
-            await trainer._wait_for_room()
+            ranks = ranks_on(run.cluster, 60.0)
+            await ranks.wait_for_room()
             run.cluster.lose("a", "killed")
-            waiting = asyncio.create_task(trainer._wait_for_room())
+            waiting = asyncio.create_task(ranks.wait_for_room())
             await run.settle()
             assert not waiting.done()
-            trainer.join("a.1", ("0",), 1)
+            ranks.join("a.1", ("0",), 1)
             await run.settle()
             assert not waiting.done(), "one GPU is not enough"
-            trainer.join("a.2", ("0", "1"), 1)
+            ranks.join("a.2", ("0", "1"), 1)
             await run.settle()
             assert waiting.done()
         async with asking(tmp_path, 1) as run:
@@ -208,8 +199,8 @@ def test_ranks_that_fit_nowhere_wait_for_a_host_that_was_asked_for(tmp_path: Pat
             await run.settle()
             for waits_s in (0.0, 0.1):
                 with pytest.raises(ConfigError, match=r"2 ranks do not fit .* none has joined within 0"):
-                    await trainer_on(run.cluster, waits_s)._wait_for_room()
-            waiting = asyncio.create_task(trainer_on(run.cluster, 60.0)._wait_for_room())
+                    await ranks_on(run.cluster, waits_s).wait_for_room()
+            waiting = asyncio.create_task(ranks_on(run.cluster, 60.0).wait_for_room())
             await run.settle()
             assert not waiting.done()
             await run.end("a.1", "it could not join")

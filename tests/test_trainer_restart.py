@@ -161,7 +161,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
         ):
             store = await WeightStore.start(
                 WeightStore.Config(shm=shm, transport="shared_memory"),
-                trainer._service.cluster,
+                trainer._ranks.service.cluster,
                 faults,
                 deadline_s=60,
             )
@@ -180,7 +180,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             for call in (step(trainer, 3), trainer.wait_idle(), trainer.offload()):
                 with pytest.raises(ReplicaError, match=r"rank 1: .*SIGKILL"):
                     await asyncio.wait_for(call, 5)
-            dead = trainer._service.replicas[0]
+            dead = trainer._ranks.service.replicas[0]
             await trainer.restart(saved)
             assert ended(dead)
             assert (trainer.version, trainer.updates) == (0, 1)
@@ -206,7 +206,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
                 await asyncio.wait_for(trainer.publish(store, dtype="float32"), 30)
             store._recovery.transports = good
             assert await latest(store) == 1
-            dead = trainer._service.replicas[0]
+            dead = trainer._ranks.service.replicas[0]
             (tmp_path / "empty").mkdir()
             with pytest.raises(CheckpointError, match="empty cannot be read"):
                 await trainer.restart(tmp_path / "empty")
@@ -235,7 +235,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             async def save_and_die() -> None:
                 async with checkpoints.writing(2, {}, bytes_needed=0) as folder:
                     await trainer.save(folder, model=tmp_path / "hf")
-                    os.kill(list(trainer._service.replicas[0].tree.roots)[1], signal.SIGKILL)
+                    os.kill(list(trainer._ranks.service.replicas[0].tree.roots)[1], signal.SIGKILL)
                     await asyncio.wait_for(trainer.finish_save(), 30)
 
             with pytest.raises(ReplicaError, match=r"call finish_save: rank 1: .*SIGKILL"):
@@ -310,7 +310,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
             await asyncio.sleep(0)
             given_up.cancel()
             assert trainer.alive
-            dead = trainer._service.replicas[0]
+            dead = trainer._ranks.service.replicas[0]
             os.kill(list(dead.tree.roots)[1], signal.SIGKILL)
             error = await asyncio.wait_for(fatal, 30)
             assert (error.service, error.replica) == ("trainer", None)
@@ -322,7 +322,7 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
                 await step(trainer, 0)
             with pytest.raises(ServiceError, match=r"SIGKILL.*; it has been restarted 9 times, of at most 9"):
                 await trainer.restart(saved)
-            assert trainer._service.replicas == [dead]
+            assert trainer._ranks.service.replicas == [dead]
 
     asyncio.run(run())
     logs = {path.name for path in tmp_path.glob("trainer-*.log")}

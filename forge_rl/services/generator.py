@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from forge_rl.engines import EXIT_MEANINGS
 from forge_rl.engines.architecture import stored_bytes
 from forge_rl.engines.decode_layout import check_decode_layout
-from forge_rl.engines.factory import decode_environment, spare_environment, thread_environment
-from forge_rl.engines.parts import EnginePart
 from forge_rl.engines.platform import resolve_dtype
-from forge_rl.engines.protocol import DecodeSettings
-from forge_rl.engines.remote import RemoteServer
-from forge_rl.engines.speculation import read_speculation
 from forge_rl.errors import (
     ConfigError,
     ContextError,
@@ -27,11 +20,10 @@ from forge_rl.errors import (
     ServiceError,
     WeightsError,
 )
-from forge_rl.runtime.addresses import meeting_address
-from forge_rl.runtime.cluster import THIS_HOST, Cluster
+from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.replica import Replica
-from forge_rl.runtime.seats import Seat, Seats, ServiceHosts
+from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervisor import Supervisor
 from forge_rl.runtime.tasks import task_group
@@ -44,7 +36,7 @@ from forge_rl.services.completion import (
     validate_scores,
 )
 from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, EnginePool, Lend
-from forge_rl.services.engine_spares import EngineSpares
+from forge_rl.services.engine_processes import EngineProcesses, seats_of
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.non_finite import NonFiniteTokens
@@ -126,19 +118,9 @@ class Generator:
         """
         if hosts is None:
             check_decode_layout(model, config, engines=config.replicas)
-        remote = range(len(config.urls))
         service = Service(name, cluster, faults, exit_meanings=EXIT_MEANINGS)
-        seats = Seats(
-            cluster,
-            hosts or ServiceHosts(),
-            gpus_each=config.devices // config.hosts_per_replica,
-            hosts_each=config.hosts_per_replica,
-            replicas=config.replicas,
-            least=config.least_replicas,
-            most=config.most_replicas,
-            first=len(config.urls),
-        )
-        processes = _Processes(
+        seats = seats_of(config, cluster, hosts or ServiceHosts())
+        processes = EngineProcesses(
             service=service,
             config=config,
             actor=actor,
@@ -147,24 +129,15 @@ class Generator:
             seats=seats,
             patience_s=deadline_s / 2,
         )
-        spares = EngineSpares(
-            service,
-            processes.spawn_spare,
-            processes.environment,
-            numbers=range(most := max(config.engines, len(config.urls) + config.most_replicas), most + config.spares),
-            start_deadline_s=deadline_s,
-            restart=config.restart,
-            host_of=processes.host_of,
-        )
         pool = EnginePool(
             service,
             processes.spawn,
             deadline_s,
             weights_bytes=stored_bytes(model),
             replace=replace,
-            spares=spares,
+            spares=processes.spares(deadline_s),
             set_up=processes.set_up,
-            remote=remote,
+            remote=range(len(config.urls)),
         )
         supervisor = Supervisor(service, pool.start_one, config.restart, seats=seats, uniform=True)
         async with task_group() as group:
@@ -517,102 +490,3 @@ class Generator:
     def __repr__(self) -> str:
         loads = ", ".join(f"{replica.index}: {replica.in_flight}" for replica in self._service.replicas)
         return f"Generator  version {self.version}  {self.dtype}  requests in flight by replica: {loads}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Processes:
-    """Spawns the processes of engines and spares."""
-
-    service: Service
-    config: GeneratorConfig
-    actor: type[ServiceActor]
-    model: Path
-    seed: int
-    seats: Seats
-    patience_s: float
-    """Time for a server of others to come back."""
-    owner: str = field(default_factory=lambda: secrets.token_hex(16))
-    """Name of this generator, for servers of others."""
-
-    def environment(self, index: int) -> dict[str, str]:
-        """Return the environment variables of the engine with an index, on the first of its hosts."""
-        return self._environment(self.seats.take(index))
-
-    def _environment(self, seat: Seat) -> dict[str, str]:
-        return decode_environment(
-            seat.place,
-            replicas=self.seats.each,
-            devices=self.config.devices // self.config.hosts_per_replica,
-            gpus=self.seats.hosts.gpus.get(seat.host, ()),
-            cores=self.seats.hosts.cores.get(seat.host),
-            batch_invariant=self.config.batch_invariant,
-        )
-
-    def host_of(self, index: int) -> str | None:
-        """Return the host that has the GPUs of the engine with an index; None if it may be on any."""
-        return self.seats.take(index).host if self.seats.hosts.gpus else None
-
-    def spawn(self, index: int) -> Replica:
-        """Spawn the engine with an index, or the process that uses it in a server of others."""
-        if index < len(self.config.urls):
-            again = index < len(self.service.replicas)
-            server = RemoteServer(
-                url=self.config.urls[index], owner=self.owner, wait_s=self.patience_s if again else 0.0
-            )
-            args, env = self._args(index, "replica", THIS_HOST), thread_environment(sharers=1, cores=1)
-            return self.service.spawn(self.actor, *args, server, env=env, index=index, secrets=True)
-        seat = self.seats.take(index)
-        args, env = self._args(index, "replica", seat.host), self._environment(seat)
-        if not seat.others:
-            return self.service.spawn(self.actor, *args, env=env, host=seat.host, index=index)
-        hosts = {part.host: 1 for part in seat.parts}
-        return self.service.spawn(self.actor, *args, env=spare_environment(env), ranks=hosts, index=index)
-
-    async def set_up(self, replica: Replica, deadline_s: float) -> None:
-        """Start the engine in its processes, one on each of its hosts.
-
-        Raises:
-            ConfigError: its hosts could meet only over a public address.
-            ForgeError: it does not start.
-        """
-        if replica.ranks == 1:
-            await replica.call("setup", deadline_s=deadline_s)
-            return
-        public = self.service.cluster.may_be_public
-        networks = await replica.call_ranks("network", lambda _: (), deadline_s=deadline_s)
-        address = meeting_address(networks, may_be_public=public)
-        port = await replica.call("open_store", address, deadline_s=deadline_s)
-        parts = [
-            EnginePart(
-                number=number,
-                count=replica.ranks,
-                address=address,
-                port=port,
-                folder=self.service.cluster.path_on(host, self.model),
-                may_be_public=public,
-            )
-            for number, host in enumerate(replica.hosts)
-        ]
-        environments = [self._environment(seat) for seat in self.seats.take(replica.index).parts]
-        await replica.call_ranks("setup", lambda rank: (environments[rank], parts[rank]), deadline_s=deadline_s)
-
-    def spawn_spare(self, number: int) -> Replica:
-        """Spawn the spare with a number, without devices, on the host of an engine."""
-        own = [each.index for each in self.service.replicas if each.serving and each.index >= len(self.config.urls)]
-        like = own[number % len(own)] if own else len(self.config.urls)
-        host = self.seats.take(like).host
-        args, env = self._args(number, "spare", host), spare_environment(self.environment(like))
-        return self.service.spawn(self.actor, *args, env=env, host=host, index=number, spare=True)
-
-    def _args(self, number: int, kind: str, host: str) -> tuple[object, ...]:
-        # With the config's own class, engine processes would import this module and everything that a controller needs.
-        settings = DecodeSettings(**{each.name: getattr(self.config, each.name) for each in fields(DecodeSettings)})
-        if (drafting := read_speculation(settings.speculation)) is not None and drafting.model:
-            there = str(self.service.cluster.path_on(host, Path(drafting.model)))
-            settings = replace(settings, speculation=settings.speculation.replace(drafting.model, there))
-        return (
-            self.service.cluster.path_on(host, self.model),
-            settings,
-            self.seed + number,
-            f"{self.service.name} {kind} {number}",
-        )

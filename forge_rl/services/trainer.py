@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -15,32 +15,20 @@ import numpy.typing as npt
 
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.devices import device_type
-from forge_rl.engines.factory import train_environment
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import (
-    CheckpointError,
-    ConfigError,
-    DeadlineError,
     ForgeError,
-    LossError,
     ReplicaError,
-    ServiceError,
 )
 from forge_rl.metrics import merge_all, reduce
 from forge_rl.packing.rows import Layout, Minibatch, Packed, pack
 from forge_rl.packing.unpacking import values_of_episodes
-from forge_rl.runtime.addresses import meeting_address
 from forge_rl.runtime.cluster import Cluster
-from forge_rl.runtime.far_files import OpenFolder
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.progress import create_progress, read_progress
-from forge_rl.runtime.replica import Replica
-from forge_rl.runtime.seats import ServiceHosts, ranks_by_host
+from forge_rl.runtime.seats import ServiceHosts
 from forge_rl.runtime.service import Service
-from forge_rl.runtime.watchdog import NOTICE_S, Watchdog
-from forge_rl.services.far_hosts import open_files
-from forge_rl.services.trainer_actor import TrainerActor
 from forge_rl.services.trainer_config import LEAST_ROW, PAD_MULTIPLE, TrainerConfig
+from forge_rl.services.trainer_ranks import Started, TrainerRanks
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.types import Batch
 from forge_rl.weights.manifest import TensorSpec
@@ -58,35 +46,13 @@ class Trainer:
 
     Config: TypeAlias = TrainerConfig
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        service: Service,
-        hosts: ServiceHosts,
-        spawn: Callable[[ServiceHosts], Replica],
-        *,
-        model: Path,
-        seed: int,
-        total_steps: int,
-        skipped: Path,
-        start_deadline_s: float,
-    ) -> None:
-        self.config = config
-        self._service = service
-        self._model = model
-        self._hosts = hosts
-        self._spawn = spawn
+    def __init__(self, ranks: TrainerRanks, *, seed: int, total_steps: int, skipped: Path) -> None:
+        self._ranks = ranks
         self._seed = seed
-        self._total_updates = total_steps * config.updates_per_batch
+        self._total_updates = total_steps * ranks.config.updates_per_batch
         self._skipped = skipped
         self._skipped_in_a_row = 0
-        self._start_deadline_s = start_deadline_s
-        self._watchdog = Watchdog(service, config.deadline_s, f"--{service.name}.deadline-s")
-        self._unavailable = "it has not started"
-        """Reason why the ranks hold no policy; "" while they do."""
         self._specs: tuple[TensorSpec, ...] | None = None
-        self.restarts = 0
-        """Number of restarts after failures so far."""
         self.version = 0
         """Latest published version; before the first publish, the version that it will get."""
         self.updates = 0
@@ -142,123 +108,50 @@ class Trainer:
         Raises:
             ConfigError: the hosts cannot hold the ranks, or could meet only over a public address.
         """
-        service = Service(name, cluster, faults)
-
-        def spawn(places: ServiceHosts) -> Replica:
-            args = trainer.config, reference, config.ranks, values
-            ranks = ranks_by_host(config.ranks, places, cluster)
-            env = train_environment(max(ranks.values()), min(map(places.cores.get, ranks), key=lambda n: n or 0))
-            return service.spawn(TrainerActor, *args, ranks=ranks, env=env, index=0)
-
-        trainer = cls(
-            config,
-            service,
-            hosts or ServiceHosts(),
-            spawn,
-            model=model,
-            seed=seed,
-            total_steps=total_steps,
-            skipped=skipped,
-            start_deadline_s=deadline_s,
-        )
+        places = hosts or ServiceHosts()
+        ranks = TrainerRanks(config, Service(name, cluster, faults), places, model, reference, values, deadline_s)
+        trainer = cls(ranks, seed=seed, total_steps=total_steps, skipped=skipped)
         try:
-            await trainer._open(resume, after)
+            trainer._adopt(await ranks.open(resume, after))
         except BaseException:
-            await service.stop()
+            await ranks.stop()
             raise
-        service.recoverable = config.max_restarts > 0
+        ranks.allow_restarts()
         return trainer
 
     async def restart(self, resume: Path | None, *, cause: str = "it is restarted though it lives") -> None:
-        """Replace all ranks by new processes, regardless of the old ones' state, and load the policy.
+        """Replace all ranks by new processes and load the policy; see `TrainerRanks.restart`.
 
-        Calls in flight fail immediately, as do new calls until this has finished. If a rank dies meanwhile, this can be
-        called again. Only restarts after a failure count, not one of healthy ranks, as the policy's when a critic died.
         The weight store is not rolled back: see `WeightStore.rollback`.
-
-        Args:
-            resume: training state to resume from, including version and updates; None restarts from the model, at
-                version 0.
-            cause: reason that calls in flight report if no rank has died.
-
-        Raises:
-            ReplicaError: a rank died again.
-            ConfigError: the ranks do not fit on the hosts that are left, and no other one joined in time.
-            ServiceError: it was already restarted `max_restarts` times, or did not start in time.
-            CheckpointError: the training state cannot be read.
         """
-        dead = self._service.replicas[0]
-        if self.alive:
-            dead.death.remove_done_callback(self._on_last_death)
-            self._service.retire(dead, cause)
-        else:
-            if dead.alive:  # its last restart failed
-                self._service.mark_failed(dead, cause)
-            if not self.restarts_left:
-                raise ServiceError(
-                    self._spent(dead.death.result()),
-                    service=self._service.name,
-                    replica=dead.index,
-                    hint=f"see {dead.log}; the same command resumes from the last checkpoint",
-                )
-            self.restarts += 1
-        self._unavailable = "it is being restarted"
-        try:
-            await self._service.processes.clean_up(dead)
-            await self._wait_for_room()
-            await self._open(resume)
-        except BaseException as error:
-            self._unavailable = (
-                f"its restart failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-            )
-            raise
-        self._service.faults.recovered(self._service.name, dead.index)
+        self._adopt(await self._ranks.restart(resume, cause))
+
+    def _adopt(self, started: Started) -> None:
+        self.version, self.updates, self.parameters = started
+        self._published, self._skipped_in_a_row = None, 0
 
     def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
         """Take in another host, for ranks that are started from now on."""
-        self._hosts = self._hosts.with_host(host, gpus, cores)
-        self._service.cluster.tell_change()
-
-    async def _wait_for_room(self) -> None:
-        """Wait while the ranks fit on no hosts, and another one is awaited.
-
-        Raises:
-            ConfigError: no host joined in time.
-        """
-        waits_s = self.config.wait_for_host_s
-        try:
-            async with asyncio.timeout(waits_s):
-                with self._service.faults.calling(self._service.name, None, "wait for a host"):
-                    while self._service.cluster.awaited and not self._has_room():
-                        await self._service.cluster.change()
-        except TimeoutError:
-            if not self._has_room():
-                raise ConfigError(
-                    f"the {self._service.name}'s {self.config.ranks} ranks do not fit on the hosts that are left, and "
-                    f"none has joined within {waits_s:g} s",
-                    hint=f"raise --{self._service.name}.wait-for-host-s; the same command resumes from the checkpoint",
-                ) from None
-
-    def _has_room(self) -> bool:
-        try:
-            ranks_by_host(self.config.ranks, self._hosts, self._service.cluster)
-        except ConfigError:
-            return False
-        return True
+        self._ranks.join(host, gpus, cores)
 
     @property
     def name(self) -> str:
         """Name of the service."""
-        return self._service.name
+        return self._ranks.service.name
+
+    @property
+    def config(self) -> TrainerConfig:
+        """Settings; `lr` and `reset` replace those of the optimizer."""
+        return self._ranks.config
 
     @property
     def alive(self) -> bool:
         """True while the ranks run and hold a policy."""
-        return not self._unavailable and self._service.replicas[0].alive
+        return self._ranks.alive
 
     async def death(self) -> str:
         """Wait until one of the current ranks dies or hangs; returns the cause."""
-        return await asyncio.shield(self._service.replicas[0].death)
+        return await self._ranks.death()
 
     @property
     def lr(self) -> float:
@@ -267,18 +160,23 @@ class Trainer:
 
     @lr.setter
     def lr(self, lr: float) -> None:
-        self.config = replace(self.config, optimizer=replace(self.config.optimizer, lr=lr))
+        self._ranks.config = replace(self.config, optimizer=replace(self.config.optimizer, lr=lr))
 
     @property
     def progress(self) -> tuple[int, int] | None:
         """Microbatches done by the first rank in the current step, and all of them; None between steps, and if it runs
         on another machine."""
-        return read_progress(_progress_of(self._service.replicas[0])) if self._service.replicas else None
+        return self._ranks.progress
 
     @property
     def restarts_left(self) -> int:
         """Number of restarts left; at 0 a rank's death ends the run."""
-        return self.config.max_restarts - self.restarts
+        return self._ranks.restarts_left
+
+    @property
+    def restarts(self) -> int:
+        """Number of restarts after failures so far."""
+        return self._ranks.restarts
 
     @property
     def layout(self) -> Layout:
@@ -470,12 +368,13 @@ class Trainer:
         import torch
 
         if self._specs is None:
-            self._specs = await self._replica.call("specs", deadline_s=self.config.deadline_s, rank=0)
+            self._specs = await self._ranks.replica.call("specs", deadline_s=self.config.deadline_s, rank=0)
         version = self.version if self._published is None else self.version + 1
-        hosts = tuple(dict.fromkeys(self._replica.hosts))
+        of_ranks = self._ranks.replica.hosts
+        hosts = tuple(dict.fromkeys(of_ranks))
         async with store.publishing(version, self._specs, getattr(torch, dtype), hosts=hosts) as publication:
             transports = {host: store.transport(host) for host in hosts}
-            parts = await self._all("publish", transports, self._replica.hosts, publication.draft)
+            parts = await self._all("publish", transports, of_ranks, publication.draft)
             self.busy_s += max(seconds for _, seconds in parts)
             try:
                 await publication.commit([reports for reports, _ in parts])
@@ -509,7 +408,7 @@ class Trainer:
             seed: determines the split of groups into minibatches; see `Layout.seed`.
             optimizer: settings of the optimizer from now on; by default unchanged.
         """
-        self.config = replace(self.config, optimizer=optimizer or self.config.optimizer)
+        self._ranks.config = replace(self.config, optimizer=optimizer or self.config.optimizer)
         await self._all("reset", self.config.optimizer)
         self._seed, self.updates, self._skipped_in_a_row, self.skipped = seed, 0, 0, ()
         if self._published is not None:
@@ -521,31 +420,18 @@ class Trainer:
         Its version is the published one or, if the weights were updated since, the next one.
         """
         updated = self._published not in (None, self.updates)
-        await self._open_files(self._replica, folder)
-        models = {host: self._service.cluster.path_on(host, model) for host in self._replica.hosts}
-        await self._all("save", folder, models, self._replica.hosts, self.version + updated)
+        replica = self._ranks.replica
+        await self._ranks.open_files(replica, folder)
+        models = {host: self._ranks.service.cluster.path_on(host, model) for host in replica.hosts}
+        await self._all("save", folder, models, replica.hosts, self.version + updated)
 
     async def finish_save(self) -> None:
-        """Wait until the checkpoint begun by `save` is written; meanwhile the ranks keep training.
-
-        Raises:
-            CheckpointError: a rank could not write.
-            DeadlineError: it took twice the deadline of a call.
-        """
-        try:
-            await self._watchdog.call(self._replica, "finish_save", lambda _: (), 2 * self.config.deadline_s)
-        except (ReplicaError, DeadlineError):
-            raise
-        except ServiceError as error:
-            raise CheckpointError(f"a rank could not write: {error.message}", hint=error.hint) from error
+        """Wait until the checkpoint begun by `save` is written; see `TrainerRanks.finish_save`."""
+        await self._ranks.finish_save()
 
     async def stop(self) -> None:
         """Stop the ranks."""
-        self._unavailable = "it has been stopped"
-        self._service.recoverable = False
-        for replica in self._service.replicas:
-            _progress_of(replica).unlink(missing_ok=True)
-        await self._service.stop()
+        await self._ranks.stop()
 
     def __repr__(self) -> str:
         return (
@@ -553,73 +439,14 @@ class Trainer:
             f"{self.parameters / 1e6:.0f} M parameters  {self.config.ranks} rank(s)  {self.config.dtype}"
         )
 
-    async def _open(self, resume: Path | None, after: asyncio.Future[Any] | None = None) -> None:
-        """Spawn the ranks and, once `after` is done, load the policy."""
-        deadline_s, replica = self._start_deadline_s, self._spawn(self._hosts)
-        if not self.restarts_left:
-            replica.death.add_done_callback(self._on_last_death)
-        await self._service.watch(replica, deadline_s=deadline_s)
-        if after is not None:
-            await replica.call_ranks("prepare", lambda _: (), deadline_s=deadline_s)
-            await asyncio.wait((after,))
-        networks = await replica.call_ranks("network", lambda _: (), deadline_s=deadline_s)
-        address = meeting_address(networks, may_be_public=self._service.cluster.may_be_public)
-        port = self.config.port or await replica.call("free_port", address, deadline_s=deadline_s, rank=0)
-        places = [replica.hosts[:rank].count(host) for rank, host in enumerate(replica.hosts)]
-        progress = _progress_of(replica).absolute()
-        create_progress(progress)
-        models = [self._service.cluster.path_on(host, self._model) for host in replica.hosts]
-        if resume is not None:
-            await self._open_files(replica, resume)
-        started = await self._watchdog.call(
-            replica,
-            "setup",
-            lambda rank: (models[rank], rank, places[rank], address, port, resume, progress),
-            deadline_s,
-        )
-        self.version, self.updates, self.parameters = started[0]
-        self._published, self._skipped_in_a_row = None, 0
-        self._unavailable = ""
-
-    async def _open_files(self, replica: Replica, folder: Path) -> None:
-        """Let the next load or save of ranks on hosts that do not see this machine's disks use a folder of it."""
-        far = [mesh for mesh in replica.meshes if not self._service.cluster.shares_files(mesh.host)]
-        await open_files(self._service, replica, far, OpenFolder(folder))
-
-    @property
-    def _replica(self) -> Replica:
-        if self._unavailable:
-            raise ServiceError(self._unavailable, service=self._service.name, hint="restart it, or start the run again")
-        return self._service.replicas[0]
-
-    def _on_last_death(self, death: asyncio.Future[str]) -> None:
-        """End the run, even if no call is in flight."""
-        if self._service.recoverable:
-            self._service.abandon(self._service.replicas[0])
-            self._service.faults.record(self._service.name, None, self._spent(death.result()))
-
-    def _spent(self, cause: str) -> str:
-        return f"{cause}; it has been restarted {self.restarts} times, of at most {self.config.max_restarts}"
-
     async def _all(self, method: str, *args: object, **how: Any) -> list[Any]:
-        """Call a method on all ranks; see `Watchdog.work`. After an error, wait until they can be saved, or count them
-        as dead."""
-        replica = self._replica
+        """Call a method on all ranks; after an error, wait until they can be saved, or count them as dead."""
+        replica = self._ranks.replica
         try:
-            return await self._watchdog.work(replica, method, *args, progress=self.updates, **how)
+            return await self._ranks.work(replica, method, *args, progress=self.updates, **how)
         except ReplicaError:
             raise
         except ForgeError as error:
-            # All ranks raise an error of the loss; after other errors some may hang in a collective.
-            alike = replica.ranks == 1 or isinstance(error, LossError)
-            deadline_s = self.config.deadline_s if alike else NOTICE_S
-            try:  # earlier updates stay and count
-                self.updates = (await replica.call_ranks("wait_idle", lambda _: (), deadline_s=deadline_s))[0]
-            except ServiceError:
-                self._service.mark_failed(replica, f"call {method} failed: {error.message}")
+            if (updates := await self._ranks.settle(replica, method, error)) is not None:
+                self.updates = updates  # earlier ones stay and count
             raise
-
-
-def _progress_of(replica: Replica) -> Path:
-    """Return the file in which the first rank records the progress of a step."""
-    return replica.log.with_suffix(".progress")

@@ -1,0 +1,146 @@
+"""The processes of engines and of their spares: where each starts, with which environment and arguments."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+from forge_rl.engines.factory import decode_environment, spare_environment, thread_environment
+from forge_rl.engines.parts import EnginePart
+from forge_rl.engines.protocol import DecodeSettings
+from forge_rl.engines.remote import RemoteServer
+from forge_rl.engines.speculation import read_speculation
+from forge_rl.runtime.addresses import meeting_address
+from forge_rl.runtime.cluster import THIS_HOST, Cluster
+from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.seats import Seat, Seats, ServiceHosts
+from forge_rl.runtime.service import Service, ServiceActor
+from forge_rl.services.engine_spares import EngineSpares
+from forge_rl.services.generator_config import GeneratorConfig
+
+
+def seats_of(config: GeneratorConfig, cluster: Cluster, hosts: ServiceHosts) -> Seats:
+    """Return the seats of all engines, of which those in servers of others come first and have none here."""
+    return Seats(
+        cluster,
+        hosts,
+        gpus_each=config.devices // config.hosts_per_replica,
+        hosts_each=config.hosts_per_replica,
+        replicas=config.replicas,
+        least=config.least_replicas,
+        most=config.most_replicas,
+        first=len(config.urls),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineProcesses:
+    """Spawns the processes of engines and spares."""
+
+    service: Service
+    config: GeneratorConfig
+    actor: type[ServiceActor]
+    model: Path
+    seed: int
+    seats: Seats
+    patience_s: float
+    """Time for a server of others to come back."""
+    owner: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Name of this generator, for servers of others."""
+
+    def environment(self, index: int) -> dict[str, str]:
+        """Return the environment variables of the engine with an index, on the first of its hosts."""
+        return self._environment(self.seats.take(index))
+
+    def _environment(self, seat: Seat) -> dict[str, str]:
+        return decode_environment(
+            seat.place,
+            replicas=self.seats.each,
+            devices=self.config.devices // self.config.hosts_per_replica,
+            gpus=self.seats.hosts.gpus.get(seat.host, ()),
+            cores=self.seats.hosts.cores.get(seat.host),
+            batch_invariant=self.config.batch_invariant,
+        )
+
+    def host_of(self, index: int) -> str | None:
+        """Return the host that has the GPUs of the engine with an index; None if it may be on any."""
+        return self.seats.take(index).host if self.seats.hosts.gpus else None
+
+    def spawn(self, index: int) -> Replica:
+        """Spawn the engine with an index, or the process that uses it in a server of others."""
+        if index < len(self.config.urls):
+            again = index < len(self.service.replicas)
+            server = RemoteServer(
+                url=self.config.urls[index], owner=self.owner, wait_s=self.patience_s if again else 0.0
+            )
+            args, env = self._args(index, "replica", THIS_HOST), thread_environment(sharers=1, cores=1)
+            return self.service.spawn(self.actor, *args, server, env=env, index=index, secrets=True)
+        seat = self.seats.take(index)
+        args, env = self._args(index, "replica", seat.host), self._environment(seat)
+        if not seat.others:
+            return self.service.spawn(self.actor, *args, env=env, host=seat.host, index=index)
+        hosts = {part.host: 1 for part in seat.parts}
+        return self.service.spawn(self.actor, *args, env=spare_environment(env), ranks=hosts, index=index)
+
+    def spares(self, start_deadline_s: float) -> EngineSpares:
+        """Return the keeper of spares, whose numbers follow those of all engines there may be."""
+        first = max(self.config.engines, len(self.config.urls) + self.config.most_replicas)
+        return EngineSpares(
+            self.service,
+            self.spawn_spare,
+            self.environment,
+            numbers=range(first, first + self.config.spares),
+            start_deadline_s=start_deadline_s,
+            restart=self.config.restart,
+            host_of=self.host_of,
+        )
+
+    async def set_up(self, replica: Replica, deadline_s: float) -> None:
+        """Start the engine in its processes, one on each of its hosts.
+
+        Raises:
+            ConfigError: its hosts could meet only over a public address.
+            ForgeError: it does not start.
+        """
+        if replica.ranks == 1:
+            await replica.call("setup", deadline_s=deadline_s)
+            return
+        public = self.service.cluster.may_be_public
+        networks = await replica.call_ranks("network", lambda _: (), deadline_s=deadline_s)
+        address = meeting_address(networks, may_be_public=public)
+        port = await replica.call("open_store", address, deadline_s=deadline_s)
+        parts = [
+            EnginePart(
+                number=number,
+                count=replica.ranks,
+                address=address,
+                port=port,
+                folder=self.service.cluster.path_on(host, self.model),
+                may_be_public=public,
+            )
+            for number, host in enumerate(replica.hosts)
+        ]
+        environments = [self._environment(seat) for seat in self.seats.take(replica.index).parts]
+        await replica.call_ranks("setup", lambda rank: (environments[rank], parts[rank]), deadline_s=deadline_s)
+
+    def spawn_spare(self, number: int) -> Replica:
+        """Spawn the spare with a number, without devices, on the host of an engine."""
+        own = [each.index for each in self.service.replicas if each.serving and each.index >= len(self.config.urls)]
+        like = own[number % len(own)] if own else len(self.config.urls)
+        host = self.seats.take(like).host
+        args, env = self._args(number, "spare", host), spare_environment(self.environment(like))
+        return self.service.spawn(self.actor, *args, env=env, host=host, index=number, spare=True)
+
+    def _args(self, number: int, kind: str, host: str) -> tuple[object, ...]:
+        # With the config's own class, engine processes would import this module and everything that a controller needs.
+        settings = DecodeSettings(**{each.name: getattr(self.config, each.name) for each in fields(DecodeSettings)})
+        if (drafting := read_speculation(settings.speculation)) is not None and drafting.model:
+            there = str(self.service.cluster.path_on(host, Path(drafting.model)))
+            settings = replace(settings, speculation=settings.speculation.replace(drafting.model, there))
+        return (
+            self.service.cluster.path_on(host, self.model),
+            settings,
+            self.seed + number,
+            f"{self.service.name} {kind} {number}",
+        )
