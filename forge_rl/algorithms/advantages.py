@@ -81,7 +81,7 @@ def group_advantages(
         ConfigError: rewards are not two-dimensional, or one is not finite; lengths are missing, of another shape or
             below 0; `scored` is of another shape; the estimator is unknown.
     """
-    import torch
+    import torch  # over 60 lines in all, for the formulas above
 
     known = torch.ones(rewards.shape, dtype=torch.bool) if scored is None else scored
     if known.shape != rewards.shape:

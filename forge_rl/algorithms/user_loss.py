@@ -118,6 +118,7 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
         LossError: it cannot be sent to the trainer ranks, raised, returned something other than a loss, or has no
             finite gradient.
     """
+    # In one piece: most of it is the inputs of the small row, an entry for each field.
     import cloudpickle  # type: ignore[import-untyped]
 
     if not isinstance(loss, Loss):

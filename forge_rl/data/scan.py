@@ -204,6 +204,15 @@ def _text_bytes(task: Task) -> int:
     return total
 
 
+def _check_bad(source: TableSource, bad: int, rows: int, example: str) -> None:
+    if bad > source.max_bad_rows * rows:
+        raise TaskError(
+            f"{bad:,} of {rows:,} rows of {source.name!r} are bad, more than --data.max-bad-rows "
+            f"{source.max_bad_rows:g}; the first: {example}",
+            hint="fix them, or raise --data.max-bad-rows",
+        )
+
+
 def _scan(
     source: TableSource,
     lengths: Lengths,
@@ -254,12 +263,7 @@ def _scan(
             for name, same in overlap.items():
                 if read.problem in (others or {})[name]:
                     same.append(read.row)
-    if bad > source.max_bad_rows * rows:
-        raise TaskError(
-            f"{bad:,} of {rows:,} rows of {source.name!r} are bad, more than --data.max-bad-rows "
-            f"{source.max_bad_rows:g}; the first: {example}",
-            hint="fix them, or raise --data.max-bad-rows",
-        )
+    _check_bad(source, bad, rows, example)
     return Scan(
         rows=rows,
         held_out=held_out,

@@ -185,6 +185,7 @@ def _in_groups(records: Iterable[RecordedEpisode]) -> Iterator[list[RecordedEpis
 
 def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
     """Convert records to columns."""
+    # In one piece: an entry for each column of the file.
     import pyarrow as pa
 
     written: dict[int, str] = {}

@@ -239,12 +239,7 @@ def pack(
             match the batch.
     """
     shape = [len(batch.groups), len(batch.groups[0].episodes) if batch.groups else 0]
-    _check(batch, advantages, shape)
-    if batch.groups and len(batch.groups) < layout.minibatches:
-        raise ConfigError(
-            f"{len(batch.groups)} groups cannot be split into {layout.minibatches} minibatches",
-            hint="lower --trainer.minibatches, or raise --groups-per-batch",
-        )
+    _check(batch, advantages, shape, layout)
     groups = []
     for p, group in enumerate(batch.groups):
         own = {name: values[p] for name, values in columns.items()}
@@ -274,7 +269,7 @@ def pack(
     )
 
 
-def _check(batch: Batch, advantages: Advantages, shape: list[int]) -> None:
+def _check(batch: Batch, advantages: Advantages, shape: list[int], layout: Layout) -> None:
     given = list(advantages.shape) if isinstance(advantages, torch.Tensor) else [len(advantages), *map(len, advantages)]
     if batch.groups and given[:2] != shape:
         raise ConfigError(
@@ -288,6 +283,11 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int]) -> None:
                     f"an episode of {episode.response_tokens} tokens has {len(each)} advantages",
                     hint="compute them from the batch, with batch_advantages",
                 )
+    if batch.groups and len(batch.groups) < layout.minibatches:
+        raise ConfigError(
+            f"{len(batch.groups)} groups cannot be split into {layout.minibatches} minibatches",
+            hint="lower --trainer.minibatches, or raise --groups-per-batch",
+        )
 
 
 def _of_segment(values: npt.NDArray[Any], episode: Episode, segment: Segment) -> npt.NDArray[Any]:

@@ -67,7 +67,6 @@ class RolloutExecutor:
         listener: receives warnings and finished episodes.
         reward_wait_s: seconds to wait for a replacement reward when all scores fail, before raising an error.
         hold: the run's pause, during which the engines hold their requests; never paused by default.
-        engines: returns how many engines there should be; by default as many as have served at once.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class RolloutExecutor:
         listener: RolloutListener | None = None,
         reward_wait_s: float = 0.0,
         hold: Hold | None = None,
-        engines: Callable[[], int] | None = None,
     ) -> None:
         self.config = dispatcher.scheduler.config
         """Settings of the schedule. Assign new ones of the same kind to apply them from the next batch on."""
@@ -114,7 +112,8 @@ class RolloutExecutor:
         self._more: asyncio.Handle | None = None
         """Callback that starts the remaining episodes in the next event loop iteration."""
         self._changed = asyncio.Event()
-        self._engines = engines
+        self.wanted_engines: Callable[[], int] | None = None
+        """Returns how many engines there should be; None counts as many as have served at once."""
         self._most_engines = 0
         self._hold = hold or Hold()
         self._hold.listeners.append(self._changed.set)
@@ -286,7 +285,7 @@ class RolloutExecutor:
             episodes_waiting=states["in_env"],
             queue=states["waiting"],
             engines_serving=serving,
-            engines=max(serving, self._engines()) if self._engines is not None else self._most_engines,
+            engines=max(serving, self.wanted_engines()) if self.wanted_engines is not None else self._most_engines,
             lag_max=max(0, planner.published - planner.oldest_version()),
             evaluated=evaluation.total - evaluation.left if evaluation else 0,
             to_evaluate=evaluation.total if evaluation else 0,

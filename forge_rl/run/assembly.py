@@ -91,21 +91,8 @@ async def assemble(
             rollouts, mixture, config.mixture, reward, services.trainer, log.event, scalable=_scalable(services.rollout)
         )
         live = stack.enter_context(contextlib.closing(settings))
-        mirror = MirrorTask(prepared.mirror, prepared.checkpoints, log) if prepared.mirror else None
-        if mirror is not None:
-            stack.push_async_callback(mirror.close)
-        checkpointer = Checkpointer(
-            prepared.checkpoints,
-            services,
-            batches,
-            evaluator,
-            live,
-            model=checked.model,
-            critic_model=checked.critic_model,
-            warn=log.warn,
-            saved=mirror.follow if mirror else None,
-        )
-        stack.push_async_callback(checkpointer.close)
+        saving = _checkpointing(prepared, checked, services, batches, evaluator, live)
+        checkpointer = await stack.enter_async_context(saving)
         await _resume(prepared, checkpointer, generates=rollouts is not None)
         monitor.training = lambda: services.trainer.progress
         run = Run(config, services, batches, evaluator, checkpointer, live, monitor, loss, close=close)
@@ -118,6 +105,36 @@ async def assemble(
         elastic.replace()
         gc.freeze()  # also modules imported meanwhile: see responsive_loop
         yield run, Ending(run, services, checkpointer, monitor)
+
+
+@contextlib.asynccontextmanager
+async def _checkpointing(
+    prepared: Prepared,
+    checked: Checked[C],
+    services: Services,
+    batches: RolloutExecutor | Examples,
+    evaluator: Evaluator,
+    live: LiveSettings,
+) -> AsyncIterator[Checkpointer]:
+    """Save what the body asks for, and finish copying it to where it is mirrored, if anywhere."""
+    log = prepared.monitor.log
+    mirror = MirrorTask(prepared.mirror, prepared.checkpoints, log) if prepared.mirror else None
+    checkpointer = Checkpointer(
+        prepared.checkpoints,
+        services,
+        batches,
+        evaluator,
+        live,
+        model=checked.model,
+        critic_model=checked.critic_model,
+        warn=log.warn,
+        saved=mirror.follow if mirror else None,
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        if mirror is not None:
+            stack.push_async_callback(mirror.close)
+        stack.push_async_callback(checkpointer.close)
+        yield checkpointer
 
 
 async def _resume(prepared: Prepared, checkpointer: Checkpointer, *, generates: bool) -> None:
@@ -251,8 +268,8 @@ def _rollouts(
         listener=monitor.log,
         reward_wait_s=config.reward.wait_for_another_s,
         hold=monitor.faults.hold,
-        engines=lambda: len(config.generator.urls) + services.generator.replicas,
     )
+    rollouts.wanted_engines = lambda: len(config.generator.urls) + services.generator.replicas
     services.reward.replaced.append(rollouts.reward_replaced)
     services.reward.samples = rollouts.samples
     monitor.follow(rollouts.status, rollouts.waiting_for)

@@ -78,6 +78,17 @@ def device_defaults() -> dict[str, dict[str, Any]]:
     return {"trainer": {"seq_len": trainer.seq_len}, "generator": {name: getattr(generator, name) for name in names}}
 
 
+def _tell_of_hosts(prepared: Prepared, cluster: Cluster, infos: Mapping[str, HostInfo], placed: PlacedServices) -> None:
+    log = prepared.monitor.log
+    if far := [host for host in infos if not cluster.shares_files(host)]:
+        send_modules()
+        log.event(f"{', '.join(far)} do not see the run's folder: all files go through this process")
+    prepared.monitor.display.startup("hosts", "ready", ", ".join(cluster.hosts[1:]))
+    for line in placed.lines():
+        log.event(line)
+    write_hosts(prepared.folder, infos, placed.hosts)
+
+
 @contextlib.asynccontextmanager
 async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[RunHosts]:
     """Acquire the job's hosts while the body runs, and place the services on them.
@@ -122,13 +133,7 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
             infos |= sound_hosts(config, cluster, answers, monitor.log.warn)
         placed = place(config, infos)
         if hosts:
-            if far := [host for host in infos if not cluster.shares_files(host)]:
-                send_modules()
-                monitor.log.event(f"{', '.join(far)} do not see the run's folder: all files go through this process")
-            monitor.display.startup("hosts", "ready", ", ".join(cluster.hosts[1:]))
-            for line in placed.lines():
-                monitor.log.event(line)
-            write_hosts(prepared.folder, infos, placed.hosts)
+            _tell_of_hosts(prepared, cluster, infos, placed)
         async with replacing(asked, prepared.folder, cluster, monitor) as replacements:
             try:
                 with standing_for(placed.devices) if hosts else contextlib.nullcontext():

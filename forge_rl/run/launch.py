@@ -77,10 +77,7 @@ def launch(
         _say("stopped by Ctrl-C")
         status = 130
     except ForgeError as error:
-        told = "\n".join([str(error), *getattr(error, "__notes__", ())])
-        with contextlib.suppress(OSError):
-            message = Text("error: ", style="bold red").append(told, style="default")
-            Console(stderr=True, highlight=False, soft_wrap=True).print(message)
+        _tell(error)
         status = 1
     except Exception:
         with contextlib.suppress(OSError):
@@ -90,6 +87,13 @@ def launch(
         with contextlib.suppress(OSError):  # the reader is gone
             stream.flush()
     os._exit(status)  # all is closed; unloading Monarch's runtime after a fault can abort and change the status
+
+
+def _tell(error: ForgeError) -> None:
+    told = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    with contextlib.suppress(OSError):
+        message = Text("error: ", style="bold red").append(told, style="default")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(message)
 
 
 def _show_plan(config: object) -> None:

@@ -160,14 +160,12 @@ def plan_run(
         folders: folder of each teacher with engines of its own, by the name of its model.
         traces: earlier traces of the policy's model, to which new ones are added.
     """
-    trainer = config.trainer
+    trainer, architecture = config.trainer, read_architecture(model)
     found = plan_training(model, trainer, ranks=trainer.ranks, reference=reference, values=values, traces=traces)
-    architecture = read_architecture(model)
     if config.starts_engines:
         check_context(architecture, config.generator)
     parts = _parts(trainer, found)
-    on_gpu = device_type() == "cuda"
-    host = {}
+    on_gpu, host = device_type() == "cuda", {}
     if config.checkpoint_every:
         host["copy of the state, while a checkpoint is written"] = found.copy
     if found.offloaded:
@@ -191,17 +189,20 @@ def plan_run(
             step = found.total - found.state
             parts["critic's state, and what its step needs more"] = max(valued.state, valued.total - step)
         else:
-            own = _parts(critic, valued) | {"process": PROCESS_BYTES}
-            if config.checkpoint_every:
-                own["copy of the state, while a checkpoint is written"] = valued.copy
-            need = Need(who="critic rank", count=critic.ranks, parts=_without_zeros(own), hint=_CRITIC_FLAGS)
-            beside_it.append(need)
+            beside_it.append(_critic_on_cpu(critic, valued, saved=config.checkpoint_every > 0))
     rank = Need(
         who="trainer rank", count=trainer.ranks, parts=_without_zeros(parts), hint=_TRAINER_FLAGS, of_gpu=on_gpu
     )
     beside = Need(who="trainer rank, in host memory", count=trainer.ranks, parts=_without_zeros(host), hint=_HOST_FLAGS)
     others = _decoding(config, architecture, on_gpu=on_gpu) + _teaching(config, teachers, folders, on_gpu=on_gpu)
     return [rank, *([beside] if host else []), *beside_it, *others]
+
+
+def _critic_on_cpu(critic: CriticConfig, valued: TrainMemory, *, saved: bool) -> Need:
+    parts = _parts(critic, valued) | {"process": PROCESS_BYTES}
+    if saved:
+        parts["copy of the state, while a checkpoint is written"] = valued.copy
+    return Need(who="critic rank", count=critic.ranks, parts=_without_zeros(parts), hint=_CRITIC_FLAGS)
 
 
 def _parts(trainer: TrainerConfig, found: TrainMemory) -> dict[str, int]:

@@ -237,18 +237,8 @@ async def check(
     if architecture.quantized:
         log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
         model = await asyncio.to_thread(dequantized, model, config.cache, progress)
-    _tell_of_predicting_layers(config.model, model, architecture, log)
-    if unlike := rounded_rollouts(config.generator.quantization, loss):
-        log.warn(unlike)
-    if config.starts_engines:
-        check_decode_layout(model, config.generator, engines=config.generator.replicas)
-        check_context(architecture, config.generator)
-    await _check_tasks(config, prepared, mixture, model, examples)
-    if config.tool_parser:  # else one that exists is chosen, and imported when it is needed
-        await ToolParser(config.tool_parser, Tokenizer(model)).load()
-    if config.checkpoint_every:
-        bytes_each = 7 * stored_bytes(model)  # weights, two moments and the exported copy
-        check_space(prepared.folder, bytes_each * (config.keep_checkpoints + 1 + config.evaluation.keep_best))
+    _tell_of_model(config, model, architecture, loss, log)
+    await _check_use(config, prepared, mixture, model, architecture, examples)
     return Checked(
         config=config,
         model=model,
@@ -287,8 +277,12 @@ def rounded_rollouts(quantization: str, loss: Loss) -> str:
     )
 
 
-def _tell_of_predicting_layers(name: str, model: Path, architecture: Architecture, log: RunLog) -> None:
-    """Say that multi-token-prediction layers are kept as they are, or that files lack what config.json lists."""
+def _tell_of_model(config: RunConfig, model: Path, architecture: Architecture, loss: Loss, log: RunLog) -> None:
+    """Say that multi-token-prediction layers are kept as they are, that files lack some of those that config.json
+    lists, and that engines decode with weights whose rounding the loss does not correct."""
+    name = config.model
+    if unlike := rounded_rollouts(config.generator.quantization, loss):
+        log.warn(unlike)
     listed, found = architecture.predicting_layers, predicting_layers(model, architecture)
     if found:
         log.event(f"{name} has {found} multi-token-prediction layers: not trained, exported unchanged")
@@ -310,6 +304,26 @@ def _resolved(
         critic = replace(critic, model=str(folder))
     folders = {} if teachers is None else resolve_teachers(teachers, model, config.cache, progress)
     return critic, folders
+
+
+async def _check_use(
+    config: RunConfig,
+    prepared: Prepared,
+    mixture: Mixture,
+    model: Path,
+    architecture: Architecture,
+    examples: ExampleFn | None,
+) -> None:
+    """Check the model against the engines, the tasks, the parser of tool calls and the disk's free space."""
+    if config.starts_engines:
+        check_decode_layout(model, config.generator, engines=config.generator.replicas)
+        check_context(architecture, config.generator)
+    await _check_tasks(config, prepared, mixture, model, examples)
+    if config.tool_parser:  # else one that exists is chosen, and imported when it is needed
+        await ToolParser(config.tool_parser, Tokenizer(model)).load()
+    if config.checkpoint_every:
+        bytes_each = 7 * stored_bytes(model)  # weights, two moments and the exported copy
+        check_space(prepared.folder, bytes_each * (config.keep_checkpoints + 1 + config.evaluation.keep_best))
 
 
 async def _check_tasks(

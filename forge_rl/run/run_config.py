@@ -161,6 +161,14 @@ class RunConfig:
                 "engines of several hosts read weights from shared memory, and --weights.transport is torchstore",
                 hint="leave out --weights.transport or --generator.hosts-per-replica",
             )
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Refuse lengths and numbers that contradict each other.
+
+        Raises:
+            ConfigError: names the flags.
+        """
         updates = self.steps * self.trainer.updates_per_batch
         if self.trainer.optimizer.warmup_updates > updates:
             raise ConfigError(

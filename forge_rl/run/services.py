@@ -136,7 +136,7 @@ async def _start_services(
     reward: RewardFunction | None,
     environment: EnvFactory | None,
 ) -> Services:
-    config, faults = checked.config, prepared.monitor.faults
+    config = checked.config
     if hosts.without_model:
         await _copy_models(checked, hosts, prepared)
     handover: asyncio.Future[DeviceHandover] = asyncio.get_running_loop().create_future()
@@ -149,26 +149,10 @@ async def _start_services(
         if reward is not None:
             generator = begin("generator", _engines(config), _start_generator(checked, hosts, prepared, handover))
             weights = begin("weights", config.weights.transport, _start_store(checked, hosts, prepared))
-            scoring = Reward.start(
-                config.reward,
-                hosts.cluster,
-                faults,
-                function=reward,
-                deadline_s=_START_DEADLINE_S,
-                folder=(prepared.folder / "reward").resolve(),
-                hosts=hosts.placed.of("reward"),
-            )
-            scorer = begin("reward", type(reward).__name__, scoring)
+            scorer = begin("reward", type(reward).__name__, _start_reward(checked, hosts, prepared, reward))
             if environment is not None:
                 kind = getattr(environment, "func", environment)  # a partial of a class
-                acting = Environment.start(
-                    config.environment,
-                    hosts.cluster,
-                    faults,
-                    factory=environment,
-                    deadline_s=_START_DEADLINE_S,
-                    hosts=hosts.placed.of("environment"),
-                )
+                acting = _start_environment(checked, hosts, prepared, environment)
                 envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), acting)
             if checked.teachers is not None:
                 models = ", ".join(checked.teachers.models)
@@ -227,6 +211,31 @@ async def _start_store(checked: Checked[C], hosts: RunHosts, prepared: Prepared)
         deadline_s=_START_DEADLINE_S,
         hosts=hosts.placed.with_weights,
         expected_bytes=stored_bytes(checked.model) * resolve_dtype(config.generator.dtype).itemsize // 2,
+    )
+
+
+async def _start_reward(checked: Checked[C], hosts: RunHosts, prepared: Prepared, function: RewardFunction) -> Reward:
+    return await Reward.start(
+        checked.config.reward,
+        hosts.cluster,
+        prepared.monitor.faults,
+        function=function,
+        deadline_s=_START_DEADLINE_S,
+        folder=(prepared.folder / "reward").resolve(),
+        hosts=hosts.placed.of("reward"),
+    )
+
+
+async def _start_environment(
+    checked: Checked[C], hosts: RunHosts, prepared: Prepared, factory: EnvFactory
+) -> Environment:
+    return await Environment.start(
+        checked.config.environment,
+        hosts.cluster,
+        prepared.monitor.faults,
+        factory=factory,
+        deadline_s=_START_DEADLINE_S,
+        hosts=hosts.placed.of("environment"),
     )
 
 

@@ -78,7 +78,7 @@ class Replica:
         tree: ProcessTree,
         faults: Faults,
         on_lost: Callable[[Replica, str], None],
-    ) -> None:
+    ) -> None:  # over 60 lines, as each attribute is described
         self.service = service
         self.index = index
         self.incarnation = incarnation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -202,11 +202,7 @@ class Teachers:
             raise errors[0]
         if errors:
             self._warn(f"{len(errors)} of {len(prompts)} episodes were not scored by their teacher: {errors[0]}")
-        tokens = sum(len(each.logprobs) for each in found.values())
-        unscored = sum(int(np.isnan(each.logprobs).sum()) for each in found.values())
-        if tokens and unscored == tokens:
-            said = f"none of {tokens} tokens has a finite logprob under its teacher"
-            raise ServiceError(said, service="teacher", hint="check the teacher's weights")
+        unscored = _unscored(found.values())
         rows = [
             [found.get((p, g)) or _Scored.empty(episode, top_k) for g, episode in enumerate(each.episodes)]
             for p, each in enumerate(batch.groups)
@@ -335,6 +331,20 @@ class _Scored:
 def _part_of(hosts: ServiceHosts, number: int, gpus: int) -> ServiceHosts:
     """Return the hosts of the teacher with this number, if each teacher takes as many GPUs of each host."""
     return replace(hosts, gpus={host: each[number * gpus :] for host, each in hosts.gpus.items()})
+
+
+def _unscored(found: Iterable[_Scored]) -> int:
+    """Count tokens without a finite logprob.
+
+    Raises:
+        ServiceError: there are no others.
+    """
+    missing = [np.isnan(each.logprobs) for each in found]
+    tokens, unscored = sum(map(len, missing)), sum(int(each.sum()) for each in missing)
+    if tokens and unscored == tokens:
+        said = f"none of {tokens} tokens has a finite logprob under its teacher"
+        raise ServiceError(said, service="teacher", hint="check the teacher's weights")
+    return unscored
 
 
 async def _score(

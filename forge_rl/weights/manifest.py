@@ -207,6 +207,17 @@ def written_by(key: str) -> str:
     return key.rpartition("." if "." in key else "/")[0]
 
 
+def _dealt(sizes: Mapping[str, int], hosts: Sequence[str]) -> list[Bucket]:
+    """Give each bucket to the host that has the fewest bytes so far."""
+    filled = dict.fromkeys(hosts, 0)
+    buckets = []
+    for key, size in sizes.items():
+        host = min(filled, key=filled.__getitem__)
+        filled[host] += size
+        buckets.append(Bucket(key=key, bytes=size, host=host))
+    return buckets
+
+
 def draft(
     specs: Sequence[TensorSpec],
     *,
@@ -258,13 +269,7 @@ def draft(
             sizes[key] += _aligned(placed[spec.name])
     entries = tuple(placed[spec.name] for spec in specs)
     shared = dict.fromkeys(entry.bucket for entry in entries if not is_of(entry.bucket, version))
-    filled = dict.fromkeys(hosts, 0)
-    buckets = []
-    for key, size in sizes.items():
-        host = min(filled, key=filled.__getitem__)
-        filled[host] += size
-        buckets.append(Bucket(key=key, bytes=size, host=host))
-    buckets += [older[key] for key in shared]
+    buckets = _dealt(sizes, hosts) + [older[key] for key in shared]
     if shared and sum(bucket.bytes for bucket in buckets) > _MOST_SHARED * sum(map(_aligned, entries)):
         return draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes, epoch=epoch, hosts=hosts)
     return Manifest(version=version, tensors=entries, buckets=tuple(buckets), epoch=epoch)

@@ -238,6 +238,7 @@ class ConfigFile:
         heads, dim = self.whole("num_attention_heads"), self.whole("hidden_size")
         if "head_dim" not in own:
             own["head_dim"] = self.whole("head_dim", dim // heads)
+        predicting = bool(values.get("num_nextn_predict_layers"))
         return Architecture(
             family=self.family,
             dim=dim,
@@ -250,9 +251,7 @@ class ConfigFile:
             max_positions=self.whole("max_position_embeddings"),
             rope=rope,
             tied=bool(values.get("tie_word_embeddings")),
-            predicting_layers=self.whole("num_nextn_predict_layers", most=100)
-            if values.get("num_nextn_predict_layers")
-            else 0,
+            predicting_layers=self.whole("num_nextn_predict_layers", most=100) if predicting else 0,
             quantized=bool(values.get("quantization_config")),
             **own,
         )

@@ -84,6 +84,7 @@ class Confinement:
                 long for its first turns.
             meters: of its cgroups, for commands.
         """
+        # In one piece, as the order of its steps is what confines: each is allowed by those before it.
         os.set_inheritable(control, False)
         channel, uid, folder = socket.socket(fileno=control), lineage.uid, lineage.folder
         try:
