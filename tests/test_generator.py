@@ -66,7 +66,9 @@ class Serving:
         self._runner.run(limited())
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one-device", "two-devices"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, id="one-device"), pytest.param(2, id="two-devices", marks=pytest.mark.long)]
+)
 def served_engine(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Serving]:

@@ -157,9 +157,10 @@ def relays(rank: int, folder: Path, pairs: list[tuple[layouts.Case, layouts.Case
     ("ranks", "order"),
     [
         (2, ("FSDP", "EP", "TP", "CP", "FSDP")),
-        pytest.param(4, ("FSDP x CP", "FSDP x EP", "FSDP x EP x TP", "HSDP"), marks=pytest.mark.long),
+        (4, ("FSDP x CP", "FSDP x EP", "FSDP x EP x TP", "HSDP")),
     ],
 )
+@pytest.mark.long
 def test_training_goes_on_in_another_layout_as_if_it_had_never_been_in_the_first(
     ranks: int, order: tuple[str, ...], tmp_path: Path
 ):

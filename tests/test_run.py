@@ -19,6 +19,7 @@ from tests.fake_engine import FOLDER
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.long
 def test_ctrl_c_saves_and_the_same_command_continues_and_leaves_a_whole_run_folder(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -291,7 +291,7 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     assert {row["engine"] for row in report["rows"] if row["drafted"]} == {"drafted"}
 
 
-@pytest.mark.processes  # importing vLLM takes as long as starting some
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sampler of CPUs")
 def test_each_token_has_the_logprob_of_the_model_at_its_place() -> None:
     from vllm.v1.sample.logits_processor import LogitsProcessors

@@ -147,6 +147,7 @@ def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+@pytest.mark.long
 def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
     tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
 ):
