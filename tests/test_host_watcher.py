@@ -146,3 +146,29 @@ def test_a_silent_host_is_given_longer_while_no_other_answers(
             await watcher._report()
 
     asyncio.run(check())
+
+
+def test_a_host_that_was_slow_is_given_longer_until_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        monkeypatch.setattr(host_watcher, "_LOOK_S", 0.02)
+        seconds = 0.0
+
+        async def report(*_: object) -> list[object]:
+            await asyncio.sleep(seconds)
+            return []
+
+        cluster: Any = SimpleNamespace(lost={}, heard={"b": asyncio.get_running_loop().time() + 600})
+        watcher = HostWatcher("a", cluster)
+        watcher._agent = SimpleNamespace(report=SimpleNamespace(call_one=report))
+        watcher._looks.append(5)
+        seconds = 60.0
+        with pytest.raises(ServiceError, match=r"not answered for 0\.2 s"):
+            await watcher._report()
+        seconds = 0.0
+        for _ in range(20):
+            await watcher._report()
+        seconds = 60.0
+        with pytest.raises(ServiceError, match=r"not answered for 0\.12 s"):
+            await watcher._report()
+
+    asyncio.run(check())

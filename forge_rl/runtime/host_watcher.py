@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import signal
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +26,11 @@ _LOOK_S = 0.5
 _SILENT_LOOKS = 6
 """Looks, over 3 s, for which an agent may leave its report unanswered. Counts looks, not seconds, so that nobody is
 late when this process itself was stopped."""
+_SLACK = 2
+"""Factor over the slowest of an agent's last reports after which it may be silent, if that is more: a host without
+time for its agent is slow before it is silent."""
+_REMEMBERED = 20
+"""Number of last reports."""
 _SILENT_LOOKS_OF_ALL = 40
 """Looks, over 20 s, if no other host answers either: more likely this process has no time, or lost its network."""
 _PROBE_S = 1.5
@@ -70,8 +76,8 @@ class Processes(Protocol):
 class HostWatcher:
     """Watches processes of one other host. Its agent starts with the first watch, and is replaced if it dies or hangs.
 
-    A host counts as lost if neither its agent nor any watched process answers: noticed within 5 s, or 22 s if no other
-    watched host answers meanwhile.
+    A host counts as lost if neither its agent nor any watched process answers: noticed within 5 s, later if its agent
+    has lately taken longer than 1.5 s to report, and within 22 s if no other watched host answers meanwhile.
 
     Args:
         host: name of the host.
@@ -92,6 +98,8 @@ class HostWatcher:
         self._watched: dict[str, Watch] = {}
         self._polling: asyncio.Task[None] | None = None
         self._telling: set[asyncio.Task[None]] = set()
+        self._looks: deque[int] = deque(maxlen=_REMEMBERED)
+        """Looks that each of the agent's last reports took."""
 
     async def watch(self, watch: Watch) -> None:
         """Watch processes until they are killed by `kill`.
@@ -193,12 +201,14 @@ class HostWatcher:
         answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # not logged if nobody waits
         clock, heard = asyncio.get_running_loop().time, self._cluster.heard
         began, looks = clock(), 0
-        while looks < _SILENT_LOOKS or (looks < _SILENT_LOOKS_OF_ALL and not self._another_answers(began)):
+        most = min(_SILENT_LOOKS_OF_ALL, max(_SILENT_LOOKS, _SLACK * max(self._looks, default=0)))
+        while looks < most or (looks < _SILENT_LOOKS_OF_ALL and not self._another_answers(began)):
             await asyncio.wait((answer,), timeout=_LOOK_S)
             looks += 1
             if answer.done():
                 events: list[Event] = answer.result()
                 heard[self._host] = clock()
+                self._looks.append(looks)
                 return events
         answer.cancel()
         raise self._error(f"it has not answered for {looks * _LOOK_S:g} s")
