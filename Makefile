@@ -22,7 +22,7 @@ endif
 # Keep bytecode: otherwise each of the hundreds of processes that tests start would spend seconds compiling its imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup lock audit licences docs demo check fast test test-long lint check-cuda format clean
+.PHONY: help setup lock audit licences docs demo check fast test test-long test-nightly lint check-cuda format clean
 help:     ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1\t/' | expand -t 20
 	@echo '  variables: EXTRA=cpu|cuda  PYTHON=python3.11  WORKERS=2  ARGS="flags for demo, or for pytest"'
@@ -87,12 +87,16 @@ fast: $(STAMP)
 test: $(STAMP)  ## all tests except the long ones
 	$(PYTEST) $(ARGS)
 
-# Long tests that are for a machine of their own: a Slurm of three nodes, faults against the clock, an installation of 9 GB.
+# Tests that are for a machine of their own: a Slurm of three nodes, faults against the clock, an installation of 9 GB.
 ALONE := $(addprefix tests/test_,$(addsuffix .py,slurm run_faults check_cuda))
 
-test-long: $(STAMP)  ## whole runs under every fault, two hosts, wheels in fresh environments
-	$(PYTEST) -m long $(addprefix --ignore=,$(ALONE)) $(ARGS)
-	$(BIN)/python -m pytest -m long $(ALONE) $(ARGS)
+test-long: $(STAMP)  ## whole runs under faults, over hosts, on a real Slurm
+	$(PYTEST) -m "long and not nightly" $(addprefix --ignore=,$(ALONE)) $(ARGS)
+	$(BIN)/python -m pytest -m "long and not nightly" $(ALONE) $(ARGS)
+
+test-nightly: $(STAMP)  ## the longest: every layout, command of the docs, kind of run and wheel
+	$(PYTEST) -m nightly $(addprefix --ignore=,$(ALONE)) $(ARGS)
+	$(BIN)/python -m pytest -m nightly $(ALONE) $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

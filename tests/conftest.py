@@ -106,6 +106,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     for item in items:
         assert isinstance(item, pytest.Function)
         names = {*item.fixturenames, *vars(item.module)}
+        if item.get_closest_marker("nightly") is not None:
+            item.add_marker("long")
         starts = sum(some for name, some in STARTS.items() if name in names)
         is_long = item.get_closest_marker("long") is not None
         if starts or is_long:

@@ -101,7 +101,7 @@ def test_the_checks_install_what_a_gpu_would_have_into_a_folder_of_their_own() -
     assert lines[-1].startswith(".cuda/bin/python -m tools.check_cuda")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_what_a_cpu_can_prove_of_cuda_holds() -> None:
     if not ((ROOT / ".cuda").is_dir() or os.environ.get("FORGE_RL_CHECK_CUDA")):

@@ -198,7 +198,7 @@ def updates_of(out: Path) -> list[tuple[int, int, int]]:
     return [row for row in found if row[0] > 2]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_run_survives_the_deaths_of_a_critics_rank_of_the_trainer_and_of_the_controller(
     commands: list[Command], tiny_model: Path, tmp_path: Path

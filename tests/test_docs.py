@@ -95,7 +95,7 @@ def test_the_page_of_metrics_has_those_of_a_run(tmp_path: Path) -> None:
     assert undocumented(["reward/mean", "nonsense/mean", "lag"]) == ["nonsense/mean", "lag"]
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("line", COMMANDS, ids=[line.split("-m ")[1][:60] for line in COMMANDS])
 def test_each_command_runs(
     line: str, commands: list[Command], tiny_model: Path, tmp_path: Path, nothing_left: None, monkeypatch

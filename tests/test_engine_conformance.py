@@ -137,10 +137,10 @@ async def hosted(host: type[ServiceActor], folder: Path, given: Mapping[str, Any
         pytest.param(
             (VLLMHost, {"speculation": "draft:{},max_tokens=4,max_running=64,min_accepted=0,adaptive=false"}),
             id="draft-model",
-            marks=pytest.mark.long,
+            marks=pytest.mark.nightly,
         ),
-        pytest.param((VLLMHost, {"tensor_parallel_size": 2}), id="tensor-parallel", marks=pytest.mark.long),
-        pytest.param((VLLMHost, {"data_parallel_size": 2}), id="data-parallel", marks=pytest.mark.long),
+        pytest.param((VLLMHost, {"tensor_parallel_size": 2}), id="tensor-parallel", marks=pytest.mark.nightly),
+        pytest.param((VLLMHost, {"data_parallel_size": 2}), id="data-parallel", marks=pytest.mark.nightly),
     ],
 )
 def run_on_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunCheck]:

@@ -109,6 +109,7 @@ def workers_of(command: Command) -> list[psutil.Process]:
     return [process for process in below if "Worker_TP" in " ".join(process.cmdline())]
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_when_a_worker_of_its_engine_is_killed(
     commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path
 ) -> None:

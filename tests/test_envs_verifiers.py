@@ -245,7 +245,7 @@ def test_programs_of_a_harness_are_confined_and_reach_the_policy(
     }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_an_environment_of_the_real_package_trains(
     verifiers_python: str, commands: list[Command], tiny_model: Path, tmp_path: Path, nothing_left: None
 ):

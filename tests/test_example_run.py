@@ -50,7 +50,7 @@ def test_a_run_on_examples_takes_the_same_steps_when_a_rank_and_the_controller_d
     assert summary["best"]["score"] == max(-row[2] for row in losses[0] if row[2])
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_answers_are_generated_and_scored_if_the_evaluation_asks_for_them(
     commands: list[Command], tiny_model: Path, tmp_path: Path

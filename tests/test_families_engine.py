@@ -34,13 +34,17 @@ OWN: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 32,
     },
 }
+OFTEN = ("llama", "qwen3_moe")
 ENGINE_DTYPE = {"deepseek_v3": "bfloat16"}
 """vLLM's latent attention on CPU has no float32 where there is AMX; float32 elsewhere."""
 
 
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [(family, family == "llama") for family in FAMILIES],  # Llama whose head is its own: test_engine_conformance
+    [  # Llama whose head is its own: test_engine_conformance
+        pytest.param(family, family == "llama", marks=[] if family in OFTEN else pytest.mark.nightly)
+        for family in FAMILIES
+    ],
 )
 def test_an_engine_serves_a_family_and_loads_what_the_trainer_exports(family: str, tied: bool, tmp_path: Path):
     folder, saved = tmp_path / "hf", tmp_path / "saved"

@@ -15,9 +15,19 @@ import psutil
 import pytest
 
 from forge_rl.errors import ForgeError
-from forge_rl.run.attach import AttachedRun, attach
+from forge_rl.run.attach import attach
 from forge_rl.weights.volume import reclaim
-from tests.commands import TASKS, Command, forgotten, metrics, shared_memory, tasks_by_step, tiny_run
+from tests.commands import (
+    TASKS,
+    Command,
+    forgotten,
+    metrics,
+    shared_memory,
+    tasks_by_step,
+    tiny_run,
+    wait_for_engines,
+    wait_for_step,
+)
 from tests.fake_actors import hosts_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_left")]
@@ -138,6 +148,7 @@ def test_ranks_on_two_hosts_take_the_same_steps_as_on_one(commands: list[Command
     assert losses[0] == losses[1]
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_when_a_part_of_its_engine_of_two_hosts_is_killed(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ):
@@ -183,20 +194,7 @@ def joining(commands: list[Command], out: Path, name: str, *arguments: str) -> C
     return command
 
 
-def wait_for_engines(command: Command, run: AttachedRun, wanted: str) -> None:
-    until = time.monotonic() + 240
-    while run.ask("status")["engines"].split("/")[0] != wanted:
-        assert time.monotonic() < until, command.output
-        time.sleep(0.5)
-
-
-def wait_for_step(command: Command, run: AttachedRun, beyond: int) -> None:
-    until = time.monotonic() + 240
-    while run.step <= beyond:
-        assert time.monotonic() < until, command.output
-        time.sleep(0.5)
-
-
+@pytest.mark.nightly
 def test_hosts_join_and_leave_a_live_run_and_nothing_is_lost(commands: list[Command], tiny_model: Path, tmp_path: Path):
     before, out = shared_memory(), tmp_path / "run"
     command = tiny_run(

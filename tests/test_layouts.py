@@ -258,7 +258,7 @@ RUNS = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", RUNS)
 def test_a_whole_run_in_a_layout_outlives_the_death_of_a_rank(
     name: str, commands: list[Command], tmp_path: Path

@@ -59,7 +59,7 @@ def test_linear_layers_are_rounded_with_a_scale_for_each_output(
     assert settings["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] == 8
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     model, path = make_tiny_model(tmp_path / "model", bundled_model(default_cache())), tmp_path / "out.json"
     flags = ["--completions", "4", "--tokens", "8", "--formats", "float32", "int8", "--json", str(path)]

@@ -36,6 +36,7 @@ def rows(tmp_path: Path) -> str:
     return str(tmp_path / "rows.jsonl")
 
 
+@pytest.mark.nightly
 def test_ranks_on_two_hosts_save_and_resume_through_the_controller(
     commands: list[Command], tiny_model: Path, tmp_path: Path, rows: str
 ):

@@ -134,7 +134,7 @@ def test_a_wrong_command_is_one_clear_message(unpacked: Path, tmp_path: Path, ar
     assert (tmp_path / "kept.py").read_text() == "mine"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_a_wheel_in_a_fresh_environment_trains_by_its_command_and_by_a_recipe_of_its_own(wheel: Path, tmp_path: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -302,8 +302,8 @@ def real_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record(tmp_path_factory.mktemp("real") / "folder", ("sums", "guess", "agent", "mixed", "failed"), steps=1)
 
 
+@pytest.mark.nightly
 @needs_browser
-@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("name", "turns", "state", "shown"),

@@ -40,6 +40,7 @@ def gaps(out: Path) -> list[float]:
     return [row["logprob_gap"] for row in metrics(out) if "logprob_gap" in row]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_a_server_that_is_killed_costs_nothing_and_joins_again(
     commands: list[Command], tiny_model: Path, tmp_path: Path, port: int

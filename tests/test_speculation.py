@@ -281,7 +281,7 @@ def test_the_benchmark_tells_distributions_apart() -> None:
     assert p_value(Counter({(1,): 5, (2,): 5}), Counter({(1,): 5, (2,): 5})) == 1
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     command = [sys.executable, "-m", "benchmarks.speculation", "--smoke", "--json", str(path)]

@@ -303,4 +303,4 @@ def schedules(examples: int) -> type[TestCase]:
 
 
 TestSchedules = schedules(20)
-TestManySchedules = pytest.mark.long(schedules(200))
+TestManySchedules = pytest.mark.nightly(schedules(200))

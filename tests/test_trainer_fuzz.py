@@ -274,7 +274,7 @@ def train_in_layouts(
     return results
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_settings_train_in_each_layout_as_in_one_process(family: str, tmp_path: Path):
