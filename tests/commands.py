@@ -12,9 +12,12 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil  # type: ignore[import-untyped]
+
+if TYPE_CHECKING:
+    from forge_rl.run.attach import AttachedRun
 
 ROOT = Path(__file__).parent.parent
 SHM = Path("/dev/shm")
@@ -189,3 +192,17 @@ def held(paths: set[Path]) -> set[Path]:
 def actor_of(command: Command, service: str, replica: int = 0) -> psutil.Process:
     """The process of a replica that others of its mesh were started by."""
     return min(processes_of(command, service, replica), key=lambda process: process.create_time())
+
+
+def wait_for_engines(command: Command, run: AttachedRun, wanted: str) -> None:
+    until = time.monotonic() + 240
+    while run.ask("status")["engines"].split("/")[0] != wanted:
+        assert time.monotonic() < until, command.output
+        time.sleep(0.5)
+
+
+def wait_for_step(command: Command, run: AttachedRun, beyond: int) -> None:
+    until = time.monotonic() + 240
+    while run.step <= beyond:
+        assert time.monotonic() < until, command.output
+        time.sleep(0.5)

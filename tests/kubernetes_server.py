@@ -112,21 +112,23 @@ class ApiServer:
         container = pod.manifest["spec"]["containers"][0]
         address = f"127.0.1.{pod.number}"
         pod.folder = tempfile.mkdtemp(prefix="pod-")
-        env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1"}
+        env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         for each in container.get("env", ()):
             env[each["name"]] = address if "valueFrom" in each else each["value"]
         env |= {"HOME": pod.folder, "TMPDIR": pod.folder}  # a real pod has a /tmp of its own
         words = [re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], word) for word in container["command"]]
-        words[0] = sys.executable
         if os.geteuid() == 0:  # in a mount namespace of its own, /dev/shm has the size of the pod's volume
-            sizes = [volume["emptyDir"]["sizeLimit"] for volume in pod.manifest["spec"]["volumes"]]
-            mount = f"mount -t tmpfs -o size={quantity_bytes(sizes[0], '')} tmpfs /dev/shm"
+            size = quantity_bytes(pod.manifest["spec"]["volumes"][0]["emptyDir"]["sizeLimit"], "")
+            mount = f"mount -t tmpfs -o size={size} tmpfs /dev/shm"
             words = ["unshare", "--mount", "sh", "-c", f"{mount} && exec {shlex.join(words)}"]
         with open(f"{pod.folder}/log", "wb") as log:
             pod.process = subprocess.Popen(words, env=env, cwd=_ROOT, stdout=log, stderr=log, start_new_session=True)
         pod.status.update({"phase": "Running", "podIP": address})
-        port = container["startupProbe"]["tcpSocket"]["port"]
-        threading.Thread(target=self.probe, args=(pod, address, port), daemon=True).start()
+        if "startupProbe" in container:
+            port = container["startupProbe"]["tcpSocket"]["port"]
+            threading.Thread(target=self.probe, args=(pod, address, port), daemon=True).start()
+        else:
+            pod.status["conditions"] = [{"type": "Ready", "status": "True"}]
         threading.Thread(target=self.wait, args=(pod,), daemon=True).start()
 
     def probe(self, pod: Pod, address: str, port: int) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("kubernetes")
 
 from forge_rl.errors import ConfigError, InfrastructureError
+from forge_rl.run.attach import attach
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.jobs.flag import build_job
@@ -24,7 +25,7 @@ from forge_rl.runtime.jobs.manifests import merge, quantity_bytes
 from forge_rl.runtime.jobs.pods import PodState, judge
 from forge_rl.runtime.jobs.protocol import JobListener
 from forge_rl.runtime.service import Service
-from tests.commands import Command, metrics, tiny_run
+from tests.commands import Command, metrics, tiny_run, wait_for_engines, wait_for_step
 from tests.fake_actors import FakeActor, new_service_name, pid_of
 from tests.kubernetes_server import ApiServer, serving, unknown_fields
 
@@ -97,6 +98,8 @@ def test_dry_run_prints_the_manifests_as_yaml():
         ("kubernetes:image=x,shm=many", "shm is 'many'"),
         ("kubernetes:image=x,shm=64Gi,memory=32Gi", "leaves nothing of 32Gi"),
         ("kubernetes:image=x,user=0", "user is 0"),
+        ("kubernetes:image=x,most_replaced=1", "most_replaced needs a claim"),
+        ("kubernetes:image=x,most_replaced=1,claim=c,route=forward", "most_replaced needs a claim, and pods that"),
     ],
 )
 def test_options_are_checked_before_the_cluster_is_asked(text: str, problem: str | None):
@@ -256,14 +259,14 @@ def test_a_controller_in_a_pod_owns_the_others_and_carries_the_runs_label():
     job = KubernetesHosts(image="x", name="grpo")
     policy, pods = job.manifests()
     own = {"metadata": {"name": "controller", "uid": "u", "labels": {"forge-rl-run": "grpo"}}}
-    job._adopt(own, policy, pods)
+    job._adopt(own, policy, *pods)
     for model, manifest in (("V1NetworkPolicy", policy), ("V1Pod", pods[0])):
         (owner,) = manifest["metadata"]["ownerReferences"]
         assert (owner["name"], owner["uid"]) == ("controller", "u")
         assert unknown_fields(manifest, model) == []
-    job._adopt(None, policy, pods)  # it may not ask
+    job._adopt(None, policy, *pods)  # it may not ask
     with pytest.raises(ConfigError, match="lacks the label forge-rl-run=grpo"):
-        job._adopt({"metadata": {"name": "controller", "uid": "u"}}, policy, pods)
+        job._adopt({"metadata": {"name": "controller", "uid": "u"}}, policy, *pods)
 
 
 @pytest.mark.processes
@@ -283,31 +286,78 @@ def test_pods_are_deleted_when_the_controller_is_killed(cluster: ApiServer, kube
         for line in controller.stdout:
             if "ImagePullBackOff" in line:
                 break
+        guard = psutil.Process(controller.pid).children()
         controller.kill()
     with cluster.changed:
         assert cluster.changed.wait_for(lambda: not cluster.pods and not cluster.policies, timeout=30)
-    psutil.wait_procs(psutil.Process().children(), timeout=10)
+    psutil.wait_procs(guard, timeout=30)
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
-def test_a_whole_run_trains_on_one_pod_and_decodes_on_another(
+def test_a_whole_run_trains_on_a_pod_decodes_on_two_and_replaces_one_that_dies(
     cluster: ApiServer, kubeconfig: Path, commands: list[Command], tiny_model: Path, tmp_path: Path
 ):
     """Each pod has a /dev/shm of its own, if the tests run as root: weights travel between them."""
-    out = tmp_path / "run"
+    out = tmp_path / "a run"
+    job = f"image=x,hosts=2,name=tiny,shm=4Gi,route=direct,claim=c,mount={tmp_path},most_replaced=1"
     command = tiny_run(
         commands,
         tiny_model,
         out,
-        *("--job", f"kubernetes:image=x,hosts=2,name=tiny,shm=4Gi,route=direct,kubeconfig={kubeconfig}"),
-        *("--placement", "trainer=host0;generator=host1;environment=local;reward=local"),
-        *("--steps", "3", "--evaluation.every", "0"),
+        *("--job", f"kubernetes:{job},kubeconfig={kubeconfig}"),
+        *("--placement", "trainer=host0;generator=host0+host1;environment=local;reward=local"),
+        *("--generator.replicas", "2", "--generator.least-replicas", "1"),
+        *("--steps", "1000", "--evaluation.every", "0"),
     )
-    assert command.end(400) == 0, command.output
-    rows = [row for row in metrics(out) if "loss" in row]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows), "the engine has the trainer's weights"
+    command.wait_for(r"step +2/1000")
     services = json.loads((out / "hosts.json").read_text())["services"]
-    assert (services["trainer"], services["generator"]) == (["host0"], ["host1"])
+    assert (services["trainer"], services["generator"]) == (["host0"], ["host0", "host1"])
+    cluster.kill("tiny-host1")
+    command.wait_for(r"asking for host host1\.1 in the place of host1, 1 of at most 1")
+    command.wait_for(r"host host1\.1 has joined: generator")
+    run = attach(out)
+    wait_for_engines(command, run, "2")
+    wait_for_step(command, run, run.step + 3)
+    assert run.hosts["host1.1"] == "serves"
+    assert sorted(cluster.pods) == ["tiny-host0", "tiny-host1", "tiny-host1.1"]
+    command.process.send_signal(signal.SIGINT)
+    assert command.end(120) == 130, command.output
+    rows = [row for row in metrics(out) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert all(row.get("logprob_gap", 0) < 1e-4 for row in rows), "the engines have the trainer's weights"
     assert (cluster.pods, cluster.policies) == ({}, {})
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("nothing_left")
+def test_a_pod_that_joins_is_followed_to_its_end_and_deleted(cluster: ApiServer, kubeconfig: Path, tmp_path: Path):
+    """The run folder is empty, so that the pods' command fails after some seconds, unless it is ended before."""
+    folder = tmp_path / "a run; touch injected"
+    (folder / "logs").mkdir(parents=True)
+    job = job_of(kubeconfig, claim="c", mount=str(tmp_path), most_replaced=3)
+
+    async def ended_by(name: str, end: Callable[[asyncio.Task[str]], object]) -> str:
+        runs = asyncio.Event()
+        ending = asyncio.create_task(job.replace(name, folder, lambda text: runs.set() if "runs" in text else None))
+        await asyncio.wait_for(runs.wait(), 60)
+        await asyncio.to_thread(end, ending)
+        await asyncio.wait([ending], timeout=60)
+        return "cancelled" if ending.cancelled() else ending.result()
+
+    async def main() -> None:
+        failed = await ended_by("host1.1", lambda _: None)
+        assert failed.startswith("the container exited with status 1: Error: error: ")
+        evicted = await ended_by("host1.2", lambda _: cluster.delete("forgerl-host1.2", 5.0, cause="Preempted"))
+        assert evicted.startswith("Preempted")
+        assert await ended_by("host1.3", lambda _: cluster.delete("forgerl-host1.3", 5.0)) == "", "someone wished it"
+        loop = asyncio.get_running_loop()
+        assert await ended_by("host1.4", lambda task: loop.call_soon_threadsafe(task.cancel)) == "cancelled"
+        with pytest.raises(ConfigError, match=r"run folder / is not below .* where the pods mount the claim c"):
+            await job.replace("host1.5", Path("/"), print)
+
+    asyncio.run(main())
+    with cluster.changed:
+        assert cluster.changed.wait_for(lambda: not cluster.pods, timeout=30)
+    assert list(folder.iterdir()) == [folder / "logs"], "a folder's name is no code"
+    assert unknown_fields(job._joining("host1.6", folder), "V1Pod") == []

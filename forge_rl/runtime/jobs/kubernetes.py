@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+import shlex
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from forge_rl.errors import ConfigError, InfrastructureError, check_flags, check_installed
+from forge_rl.errors import ConfigError, ForgeError, InfrastructureError, check_flags, check_installed
 from forge_rl.runtime.addresses import own_address, url
 from forge_rl.runtime.cluster import quiet_stderr, set_defaults
+from forge_rl.runtime.jobs.joining import host_log, join_command, last_line
 from forge_rl.runtime.jobs.launched import listen_on, save_at_notice
 from forge_rl.runtime.jobs.manifests import (
     HOST_LABEL,
@@ -84,11 +86,15 @@ class KubernetesHosts:
     them; auto is direct within the cluster."""
     public: bool = False
     """Let the pods listen on public addresses. Monarch executes any code that reaches it."""
+    most_replaced: int = 0
+    """Number of further pods that the run may create in all, in the place of those that die; needs a claim with the run
+    folder, and pods and controller that reach each other directly."""
 
     def __post_init__(self) -> None:
         check_flags(
             self, _FLAG, least={"hosts": 1, "gpus": 0, "user": 1, "grace_s": 1, "port": 1024}, above={"wait_s": 0}
         )
+        check_flags(self, _FLAG, least={"most_replaced": 0})
         check_flags(self, _FLAG, most={"hosts": 4096, "port": 65535})
         for field in ("name", "namespace"):
             value = str(getattr(self, field))
@@ -98,6 +104,11 @@ class KubernetesHosts:
                 )
         if not self.image.strip():
             raise ConfigError(f"{_FLAG}image is empty", hint="name an image that contains forge_rl")
+        if self.most_replaced and (not self.claim or self.route == "forward"):
+            raise ConfigError(
+                f"{_FLAG}most_replaced needs a claim, and pods that this process reaches directly",
+                hint="a pod that joins a run finds it by the run folder: set claim, and leave out route=forward",
+            )
         shm = quantity_bytes(self.shm, f"{_FLAG}shm")
         if self.memory and quantity_bytes(self.memory, f"{_FLAG}memory") <= shm:
             raise ConfigError(
@@ -116,21 +127,24 @@ class KubernetesHosts:
         Raises:
             ConfigError: the template is not a pod template.
         """
-        limits = {"cpu": self.cpus, "memory": self.memory, "nvidia.com/gpu": str(self.gpus or "")}
         public = ["--public"] if self.public else []
-        spec = PodSpec(
+        spec = self._pods(["python", "-m", "forge_rl.runtime.jobs.worker", "$(POD_IP)", str(self.port), *public])
+        pods = tuple(pod(spec, name, port=self.port, claim=self.claim, mount=self.mount) for name in self.names)
+        return network_policy(self.name, self.namespace), pods
+
+    def _pods(self, command: Sequence[str]) -> PodSpec:
+        limits = {"cpu": self.cpus, "memory": self.memory, "nvidia.com/gpu": str(self.gpus or "")}
+        return PodSpec(
             run=self.name,
             namespace=self.namespace,
             image=self.image,
             resources={name: limit for name, limit in limits.items() if limit},
             shm=self.shm,
-            command=["python", "-m", "forge_rl.runtime.jobs.worker", "$(POD_IP)", str(self.port), *public],
+            command=command,
             grace_s=self.grace_s,
             user=self.user,
             template=_template(self.template),
         )
-        pods = tuple(pod(spec, name, port=self.port, claim=self.claim, mount=self.mount) for name in self.names)
-        return network_policy(self.name, self.namespace), pods
 
     def describe(self, command: Sequence[str]) -> str:
         """Return the manifests as YAML, which `kubectl apply --dry-run=server -f -` can check."""
@@ -151,6 +165,11 @@ class KubernetesHosts:
         set_defaults()
         policy, manifests = self.manifests()
         api, is_inside = await asyncio.to_thread(connect, self.kubeconfig)
+        if self.most_replaced and not self._is_direct(is_inside):
+            raise ConfigError(
+                f"{_FLAG}most_replaced is set, and this process reaches the pods only through kubectl",
+                hint="start it in a pod, or set route=direct if pods reach this machine's address",
+            )
         pods = Pods(api, namespace=self.namespace, run=self.name)
         if await asyncio.to_thread(pods.exists):
             kubectl = f"kubectl -n {self.namespace} delete pod,networkpolicy -l {RUN_LABEL}={self.name}"
@@ -159,7 +178,7 @@ class KubernetesHosts:
                 hint=f"set {_FLAG}name to another name, or, if that run has ended, delete them: {kubectl}",
             )
         if is_inside:
-            self._adopt(await asyncio.to_thread(pods.own_pod), policy, manifests)
+            self._adopt(await asyncio.to_thread(pods.own_pod), policy, *manifests)
         with deleted_with_this_process(self.kubeconfig, namespace=self.namespace, run=self.name):
             watched = _Watched(self.names, listener, saves=self.evicted == "save")
             unfollow = pods.follow(watched.tell, watched.trouble)
@@ -177,7 +196,59 @@ class KubernetesHosts:
                 finally:
                     unfollow()
 
-    def _adopt(self, own: Manifest | None, policy: Manifest, pods: Sequence[Manifest]) -> None:
+    async def replace(self, name: str, folder: Path, say: Callable[[str], None]) -> str:
+        """Create a pod that joins a run, and wait until it ends; see `ReplacingJob`."""
+        manifest = self._joining(name, folder)
+        api, is_inside = await asyncio.to_thread(connect, self.kubeconfig)
+        pods = Pods(api, namespace=self.namespace, run=self.name)
+        if is_inside:
+            self._adopt(await asyncio.to_thread(pods.own_pod), manifest)
+        loop, states = asyncio.get_running_loop(), asyncio.Queue[PodState]()
+
+        def tell(host: str, state: PodState) -> None:
+            if host == name:
+                loop.call_soon_threadsafe(states.put_nowait, state)
+
+        def trouble(problem: str) -> None:
+            loop.call_soon_threadsafe(say, problem)
+
+        creating = asyncio.ensure_future(asyncio.to_thread(pods.create_pod, manifest))
+        unfollow = pods.follow(tell, trouble)
+        try:
+            await asyncio.shield(creating)
+            noticed: PodState | None = None
+            while (state := await states.get()).phase not in ("dead", "gone"):
+                noticed = state if state.phase == "ending" else None
+                say(f"pod {self.name}-{name} {state.reason or 'runs'}")
+            end = noticed or state
+            return "" if end.wished else f"{end.reason}{last_line(host_log(folder, name))}"
+        finally:
+            await asyncio.wait([creating])
+            unfollow()
+            if creating.exception() is None:
+                with contextlib.suppress(ForgeError):  # the end of the run deletes what is left
+                    await asyncio.to_thread(pods.delete_host, name)
+
+    def _joining(self, name: str, folder: Path) -> Manifest:
+        """Return the pod of a host that joins the run in a folder.
+
+        Raises:
+            ConfigError: the folder is not on the claim.
+        """
+        if not folder.resolve().is_relative_to(self.mount):
+            raise ConfigError(
+                f"the run folder {folder} is not below {self.mount}, where the pods mount the claim {self.claim}",
+                hint=f"set --out to a folder below it, or {_FLAG}mount",
+            )
+        joining = shlex.join(join_command(folder, name, python="python", public=self.public))
+        output = shlex.quote(str(host_log(folder, name)))
+        spec = self._pods(["sh", "-c", f"exec {joining} >> {output} 2>&1"])
+        return pod(spec, name, claim=self.claim, mount=self.mount)
+
+    def _is_direct(self, is_inside: bool) -> bool:
+        return self.route == "direct" or (self.route == "auto" and is_inside)
+
+    def _adopt(self, own: Manifest | None, *manifests: Manifest) -> None:
         """Make this process's pod the owner of the others, so that Kubernetes deletes them with it.
 
         Raises:
@@ -192,7 +263,7 @@ class KubernetesHosts:
                 hint=f"add the label to its manifest, or set {_FLAG}name to the label's value",
             )
         owner = {"apiVersion": "v1", "kind": "Pod", "name": own["metadata"]["name"], "uid": own["metadata"]["uid"]}
-        for each in (policy, *pods):
+        for each in manifests:
             each["metadata"]["ownerReferences"] = [owner]
 
     def _attach(self, addresses: Mapping[str, str], is_inside: bool) -> dict[str, HostMesh]:
@@ -217,7 +288,7 @@ class KubernetesHosts:
                 pods = super()._wait_for_ready_pods(*args, **kwargs)
                 return [replace(pod, ip=f"[{pod.ip}]" if ":" in pod.ip else pod.ip) for pod in pods]
 
-        is_direct = self.route == "direct" or (self.route == "auto" and is_inside)
+        is_direct = self._is_direct(is_inside)
         kubeconfig = None
         if not (is_inside and is_direct):
             place = str((self.kubeconfig or Path(KUBE_CONFIG_DEFAULT_LOCATION)).expanduser())

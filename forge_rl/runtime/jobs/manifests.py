@@ -57,11 +57,11 @@ def network_policy(run: str, namespace: str) -> Manifest:
     }
 
 
-def pod(spec: PodSpec, host: str, *, port: int, claim: str = "", mount: str = "") -> Manifest:
+def pod(spec: PodSpec, host: str, *, port: int = 0, claim: str = "", mount: str = "") -> Manifest:
     """Return the pod of a host.
 
     Args:
-        port: port on which the host serves Monarch.
+        port: port on which the host serves Monarch; 0 if it chooses one.
         claim: a persistent volume claim to mount, or "".
         mount: where.
     """
@@ -101,7 +101,7 @@ def pod(spec: PodSpec, host: str, *, port: int, claim: str = "", mount: str = ""
 
 
 def _container(spec: PodSpec, port: int) -> Manifest:
-    return {
+    found: Manifest = {
         "name": CONTAINER,
         "image": spec.image,
         "command": list(spec.command),
@@ -110,12 +110,14 @@ def _container(spec: PodSpec, port: int) -> Manifest:
             {"name": "MONARCH_PORT", "value": str(port)},  # read by Monarch's KubernetesJob
             {"name": "HOME", "value": "/tmp"},  # the image need not know the user
         ],
-        "ports": [{"name": "monarch", "containerPort": port}],
         "resources": {"requests": dict(spec.resources), "limits": dict(spec.resources)},
-        # Only until the port is open: Monarch would log every later connection without a message.
-        "startupProbe": {"tcpSocket": {"port": port}, "periodSeconds": 1, "failureThreshold": _START_S},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
+    if port:
+        found["ports"] = [{"name": "monarch", "containerPort": port}]
+        # Only until the port is open: Monarch would log every later connection without a message.
+        found["startupProbe"] = {"tcpSocket": {"port": port}, "periodSeconds": 1, "failureThreshold": _START_S}
+    return found
 
 
 def merge(template: Any, ours: Any) -> Any:

@@ -40,6 +40,8 @@ class PodState:
     """Why it waits, or why it is dead."""
     address: str = ""
     """The pod's IP address; "" if it has none yet."""
+    wished: bool = False
+    """True if it is dead because its command has succeeded, or is ending because someone deletes it."""
 
 
 def judge(pod: Mapping[str, Any]) -> PodState:
@@ -52,12 +54,13 @@ def judge(pod: Mapping[str, Any]) -> PodState:
     cause = _words(disruption) if disruption.get("status") == "True" else ""
     phase = str(status.get("phase") or "Pending")
     if ended := next((each["terminated"] for each in containers if each.get("terminated")), None):
-        code = f"exited with status {ended.get('exitCode')}"
-        return PodState(phase="dead", reason=cause or f"the container {code}: {_words(ended) or '?'}", address=address)
+        code = ended.get("exitCode")
+        reason = cause or f"the container exited with status {code}: {_words(ended) or '?'}"
+        return PodState(phase="dead", reason=reason, address=address, wished=code == 0)
     if phase not in ("Pending", "Running"):  # Succeeded, Failed, Unknown: its node is lost
         return PodState(phase="dead", reason=cause or f"the pod is {phase}: {_words(status) or '?'}", address=address)
     if cause or (pod.get("metadata") or {}).get("deletionTimestamp"):
-        return PodState(phase="ending", reason=cause or "the pod is being deleted", address=address)
+        return PodState(phase="ending", reason=cause or "the pod is being deleted", address=address, wished=not cause)
     if address and (conditions.get("Ready") or {}).get("status") == "True":
         return PodState(phase="ready", address=address)
     blocked = [each["waiting"] for each in containers if each.get("waiting")]
@@ -183,10 +186,30 @@ class Pods:
                 self._namespace, policy, field_validation="Strict", _request_timeout=_CALL_S
             )
         for pod in pods:
-            with api_errors(f"create the pod {pod['metadata']['name']}"):
-                self._core.create_namespaced_pod(
-                    self._namespace, pod, field_validation="Strict", _request_timeout=_CALL_S
-                )
+            self.create_pod(pod)
+
+    def create_pod(self, pod: Manifest) -> None:
+        """Create one pod. After an error, call `delete_host`.
+
+        Raises:
+            ForgeError: as `create`.
+        """
+        with api_errors(f"create the pod {pod['metadata']['name']}"):
+            self._core.create_namespaced_pod(self._namespace, pod, field_validation="Strict", _request_timeout=_CALL_S)
+
+    def delete_host(self, host: str) -> None:
+        """Delete the pod of one host, if it still exists.
+
+        Raises:
+            ForgeError: the API refused, or does not answer.
+        """
+        with api_errors(f"delete the pod of {host}"):
+            self._core.delete_collection_namespaced_pod(
+                self._namespace,
+                label_selector=f"{self._selector},{HOST_LABEL}={host}",
+                grace_period_seconds=_DELETE_GRACE_S,
+                _request_timeout=_CALL_S,
+            )
 
     def delete(self) -> None:
         """Delete the run's hosts and its policy, if they still exist.
