@@ -4,8 +4,8 @@ python -m benchmarks.speculation --json out.json
 
 The policy is the bundled model after supervised fine-tuning, as RL starts from one: `recipes.sft` first teaches it to
 add numbers step by step. Two engines serve it, one of which drafts, and take turns on the same tasks. Answers are
-sampled at the recipe's temperature, 1; their lengths follow how many numbers there are to add, which a heavy tail
-gives. Texts of both engines differ, so speeds are tokens per second. The first epoch has only siblings to draft from
+sampled at the recipe's temperature, 1; their lengths follow how many numbers there are to add, which are quantiles of
+a heavy tail, so that one task is far longer than the others. Texts of both engines differ, so speeds are tokens per second. The first epoch has only siblings to draft from
 and is not counted.
 
 `tail_speedup` is of the time with 4 or fewer running requests, `step_speedup` of whole epochs. `distribution_p` is the
@@ -89,15 +89,15 @@ def _sum(count: int, drawn: random.Random) -> dict[str, str]:
     return {"question": f"Add {', '.join(map(str, numbers))}.", "answer": "\n".join(steps)}
 
 
-def _heavy_tailed(most: int, drawn: random.Random) -> int:
-    """Draw from a Pareto distribution of shape 1 from 3 on: half of the draws are below 6."""
-    return min(most, int(3 / (1 - drawn.random())))
+def _heavy_tailed(most: int, level: float) -> int:
+    """Return a quantile of the Pareto distribution of shape 1 from 3 on: half of it is below 6."""
+    return min(most, int(3 / (1 - level)))
 
 
 def _teach(config: Config, folder: Path) -> Path:
     """Fine-tune the model on sums, and return the new folder."""
     drawn, tasks = random.Random(1), folder / "sums.jsonl"
-    rows = [_sum(_heavy_tailed(_MOST_NUMBERS, drawn), drawn) for _ in range(32 * config.taught_steps)]
+    rows = [_sum(_heavy_tailed(_MOST_NUMBERS, drawn.random()), drawn) for _ in range(32 * config.taught_steps)]
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = {
         "--model": config.model,
@@ -191,7 +191,8 @@ async def _measure(config: Config, report: Report) -> None:
     lengths = (24, 48) if config.smoke else (config.most_tokens,)  # an untaught model's answers do not end
     speedups: dict[str, list[float]] = {"tail_speedup": [], "step_speedup": []}
     async with _generators(config) as generators:
-        prompts = [_prompt(generators["plain"], _heavy_tailed(_MOST_NUMBERS, drawn), drawn) for _ in range(tasks)]
+        lengths_of_tasks = [_heavy_tailed(_MOST_NUMBERS, (at + 0.5) / tasks) for at in range(tasks)]
+        prompts = [_prompt(generators["plain"], numbers, drawn) for numbers in lengths_of_tasks]
         requests = [(prompt, lengths[at % len(lengths)]) for prompt in prompts for at in range(config.group_size)]
         for epoch in range(1 + epochs):
             found: dict[str, _Speed] = {}
@@ -212,7 +213,8 @@ async def _measure(config: Config, report: Report) -> None:
                 if all(tails):
                     speedups["tail_speedup"].append(_ratio(*tails))
         for name, values in speedups.items():
-            report.measure(name, values)
+            if values:  # answers that all end at once have no tail
+                report.measure(name, values)
         share = [row for row in report.rows if row["engine"] == "drafted" and not row["warm_up"]]
         drafted_tokens = sum(int(str(row["drafted"])) for row in share)
         if drafted_tokens:
