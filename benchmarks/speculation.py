@@ -5,8 +5,8 @@ python -m benchmarks.speculation --json out.json
 The policy is the bundled model after supervised fine-tuning, as RL starts from one: `recipes.sft` first teaches it to
 add numbers step by step. Two engines serve it, one of which drafts, and take turns on the same tasks. Answers are
 sampled at the recipe's temperature, 1; their lengths follow how many numbers there are to add, which are quantiles of
-a heavy tail, so that one task is far longer than the others. Texts of both engines differ, so speeds are tokens per second. The first epoch has only siblings to draft from
-and is not counted.
+a heavy tail, so that one task is far longer than the others. Texts of both engines differ, so speeds are tokens per
+second. The first epoch has only siblings to draft from and is not counted.
 
 `tail_speedup` is of the time with 4 or fewer running requests, `step_speedup` of whole epochs. `distribution_p` is the
 smallest p-value of three chi-square tests that the first tokens of answers to one prompt are distributed alike.
