@@ -176,7 +176,7 @@ def ranks_on(cluster: Cluster, waits_s: float) -> TrainerRanks:
     """Two ranks of a trainer, on one host with two GPUs, which are never started."""
     hosts = ServiceHosts(names=("a",), gpus={"a": ("0", "1")})
     config = TrainerConfig(ranks=2, wait_for_host_s=waits_s)
-    return TrainerRanks(config, Service("trainer", cluster, Faults()), hosts, Path(), False, False, 1.0)
+    return TrainerRanks(config, Service("trainer", cluster, Faults()), hosts, model=Path(), start_deadline_s=1.0)
 
 
 def test_ranks_that_fit_nowhere_wait_for_a_host_that_was_asked_for(tmp_path: Path):

@@ -108,8 +108,15 @@ class Trainer:
         Raises:
             ConfigError: the hosts cannot hold the ranks, or could meet only over a public address.
         """
-        places = hosts or ServiceHosts()
-        ranks = TrainerRanks(config, Service(name, cluster, faults), places, model, reference, values, deadline_s)
+        ranks = TrainerRanks(
+            config,
+            Service(name, cluster, faults),
+            hosts or ServiceHosts(),
+            model=model,
+            reference=reference,
+            values=values,
+            start_deadline_s=deadline_s,
+        )
         trainer = cls(ranks, seed=seed, total_steps=total_steps, skipped=skipped)
         try:
             trainer._adopt(await ranks.open(resume, after))

@@ -49,9 +49,10 @@ class TrainerRanks:
         config: TrainerConfig,
         service: Service,
         hosts: ServiceHosts,
+        *,
         model: Path,
-        reference: bool,
-        values: bool,
+        reference: bool = False,
+        values: bool = False,
         start_deadline_s: float,
     ) -> None:
         self.config = config
