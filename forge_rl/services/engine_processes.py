@@ -84,7 +84,7 @@ class EngineProcesses:
         return self.service.spawn(self.actor, *args, env=spare_environment(env), ranks=hosts, index=index)
 
     def spares(self, start_deadline_s: float) -> EngineSpares:
-        """Return the keeper of spares, whose numbers follow those of all engines there may be."""
+        """Return what keeps spares ready, numbered from the first number that no engine can have."""
         first = max(self.config.engines, len(self.config.urls) + self.config.most_replicas)
         return EngineSpares(
             self.service,

@@ -337,7 +337,7 @@ def _unscored(found: Iterable[_Scored]) -> int:
     """Count tokens without a finite logprob.
 
     Raises:
-        ServiceError: there are no others.
+        ServiceError: no token has one.
     """
     missing = [np.isnan(each.logprobs) for each in found]
     tokens, unscored = sum(map(len, missing)), sum(int(each.sum()) for each in missing)

@@ -148,7 +148,7 @@ class Trainer:
 
     @property
     def config(self) -> TrainerConfig:
-        """Settings; `lr` and `reset` replace those of the optimizer."""
+        """Settings; `lr` and `reset` replace the optimizer's."""
         return self._ranks.config
 
     @property
