@@ -194,7 +194,7 @@ def test_a_job_that_is_preempted_or_out_of_time_saves_and_goes_on(
     run.wait_for("goes on from 1")
     run.wait_for("goes on from 2")  # 15 s later, 45 before the limit
     before = run.lines[: next(at for at, line in enumerate(run.lines) if "goes on from 2" in line)]
-    assert before.count("stopped by SIGUSR1") == 2
+    assert before.count("stopped by SIGUSR1") >= 2, "one that starts slowly is stopped again before it goes on"
     slurm.run("scancel", "--user=root")
     assert run.end() == 1
     assert "CANCELLED" in run.lines[-2]
