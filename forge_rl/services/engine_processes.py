@@ -133,7 +133,7 @@ class EngineProcesses:
         return self.service.spawn(self.actor, *args, env=env, host=host, index=number, spare=True)
 
     def _args(self, number: int, kind: str, host: str) -> tuple[object, ...]:
-        # With the config's own class, engine processes would import this module and everything that a controller needs.
+        # With the config's own class, engine processes would import its module and everything that a controller needs.
         settings = DecodeSettings(**{each.name: getattr(self.config, each.name) for each in fields(DecodeSettings)})
         if (drafting := read_speculation(settings.speculation)) is not None and drafting.model:
             there = str(self.service.cluster.path_on(host, Path(drafting.model)))

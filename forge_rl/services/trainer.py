@@ -16,10 +16,7 @@ import numpy.typing as npt
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.optimizer import OptimizerConfig
-from forge_rl.errors import (
-    ForgeError,
-    ReplicaError,
-)
+from forge_rl.errors import ForgeError, ReplicaError
 from forge_rl.metrics import merge_all, reduce
 from forge_rl.packing.rows import Layout, Minibatch, Packed, pack
 from forge_rl.packing.unpacking import values_of_episodes

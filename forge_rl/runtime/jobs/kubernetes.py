@@ -91,10 +91,8 @@ class KubernetesHosts:
     folder, and pods and controller that reach each other directly."""
 
     def __post_init__(self) -> None:
-        check_flags(
-            self, _FLAG, least={"hosts": 1, "gpus": 0, "user": 1, "grace_s": 1, "port": 1024}, above={"wait_s": 0}
-        )
-        check_flags(self, _FLAG, least={"most_replaced": 0})
+        least = {"hosts": 1, "gpus": 0, "user": 1, "grace_s": 1, "port": 1024, "most_replaced": 0}
+        check_flags(self, _FLAG, least=least, above={"wait_s": 0})
         check_flags(self, _FLAG, most={"hosts": 4096, "port": 65535})
         for field in ("name", "namespace"):
             value = str(getattr(self, field))

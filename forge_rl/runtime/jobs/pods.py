@@ -204,12 +204,7 @@ class Pods:
             ForgeError: the API refused, or does not answer.
         """
         with api_errors(f"delete the pod of {host}"):
-            self._core.delete_collection_namespaced_pod(
-                self._namespace,
-                label_selector=f"{self._selector},{HOST_LABEL}={host}",
-                grace_period_seconds=_DELETE_GRACE_S,
-                _request_timeout=_CALL_S,
-            )
+            self._delete_pods(f"{HOST_LABEL}={host}")
 
     def delete(self) -> None:
         """Delete the run's hosts and its policy, if they still exist.
@@ -220,17 +215,20 @@ class Pods:
         from kubernetes.client import ApiException
 
         with api_errors(f"delete the pods of {self._run}"):
-            self._core.delete_collection_namespaced_pod(
-                self._namespace,
-                label_selector=f"{self._selector},{HOST_LABEL}",
-                grace_period_seconds=_DELETE_GRACE_S,
-                _request_timeout=_CALL_S,
-            )
+            self._delete_pods(HOST_LABEL)
             try:
                 self._networking.delete_namespaced_network_policy(self._run, self._namespace, _request_timeout=_CALL_S)
             except ApiException as error:
                 if error.status != 404:
                     raise
+
+    def _delete_pods(self, label: str) -> None:
+        self._core.delete_collection_namespaced_pod(
+            self._namespace,
+            label_selector=f"{self._selector},{label}",
+            grace_period_seconds=_DELETE_GRACE_S,
+            _request_timeout=_CALL_S,
+        )
 
     def exists(self) -> bool:
         """Return True if the run already has hosts.
