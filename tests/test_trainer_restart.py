@@ -289,10 +289,10 @@ def test_ranks_that_die_or_hang_are_replaced_and_training_goes_on_as_it_had(
 
             # It is well, and brought back to a checkpoint: whoever waits is told, and no restart is needed for it.
             assert trainer.restarts_left == 0
-            waiting = asyncio.create_task(trainer.wait_idle())
+            waiting = asyncio.create_task(step(trainer, 1, Deadly(None)))
             await asyncio.sleep(0)
             await trainer.restart(saved, cause="it is rolled back")
-            with pytest.raises(ReplicaError, match="call wait_idle: it is rolled back"):
+            with pytest.raises(ReplicaError, match="call step: it is rolled back"):
                 await waiting
             assert await step(trainer, 1) == pytest.approx(losses[1], abs=1e-6)
 
