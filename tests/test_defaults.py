@@ -63,7 +63,7 @@ def plan_of(model: str, ranks: int, reference: int = 0) -> Callable[[TrainSettin
 
 def chosen(model: str, gpu: str, *, there: int = 1, reference: int = 0, **settings: Any) -> tuple[RunConfig, list[str]]:
     ranks = settings.pop("ranks", 1)
-    replicas = settings.pop("replicas", 1)
+    replicas, guests = settings.pop("replicas", 1), settings.pop("guests", 0)
     given = {each: settings.pop(each) for each in ("seq_len", "enable_cpu_offload") if each in settings}
     share = (
         {"gpu_memory_utilization": settings.pop("gpu_memory_utilization")}
@@ -72,7 +72,7 @@ def chosen(model: str, gpu: str, *, there: int = 1, reference: int = 0, **settin
     )
     config = RunConfig(
         trainer=Trainer.Config(ranks=ranks, **given),
-        generator=Generator.Config(replicas=replicas, **share),
+        generator=Generator.Config(replicas=replicas, guests=guests, **share),
         **settings,
     )
     architecture: Any = SimpleNamespace(weights=WEIGHTS[model])
@@ -137,6 +137,19 @@ def test_turns_are_taken_on_shared_gpus_where_that_costs_nothing():
         found, _ = chosen("135M", "80 GB", there=4, **settings)  # type: ignore[arg-type]
         assert not found.trainer.stays_on_device
         assert found.placement == settings.get("placement", "auto")
+
+
+def test_guests_get_the_memory_of_the_trainers_gpus_while_its_state_is_elsewhere():
+    asynchronous = ScheduleConfig(kind="asynchronous")
+    config, _ = chosen("8B", "80 GB", ranks=8, there=16, guests=8, schedule=asynchronous)
+    assert told(config) == (2048, False, False, 0.9, "auto")
+    with pytest.raises(ConfigError, match="9 guests of 1 devices do not fit on the trainer's 8"):
+        chosen("8B", "80 GB", ranks=8, there=17, guests=9, schedule=asynchronous)
+    for schedule in ("pipelined", "synchronous"):
+        with pytest.raises(ConfigError, match=f"under the schedule {schedule} they take turns"):
+            chosen("8B", "80 GB", guests=1, schedule=ScheduleConfig(kind=schedule))
+    with pytest.raises(ConfigError, match="guests does not work with engines of 2 hosts"):
+        Generator.Config(guests=1, hosts_per_replica=2, tensor_parallel_size=2)
 
 
 def test_a_reference_leaves_engines_less():

@@ -1,6 +1,7 @@
 """Handing devices over: which calls are made, in which order, and the state after a failure."""
 
 import asyncio
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -285,3 +286,81 @@ def test_on_shared_gpus_the_trainer_starts_when_the_engines_have_their_memory(
         assert "trainer" in starting
 
     asyncio.run(run())
+
+
+class Waits:
+    """A trainer's devices, its own and lent to guests while it waits."""
+
+    def __init__(self) -> None:
+        self.own, self.guest = NotingServices(), NotingServices()
+        self.devices = DeviceHandover(
+            self.own, guests=DeviceHandover(self.guest, self.guest, clock=self.clock), clock=self.clock
+        )
+
+    def clock(self) -> float:
+        return self.guest.now
+
+    async def wait(self, seconds: float) -> list[str]:
+        async with self.devices.trainers_wait():
+            if seconds:
+                await asyncio.sleep(0.01)
+                self.guest.now += seconds
+        return self.guest.pop()
+
+
+def test_guests_decode_while_the_trainer_waits_longer_than_the_change_takes() -> None:
+    async def main() -> None:
+        here = Waits()
+        back = ["sleep", "onload"]
+        assert await here.wait(9) == ["offload", *back], "guests are awake when they have started"
+        assert await here.wait(9) == ["offload", "wake", *back]
+        assert await here.wait(1) == ["offload", "wake", *back]  # took 4 s
+        assert await here.wait(5) == [], "it waited 3 s before"
+        assert await here.wait(5) == ["offload", "wake", *back]
+        assert await here.wait(0) == [], "a batch that is ready is not waited for"
+        assert here.own.pop() == []
+        assert here.devices.pop_metrics()["transition/wake_s"] == 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fails", ["", "offload", "onload"])
+def test_devices_come_back_from_guests_if_the_wait_ends_in_an_error(fails: str) -> None:
+    async def wait(here: Waits) -> None:
+        async with here.devices.trainers_wait():
+            await asyncio.sleep(0.01)
+            if not fails:
+                raise ReplicaError("gone", service="reward")
+
+    async def main() -> None:
+        here = Waits()
+        here.guest.fails = fails
+        with pytest.raises(ReplicaError, match="gone"):
+            await wait(here)
+        assert here.guest.pop() == ["offload", "sleep", "onload"]
+        await here.devices.free_devices()  # as before a trainer that died starts again
+        assert here.guest.pop() == ["sleep"]
+        here.devices._waited_s = math.inf
+        assert await here.wait(9) == ["offload", "wake", "sleep", "onload"]
+
+    asyncio.run(main())
+
+
+def test_a_guest_starts_again_while_its_devices_are_lent() -> None:
+    async def main() -> None:
+        here = Waits()
+        async with here.devices.start_engine():
+            pass  # an engine with devices of its own need not wait
+
+        async def start() -> None:
+            async with here.devices.start_engine(guest=True):
+                here.guest.calls.append("started")
+                await asyncio.sleep(0.02)
+
+        starting = asyncio.create_task(start())
+        await asyncio.sleep(0.01)
+        assert here.guest.pop() == []
+        assert await here.wait(9) == ["offload", "started", "sleep", "onload"]
+        await starting
+
+    asyncio.run(main())

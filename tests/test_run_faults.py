@@ -134,6 +134,43 @@ def test_a_run_survives_the_death_of_each_of_its_processes_in_any_order(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_run_lends_its_trainers_devices_to_a_guest_and_goes_on_when_either_dies(
+    commands: list[Command], tiny_model: Path, tmp_path: Path, shm: Path
+) -> None:
+    before, out = shared_memory(), tmp_path / "run"
+    arguments = ("--schedule.kind", "one_step", "--generator.guests", "1", "--checkpoint-every", "2", *TASKS)
+    command = tiny_run(commands, tiny_model, out, *FOR_EVER, *arguments, "--weights.shm", str(shm))
+
+    def lends() -> bool:
+        last = metrics(out)[-1]
+        return bool(last.get("transition/wake_s", 0) > 0 and last["busy/generator/0"] > 0)
+
+    command.wait_for("vLLM, 1 replica and 1 on the trainer's devices")
+    command.wait_for("step +3/")
+    wait_until(lends, command)
+    actor_of(command, "generator", 0).kill()
+    command.wait_for("generator/0 failed.*SIGKILL")
+    command.wait_for("generator/0 has recovered")
+    wait_until(lends, command)
+    actor_of(command, "trainer").kill()
+    command.wait_for("trainer/0 has recovered")
+    step = int(command.wait_for("the run continues from step [0-9]+$").rpartition(" ")[2])
+    command.wait_for(f"the run continues from step(.|\n)*step +{step + 3}/", whole=True)
+    wait_until(lends, command)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.end(240) != 1, command.output
+    assert "Traceback" not in command.output
+    assert command.strays() == []
+    assert not forgotten(before)
+
+    rows = metrics(out)
+    assert all(row["lag/max"] <= 1 and row.get("logprob_gap", 0) < 1e-4 for row in rows)
+    drawn = Counter(task for tasks in tasks_by_step(out).values() for task in tasks)
+    assert max(drawn.values()) == 1, "no task is trained on twice"
+
+
+@pytest.mark.long
 def test_a_phase_that_takes_too_long_names_what_it_waits_for(
     commands: list[Command], tiny_model: Path, tmp_path: Path
 ) -> None:

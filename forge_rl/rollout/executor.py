@@ -134,16 +134,17 @@ class RolloutExecutor:
         self._set_versions()
         self._scheduler.planner.await_batch()
         self._scheduler.reconfigure(self.config)
-        while True:
-            await self._while_paused()
-            self._changed.clear()
-            self._advance()
-            self._raise_failure()
-            version, number = self._scheduler.planner.published, self._scheduler.planner.next_batch
-            if not self._held and (groups := self._scheduler.planner.pop_batch()) is not None:
-                break
-            self._advance()  # start the episodes of groups planned by pop_batch()
-            await self._changed.wait()
+        async with self._devices.trainers_wait():
+            while True:
+                await self._while_paused()
+                self._changed.clear()
+                self._advance()
+                self._raise_failure()
+                version, number = self._scheduler.planner.published, self._scheduler.planner.next_batch
+                if not self._held and (groups := self._scheduler.planner.pop_batch()) is not None:
+                    break
+                self._advance()  # start the episodes of groups planned by pop_batch()
+                await self._changed.wait()
         made = tuple(Group(task=group.task, episodes=group.results) for group in groups)
         for group in groups:
             group.episodes.clear()  # the reference cycle would hold tokens until garbage collection

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -42,12 +43,20 @@ class DeviceHandover:
     Args:
         engines: paused while they do not have the devices; if devices are shared, put to sleep to free them.
         trainers: those that share the engines' devices; none if they have their own.
+        guests: hands the trainers' own devices to further engines and back, while the trainers wait for a batch.
         clock: monotonic seconds.
     """
 
-    def __init__(self, engines: Engines, *trainers: Trainer, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engines: Engines,
+        *trainers: Trainer,
+        guests: DeviceHandover | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._engines = engines
         self._trainers = trainers
+        self._guests = guests
         self._clock = clock
         self._holder: str | None = "both"
         """"engines", "trainer", or "both" initially; None during a transition and after a failed one."""
@@ -58,6 +67,10 @@ class DeviceHandover:
         self._changed = asyncio.Condition()
         """Held during a transition; notified at its end."""
         self._seconds: dict[str, float] = defaultdict(float)
+        self._waited_s = math.inf
+        """Seconds for which the trainers last waited for a batch."""
+        self._change_s = 0.0
+        """Seconds that the guests' last start and end took."""
 
     async def hand_to_engines(self) -> None:
         """Let rollouts start or continue."""
@@ -86,12 +99,49 @@ class DeviceHandover:
             await self._hand_over()
 
     @contextlib.asynccontextmanager
-    async def start_engine(self) -> AsyncIterator[None]:
+    async def trainers_wait(self) -> AsyncIterator[None]:
+        """Let guests decode on the trainers' devices while the body runs, if the last wait was longer than the change
+        takes, and the body waits at all."""
+        guests, began, changes_s = self._guests, self._clock(), list[float]()
+        if guests is None:
+            yield
+            return
+
+        async def change(hand_over: Callable[[], Awaitable[None]]) -> None:
+            changes_s.append(-self._clock())
+            await hand_over()
+            changes_s[-1] += self._clock()
+
+        worth_it = self._waited_s > self._change_s
+        lending = asyncio.create_task(change(guests.hand_to_engines)) if worth_it else None
+        try:
+            yield
+        finally:
+            self._waited_s = self._clock() - began
+            if lending is not None:
+                if not changes_s:  # the body did not wait
+                    lending.cancel()
+                await asyncio.wait((lending,))
+            if changes_s:
+                await change(guests.hand_to_trainer)
+                self._change_s = sum(changes_s)
+        if lending is not None and not lending.cancelled():
+            lending.result()
+
+    @contextlib.asynccontextmanager
+    async def start_engine(self, *, guest: bool = False) -> AsyncIterator[None]:
         """Wait until the engines have the devices, and keep them while the body starts an engine.
 
         vLLM refuses to start if too little memory is free, and mistakes memory that the trainer allocates or frees
         meanwhile for its own.
+
+        Args:
+            guest: the engine is a guest on the trainers' devices.
         """
+        if guest and self._guests is not None:
+            async with self._guests.start_engine():
+                yield
+            return
         if not self._trainers:
             yield
             return
@@ -108,6 +158,8 @@ class DeviceHandover:
     async def free_devices(self) -> None:
         """Free the devices for a restarting trainer, which begins with all its state on them."""
         self._rolling_out = False
+        if self._guests is not None:
+            await self._guests.free_devices()
         if self._trainers:
             async with self._changed:
                 await self._changed.wait_for(lambda: not self._starting)
@@ -118,7 +170,7 @@ class DeviceHandover:
         """Return `transition/<name>_s`, the seconds of each transition since the last call."""
         found = {f"transition/{name}_s": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
-        return found
+        return found | (self._guests.pop_metrics() if self._guests is not None else {})
 
     async def _hand_over(self) -> None:
         """Hand the devices to whoever needs them now."""

@@ -183,8 +183,16 @@ def choose(
         gpu: memory of each GPU in bytes.
         there: number of GPUs.
         memory: plans the memory of a trainer rank.
+
+    Raises:
+        ConfigError: the trainer has too few GPUs for the engines that are guests there.
     """
     trainer, generator, lines = config.trainer, config.generator, list[str]()
+    if generator.guests * generator.devices > trainer.ranks:
+        raise ConfigError(
+            f"{generator.guests} guests of {generator.devices} devices do not fit on the trainer's {trainer.ranks}",
+            hint="lower --generator.guests",
+        )
     context = generator.max_model_len if config.starts_engines else 0
     needed = max(LEAST_ROW, round_up(-(-context // trainer.context_parallel_degree), PAD_MULTIPLE))
     tokens = trainer.seq_len or needed
@@ -204,11 +212,12 @@ def choose(
             f"placement colocated: under the {config.schedule.kind} schedule trainer and engines take turns, and both "
             f"fit on {engines} of {there} GPUs; --trainer.ranks and --generator.replicas use the others"
         )
-    usable = _USABLE * (gpu - _CONTEXT_BYTES - shared * _ASLEEP_BYTES)
+    both = shared or generator.guests > 0  # are on the trainer's GPUs
+    usable = _USABLE * (gpu - _CONTEXT_BYTES - both * _ASLEEP_BYTES)
     trainer, found, flags = _fitted(trainer, found, tokens, usable, memory)
     if flags:
         lines.append(f"{flags}: the trainer does not fit otherwise; more --trainer.ranks shard its state")
-    stays = stays and shared and (config.trainer.enable_cpu_offload or not trainer.enable_cpu_offload)
+    stays = stays and both and (config.trainer.enable_cpu_offload or not trainer.enable_cpu_offload)
 
     if not trainer.seq_len:
         each = found.activations / tokens
@@ -219,7 +228,7 @@ def choose(
         trainer = replace(trainer, stays_on_device=True)
         lines.append("--trainer.stays-on-device: its state fits next to the engines, which then decode immediately")
     if config.starts_engines and not generator.gpu_memory_utilization:
-        left = beside if stays else gpu - shared * _CONTEXT_BYTES
+        left = beside if stays else gpu - both * _CONTEXT_BYTES
         share = max(0.01, min(_MOST_SHARE, left * 100 // gpu / 100))
         generator = replace(generator, gpu_memory_utilization=share)
         lines.append(

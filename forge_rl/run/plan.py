@@ -175,7 +175,7 @@ def plan_run(
         if trainer.enable_cpu_offload:
             for name in ("weights, float32", "gradients", "optimizer state", "frozen reference"):
                 host[name] = parts.pop(name)
-        elif colocated(config) and not trainer.stays_on_device:
+        elif (colocated(config) or config.generator.guests) and not trainer.stays_on_device:
             host["state that comes here while engines decode"] = moved
         host["process"] = _CUDA_PROCESS_BYTES
     else:
@@ -254,7 +254,8 @@ def check_state_fits(
     needs = [
         Need(who="trainer rank", count=ranks, parts={"state": state}, hint=_TRAINER_FLAGS, of_gpu=on_gpu and not kept)
     ]
-    if on_gpu and not kept and colocated(config) and not config.trainer.stays_on_device:
+    moves = colocated(config) or config.generator.guests
+    if on_gpu and not kept and moves and not config.trainer.stays_on_device:
         moved = state - 4 * count // split  # no gradients exist while engines decode
         needs.append(Need(who="trainer rank, in host memory", count=ranks, parts={"state": moved}, hint=_HOST_FLAGS))
     others = _decoding(config, architecture, on_gpu=on_gpu) + _teaching(config, teachers, folders, on_gpu=on_gpu)
@@ -317,7 +318,7 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
         config.weights.keep_versions * architecture.weights * itemsize, round(config.weights.keep_gib * 2**30)
     )
     store = Need(who="store of weights", count=1, parts={"versions": versions}, hint="lower --weights.keep-versions")
-    if not generator.replicas:  # all engines are in servers of others
+    if not generator.replicas + generator.guests:  # all engines are in servers of others
         return [store]
     if on_gpu:
         share = round(generator.gpu_share * gpu_bytes())
@@ -331,17 +332,22 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
             parts=asleep | {"process": _CUDA_PROCESS_BYTES},
             hint=_HOST_FLAGS,
         )
-        engine = Need(
-            who=who, count=generator.replicas * generator.devices, parts=parts, hint=_ENGINE_FLAGS, of_gpu=True
+        engines = (generator.replicas + generator.guests) * generator.devices
+        engine = Need(who=who, count=engines, parts=parts, hint=_ENGINE_FLAGS, of_gpu=True)
+        guest = Need(
+            who="worker of a guest, in host memory",
+            count=generator.guests * generator.devices,
+            parts={"weights, while it sleeps": weights, "process": _CUDA_PROCESS_BYTES},
+            hint="lower --generator.guests",
         )
-        return [engine, host, *_spares(config, {"process": _ENGINE_PROCESS_BYTES}), store]
+        return [engine, host, *[guest] * (guest.count > 0), *_spares(config, {"process": _ENGINE_PROCESS_BYTES}), store]
     parts = {
         f"weights, {itemsize} bytes each": weights,
         "keys and values": round(generator.kv_cache_gib * 2**30),
         **_draft_model(generator),
         "process": _ENGINE_PROCESS_BYTES,
     }
-    engine = Need(who="engine", count=generator.replicas, parts=parts, hint=_ENGINE_FLAGS)
+    engine = Need(who="engine", count=generator.replicas + generator.guests, parts=parts, hint=_ENGINE_FLAGS)
     asleep = {name: size for name, size in parts.items() if name != "keys and values"}
     return [engine, *_spares(config, asleep), store]
 

@@ -156,6 +156,14 @@ class RunConfig:
                 f"engines decode during training under the schedule {self.schedule.kind}, but --placement is colocated",
                 hint="choose --placement separate, or --schedule.kind pipelined",
             )
+        if self.generator.guests and not (self.starts_engines and self.schedule.decodes_while_training):
+            raise ConfigError(
+                f"--generator.guests decode only while engines and trainer both work, and under the schedule "
+                f"{self.schedule.kind} they take turns"
+                if self.starts_engines
+                else "--generator.guests are engines, and the run has none",
+                hint="leave it out; --placement colocated has engines on the trainer's devices",
+            )
         if self.generator.hosts_per_replica > 1 and self.weights.transport == "torchstore":
             raise ConfigError(
                 "engines of several hosts read weights from shared memory, and --weights.transport is torchstore",

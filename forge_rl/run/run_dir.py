@@ -44,7 +44,7 @@ _FREE = (
     *("trainer.ranks", "trainer.port", "trainer.max_restarts", "trainer.seq_len", "trainer.max_skipped_updates"),
     *("trainer.*_parallel_degree", "trainer.data_parallel_replicate_degree", "trainer.activation_checkpointing"),
     *("trainer.enable_cpu_offload", "trainer.enable_activation_offload", "trainer.stays_on_device"),
-    *("generator.urls", "generator.kv_transfer_config"),
+    *("generator.urls", "generator.guests", "generator.kv_transfer_config"),
     *("generator.replicas", "generator.max_num_seqs", "generator.kv_cache_gib", "generator.gpu_memory_utilization"),
     *("generator.*_parallel_size", "generator.enable_expert_parallel", "generator.enforce_eager"),
     *("schedule.max_episodes", "schedule.retries", "schedule.max_replaced"),

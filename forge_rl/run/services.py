@@ -163,7 +163,9 @@ async def _start_services(
     services = Services(trainer=trainer.result(), critic=critic.result() if critic is not None else None)
     if generator is None or weights is None or scorer is None:
         return services
-    devices = DeviceHandover(generator.result(), *(services.trainers if checked.shares_devices else ()))
+    guests = DeviceHandover(generator.result().guests, *services.trainers) if config.generator.guests else None
+    shared = services.trainers if checked.shares_devices else ()
+    devices = DeviceHandover(generator.result(), *shared, guests=guests)
     handover.set_result(devices)
     prepared.monitor.log.event(weights.result().choice)
     rollout = RolloutServices(
@@ -257,16 +259,18 @@ def _engines(config: RunConfig) -> str:
     own = f"{replicas} replica" + "s" * (replicas > 1) + f" of {each} devices" * (each > 1)
     hosts = config.generator.hosts_per_replica
     own += f" on {hosts} hosts" * (hosts > 1)
-    return "vLLM, " + " and ".join([own] * (replicas > 0) + [f"{remote} elsewhere"] * (remote > 0))
+    guests = config.generator.guests
+    parts = [own] * (replicas > 0) + [f"{guests} on the trainer's devices"] * (guests > 0)
+    return "vLLM, " + " and ".join(parts + [f"{remote} elsewhere"] * (remote > 0))
 
 
 async def _start_generator(
     checked: Checked[C], hosts: RunHosts, prepared: Prepared, handover: asyncio.Future[DeviceHandover]
 ) -> Generator:
     @contextlib.asynccontextmanager
-    async def start_engine() -> AsyncIterator[None]:
+    async def start_engine(index: int) -> AsyncIterator[None]:
         devices = await asyncio.shield(handover)  # not while the trainer starts
-        async with devices.start_engine():
+        async with devices.start_engine(guest=index in checked.config.generator.guest_indices):
             yield
 
     return await Generator.start(
@@ -277,6 +281,7 @@ async def _start_generator(
         seed=checked.config.seed,
         deadline_s=_START_DEADLINE_S,
         hosts=hosts.placed.of("generator", gpus_taken(checked, hosts, engines=False)),
+        trainer_hosts=hosts.placed.of("trainer"),
         lend=lambda: handover.result().lend(),
         replace=start_engine,
         parse_control_tokens=checked.config.parse_control_tokens,
@@ -305,7 +310,7 @@ async def _start_trainer(
 
 def _devices_free(checked: Checked[C], engines: asyncio.Task[Generator] | None) -> asyncio.Task[Generator] | None:
     """Return what trainers wait for before they allocate memory: vLLM would count theirs as its own."""
-    return engines if checked.shares_devices and gpus() else None
+    return engines if (checked.shares_devices or checked.config.generator.guests) and gpus() else None
 
 
 async def _start_critic(

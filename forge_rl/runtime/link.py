@@ -131,6 +131,11 @@ class Link:
         if self._task is not None:
             self._task.cancel()
 
+    def interrupt(self, cause: str) -> None:
+        """Cancel all calls in flight; they raise a ReplicaError that blames none of them."""
+        for call in self._calls.values():
+            call.put((_SPARED, cause.encode()))
+
     async def close(self) -> None:
         """Stop the link's tasks."""
         self.fail("the service has been stopped", died=False)

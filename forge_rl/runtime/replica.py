@@ -40,6 +40,8 @@ class ReplicaState(enum.Enum):
     SERVING = "serving"
     QUARANTINED = "quarantined"
     """Dead, to be replaced."""
+    AWAY = "away"
+    """Alive, while something else has its devices."""
     RETIRED = "retired"
     """Finishes its work, and is then stopped."""
     ABANDONED = "abandoned"

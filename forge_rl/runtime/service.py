@@ -189,8 +189,9 @@ class Service:
 
     @property
     def complete(self) -> bool:
-        """True while as many replicas serve as there should be."""
-        return self.wanted <= {replica.index for replica in self.replicas if replica.serving}
+        """True while as many replicas serve, or are away for a while, as there should be."""
+        here = ReplicaState.SERVING, ReplicaState.AWAY
+        return self.wanted <= {replica.index for replica in self.replicas if replica.state in here}
 
     def at(self, index: int) -> Replica | None:
         """Return the latest replica of an index; None if there has been none."""
@@ -241,7 +242,7 @@ class Service:
             try:
                 return await attempt(replica)
             except ReplicaError as error:
-                if replica.alive:
+                if replica.alive and replica.state is not ReplicaState.AWAY:
                     raise
                 if error.blamed:
                     blamed += 1
@@ -336,9 +337,16 @@ class Service:
         self.set_state(replica, ReplicaState.ABANDONED)
 
     def start_serving(self, replica: Replica) -> None:
-        """Give a replica calls from now on."""
+        """Give a replica calls from now on, or once it is back if it is away."""
         replica.serving_since = self.faults.clock()
-        self.set_state(replica, ReplicaState.SERVING)
+        if replica.state is not ReplicaState.AWAY:
+            self.set_state(replica, ReplicaState.SERVING)
+
+    def send_away(self, replica: Replica, cause: str) -> None:
+        """Give a replica no calls until `set_state` makes it serve again; those in flight fail, and are to be repeated
+        on other replicas."""
+        self.set_state(replica, ReplicaState.AWAY)
+        replica.link.interrupt(cause)
 
     def set_state(self, replica: Replica, state: ReplicaState) -> None:
         """Change the state of a replica, and tell who waits for that."""

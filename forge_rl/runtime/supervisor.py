@@ -106,7 +106,7 @@ class Supervisor:
         self.rescale()
         while here := [replica for replica in self._service.replicas if replica.alive and host in replica.hosts]:
             for replica in here:
-                if replica.serving:
+                if replica.serving or replica.state is ReplicaState.AWAY:
                     self._retire_later(replica)
             await self._service.change()
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from forge_rl.errors import ForgeError, ReplicaError, ServiceError, WeightsError
-from forge_rl.runtime.replica import Replica
+from forge_rl.runtime.replica import Replica, ReplicaState
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.tasks import task_group
 from forge_rl.services.engine_spares import EngineSpares
@@ -22,6 +22,8 @@ T = TypeVar("T")
 
 Lend = Callable[[], AbstractAsyncContextManager[object]]
 """Opens a context in which the engines have their devices."""
+LendOne = Callable[[int], AbstractAsyncContextManager[object]]
+"""Opens a context in which the engine with an index has its devices."""
 CONTROL_DEADLINE_S = 60.0
 """Timeout of pausing, resuming and the like."""
 _LOAD_DEADLINE_S = 600.0
@@ -77,6 +79,7 @@ class EnginePool:
         replace: gives an engine that starts in a live run its devices, possibly after a wait, and reserves them while
             it starts.
         remote: indices of engines in servers that others run, which need no devices here, and no spares.
+        guests: indices of engines on devices of the trainer, which are away while it has them; they get no spares.
     """
 
     def __init__(
@@ -88,8 +91,9 @@ class EnginePool:
         spares: EngineSpares,
         set_up: Callable[[Replica, float], Awaitable[None]],
         weights_bytes: int = 0,
-        replace: Lend = contextlib.nullcontext,
+        replace: LendOne = contextlib.nullcontext,
         remote: Container[int] = (),
+        guests: Container[int] = (),
     ) -> None:
         self._service = service
         self._spawn = spawn
@@ -97,6 +101,7 @@ class EnginePool:
         self._hold_deadline_s = CONTROL_DEADLINE_S + weights_bytes / _HELD_BYTES_PER_S
         self._replace = replace
         self._remote = remote
+        self._guests = guests
         self.spares = spares
         self._set_up = set_up
         self._keeping: asyncio.Task[None] | None = None
@@ -116,6 +121,8 @@ class EnginePool:
         self._desired = DesiredState()
         self._ready: dict[int, Replica] = {}
         """Engines in the desired state, by index, which serve or are about to."""
+        self._away: WeakKeyDictionary[Replica, DesiredState] = WeakKeyDictionary()
+        """State in which engines went away."""
         self._holding = asyncio.Lock()
         self._chunk_at: WeakKeyDictionary[Replica, float] = WeakKeyDictionary()
         """Time of each engine's last chunk, on its clock."""
@@ -137,7 +144,7 @@ class EnginePool:
 
     async def start_one(self, index: int) -> None:
         """Start the engine with an index, possibly in place of a dead one, and bring it to the desired state."""
-        spare = None if index in self._remote else self.spares.take(index)
+        spare = None if index in self._remote or index in self._guests else self.spares.take(index)
         replica = spare.replica if spare is not None else self._spawn(index)
         if spare is None:
             await self._service.watch(replica, deadline_s=self._start_deadline_s)
@@ -146,7 +153,7 @@ class EnginePool:
                 await self._bring(replica, DesiredState(asleep=True))
                 return
             if (replica.incarnation or self._service.supervised) and index not in self._remote:
-                await self._devices(stack)
+                await self._devices(stack, index)
             if spare is not None:
                 await replica.call("setup", self.spares.environment(index), deadline_s=self._start_deadline_s)
             else:
@@ -158,8 +165,7 @@ class EnginePool:
         whole = True
         while now != (desired := self._desired):  # it may change meanwhile
             if (desired.paused, desired.asleep) != (now.paused, now.asleep):
-                held = desired.paused, desired.asleep
-                whole = await replica.call("hold", *held, deadline_s=self._hold_deadline_s) or desired.asleep
+                whole = await self._hold(replica, desired) or desired.asleep
             changed = (desired.version, desired.store) != (now.version, now.store)
             if desired.version is not None and (changed or not whole):
                 await self._load(replica, desired.version, desired.store)
@@ -212,6 +218,41 @@ class EnginePool:
             if not any(held):
                 self._hold_deadlines(False)
 
+    async def send_guests_away(self) -> None:
+        """Put the guests to sleep, and let other engines resume their requests."""
+        async with self._holding:
+            guests = [each for index, each in self._ready.items() if index in self._guests and each.alive]
+            for replica in guests:
+                self._ready.pop(replica.index)
+                self._service.send_away(replica, "the trainer needs its devices")
+                self._away[replica] = asleep = replace(self._desired, asleep=True)
+            await asyncio.gather(*(self._try(each, "hold", self._hold(each, asleep)) for each in guests))
+
+    async def bring_guests_back(self) -> None:
+        """Wake the guests, with the version that the other engines serve; the result of one that fails is its death."""
+
+        async def wake(replica: Replica) -> None:
+            await self._bring(replica, self._away.pop(replica))
+            if replica.state is ReplicaState.AWAY:  # it neither died nor left meanwhile
+                self._service.set_state(replica, ReplicaState.SERVING)
+
+        away = [each for each in self._away if each.state is ReplicaState.AWAY]
+        await asyncio.gather(*(self._try(each, "wake", wake(each)) for each in away))
+
+    async def _hold(self, replica: Replica, state: DesiredState) -> bool:
+        """Pause an engine or put it to sleep; returns whether it has its weights."""
+        whole: bool = await replica.call("hold", state.paused, state.asleep, deadline_s=self._hold_deadline_s)
+        return whole
+
+    async def _try(self, replica: Replica, what: str, work: Awaitable[object]) -> None:
+        """Await an engine's work, whose failure is the engine's."""
+        try:
+            await work
+        except ReplicaError:
+            pass
+        except ForgeError as error:
+            self.mark_failed(replica, f"{what} failed: {error.message}")
+
     async def each(
         self, method: str, args_of: Callable[[Replica], Sequence[object]] = lambda _: (), *, deadline_s: float
     ) -> list[Any]:
@@ -261,12 +302,12 @@ class EnginePool:
         self._service.mark_failed(replica, cause)
         return ReplicaError(cause, service=self._service.name, replica=replica.index, hint=f"see {replica.log}")
 
-    async def _devices(self, stack: contextlib.AsyncExitStack) -> None:
-        """Wait for a replacement engine's devices, which are reserved until the stack is closed."""
+    async def _devices(self, stack: contextlib.AsyncExitStack, index: int) -> None:
+        """Wait for the devices of the replacement engine with an index, which has them until the stack is closed."""
         self._waiting += 1
         self._waits.set()
         try:
-            await stack.enter_async_context(self._replace())
+            await stack.enter_async_context(self._replace(index))
         finally:
             self._waiting -= 1
             if not self._waiting:

@@ -30,7 +30,7 @@ def seats_of(config: GeneratorConfig, cluster: Cluster, hosts: ServiceHosts) -> 
         replicas=config.replicas,
         least=config.least_replicas,
         most=config.most_replicas,
-        first=len(config.urls),
+        first=len(config.urls) + config.guests,
     )
 
 
@@ -44,6 +44,8 @@ class EngineProcesses:
     model: Path
     seed: int
     seats: Seats
+    guests: Seats
+    """Seats of the engines on the trainer's devices."""
     patience_s: float
     """Time for a server of others to come back."""
     owner: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -51,15 +53,15 @@ class EngineProcesses:
 
     def environment(self, index: int) -> dict[str, str]:
         """Return the environment variables of the engine with an index, on the first of its hosts."""
-        return self._environment(self.seats.take(index))
+        return self._environment(self.seats.take(index), self.seats)
 
-    def _environment(self, seat: Seat) -> dict[str, str]:
+    def _environment(self, seat: Seat, seats: Seats) -> dict[str, str]:
         return decode_environment(
             seat.place,
-            replicas=self.seats.each,
+            replicas=seats.each,
             devices=self.config.devices // self.config.hosts_per_replica,
-            gpus=self.seats.hosts.gpus.get(seat.host, ()),
-            cores=self.seats.hosts.cores.get(seat.host),
+            gpus=seats.hosts.gpus.get(seat.host, ()),
+            cores=seats.hosts.cores.get(seat.host),
             batch_invariant=self.config.batch_invariant,
         )
 
@@ -76,8 +78,9 @@ class EngineProcesses:
             )
             args, env = self._args(index, "replica", THIS_HOST), thread_environment(sharers=1, cores=1)
             return self.service.spawn(self.actor, *args, server, env=env, index=index, secrets=True)
-        seat = self.seats.take(index)
-        args, env = self._args(index, "replica", seat.host), self._environment(seat)
+        seats = self.guests if index in self.config.guest_indices else self.seats
+        seat = seats.take(index)
+        args, env = self._args(index, "replica", seat.host), self._environment(seat, seats)
         if not seat.others:
             return self.service.spawn(self.actor, *args, env=env, host=seat.host, index=index)
         hosts = {part.host: 1 for part in seat.parts}
@@ -85,7 +88,7 @@ class EngineProcesses:
 
     def spares(self, start_deadline_s: float) -> EngineSpares:
         """Return what keeps spares ready, numbered from the first number that no engine can have."""
-        first = max(self.config.engines, len(self.config.urls) + self.config.most_replicas)
+        first = max(self.config.engines, self.seats.first + self.config.most_replicas)
         return EngineSpares(
             self.service,
             self.spawn_spare,
@@ -121,13 +124,13 @@ class EngineProcesses:
             )
             for number, host in enumerate(replica.hosts)
         ]
-        environments = [self._environment(seat) for seat in self.seats.take(replica.index).parts]
+        environments = [self._environment(seat, self.seats) for seat in self.seats.take(replica.index).parts]
         await replica.call_ranks("setup", lambda rank: (environments[rank], parts[rank]), deadline_s=deadline_s)
 
     def spawn_spare(self, number: int) -> Replica:
         """Spawn the spare with a number, without devices, on the host of an engine."""
-        own = [each.index for each in self.service.replicas if each.serving and each.index >= len(self.config.urls)]
-        like = own[number % len(own)] if own else len(self.config.urls)
+        own = [each.index for each in self.service.replicas if each.serving and each.index >= self.seats.first]
+        like = own[number % len(own)] if own else self.seats.first
         host = self.seats.take(like).host
         args, env = self._args(number, "spare", host), spare_environment(self.environment(like))
         return self.service.spawn(self.actor, *args, env=env, host=host, index=number, spare=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -35,7 +36,7 @@ from forge_rl.services.completion import (
     validate_chunk,
     validate_scores,
 )
-from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, EnginePool, Lend
+from forge_rl.services.engine_pool import CONTROL_DEADLINE_S, EnginePool, Lend, LendOne
 from forge_rl.services.engine_processes import EngineProcesses, seats_of
 from forge_rl.services.generator_actor import GeneratorActor
 from forge_rl.services.generator_config import GeneratorConfig
@@ -46,6 +47,23 @@ from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Message, Sampling, Turn
 from forge_rl.weights.manifest import LoadReport
+
+
+@dataclass(frozen=True)
+class Guests:
+    """A generator's engines on the trainer's devices, which decode while the trainer waits; see `DeviceHandover`."""
+
+    _pool: EnginePool
+
+    async def sleep(self) -> None:
+        """Free the devices; other engines resume the guests' requests."""
+        await self._pool.send_guests_away()
+
+    async def wake(self) -> None:
+        """Decode again, with the version that the other engines serve."""
+        await self._pool.bring_guests_back()
+
+    pause, resume = sleep, wake
 
 
 class Generator:
@@ -97,8 +115,9 @@ class Generator:
         seed: int,
         deadline_s: float,
         hosts: ServiceHosts | None = None,
+        trainer_hosts: ServiceHosts | None = None,
         lend: Lend = contextlib.nullcontext,
-        replace: Lend = contextlib.nullcontext,
+        replace: LendOne = contextlib.nullcontext,
         parse_control_tokens: bool = False,
         actor: type[ServiceActor] = GeneratorActor,
         name: str = "generator",
@@ -109,6 +128,7 @@ class Generator:
             seed: seed of the engines' random streams.
             deadline_s: timeout of an engine's start, including replacements of dead engines.
             hosts: hosts of the engines; this one by default.
+            trainer_hosts: hosts of the guests, with the trainer's devices; by default the engines'.
             lend: gives the engines their devices for a chat, if something else may hold them.
             replace: gives a replacement engine its devices once they are free, and reserves them while it starts.
             parse_control_tokens: as for the Tokenizer, for chats.
@@ -120,6 +140,7 @@ class Generator:
             check_decode_layout(model, config, engines=config.replicas)
         service = Service(name, cluster, faults, exit_meanings=EXIT_MEANINGS)
         seats = seats_of(config, cluster, hosts or ServiceHosts())
+        guests = Seats(cluster, trainer_hosts or seats.hosts, gpus_each=config.devices, replicas=config.guests)
         processes = EngineProcesses(
             service=service,
             config=config,
@@ -127,6 +148,7 @@ class Generator:
             model=model,
             seed=seed,
             seats=seats,
+            guests=guests,
             patience_s=deadline_s / 2,
         )
         pool = EnginePool(
@@ -138,6 +160,7 @@ class Generator:
             spares=processes.spares(deadline_s),
             set_up=processes.set_up,
             remote=range(len(config.urls)),
+            guests=config.guest_indices,
         )
         supervisor = Supervisor(service, pool.start_one, config.restart, seats=seats, uniform=True)
         async with task_group() as group:
@@ -421,6 +444,11 @@ class Generator:
     async def wake(self) -> None:
         """Resume decoding after `sleep`; engines that are also paused stay paused."""
         await self._pool.hold(asleep=False)
+
+    @property
+    def guests(self) -> Guests:
+        """The engines on the trainer's devices."""
+        return Guests(self._pool)
 
     def pop_metrics(self) -> dict[str, float]:
         """Return metrics of the engines' KV caches since the last call; see `RequestLimits.pop_metrics`."""

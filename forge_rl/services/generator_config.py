@@ -35,6 +35,9 @@ class GeneratorConfig(DecodeSettings):
     most_replicas: int = 0
     """Most engines: a host that joins a live run adds as many as the other hosts have each, up to this many. By default
     as many as replicas."""
+    guests: int = 0
+    """Number of further engines on the trainer's devices, with --placement separate and a schedule that decodes while
+    training. They decode while the trainer waits for a batch, if it lately waited longer than the change takes."""
     spares: int = 0
     """Number of spare engines that stand by to take the place of engines that die, which otherwise takes a whole
     start. On CPU each needs an engine's memory, less its KV cache; on GPUs it holds no device memory: it has imported
@@ -56,14 +59,19 @@ class GeneratorConfig(DecodeSettings):
 
     @property
     def engines(self) -> int:
-        """Number of engines: those in other servers, which come first, and the run's own."""
-        return len(self.urls) + self.replicas
+        """Number of engines: those in other servers, which come first, then guests, then the others."""
+        return len(self.urls) + self.guests + self.replicas
+
+    @property
+    def guest_indices(self) -> range:
+        """Indices of the engines on the trainer's devices."""
+        return range(len(self.urls), len(self.urls) + self.guests)
 
     def __post_init__(self) -> None:
         check_flags(
             self,
             "--generator.",
-            least=dict.fromkeys(("gpu_memory_utilization", "spares", "least_replicas", "most_replicas"), 0)
+            least=dict.fromkeys(("gpu_memory_utilization", "guests", "spares", "least_replicas", "most_replicas"), 0)
             | dict.fromkeys(
                 ("max_tokens", "max_num_seqs", "tensor_parallel_size", "data_parallel_size", "hosts_per_replica"), 1
             )
@@ -103,6 +111,7 @@ class GeneratorConfig(DecodeSettings):
             )
         unsuited = {
             "--generator.data-parallel-size": self.data_parallel_size > 1,
+            "--generator.guests": self.guests > 0,
             "--generator.spares": self.spares > 0,
             "--generator.kv-transfer-config": bool(self.kv_transfer_config),
         }
