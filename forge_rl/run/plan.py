@@ -43,7 +43,7 @@ _TRAINER_FLAGS = "raise --trainer.ranks, set --trainer.activation-checkpointing 
 _CRITIC_FLAGS = "raise --critic.ranks, set --critic.activation-checkpointing full, or lower --critic.seq-len"
 _ENGINE_FLAGS = "lower --generator.replicas, --generator.kv-cache-gib or --generator.gpu-memory-utilization"
 _TEACHER_FLAGS = "lower --teachers.replicas, --teachers.kv-cache-gib or --teachers.gpu-memory-utilization"
-PROCESS_BYTES = 520 << 20
+PROCESS_BYTES = 540 << 20
 """Python, torch and torchtitan in a trainer process that has taken a step; an engine's process needs more."""
 _ENGINE_PROCESS_BYTES = 900 << 20
 _CUDA_PROCESS_BYTES = 3 << 30
