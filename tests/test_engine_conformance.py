@@ -25,10 +25,11 @@ from forge_rl.models.bundled import bundled_model, default_cache
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.system.variables import set_here
 from forge_rl.tokens.tokenizer import Tokenizer
-from tests.engine_conformance import DECODE, TRAIN, Decoder, Trainers, changed, of_few_words
+from tests.engine_conformance import DECODE, Decoder, changed, of_few_words
 from tests.fake_actors import cluster
 from tests.fakes import make_model
 from tests.tiny import make_tiny_model
+from tests.trainer_conformance import TRAIN, Trainers
 
 RunCheck = Callable[[str], str]
 
