@@ -17,7 +17,7 @@ from tests.code_tricks import CALLED, CASES, HONEST, HONEST_PROGRAM, PRINTED, TE
 from tests.sandbox_pool import kill_servers, loop_with_pool
 
 UNIT, PROGRAM = UnitTests(timeout_s=1), Programs(timeout_s=1)
-HASTY_UNIT, HASTY_PROGRAM = UnitTests(timeout_s=0.25), Programs(timeout_s=0.25)
+HASTY_UNIT, HASTY_PROGRAM = UnitTests(timeout_s=0.5), Programs(timeout_s=0.5)
 ENDLESS = ("a time bomb", "a handler of signals", "the output, then sleep")
 """Tricks whose end is that of their time."""
 
