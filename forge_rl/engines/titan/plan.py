@@ -101,7 +101,7 @@ def plan_training(
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
         offloaded=offloaded,
         largest=kept * traced.largest // split,
-        heap=_heap(row + traced.head // tp, tokens) if device_type() == "cpu" else 0,
+        heap=_heap((traced.row + traced.head) // tp, tokens) if device_type() == "cpu" else 0,
     )
 
 
