@@ -30,12 +30,12 @@ def public_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def sockets_near(pid: int) -> tuple[set[str], set[str], set[int]]:
-    """Names of abstract sockets, paths of sockets, and ports that are listened at in a process's network."""
+def sockets_near(pid: int) -> tuple[set[str], set[str], dict[str, int]]:
+    """Names of abstract sockets, paths of sockets, and ports that are listened at in a process's network, by inode."""
     rows = [line.split() for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]]
     names = {row[7] for row in rows if len(row) > 7 and row[3] == "00010000"}
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
-    ports = {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A"}
+    ports = {row[9]: int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A"}
     abstract = {name.removeprefix("@") for name in names if name.startswith("@")}
     return abstract, {name for name in names if not name.startswith("@")}, ports
 
@@ -69,7 +69,9 @@ def test_another_user_gets_in_nowhere_and_the_run_goes_on(
     def attack() -> list[object]:
         found: list[object] = [name for name in abstract if connects(socket.AF_UNIX, f"\0{name}")]
         found += [path for path in paths if connects(socket.AF_UNIX, path)]
-        found += [port for port in ports if connects(socket.AF_INET, ("127.0.0.1", port))]
+        _, _, here = sockets_near(os.getpid())  # others may listen at the same number outside
+        reachable = [port for inode, port in ports.items() if inode in here]
+        found += [port for port in reachable if connects(socket.AF_INET, ("127.0.0.1", port))]
         for pid in pids:
             found += [path for name in PRIVATE for path in [Path(f"/proc/{pid}/{name}")] if list(opens(path))]
             with contextlib.suppress(PermissionError):
