@@ -127,9 +127,13 @@ class Reward:
         given = [episode.text for episode in episodes] if form == "text" else list(episodes)
         asking = [(self._shared, version)] if self._shared.given[version] else []
         asking += [(pool, pool.version) for pool in own.values()]
-        async with task_group() as group:
-            asked = [group.create_task(pool.score(of, task, given)) for pool, of in asking]
-        scores = {name: scored for each in asked for name, scored in each.result().items()}
+        if len(asking) == 1:  # a task of its own would take as long as everything else here
+            [(pool, of)] = asking
+            scores = await pool.score(of, task, given)
+        else:
+            async with task_group() as group:
+                asked = [group.create_task(pool.score(of, task, given)) for pool, of in asking]
+            scores = {name: scored for each in asked for name, scored in each.result().items()}
         if not isinstance(function, WeightedSum):
             [alone] = scores.values()
             return alone
