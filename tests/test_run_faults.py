@@ -159,7 +159,7 @@ def test_a_run_lends_its_trainers_devices_to_a_guest_and_goes_on_when_either_die
     command.wait_for(f"the run continues from step(.|\n)*step +{step + 3}/", whole=True)
     wait_until(lends, command)
     command.process.send_signal(signal.SIGTERM)
-    assert command.end(240) != 1, command.output
+    assert command.end(240) == 128 + signal.SIGTERM, command.output
     assert "Traceback" not in command.output
     assert command.strays() == []
     assert not forgotten(before)

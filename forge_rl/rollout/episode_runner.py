@@ -150,7 +150,7 @@ class EpisodeRunner:
             step = await path.session.step(text, truncated=truncated, parsed=parsed)
             if not full:
                 done = {"response_s": self.clock() - asked_s, "calls": step.calls or (parsed[1] if parsed else ())}
-                vars(turns[-1]).update(done)  # a copy, as nobody else has it yet
+                vars(turns[-1]).update(done)  # of the copy made above, which nobody else has yet
             path.given.append((step.reward, step.parts))
             if step.forks and not full and isinstance(decode, PolicyClient):
                 await self._fork_within(path, step.forks, task, decode)
