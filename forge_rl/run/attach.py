@@ -346,7 +346,7 @@ def _asked(connection: socket.socket, line: bytes) -> bytes:
         with contextlib.suppress(BrokenPipeError):  # it replied early: busy, or the request is too long
             connection.sendall(line)
         connection.settimeout(None)  # a reply may take as long as a step
-        return replies.readline()
+        return _whole(replies.readline())
 
 
 def _asked_elsewhere(folder: Path, line: bytes) -> bytes:
@@ -369,8 +369,19 @@ def _asked_elsewhere(folder: Path, line: bytes) -> bytes:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(ours + sealed.seal("request", line))
         connection.settimeout(None)
-        reply = replies.readline()
+        reply = _whole(replies.readline())
         return sealed.open("reply", reply) if reply else b""
+
+
+def _whole(reply: bytes) -> bytes:
+    """Return a reply, which may be empty.
+
+    Raises:
+        ConnectionError: the connection was closed in the middle of it.
+    """
+    if reply and not reply.endswith(b"\n"):
+        raise ConnectionError(f"the connection was closed after {len(reply)} bytes of its reply")
+    return reply
 
 
 def _absolute(text: str) -> str:

@@ -265,6 +265,7 @@ class _Server:
                 clients.add(client)
                 reply = await self._reply(read)
             async with asyncio.timeout(_WRITE_S):
+                writer.transport.set_write_buffer_limits(0)  # drain() waits until all is sent
                 writer.write(sealed(_encoded(reply)))
                 await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError):

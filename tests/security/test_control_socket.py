@@ -48,8 +48,8 @@ class Asked:
             self.order.append(number)
             return self.order
 
-    async def long(self) -> str:
-        return "x" * (1 << 24)
+    async def long(self, size: int = 1 << 24) -> str:
+        return "x" * size
 
     async def fail(self) -> None:
         raise RuntimeError("of its own")
@@ -234,6 +234,25 @@ def test_a_client_that_does_not_read_its_reply_is_cut(tmp_path: Path, monkeypatc
             return found
 
     assert while_served(tmp_path, attack) < 1 << 24
+
+
+def test_a_client_that_reads_slowly_gets_all_of_its_reply(tmp_path: Path):
+    def found(size: int) -> int:
+        with connect(tmp_path, SOCKET, timeout_s=20) as client:
+            client.sendall(b'{"do": "long", "with": {"size": %d}}\n' % size)
+            found = 0
+            while part := client.recv(1 << 13):
+                found += len(part)
+            return found - len(b'{"result": ""}\n')
+
+    sizes = range(1 << 19, 1 << 20, 1 << 13)  # whatever a socket holds, some leave it almost empty at the end
+    assert while_served(tmp_path, lambda: [*map(found, sizes)]) == [*sizes]
+
+
+def test_a_reply_that_is_cut_is_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(control_module, "_encoded", lambda reply: b'{"result": 1')
+    with pytest.raises(ConfigError, match="was closed after 12 bytes of its reply"):
+        while_served(tmp_path, lambda: attached(tmp_path).ask("status"))
 
 
 def test_a_client_that_goes_away_meanwhile_hurts_nobody(tmp_path: Path):
