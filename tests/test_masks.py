@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention
 from torchtitan.models.common import attention
 from torchtitan.models.common.attention import FlexAttention
 
-from forge_rl.engines.titan.masks import block_mask, compile_once
+from forge_rl.engines.titan.masks import block_mask, compile_attention, compile_once
 from forge_rl.packing.rows import Layout, dense_mask
 from tests.fakes import packed, random_batch
 
@@ -46,6 +46,16 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     compiled_attention = compiled(flex_attention.flex_attention, "attention")
     monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", staticmethod(compiled_attention))
     return found
+
+
+def test_attention_is_compiled_without_a_search(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", None)
+    found: list[dict[str, bool]] = []
+    monkeypatch.setattr(torch, "compile", lambda function, options: found.append(options))
+    compile_attention()
+    searched = FlexAttention.inductor_configs
+    assert found == [searched | {"max_autotune": False, "coordinate_descent_tuning": False}]
+    assert searched.keys() == found[0].keys(), "torchtitan's options have other names now"
 
 
 @pytest.mark.long

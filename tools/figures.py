@@ -75,6 +75,23 @@ def table(report: dict[str, Any], cases: Sequence[str] = ()) -> str:
     return "\n".join([*lines, "", f"<small>{', '.join(packages)}</small>", ""])
 
 
+def parts(report: dict[str, Any]) -> str:
+    """Return what benchmarks.gpu measured on a machine as Markdown, part by part."""
+    gpus = ", ".join(f"{gpu['name']} (driver {gpu['driver_version']})" for gpu in report["gpus"])
+    host = f"{report['cores']} cores, {report['memory_gib']} GiB"
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines = ["## Measured", "", f"    {report['command']}", ""]
+    lines += [
+        f"{report['date'][:10]}, commit `{report['commit']}`, {gpus}, {host}.",
+        *(["", report["note"]] * ("note" in report)),
+    ]
+    lines += ["", "| part | result | value |", "|---|---|---|"]
+    for part in report["parts"]:
+        figures = part["figures"] or {part["status"]: part["seconds"]}
+        lines += [f"| {part['part']} | {name} | {shown(value)} |" for name, value in figures.items()]
+    return "\n".join([*lines, "", f"<small>Python {report['python']}, {versions}</small>", ""])
+
+
 def rows(report: dict[str, Any], fields: Sequence[str]) -> str:
     """Return fields of a report's rows as a Markdown table; a cell is empty if a row lacks the field."""
     lines = [f"| {' | '.join(field.replace('_', ' ') for field in fields)} |", "|---" * len(fields) + "|"]
@@ -97,7 +114,10 @@ def filled(page: str, folder: Path = FOLDER) -> str:
     def region(found: re.Match[str]) -> str:
         path = folder / f"{found[2]}.json"
         cases = (found[3] or "").split()
-        return found[1] + (table(json.loads(path.read_text()), cases) if path.exists() else "Not measured yet.\n")
+        if not path.exists():
+            return found[1] + "Not measured yet.\n"
+        report = json.loads(path.read_text())
+        return found[1] + (parts(report) if "parts" in report else table(report, cases))
 
     def listed(found: re.Match[str]) -> str:
         path = folder / f"{found[2]}.json"

@@ -71,10 +71,11 @@ def attention() -> dict[str, float]:
     from torchtitan.models.common.attention import FlexAttention
 
     from benchmarks.long_row import row_of
-    from forge_rl.engines.titan.masks import attention_mask, compile_once
+    from forge_rl.engines.titan.masks import attention_mask, compile_attention, compile_once
     from forge_rl.packing.rows import Row
 
     compile_once()
+    compile_attention()
     flex, counts, seconds = FlexAttention(FlexAttention.Config()), [], []
     for blocks in (3, 8, 5, 12, 20, 30, 40, 11, 25, 60, 4, 33):
         row = row_of(128 * blocks, 43)

@@ -22,7 +22,7 @@ def packed_row() -> Row:
 
 
 def on_gpu(row: Row) -> Row:
-    return Row(**{name: value.cuda() for name, value in vars(row).items() if value is not None})
+    return Row(**{name: value.cuda() for name, value in row.tensors().items()})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tokens", [7, 3000])
@@ -35,7 +35,7 @@ def test_a_bfloat16_head_keeps_float32_sums(tokens: int):
     given, exact = (hidden.clone().requires_grad_() for _ in range(2))
     weight = model.weight.detach().clone().requires_grad_()
     logprobs, entropy, *_ = model(given, targets, Scoring(temperature=0.7))
-    wanted = token_scores(linear(exact.double(), weight.double()).float(), targets, 0.7)
+    wanted = token_scores(linear(exact.double(), weight.double()).float(), targets, Scoring(temperature=0.7))
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, wanted[0], atol=1e-3, rtol=0)
     torch.testing.assert_close(entropy, wanted[1], atol=1e-3, rtol=0)
@@ -60,12 +60,13 @@ def test_many_targets_never_hold_all_logits():
 def test_flex_attention_sees_what_the_dense_mask_says():
     from torchtitan.models.common.attention import FlexAttention
 
-    from forge_rl.engines.titan.masks import attention_mask
+    from forge_rl.engines.titan.masks import attention_mask, compile_attention
 
     row = packed_row()
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, len(row), 4, 64, generator=generator) for _ in range(3))
     inputs = [x.cuda().requires_grad_() for x in (q, k, v)]
+    compile_attention()
     found = FlexAttention(FlexAttention.Config())(*inputs, attention_masks=attention_mask(on_gpu(row)))
     exact = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = scaled_dot_product_attention(*(x.transpose(1, 2) for x in exact), attn_mask=dense_mask(row))

@@ -11,6 +11,7 @@ compiled. There is no backward pass, as torch needs the driver for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -141,7 +144,7 @@ def fake_cuda(ranks: int, backend: Any) -> Iterator[None]:
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
     from forge_rl.engines import memory, platform
-    from forge_rl.engines.titan import model, parallel, train
+    from forge_rl.engines.titan import least_loaded, model, parallel, train
 
     handle = _Handle(ranks)
     real_handle = device_mesh._get_device_handle
@@ -172,6 +175,10 @@ def fake_cuda(ranks: int, backend: Any) -> Iterator[None]:
         put(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         put(memory, "gpu_bytes", lambda: 141 << 30)
         put(train, "load_weights", lambda *_, **__: None)  # there are no values
+        put(train, "compile_attention", lambda: None)  # compiled below
+        experts, sent = least_loaded.LeastLoadedExperts, list[int]()
+        put(experts, "forward", _noting_tokens(experts, sent))
+        put(least_loaded, "_gathered", lambda counts, group: _even_counts(len(counts), group.size(), sent[-1]))
         put(FlexAttention, "_compiled_flex_attn", torch.compile(flex_attention, backend=backend))
         put(attention, "_compiled_create_block_mask", torch.compile(create_block_mask, backend=backend))
         flex = importlib.import_module("torch._higher_order_ops.flex_attention")
@@ -210,6 +217,23 @@ def _even_splits(dispatcher: Any) -> Callable[..., torch.Tensor]:
         return found
 
     return exchanged
+
+
+def _noting_tokens(experts: Any, sent: list[int]) -> Callable[..., torch.Tensor]:
+    forward = experts.forward
+
+    @functools.wraps(forward)  # torchtitan looks at the arguments' names
+    def noting(self: Any, x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor, counts: torch.Tensor) -> Any:
+        sent[:] = [ids.numel()]
+        return forward(self, x, scores, ids, counts)
+
+    return noting
+
+
+def _even_counts(experts: int, ranks: int, sent: int) -> npt.NDArray[np.int64]:
+    """Return counts as if every rank sent its tokens evenly to all experts, [ranks, experts]."""
+    shares = [len(part) for part in np.array_split(np.arange(sent), experts)]
+    return np.tile(np.array(shares, dtype=np.int64), (ranks, 1))
 
 
 def _on_real_tensors(method: Callable[..., Any]) -> Callable[..., Any]:

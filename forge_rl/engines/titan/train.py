@@ -33,7 +33,7 @@ from forge_rl.engines.titan.host_memory import OffloadedTensors
 from forge_rl.engines.titan.inputs import RowInputs, minibatch_statistics
 from forge_rl.engines.titan.least_loaded import rank_loads
 from forge_rl.engines.titan.loading import load_training_state, load_weights
-from forge_rl.engines.titan.masks import attention_mask, compile_once
+from forge_rl.engines.titan.masks import attention_mask, compile_attention, compile_once
 from forge_rl.engines.titan.measures import Measures
 from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
 from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients
@@ -68,6 +68,7 @@ class TitanEngine:
         self.device = own_device()
         if self.device.type == "cuda":
             compile_once()
+            compile_attention()
         elif maps_tensors(settings.seq_len):
             map_tensors()
         self._folder = folder
