@@ -12,6 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from forge_rl.errors import ConfigError, PoisonError, ServiceError
+from forge_rl.services.completion import GATHER_S
 from tests.fake_backend import (
     VERSION,
     FakeBackend,
@@ -84,7 +85,7 @@ def test_engines_gather_tokens_for_clients_that_do_not_stream():
             await client.chat.completions.create(model="fake", messages=HI)
             async for _ in await client.chat.completions.create(model="fake", messages=HI, stream=True):
                 pass
-        assert [asked.gather_s for asked in backend.asked] == [0.05, 0.0]
+        assert [asked.gather_s for asked in backend.asked] == [GATHER_S, 0.0]
 
     asyncio.run(check())
 

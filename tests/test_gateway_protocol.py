@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from forge_rl.gateway import requests
 from forge_rl.run.policy_gateway import PolicyGateway
+from forge_rl.services.completion import GATHER_S
 from tests.fake_backend import FakeBackend, agent_of, client_of, ids_of, letters_of, logprob_of, tokenizer
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -37,7 +38,7 @@ def test_a_response_is_answered_with_what_was_decoded():
         shown = [{"role": "system", "content": "Be brief."}, *HI]
         asked = backend.asked[0]
         assert asked.prompt_ids == tokenizer().render(shown)
-        assert (asked.sampling.max_tokens, asked.sampling.temperature, asked.gather_s) == (50, 0.5, 0.05)
+        assert (asked.sampling.max_tokens, asked.sampling.temperature, asked.gather_s) == (50, 0.5, GATHER_S)
         assert answer.usage is not None
         assert (answer.usage.input_tokens, answer.usage.output_tokens) == (
             len(asked.prompt_ids),

@@ -32,6 +32,23 @@ def test_a_private_name_that_is_gone_is_named() -> None:
     assert "install vLLM 0.32.0" in caught.value.hint
 
 
+def test_only_tokens_of_our_requests_have_no_text_of_their_own() -> None:
+    from vllm import SamplingParams
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    from forge_rl.engines.vllm.internals import leave_tokens_undecoded
+
+    def tokenizer_of(**settings: Any) -> Any:
+        request: Any = SimpleNamespace(sampling_params=SamplingParams(logprobs=0, **settings))
+        return LogprobsProcessor.from_new_request(tokenizer=tokenizer, request=request).tokenizer
+
+    tokenizer: Any = object()
+    for _ in range(2):
+        leave_tokens_undecoded()
+    assert tokenizer_of(flat_logprobs=True) is None
+    assert tokenizer_of() is tokenizer
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM's own blocks are short")
 def test_a_short_prompt_of_a_group_fills_a_block_that_its_episodes_share(tmp_path: Path) -> None:
     from forge_rl.engines.vllm.engine import engine_arguments

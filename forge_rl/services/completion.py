@@ -14,7 +14,7 @@ from forge_rl.token_arrays import CacheUse, Chunk, ScoredTokens, TokenIds, read_
 from forge_rl.tokens.tokenizer import TextStream, Tokenizer
 from forge_rl.types import Sampling, Turn
 
-GATHER_S = 0.05
+GATHER_S = 0.2
 """Seconds for which an engine gathers tokens before it sends them, if nobody reads them live."""
 _MOST_FAILURES = 3
 """Maximum consecutive engine deaths without a token: a completion that kills engines must not kill all of them."""

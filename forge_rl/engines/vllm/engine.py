@@ -40,6 +40,7 @@ from forge_rl.engines.vllm.internals import (
     call_workers,
     draft_counts,
     engine_pids,
+    leave_tokens_undecoded,
     stop_decoding,
     version_starts,
 )
@@ -63,6 +64,8 @@ PromptLogprobs = tuple[tuple[tuple[int, float, int], ...], ...]
 """(id, logprob, rank) triples at each position of a prompt."""
 _QUANTIZATION = {"none": None, "fp8": "fp8_per_channel", "int8": "int8_per_channel_weight_only"}
 """vLLM's names of online quantisation, which is repeated whenever weights are loaded."""
+_MOST_GATHERED = 32
+"""Most tokens that vLLM keeps of a request before it hands them over."""
 _CLOSE_S = 0.5
 """Seconds until vLLM's process is killed on shutdown: a graceful exit takes four, and saves nothing."""
 
@@ -77,6 +80,8 @@ class VLLMEngine:
         self._closing = False
         self._requests = 0
         """Requests in flight."""
+        self._token_s = math.inf
+        """Seconds per token of the last completion."""
         self._failure = ""
         self._paused = False
         self._asleep = False
@@ -122,6 +127,7 @@ class VLLMEngine:
         Args:
             hosts: number of hosts with equally many of its workers; the first ones are on this host.
         """
+        leave_tokens_undecoded()
         engine = cls(llm, settings, cache)
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         await engine._all_workers("scale_prompt_logits")
@@ -142,10 +148,11 @@ class VLLMEngine:
             raise WeightsError(f"the engine serves nothing: {self._failure}", hint="load a version that can be read")
         request, sent, clock = self._cache.request_id(), 0, asyncio.get_running_loop().time
         prompt = {"type": "token", "prompt_token_ids": np.asarray(prompt_ids).tolist()}
-        generated = self._llm.generate(prompt, _parameters(sampling), request_id=request)
+        interval = int(min(max(gather_s / self._token_s, 1), _MOST_GATHERED))
+        generated = self._llm.generate(prompt, _parameters(sampling, interval), request_id=request)
         gathered: list[CompletionOutput] = []
         of_prompt: PromptLogprobs = ()
-        begun = 0.0
+        first = begun = 0.0
         self._requests += 1
         try:
             async with contextlib.aclosing(generated) as outputs:
@@ -163,12 +170,14 @@ class VLLMEngine:
                         raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
                     if not gathered:
                         begun = clock()
+                        first = first or begun
                     gathered.append(completion)
                     if completion.finish_reason is None and clock() < begun + gather_s:
                         continue
                     chunk = _chunk(gathered, sampling, version_starts(self._llm, request, completion), sent)
                     sent += len(chunk.token_ids)
                     if chunk.finish:
+                        self._token_s = (clock() - first) / (sent - 1) if sent > 1 else self._token_s
                         drafted, accepted, verified = draft_counts(completion)
                         chunk = replace(chunk, drafted=drafted, accepted=accepted, verified=verified)
                     if of_prompt:
@@ -426,7 +435,7 @@ def _joined(workers: Sequence[WorkerReport]) -> LoadReport:
     )
 
 
-def _parameters(sampling: Sampling) -> SamplingParams:
+def _parameters(sampling: Sampling, stream_interval: int = 1) -> SamplingParams:
     logprobs = None if sampling.temperature == 0 and not sampling.top_logprobs else sampling.top_logprobs
     extra = dict(sampling.extra)
     if isinstance(constraint := extra.get("structured_outputs"), Mapping):
@@ -437,6 +446,8 @@ def _parameters(sampling: Sampling) -> SamplingParams:
         seed=sampling.seed,
         stop=list(sampling.stop),
         logprobs=logprobs,
+        flat_logprobs=True,
+        stream_interval=stream_interval,
         output_kind=RequestOutputKind.DELTA,
         **extra,
     )
@@ -471,13 +482,15 @@ def _versions(starts: list[tuple[str, int]], first: int, end: int) -> list[int]:
 def _chunk(completions: list[CompletionOutput], sampling: Sampling, starts: list[tuple[str, int]], sent: int) -> Chunk:
     """Join vLLM's outputs since the last chunk, after `sent` earlier tokens."""
     ids = [token for completion in completions for token in completion.token_ids]
-    steps = [step for completion in completions for step in completion.logprobs or ()]
-    greedy = sampling.temperature == 0
-    logprobs = [math.nan] * len(ids) if greedy else [step[id_].logprob for step, id_ in zip(steps, ids, strict=True)]
-    top: list[tuple[tuple[int, float], ...]] = []
-    for step in steps if sampling.top_logprobs else ():
-        likeliest = sorted(((token, entry.logprob) for token, entry in step.items()), key=lambda pair: -pair[1])
-        top.append(tuple(likeliest[: sampling.top_logprobs]))
+    logprobs, top = [math.nan] * len(ids), list[tuple[tuple[int, float], ...]]()
+    if flat := [completion.logprobs for completion in completions if completion.logprobs]:
+        # Each position has the sampled token's logprob, then those of the likeliest.
+        found, width = [each for part in flat for each in part.logprobs], 1 + sampling.top_logprobs
+        if sampling.temperature > 0:
+            logprobs = found[::width]
+        if sampling.top_logprobs:
+            pairs = list(zip((each for part in flat for each in part.token_ids), found, strict=True))
+            top = [tuple(pairs[at + 1 : at + width]) for at in range(0, len(pairs), width)]
     reason = completions[-1].finish_reason
     return Chunk(
         token_ids=ids,
