@@ -46,7 +46,7 @@ def compile_once(most: int = 16) -> None:
 
 
 def compile_attention() -> None:
-    """Have FlexAttention compiled with the options that torch chooses for a GPU, not those of an exhaustive search.
+    """Compile FlexAttention with torch's default options instead of an exhaustive search for the fastest kernel.
 
     torchtitan's search compiles seven kernels for every pass of every graph: 57 s for one pass in float32 on an H100.
     """
