@@ -169,6 +169,13 @@ class Turn(ByValue):
         turn.__dict__.update(fields)
         return turn
 
+    def changed(self, **fields: Any) -> Turn:
+        """Return a copy with some fields changed, without checks, as `of_arrays`."""
+        turn = object.__new__(type(self))
+        turn.__dict__.update(self.__dict__)
+        turn.__dict__.update(fields)
+        return turn
+
     @property
     def context(self) -> npt.NDArray[np.int32]:
         """Prompt and completion, the prefix of the next turn's prompt."""

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 Tools = Sequence["Mapping[str, object]"]
 Parse = Callable[[Turn, Tools], Awaitable["Parsed"]]
 """Parses a turn into content and calls of these tools."""
+_NOTHING: tuple[None, Mapping[str, float]] = (None, {})
+"""What most steps give; one for all, as each would be an object to collect."""
 Decode = Callable[..., Awaitable[Turn]]
 """Decodes a prompt, by the episode's sampling settings or those given, such as a PolicyClient."""
 
@@ -136,8 +138,7 @@ class EpisodeRunner:
             try:
                 given = (path.prompt_ids,) if path.sampling is None else (path.prompt_ids, path.sampling)
                 turns.append(await decode(*given))
-                own = {"messages": path.shown, "seconds": self.clock() - asked_s, "branch": path.branch}
-                turns[-1] = Turn.of_arrays(**vars(turns[-1]) | own)
+                turns[-1] = turns[-1].changed(messages=path.shown, seconds=self.clock() - asked_s, branch=path.branch)
                 if path.tools and self.parse is not None:
                     parsed = await self.parse(self._whole(path), path.tools)
             except ContextError:
@@ -151,7 +152,7 @@ class EpisodeRunner:
             if not full:
                 done = {"response_s": self.clock() - asked_s, "calls": step.calls or (parsed[1] if parsed else ())}
                 vars(turns[-1]).update(done)  # of the copy made above, which nobody else has yet
-            path.given.append((step.reward, step.parts))
+            path.given.append((step.reward, step.parts) if step.reward is not None or step.parts else _NOTHING)
             if step.forks and not full and isinstance(decode, PolicyClient):
                 await self._fork_within(path, step.forks, task, decode)
             if step.done and step.output is None and path.pieces:

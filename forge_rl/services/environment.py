@@ -247,7 +247,8 @@ class EnvSession:
         given = answer, truncated, parsed
         try:
             try:
-                step: Step = await self._ask("step", *given)
+                deadline_s = self._environment.config.deadline_s
+                step: Step = await self._replica.ask("step", self._key, *given, deadline_s=deadline_s)
             except ReplicaError as error:
                 if error.blamed:
                     self._service.blame(self._about)
