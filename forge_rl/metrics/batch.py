@@ -64,10 +64,12 @@ def _repeats(episode: Episode) -> bool:
     """Return whether the last tokens of an episode are a short piece over and over."""
     if not episode.turns:
         return False
-    end = episode.turns[-1].token_ids[-_LOOP_TOKENS:]
+    end = episode.turns[-1].token_ids[-_LOOP_TOKENS:].tolist()
     if len(end) < _LOOP_TOKENS:
         return False
-    return any(bool((end[period:] == end[:-period]).all()) for period in range(1, _LOOP_TOKENS // 4 + 1))
+    return any(
+        end[-1 - period] == end[-1] and end[period:] == end[:-period] for period in range(1, _LOOP_TOKENS // 4 + 1)
+    )
 
 
 def reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
