@@ -27,7 +27,7 @@ GB, GIB = 10**9, 2**30
 GPUS = {"24 GB": 24 * GB, "80 GB": 80 * GB, "141 GB": 141 * GB}
 WEIGHTS = {"135M": 134_479_872, "8B": 8_190_427_136, "30B-A3B": 30_531_911_680}
 ACTIVATIONS = {"135M": 0.99, "8B": 12.99, "30B-A3B": 12.30}
-"""GiB of a row of 1,024 tokens in bfloat16, as `plan_training` counts them."""
+"""GiB of a row of 1,024 tokens in bfloat16, as a CPU saves them; a GPU saves less."""
 
 
 @pytest.fixture(autouse=True)

@@ -124,7 +124,7 @@ def test_a_small_model_is_laid_out_on_sixteen_hosts(tmp_path: Path, capsys: pyte
     assert again.trainer == trainer, "the flags that are shown make this layout"
     show_forecast(config)
     shown = capsys.readouterr().out
-    for text in ("16 hosts of 8xH100-80G", "keys and values", "limited by", "assumed: training 0.45", "data sheet"):
+    for text in ("16 hosts of 8xH100-80G", "keys and values", "limited by", "assumed: training 0.25", "data sheet"):
         assert text in shown
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu.training import QWEN3_1_7B
 from benchmarks.long_row import row_of
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines import decode_layout, degrees, memory
@@ -17,6 +19,7 @@ from forge_rl.engines.context import sequence_bytes
 from forge_rl.engines.factory import plan_training
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan import head as titan_head
+from forge_rl.engines.titan import plan as titan_plan
 from forge_rl.engines.titan.train import TitanEngine
 from forge_rl.errors import ConfigError
 from forge_rl.packing.rows import Minibatch, Row
@@ -28,6 +31,7 @@ from forge_rl.services.generator import Generator
 from forge_rl.services.trainer import Trainer
 from recipes.grpo import Config
 from tests.fakes import make_model
+from tools.figures import FOLDER
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -74,6 +78,24 @@ def test_the_plan_is_what_an_update_allocates(
     held = sum(parameter.nbytes for parameter in engine.model.parameters())
     moments = sum(each.nbytes for state in engine.optimizer.state.values() for each in state.values() if each.dim())
     assert (planned.weights, planned.gradients, planned.optimizer) == (held, held, moments)
+
+
+def test_the_plan_of_a_gpu_is_what_one_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The peak that `python -m benchmarks.gpu` measured on an H100."""
+    from transformers import AutoConfig
+
+    monkeypatch.setattr(titan_plan, "device_type", lambda: "cuda")
+    AutoConfig.for_model("qwen3", **QWEN3_1_7B, vocab_size=151936, architectures=["Qwen3ForCausalLM"]).save_pretrained(
+        tmp_path
+    )
+    (measured,) = (
+        part["figures"]
+        for part in json.loads((FOLDER / "gpu.json").read_text())["parts"]
+        if part["part"] == "training_large"
+    )
+    settings = TrainSettings(dtype="bfloat16", seq_len=8192)
+    planned = plan_training(tmp_path, settings, ranks=1, reference=False)
+    assert planned.total / 2**30 == pytest.approx(measured["peak_gib"], rel=0.03)
 
 
 def test_a_plan_splits_states_over_ranks_and_counts_a_reference_and_what_is_frozen(tmp_path: Path):

@@ -47,7 +47,7 @@ class Efficiency:
 
 
 GPU_EFFICIENCY = Efficiency(
-    training=0.45,
+    training=0.25,
     decoding=0.5,
     memory=0.7,
     links=0.7,
@@ -57,7 +57,8 @@ GPU_EFFICIENCY = Efficiency(
     collective_s=2e-5,
     passes=4.0,
 )
-"""Assumptions, not measurements: nothing of this project has run on these GPUs."""
+"""Assumptions, except `training`: with Qwen3-1.7B's shapes on one H100, see docs/figures/gpu.md; larger matrices reach
+more."""
 CPU_EFFICIENCY = Efficiency(
     training=0.83,
     decoding=1.0,

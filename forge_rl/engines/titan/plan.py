@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torchtitan.models.common.feed_forward import FeedForward
 
 from forge_rl.engines.architecture import Architecture
 from forge_rl.engines.devices import device_type
@@ -20,6 +21,8 @@ from forge_rl.engines.optimizer import LEAST_INT8, moments_bytes
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeAttention, TreeMask
+from forge_rl.engines.titan.cpu_feed_forward import LeanFeedForward
+from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
 from forge_rl.engines.titan.model import build_model, recompute_activations
 from forge_rl.engines.titan.shards import freeze
 
@@ -176,7 +179,7 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
     peaks = []
     for score in (False, True):
         chosen = slice(None) if score else slice(0, 1)
-        with _without_autocast(), LiveBytes() as live:
+        with _without_autocast(), _kernels_of_the_device(), LiveBytes() as live:
             scores = model(ids, positions, masks, wanted=chosen, targets=targets[0, chosen])
             (scores.logprobs if scores.values is None else scores.values).sum().backward()
         del scores
@@ -193,6 +196,22 @@ def _without_autocast() -> Iterator[None]:
         yield
     finally:
         torch.autocast = original  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def _kernels_of_the_device() -> Iterator[None]:
+    """Have the model save on the meta device what it saves on CUDA, if it will run there: torch has a kernel of RMSNorm
+    for CUDA, which saves what `LeanRMSNorm` does, and the feed-forward network is torchtitan's own."""
+    kinds: tuple[Any, ...] = (LeanRMSNorm, LeanFeedForward)
+    before = [kind.forward for kind in kinds]
+    if device_type() == "cuda":
+        LeanRMSNorm.forward = LeanRMSNorm.lean  # type: ignore[method-assign]
+        LeanFeedForward.forward = FeedForward.forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, forward in zip(kinds, before, strict=True):
+            kind.forward = forward
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
