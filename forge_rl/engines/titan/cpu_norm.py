@@ -26,7 +26,7 @@ class LeanRMSNorm(RMSNorm):
         return self.lean(x)
 
     def lean(self, x: torch.Tensor) -> torch.Tensor:
-        """Do so without a kernel."""
+        """Normalise [..., dim] without a kernel of torch."""
         normed: torch.Tensor = _RMSNorm.apply(x, self.weight, self.eps)
         return normed
 

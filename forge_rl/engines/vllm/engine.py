@@ -177,7 +177,7 @@ class VLLMEngine:
                     chunk = _chunk(gathered, sampling, version_starts(self._llm, request, completion), sent)
                     sent += len(chunk.token_ids)
                     if chunk.finish:
-                        self._token_s = (clock() - first) / (sent - 1) if sent > 1 else self._token_s
+                        self._token_s = max(clock() - first, 1e-6) / (sent - 1) if sent > 1 else self._token_s
                         drafted, accepted, verified = draft_counts(completion)
                         chunk = replace(chunk, drafted=drafted, accepted=accepted, verified=verified)
                     if of_prompt:
@@ -482,15 +482,14 @@ def _versions(starts: list[tuple[str, int]], first: int, end: int) -> list[int]:
 def _chunk(completions: list[CompletionOutput], sampling: Sampling, starts: list[tuple[str, int]], sent: int) -> Chunk:
     """Join vLLM's outputs since the last chunk, after `sent` earlier tokens."""
     ids = [token for completion in completions for token in completion.token_ids]
-    logprobs, top = [math.nan] * len(ids), list[tuple[tuple[int, float], ...]]()
-    if flat := [completion.logprobs for completion in completions if completion.logprobs]:
-        # Each position has the sampled token's logprob, then those of the likeliest.
-        found, width = [each for part in flat for each in part.logprobs], 1 + sampling.top_logprobs
-        if sampling.temperature > 0:
-            logprobs = found[::width]
-        if sampling.top_logprobs:
-            pairs = list(zip((each for part in flat for each in part.token_ids), found, strict=True))
-            top = [tuple(pairs[at + 1 : at + width]) for at in range(0, len(pairs), width)]
+    flat: list[Any] = [completion.logprobs for completion in completions if completion.logprobs]
+    # Each position has the sampled token, then the likeliest ones.
+    pairs = [pair for part in flat for pair in zip(part.token_ids, part.logprobs, strict=True)]
+    width = 1 + sampling.top_logprobs
+    top = [tuple(pairs[at + 1 : at + width]) for at in range(0, len(pairs), width)] if sampling.top_logprobs else ()
+    logprobs = [math.nan] * len(ids)
+    if sampling.temperature > 0:
+        logprobs = [logprob for (token, logprob), id_ in zip(pairs[::width], ids, strict=True) if token == id_]
     reason = completions[-1].finish_reason
     return Chunk(
         token_ids=ids,
