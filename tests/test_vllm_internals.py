@@ -15,6 +15,7 @@ from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.services.request_limits import RequestLimit
 from forge_rl.token_arrays import CacheUse
+from forge_rl.types import Sampling
 from tests.fakes import make_model
 
 pytestmark = pytest.mark.processes  # importing vLLM takes as long as starting some
@@ -47,6 +48,32 @@ def test_only_tokens_of_our_requests_have_no_text_of_their_own() -> None:
         leave_tokens_undecoded()
     assert tokenizer_of(flat_logprobs=True) is None
     assert tokenizer_of() is tokenizer
+
+
+def test_outputs_that_vllm_joined_have_the_same_likeliest_tokens_as_those_that_it_did_not() -> None:
+    from vllm.logprobs import FlatLogprobs, append_logprobs_for_next_position
+    from vllm.outputs import CompletionOutput, RequestOutput
+
+    from forge_rl.engines.vllm.engine import _chunk
+
+    def output(sampled: int) -> RequestOutput:
+        logprobs, values = FlatLogprobs(), {7: -0.5, 9: -1.5, 5: -2.5, 2: -3.5}
+        ids = [sampled, 7, 9, 5]
+        append_logprobs_for_next_position(logprobs, ids, [values[id_] for id_ in ids], [None] * 4, 1, 3)
+        completion = CompletionOutput(0, "", [sampled], None, logprobs)
+        return RequestOutput("1", None, [1], None, [completion], finished=False)
+
+    sampled, outputs = [9, 2, 7], [output(9), output(2), output(7)]
+    apart = [each.outputs[0] for each in outputs]
+    whole = output(9)
+    for each in sampled[1:]:
+        whole.add(output(each), aggregate=True)
+    sampling = Sampling(max_tokens=9, top_logprobs=3)
+    for completions in (apart, whole.outputs):
+        chunk = _chunk(completions, sampling, [("1", 0)], 0)
+        assert chunk.token_ids.tolist() == sampled
+        assert chunk.logprobs.tolist() == [-1.5, -3.5, -0.5]
+        assert chunk.top == (((7, -0.5), (9, -1.5), (5, -2.5)),) * 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM's own blocks are short")

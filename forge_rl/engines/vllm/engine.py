@@ -482,14 +482,17 @@ def _versions(starts: list[tuple[str, int]], first: int, end: int) -> list[int]:
 def _chunk(completions: list[CompletionOutput], sampling: Sampling, starts: list[tuple[str, int]], sent: int) -> Chunk:
     """Join vLLM's outputs since the last chunk, after `sent` earlier tokens."""
     ids = [token for completion in completions for token in completion.token_ids]
-    flat: list[Any] = [completion.logprobs for completion in completions if completion.logprobs]
-    # Each position has the sampled token, then the likeliest ones.
-    pairs = [pair for part in flat for pair in zip(part.token_ids, part.logprobs, strict=True)]
-    width = 1 + sampling.top_logprobs
-    top = [tuple(pairs[at + 1 : at + width]) for at in range(0, len(pairs), width)] if sampling.top_logprobs else ()
-    logprobs = [math.nan] * len(ids)
-    if sampling.temperature > 0:
-        logprobs = [logprob for (token, logprob), id_ in zip(pairs[::width], ids, strict=True) if token == id_]
+    logprobs, top = list[float](), list[tuple[tuple[int, float], ...]]()
+    for each in completions:
+        part: Any = each.logprobs or FlatLogprobs()
+        for start, end in zip(part.start_indices, part.end_indices, strict=True):
+            # The sampled token is first; where vLLM has joined outputs, it is not there again among the likeliest.
+            logprobs.append(part.logprobs[start])
+            if sampling.top_logprobs:
+                found = dict(zip(part.token_ids[start:end], part.logprobs[start:end], strict=True))
+                top.append(tuple(sorted(found.items(), key=lambda pair: -pair[1])[: sampling.top_logprobs]))
+    if sampling.temperature == 0:
+        logprobs = [math.nan] * len(ids)
     reason = completions[-1].finish_reason
     return Chunk(
         token_ids=ids,
