@@ -6,12 +6,14 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from forge_rl.system.result_cache import ResultCache, content_key
+from forge_rl.system.result_cache import ResultCache, _ResultFile, content_key
 
 FILE = "results-1.sqlite"
 
@@ -57,6 +59,37 @@ def test_equal_calls_run_one_and_later_processes_and_runs_find_its_result(tmp_pa
         assert (dict(cache.counts), dict(later.counts)) == ({"ran": 1, "joined": 7, "memory": 1}, {"file": 1})
         assert (tmp_path / "cache").stat().st_mode & 0o77 == (tmp_path / "cache" / FILE).stat().st_mode & 0o77 == 0
         later.close()
+
+    asyncio.run(main())
+
+
+def test_a_forgotten_result_is_not_read_from_a_file_that_still_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    go_on, write = threading.Event(), _ResultFile._write
+
+    def slow(file: _ResultFile, *args: Any) -> None:
+        assert go_on.wait(30)
+        write(file, *args)
+
+    async def main() -> None:
+        first = ResultCache(tmp_path)
+        await get(first, 1)
+        first.close()
+        monkeypatch.setattr(_ResultFile, "_write", slow)
+        cache = ResultCache(tmp_path)
+        assert await get(cache, 1)
+        cache.forget(content_key(1))
+        assert not await get(cache, 1), "it is run again"
+        go_on.set()
+        cache.close()
+        later = ResultCache(tmp_path)
+        assert await get(later, 1), "the new one is kept"
+        later.forget(content_key(1))
+        later.close()
+        last = ResultCache(tmp_path)
+        assert not await get(last, 1)
+        last.close()
 
     asyncio.run(main())
 

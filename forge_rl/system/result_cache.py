@@ -212,6 +212,8 @@ class _ResultFile:
         self._writing: threading.Thread | None = None
         self._waiting: list[tuple[bytes, bytes | None, _KeyLock | None]] = []
         self._touched: set[bytes] = set()
+        self._forgotten: set[bytes] = set()
+        """Results to delete, which the file may still hold."""
 
     @contextlib.asynccontextmanager
     async def alone(self, key: bytes, wait_s: float | None) -> AsyncIterator[_KeyLock]:
@@ -228,7 +230,7 @@ class _ResultFile:
 
     def read(self, key: bytes) -> str | None:
         """Return a kept result, or None."""
-        if not self._opened() or (database := self._reader) is None:
+        if not self._opened() or (database := self._reader) is None or key in self._forgotten:
             return None
         try:
             found = database.execute("select value, mark from results where key = ?", (key,)).fetchone()
@@ -257,6 +259,9 @@ class _ResultFile:
         self._later(key, value, lock if held else None)
 
     def forget_later(self, key: bytes) -> None:
+        """Delete a result, which is not read from now on."""
+        with self._lock:
+            self._forgotten.add(key)
         self._later(key, None, None)
 
     def close(self) -> None:
@@ -315,6 +320,8 @@ class _ResultFile:
             database.executemany(f"insert into results values (?, ?, ?, ?, {_NEXT})", rows)
             database.executemany(f"update results set used = {_NEXT} where key = ?", [(key,) for key in touched])
             self._evict(database)
+        with self._lock:
+            self._forgotten -= latest.keys() - {key for key, _, _ in self._waiting}
 
     def _evict(self, database: sqlite3.Connection) -> None:
         (total,) = database.execute("select bytes from total").fetchone()
