@@ -259,7 +259,7 @@ class _ResultFile:
         self._later(key, value, lock if held else None)
 
     def forget_later(self, key: bytes) -> None:
-        """Delete a result, which is not read from now on."""
+        """Delete a result, and stop reading it at once."""
         with self._lock:
             self._forgotten.add(key)
         self._later(key, None, None)
