@@ -200,8 +200,8 @@ def _without_autocast() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kernels_of_the_device() -> Iterator[None]:
-    """Have the model save on the meta device what it saves on CUDA, if it will run there: torch has a kernel of RMSNorm
-    for CUDA, which saves what `LeanRMSNorm` does, and the feed-forward network is torchtitan's own."""
+    """Make the model keep the same tensors on the meta device as on CUDA, if it will run there: CUDA has a kernel of
+    RMSNorm that keeps as little as `LeanRMSNorm`, and the feed-forward network is torchtitan's own."""
     kinds: tuple[Any, ...] = (LeanRMSNorm, LeanFeedForward)
     before = [kind.forward for kind in kinds]
     if device_type() == "cuda":
