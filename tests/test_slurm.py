@@ -169,18 +169,19 @@ def test_a_whole_run_on_two_nodes_gets_another_node_when_one_dies(
     assert hosts["trainer"] == hosts["generator"] == ["node1", "node2"]
     slurm.kill_node("node2")
     run.wait_for("host node2.1 starting  Slurm job [0-9]+")  # it may have joined before its state is asked for again
-    run.wait_for("host node2.1 has joined: generator, trainer")
-    run.wait_for("the run continues from step [0-9]+$")
+    requeued = "resumed" in run.wait_for(r"host node2\.1 has joined: generator, trainer|resumed after step [0-9]+$")
+    # Slurm may requeue the job itself, in spite of --no-kill, if the node dies at a certain moment.
+    run.wait_for("continued from " if requeued else "the run continues from step [0-9]+$")
     attached, until = attach(out), time.monotonic() + 240
     while attached.ask("status")["engines"] != "2/2":
         assert time.monotonic() < until, run.output
         time.sleep(0.5)
     asked = hosts_name(out)
-    assert slurm.states(asked) == {"RUNNING"}
+    assert requeued or slurm.states(asked) == {"RUNNING"}
     attached.stop()
     assert run.end(400) == 0, run.output
     assert slurm.state(out) == "COMPLETED"
-    assert slurm.states(asked) <= {"CANCELLED", "COMPLETED", "COMPLETING"}, "given back"
+    assert requeued or slurm.states(asked) <= {"CANCELLED", "COMPLETED", "COMPLETING"}, "given back"
 
 
 @on_slurm
