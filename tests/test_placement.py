@@ -321,6 +321,12 @@ def test_guests_decode_while_the_trainer_waits_longer_than_the_change_takes() ->
         assert here.own.pop() == []
         assert here.devices.pop_metrics()["transition/wake_s"] == 3
 
+        assert await here.wait(1) == []
+        for _ in range(20):
+            assert await here.wait(4) == [], "no longer than the change takes"
+        assert await here.wait(1) == ["offload", "wake", *back], "it may have become faster"
+        assert await here.wait(4) == []
+
     asyncio.run(main())
 
 
@@ -356,11 +362,13 @@ def test_a_guest_starts_again_while_its_devices_are_lent() -> None:
             async with here.devices.start_engine(guest=True):
                 here.guest.calls.append("started")
                 await asyncio.sleep(0.02)
+                here.guest.now += 60
 
         starting = asyncio.create_task(start())
         await asyncio.sleep(0.01)
         assert here.guest.pop() == []
         assert await here.wait(9) == ["offload", "started", "sleep", "onload"]
         await starting
+        assert await here.wait(9) == ["offload", "wake", "sleep", "onload"], "its start is no part of the change"
 
     asyncio.run(main())

@@ -142,22 +142,26 @@ def test_a_run_lends_its_trainers_devices_to_a_guest_and_goes_on_when_either_die
     arguments = ("--schedule.kind", "one_step", "--generator.guests", "1", "--checkpoint-every", "2", *TASKS)
     command = tiny_run(commands, tiny_model, out, *FOR_EVER, *arguments, "--weights.shm", str(shm))
 
-    def lends() -> bool:
-        last = metrics(out)[-1]
-        return bool(last.get("transition/wake_s", 0) > 0 and last["busy/generator/0"] > 0)
+    def wait_until_it_lends() -> None:
+        seen = len(metrics(out))
+
+        def lends() -> bool:
+            return any(row.get("transition/wake_s") and row["busy/generator/0"] for row in metrics(out)[seen:])
+
+        wait_until(lends, command)
 
     command.wait_for("vLLM, 1 replica and 1 on the trainer's devices")
     command.wait_for("step +3/")
-    wait_until(lends, command)
+    wait_until_it_lends()
     actor_of(command, "generator", 0).kill()
     command.wait_for("generator/0 failed.*SIGKILL")
     command.wait_for("generator/0 has recovered")
-    wait_until(lends, command)
+    wait_until_it_lends()
     actor_of(command, "trainer").kill()
     command.wait_for("trainer/0 has recovered")
     step = int(command.wait_for("the run continues from step [0-9]+$").rpartition(" ")[2])
     command.wait_for(f"the run continues from step(.|\n)*step +{step + 3}/", whole=True)
-    wait_until(lends, command)
+    wait_until_it_lends()
     command.process.send_signal(signal.SIGTERM)
     assert command.end(240) == 128 + signal.SIGTERM, command.output
     assert "Traceback" not in command.output

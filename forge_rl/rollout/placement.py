@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 Placement = Literal["auto", "colocated", "separate"]
 """Whether trainer and engines share devices."""
 
+_RETRY = 20
+"""Guests get the devices, at the latest, when the trainers have waited for as long as this many changes take."""
+
 
 class Engines(Protocol):
     """The part of the Generator's interface that a handover uses."""
@@ -69,23 +72,26 @@ class DeviceHandover:
         self._seconds: dict[str, float] = defaultdict(float)
         self._waited_s = math.inf
         """Seconds for which the trainers last waited for a batch."""
+        self._unlent_s = 0.0
+        """Seconds for which the trainers have waited since the guests last had their devices."""
         self._change_s = 0.0
-        """Seconds that the guests' last start and end took."""
+        """Seconds that it last took to give the guests the devices and to take them back."""
 
-    async def hand_to_engines(self) -> None:
-        """Let rollouts start or continue."""
+    async def hand_to_engines(self) -> float:
+        """Let rollouts start or continue; returns the transition's seconds."""
         self._rolling_out = True
-        await self._hand_over()
+        return await self._hand_over()
 
-    async def hand_to_trainer(self, *, idle: bool = False) -> None:
-        """Pause rollouts and everything in flight at a token boundary.
+    async def hand_to_trainer(self, *, idle: bool = False) -> float:
+        """Pause rollouts and everything in flight at a token boundary; returns the transition's seconds.
 
         Args:
             idle: True if nothing is in flight. Engines with devices of their own then need not pause.
         """
-        if not idle or self._trainers:
-            self._rolling_out = False
-            await self._hand_over()
+        if idle and not self._trainers:
+            return 0.0
+        self._rolling_out = False
+        return await self._hand_over()
 
     @contextlib.asynccontextmanager
     async def lend(self) -> AsyncIterator[None]:
@@ -100,31 +106,36 @@ class DeviceHandover:
 
     @contextlib.asynccontextmanager
     async def trainers_wait(self) -> AsyncIterator[None]:
-        """Let guests decode on the trainers' devices while the body runs, if the last wait was longer than the change
-        takes, and the body waits at all."""
+        """Let guests decode on the trainers' devices while the body runs, if it waits at all and that is likely to be
+        longer than the change takes.
+
+        The last wait and the last change are the estimates. An estimate that forbids lending is not measured again, so
+        that one slow change could end all lending: guests also get the devices when the waits since they last had
+        them sum to `_RETRY` changes, which costs at most 1 / `_RETRY` of the time waited.
+        """
         guests, began, changes_s = self._guests, self._clock(), list[float]()
         if guests is None:
             yield
             return
 
-        async def change(hand_over: Callable[[], Awaitable[None]]) -> None:
-            changes_s.append(-self._clock())
-            await hand_over()
-            changes_s[-1] += self._clock()
+        async def change(hand_over: Callable[[], Awaitable[float]]) -> None:
+            changes_s.append(0.0)
+            changes_s[-1] = await hand_over()
 
-        worth_it = self._waited_s > self._change_s
+        worth_it = self._waited_s > self._change_s or self._unlent_s > _RETRY * self._change_s
         lending = asyncio.create_task(change(guests.hand_to_engines)) if worth_it else None
         try:
             yield
         finally:
             self._waited_s = self._clock() - began
+            self._unlent_s += self._waited_s
             if lending is not None:
                 if not changes_s:  # the body did not wait
                     lending.cancel()
                 await asyncio.wait((lending,))
             if changes_s:
                 await change(guests.hand_to_trainer)
-                self._change_s = sum(changes_s)
+                self._change_s, self._unlent_s = sum(changes_s), 0.0
         if lending is not None and not lending.cancelled():
             lending.result()
 
@@ -172,15 +183,19 @@ class DeviceHandover:
         self._seconds.clear()
         return found | (self._guests.pop_metrics() if self._guests is not None else {})
 
-    async def _hand_over(self) -> None:
-        """Hand the devices to whoever needs them now."""
+    async def _hand_over(self) -> float:
+        """Hand the devices to the side that needs them.
+
+        Returns:
+            Seconds that the transition took, without those it waited for engines that were starting on the devices.
+        """
 
         def target() -> str:
             return "engines" if self._rolling_out or self._loans else "trainer"
 
         async with self._changed:
             await self._changed.wait_for(lambda: target() == "engines" or not self._starting)
-            now, before = target(), self._holder
+            now, before, began = target(), self._holder, self._clock()
             self._holder = None
             if now == before:
                 pass
@@ -200,6 +215,7 @@ class DeviceHandover:
                     await self._timed("wake", self._engines.wake())
             self._holder = now
             self._changed.notify_all()
+            return self._clock() - began
 
     async def _timed(self, name: str, work: Awaitable[object]) -> None:
         began = self._clock()
