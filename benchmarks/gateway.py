@@ -187,12 +187,12 @@ async def _measure_overhead(config: Config, report: Report, client: ProcessPoolE
 
 
 async def _askserving(config: Config, generator: Generator, tokenizer: Tokenizer) -> tuple[float, int]:
-    """Return seconds and tokens of the same requests without the gateway."""
+    """Return seconds and tokens of the same requests without the gateway, which also get each token at once."""
     prompts = [tokenizer.render([_question(at)]) for at in range(config.requests)]
     began = time.perf_counter()
     async with task_group() as group:
         answers = [
-            group.create_task(generator.generate(ids, Sampling(max_tokens=config.new_tokens, seed=at)))
+            group.create_task(generator.generate(ids, Sampling(max_tokens=config.new_tokens, seed=at), gather_s=0.0))
             for at, ids in enumerate(prompts)
         ]
     return time.perf_counter() - began, sum(len(answer.result().token_ids) for answer in answers)
