@@ -111,7 +111,7 @@ class DeviceHandover:
 
         The last wait and the last change are the estimates. An estimate that forbids lending is not measured again, so
         that one slow change could end all lending: guests also get the devices when the waits since they last had
-        them sum to `_RETRY` changes, which costs at most 1 / `_RETRY` of the time waited.
+        them sum to `_RETRY` changes. If nothing has become faster, that costs 1 / `_RETRY` of the time waited.
         """
         guests, began, changes_s = self._guests, self._clock(), list[float]()
         if guests is None:
