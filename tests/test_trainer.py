@@ -154,6 +154,7 @@ def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp
                 (tmp_path / "saved" / part).mkdir(parents=True)
             await trainer.save(tmp_path / "saved", model=tmp_path / "hf")
             first = await trainer.step(laid, ClippedSurrogate())
+            await trainer.finish_save()
             await trainer.restart(tmp_path / "saved" / "training")
             again = await trainer.step(laid, ClippedSurrogate())
             assert again == first | {name: again[name] for name in again if "logprob" in name}
