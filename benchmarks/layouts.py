@@ -56,9 +56,10 @@ _SMALL: dict[str, object] = {
     "max_position_embeddings": 256,
 }
 FAMILIES: dict[str, dict[str, object]] = {
-    "llama": {"tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": True, "num_hidden_layers": 5},
     "qwen3": {"tie_word_embeddings": False},
     "qwen3_moe": {
+        "num_hidden_layers": 3,
         "tie_word_embeddings": False,
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -171,6 +172,27 @@ LAYOUTS: tuple[tuple[str, int, dict[str, int | str]], ...] = (
             "router_replay": True,
         },
     ),
+    ("PP", 2, {"pipeline_parallel_degree": 2}),
+    ("PP, recomputed", 3, {"pipeline_parallel_degree": 3, "activation_checkpointing": "full"}),
+    ("PP of 4", 4, {"pipeline_parallel_degree": 4}),
+    ("PP x FSDP", 4, {"pipeline_parallel_degree": 2}),
+    ("PP x HSDP", 4, {"pipeline_parallel_degree": 2, "data_parallel_replicate_degree": 2}),
+    ("PP x TP", 4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}),
+    ("PP x CP", 4, {"pipeline_parallel_degree": 2, "context_parallel_degree": 2}),
+    ("PP x FSDP x CP", 8, {"pipeline_parallel_degree": 2, "context_parallel_degree": 2}),
+    ("PP x EP", 4, {"pipeline_parallel_degree": 2, "expert_parallel_degree": 2}),
+    (
+        "PP x EP x TP, least loaded, recomputed, router replay",
+        6,
+        {
+            "pipeline_parallel_degree": 3,
+            "expert_parallel_degree": 2,
+            "tensor_parallel_degree": 2,
+            "expert_balance": "least_loaded",
+            "activation_checkpointing": "full",
+            "router_replay": True,
+        },
+    ),
     ("TP, router replay", 2, {"tensor_parallel_degree": 2, "router_replay": True}),
     ("CP, router replay", 2, {"context_parallel_degree": 2, "router_replay": True}),
     ("EP, router replay", 2, {"expert_parallel_degree": 2, "router_replay": True}),
@@ -223,6 +245,7 @@ def cases(families: Sequence[str], *, most_ranks: int = 8) -> list[Case]:
         if ranks <= most_ranks
         and (is_mixture(family) or "expert_parallel_degree" not in degrees)
         and (family == "qwen3_moe" or "router_replay" not in degrees)
+        and layers_of(family) >= int(degrees.get("pipeline_parallel_degree", 1))
     ]
 
 
@@ -231,13 +254,23 @@ def is_mixture(family: str) -> bool:
     return "num_experts_per_tok" in FAMILIES.get(family, {})
 
 
+def layers_of(family: str) -> int:
+    """Return the number of layers of a family's models."""
+    return int(str(_shape(family)["num_hidden_layers"]))
+
+
+def _shape(family: str) -> dict[str, object]:
+    """Return the config of a family's models; one that is not compared has Llama's shape."""
+    return _SMALL | FAMILIES.get(family, FAMILIES["llama"])
+
+
 def make_models(folder: Path, families: Sequence[str]) -> None:
     """Save a small random model of each family to a folder with its name, with weights that make logits differ."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     for family in families:
         torch.manual_seed(0)
-        config = AutoConfig.for_model(family, **{**_SMALL, **FAMILIES.get(family, {})})
+        config = AutoConfig.for_model(family, **_shape(family))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -250,7 +283,7 @@ def batches(count: int) -> list[Batch]:
 
     Experts depend only on the position, so that it does not matter which rows share a prefix.
     """
-    experts = np.random.default_rng(1).random((256, 2, 4)).argsort(axis=-1)[..., :2].astype(np.uint8)
+    experts = np.random.default_rng(1).random((256, 3, 4)).argsort(axis=-1)[..., :2].astype(np.uint8)
     task = Task(id="1", source="random", messages=({"role": "user", "content": "go"},))
     drawn = np.random.default_rng(0)
 
@@ -293,7 +326,7 @@ def packed(case: Case, batch: Batch) -> Packed:
     """Pack a batch for a layout like the Trainer service, with centered rewards as advantages."""
     settings = case.settings
     layout = Layout(
-        shares=case.ranks // settings.peers,
+        shares=len(settings.heads(case.ranks)),
         seq_len=settings.seq_len,
         context_parallel_degree=settings.context_parallel_degree,
         tensor_parallel_degree=settings.tensor_parallel_degree,
@@ -315,7 +348,7 @@ def train(folder: Path, every: Sequence[Case], updates: int, loss: Loss = _LOSS)
     found = []
     for index, case in enumerate(every):
         parts = [results[index] for results in by_rank]
-        shares = parts[:: case.settings.peers]
+        shares = [parts[rank] for rank in case.settings.heads(case.ranks)]
         metrics = [reduce(merge_all(metrics[update] for metrics, _, _ in shares)) for update in range(updates)]
         start, weights = (assemble(case, [part[at] for part in parts]) for at in (1, 2))
         found.append(Trained(metrics=metrics, start=start, weights=weights))
@@ -330,7 +363,7 @@ def compare(found: Trained, expected: Trained) -> Deviation:
     """
     for mine, theirs in zip(found.metrics, expected.metrics, strict=True):
         # One process has no metrics of ranks.
-        of_all = {name for name in mine if not name.startswith(("attention/rank_", "experts/rank_"))}
+        of_all = {name for name in mine if not name.startswith(("attention/rank_", "experts/rank_", "pipeline/"))}
         if of_all != theirs.keys() or mine["tokens/trained"] != theirs["tokens/trained"]:
             raise BenchmarkError(f"a layout has the metrics {mine}, and one process {theirs}")
     if any(not torch.equal(start, expected.start[name]) for name, start in found.start.items()):
@@ -382,7 +415,7 @@ def update(
 ) -> dict[str, Value]:
     """Train on a batch as one rank of a layout; return the update's metrics."""
     settings = case.settings
-    own = slice(rank // settings.peers, None, case.ranks // settings.peers)
+    own = slice(settings.share_of(rank, case.ranks), None, len(settings.heads(case.ranks)))
     (found,) = engine.train_batch(
         [replace(minibatch, rows=minibatch.rows[own]) for minibatch in packed(case, batch).minibatches],
         loss,

@@ -114,7 +114,12 @@ def test_losses_and_their_statistics_are_of_all_rows_on_all_ranks(tmp_path: Path
 
 @pytest.mark.long
 def test_products_of_layouts_train_as_one_process(tmp_path: Path):
-    products = ("TP x CP", "FSDP x EP x TP")  # of the other families; benchmarks.layouts has all
+    products = (
+        "TP x CP",
+        "FSDP x EP x TP",
+        "PP of 4",
+        "PP x FSDP",
+    )  # of the other families; benchmarks.layouts has all
     cases = [case for case in layouts.cases(FAMILIES) if case.ranks > 2]
     check(tmp_path, [case for case in cases if case.family == "qwen3_moe" or case.name in products])
 
@@ -156,8 +161,8 @@ def relays(rank: int, folder: Path, pairs: list[tuple[layouts.Case, layouts.Case
 @pytest.mark.parametrize(
     ("ranks", "order"),
     [
-        (2, ("FSDP", "EP", "TP", "CP", "FSDP")),
-        (4, ("FSDP x CP", "FSDP x EP", "FSDP x EP x TP", "HSDP")),
+        (2, ("FSDP", "EP", "PP", "TP", "CP", "FSDP")),
+        (4, ("FSDP x CP", "FSDP x EP", "PP x EP", "FSDP x EP x TP", "HSDP")),
     ],
 )
 @pytest.mark.long
@@ -248,6 +253,7 @@ def test_a_part_of_a_row_has_its_part_of_the_mask(balancer: LoadBalancer, tmp_pa
 
 RUNS = {
     "tensor": ("llama", {"num_key_value_heads": 2}, "--trainer.tensor-parallel-degree", "2"),
+    "pipeline": ("llama", {}, "--trainer.pipeline-parallel-degree", "2"),
     "context": ("llama", {}, "--trainer.context-parallel-degree", "2", "--trainer.seq-len", "160"),
     "expert": (
         "qwen3_moe",
@@ -300,6 +306,8 @@ def test_a_whole_run_in_a_layout_outlives_the_death_of_a_rank(
         ({"ranks": 8, "tensor_parallel_degree": 2, "context_parallel_degree": 2}, 8, 2),
         ({"data_parallel_replicate_degree": 2}, 2, 2),
         ({"data_parallel_replicate_degree": 2, "context_parallel_degree": 3, "ranks": 12}, 12, 4),
+        ({"pipeline_parallel_degree": 3}, 3, 1),
+        ({"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "ranks": 8}, 8, 2),
         ({"expert_parallel_degree": 2}, 2, 2),
         ({"expert_parallel_degree": 4, "context_parallel_degree": 2}, 4, 2),
         ({"expert_parallel_degree": 2, "tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}, 4, 2),
@@ -319,6 +327,7 @@ def test_parallel_flags_alone_raise_the_ranks_to_what_they_need(degrees: Mapping
             "--trainer.context-parallel-degree 4",
             "to 8 or a multiple",
         ),
+        ({"ranks": 2, "pipeline_parallel_degree": 4}, "--trainer.pipeline-parallel-degree 4", "to 4 or a multiple"),
         ({"ranks": 6, "expert_parallel_degree": 4}, "--trainer.expert-parallel-degree 4", "to 4 or a multiple"),
         ({"tensor_parallel_degree": 0}, "--trainer.tensor-parallel-degree is 0", "1 or more"),
     ],

@@ -208,7 +208,7 @@ def write_as_rank(rank: int, folder: Path) -> dict[str, Written]:
         if rank == 0:
             drafted = [reserve(drafted[0], folder / name)]
         dist.broadcast_object_list(drafted, src=0)
-        shards = list(local_shards(model))
+        shards = list(local_shards(model, range(dist.get_world_size())))
         reports = asyncio.run(transport().write(drafted[0], shards, rank=rank))
         whole = {ours: values_of(parameter).clone() for ours, parameter in named_weights(model)}
         for values in map(values_of, model.parameters()):

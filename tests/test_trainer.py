@@ -118,7 +118,12 @@ def test_ranks_publish_whole_versions_and_what_is_frozen_once(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    "degree", ["tensor_parallel_degree", pytest.param("context_parallel_degree", marks=pytest.mark.long)]
+    "degree",
+    [
+        "tensor_parallel_degree",
+        "pipeline_parallel_degree",
+        pytest.param("context_parallel_degree", marks=pytest.mark.long),
+    ],
 )
 def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp_path: Path):
     model = make_model(tmp_path / "hf")

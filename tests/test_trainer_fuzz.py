@@ -253,6 +253,7 @@ LAYOUTS = {
     "TP": {"tensor_parallel_degree": 2},
     "CP": {"context_parallel_degree": 2},
     "EP": {"expert_parallel_degree": 2},
+    "PP": {"pipeline_parallel_degree": 2},
     "FSDP": {},
 }
 
@@ -266,10 +267,10 @@ def train_in_layouts(
         degrees = LAYOUTS[name]
         seq_len = -(-case.layout.seq_len // degrees.get("context_parallel_degree", 1))
         settings = replace(case.settings, seq_len=seq_len, **degrees)
-        shares = 2 // settings.peers
-        laid = case.packed(seq_len=seq_len, shares=shares, **{k: v for k, v in degrees.items() if k[0] != "e"})
+        shares = len(settings.heads(2))
+        laid = case.packed(seq_len=seq_len, shares=shares, **{k: v for k, v in degrees.items() if k[0] not in "ep"})
         engine = TitanEngine(folder, settings, reference=case.loss.kl_coef > 0)
-        metrics = updates_of(engine, case, laid, slice(rank // settings.peers, None, shares))
+        metrics = updates_of(engine, case, laid, slice(settings.share_of(rank, 2), None, shares))
         results.append((metrics, layouts.shards_of(engine)))
     return results
 
@@ -281,7 +282,7 @@ def test_random_settings_train_in_each_layout_as_in_one_process(family: str, tmp
     model = make_model(tmp_path, family)
     titan = TitanEngine(tmp_path, TrainSettings(dtype="float64", seq_len=256)).model
     cases = [case for case in cases_of(range(200, 206), model, titan) if case.packed().minibatches]
-    names = ["TP", "CP", "EP" if "num_experts_per_tok" in layouts.FAMILIES[family] else "FSDP"]
+    names = ["TP", "CP", "PP", "EP" if "num_experts_per_tok" in layouts.FAMILIES[family] else "FSDP"]
     by_rank = run_ranks(train_in_layouts, 2, tmp_path, cases, names, deadline_s=600)
     alone: dict[int, tuple[list[dict[str, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
     for index, (case, name) in enumerate(itertools.product(cases, names)):
@@ -292,7 +293,7 @@ def test_random_settings_train_in_each_layout_as_in_one_process(family: str, tmp
             alone[case.seed] = own, start, hf_weights(engine.model)
         expected, start, end = alone[case.seed]
         parts = [results[index] for results in by_rank]
-        shares = parts if name in ("EP", "FSDP") else parts[:1]
+        shares = [parts[rank] for rank in TrainSettings(**LAYOUTS[name]).heads(2)]
         found = [reduce(merge_all(each)) for each in zip(*(metrics for metrics, _ in shares), strict=True)]
         gaps = [
             apart(mine[key], value)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def least_ranks(settings: TrainSettings) -> int:
     """Return the smallest number of ranks that the parallel flags allow; its multiples work too."""
-    return settings.data_parallel_replicate_degree * math.lcm(settings.peers, settings.expert_parallel_degree)
+    copies = settings.pipeline_parallel_degree * settings.data_parallel_replicate_degree
+    return copies * math.lcm(settings.peers, settings.expert_parallel_degree)
 
 
 def check_ranks(settings: TrainSettings, ranks: int) -> None:
@@ -41,6 +42,12 @@ def check_model(settings: TrainSettings, ranks: int, architecture: Architecture)
     """
     a = architecture
     _divides("tensor_parallel_degree", settings.tensor_parallel_degree, {"heads": a.heads, "key heads": a.kv_heads})
+    if settings.pipeline_parallel_degree > a.layers:
+        raise ConfigError(
+            f"--trainer.pipeline-parallel-degree is {settings.pipeline_parallel_degree}, and the model has {a.layers} "
+            "layers",
+            hint=f"set --trainer.pipeline-parallel-degree to {a.layers} or less",
+        )
     if settings.expert_parallel_degree > 1 and a.experts is None:
         raise ConfigError(
             f"--trainer.expert-parallel-degree is {settings.expert_parallel_degree}, and the model has no experts",

@@ -200,6 +200,11 @@ class TrainSettings:
     attention to compute. headtail: rank i has the parts i and 2n-1-i of 2n. ptrr: blocks of 128 tokens on GPUs, 1024 on
     CPU, are sorted by their work and dealt to the ranks. auto: for each row, whichever of the three leaves the heaviest
     rank the least work. Results are the same."""
+    pipeline_parallel_degree: int = 1
+    """Stages that split the layers of the model, each on an equal part of the ranks: for models over several hosts, as
+    stages exchange only rows' hidden states. Each stage waits for the others while a minibatch's first rows come and
+    its last ones leave: with n stages, n - 1 of every rows + n - 1 steps. All ranks of a stage get the same rows, so
+    each share needs many more rows than stages."""
     expert_parallel_degree: int = 1
     """Ranks that split the experts of a mixture-of-experts model. No additional ranks are needed: it divides the same
     ranks as the other degrees."""
@@ -221,8 +226,16 @@ class TrainSettings:
 
     @property
     def peers(self) -> int:
-        """Number of ranks that train the same rows, each with its part of the model or of the row."""
+        """Number of ranks of a stage that train the same rows, each with its part of the matrices or of the row."""
         return self.tensor_parallel_degree * self.context_parallel_degree
+
+    def share_of(self, rank: int, ranks: int) -> int:
+        """Return the index of the data-parallel share whose rows one of `ranks` ranks trains."""
+        return rank % (ranks // self.pipeline_parallel_degree) // self.peers
+
+    def heads(self, ranks: int) -> range:
+        """Return each share's first rank with the output head, which has the share's scores and metrics."""
+        return range(ranks - ranks // self.pipeline_parallel_degree, ranks, self.peers)
 
     @property
     def longest_row(self) -> int:
@@ -277,8 +290,8 @@ class TrainEngine(Protocol):
 
         Returns:
             Mergeable metrics of this share for each minibatch, in order, the same on its peers; {} for one without
-            rows. None for a non-finite gradient, which leaves weights and optimizer unchanged on all ranks and does
-            not count in `updates`.
+            rows. Stages without the output head have no metrics of rows. None for a non-finite gradient, which leaves
+            weights and optimizer unchanged on all ranks and does not count in `updates`.
 
         Raises:
             LossError: the loss failed, on this rank or another. After any error, weights and optimizer are as the last
@@ -289,7 +302,8 @@ class TrainEngine(Protocol):
         """Compute the loss on minibatches as `train_batch` gets them, under the current weights, without an update.
 
         Returns:
-            Mergeable metrics of this share: `loss`, `loss/NAME` for the loss's own, and `tokens/trained`.
+            Mergeable metrics of this share: `loss`, `loss/NAME` for the loss's own, and `tokens/trained`; {} on stages
+            without the output head.
 
         Raises:
             LossError: the loss failed, on this rank or another.
@@ -300,7 +314,7 @@ class TrainEngine(Protocol):
 
         Returns:
             A tensor `[L]` for each row, the same on its peers: position t scores `row.targets[t]`; 0 where the mask is
-            False.
+            False. Empty tensors on stages without the output head, as those of `values`.
         """
 
     def values(self, rows: Sequence[Row]) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from forge_rl.engines.memory import adds_up_once
 from forge_rl.engines.optimizer import moments_bytes
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import DecodeSettings, TrainSettings
+from forge_rl.engines.stage_plan import stage_layers
 from forge_rl.errors import ConfigError
 
 _ADAMW_BYTES = 12
@@ -204,38 +205,46 @@ def train_times(
 ) -> Times:
     """Predict the seconds in which the trainer trains a batch.
 
-    FSDP's collectives overlap with arithmetic; collectives of other kinds do not.
+    FSDP's collectives overlap with arithmetic; collectives of other kinds do not. Of a pipeline, the times are of the
+    stage that computes the longest.
     """
     a, s = architecture, settings
     tp, cp, ep = s.tensor_parallel_degree, s.context_parallel_degree, s.expert_parallel_degree
+    pp, of_stage = s.pipeline_parallel_degree, spread.ranks // s.pipeline_parallel_degree
+    layers = stage_layers(a, pp)
+    part = max(map(len, layers)) / a.layers
     itemsize = resolve_dtype(s.dtype).itemsize
-    shares = max(1, spread.ranks // (tp * cp))
+    shares = max(1, of_stage // (tp * cp))
     least = work.prompt + work.answer  # a group of episodes can be split, an episode cannot
     tokens = max(work.tokens / shares, least) / use.filled
     per_row = max(1, s.seq_len) * cp
     rows = max(float(work.minibatches), -(-tokens // per_row))
-    flops = _flops(a, s, work) * tokens / max(1.0, work.tokens) / (tp * cp)
+    flops = part * _flops(a, s, work) * tokens / max(1.0, work.tokens) / (tp * cp)
     compute_s = spread.sharers * flops / (device.flops * use.training)
     parts = {"arithmetic": work.epochs * compute_s}
-    gather_s = _gather_bytes(a, s, spread, rows, itemsize) / (
-        spread.link(device, spread.ranks // s.data_parallel_replicate_degree) * use.links
+    if pp > 1:
+        parts["filling and draining the pipeline"] = work.epochs * compute_s * work.minibatches * (pp - 1) / rows
+    gather_s = (
+        part
+        * _gather_bytes(a, s, of_stage, rows, itemsize)
+        / (spread.link(device, of_stage // s.data_parallel_replicate_degree) * use.links)
     )
     if s.enable_cpu_offload:
         gather_s += rows * 2 * 4 * a.weights / spread.ranks / (device.host_link * use.links)
     if s.enable_activation_offload:
-        moved = 2 * tokens / cp / tp * a.dim * itemsize * a.layers
+        moved = part * 2 * tokens / cp / tp * a.dim * itemsize * a.layers
         parts["links of offloaded activations"] = work.epochs * moved / (device.host_link * use.links)
     parts["links of FSDP beyond arithmetic"] = work.epochs * max(0.0, gather_s - compute_s)
     local = tokens / cp
     passes = 2 + (s.activation_checkpointing == "full")
     if tp > 1:
-        moved = local * a.dim * itemsize * (tp - 1) / tp * a.layers * 4 * passes
+        moved = part * local * a.dim * itemsize * (tp - 1) / tp * a.layers * 4 * passes
         parts["links of tensor parallelism"] = work.epochs * moved / (spread.link(device, tp) * use.links)
     if cp > 1:
-        keys = tokens * (cp - 1) / cp * 2 * a.kv_heads * a.head_dim * itemsize / tp * a.layers
+        keys = part * tokens * (cp - 1) / cp * 2 * a.kv_heads * a.head_dim * itemsize / tp * a.layers
         parts["links of context parallelism"] = work.epochs * 3 * keys / (spread.link(device, tp * cp) * use.links)
     if ep > 1 and a.experts:
-        sent = local / tp * a.experts.top_k * a.dim * itemsize * (ep - 1) / ep * len(a.experts.layers)
+        sent = part * local / tp * a.experts.top_k * a.dim * itemsize * (ep - 1) / ep * len(a.experts.layers)
         parts["links of expert parallelism"] = work.epochs * 2 * passes * sent / (spread.link(device, ep) * use.links)
     touched = _ADAMW_BYTES + 2 * moments_bytes(s.optimizer_state)
     state = touched * a.weights / (spread.ranks // s.data_parallel_replicate_degree)
@@ -256,9 +265,10 @@ def _flops(architecture: Architecture, settings: TrainSettings, work: Workload) 
     return 3 * forward + again + work.passes * forward
 
 
-def _gather_bytes(a: Architecture, s: TrainSettings, spread: Spread, rows: float, itemsize: int) -> float:
-    """Return the bytes that a rank receives for FSDP in a pass over its rows: weights twice, float32 gradients once."""
-    split = spread.ranks // s.data_parallel_replicate_degree
+def _gather_bytes(a: Architecture, s: TrainSettings, ranks: int, rows: float, itemsize: int) -> float:
+    """Return the bytes that one of `ranks` ranks that hold a model receives for FSDP in a pass over its rows: weights
+    twice, float32 gradients once."""
+    split = ranks // s.data_parallel_replicate_degree
     if split == 1:
         return 4.0 * a.weights if s.data_parallel_replicate_degree > 1 else 0.0
     own = float(a.weights)
@@ -266,7 +276,7 @@ def _gather_bytes(a: Architecture, s: TrainSettings, spread: Spread, rows: float
         inside = len(a.experts.layers) * a.experts.count * 3 * a.dim * a.experts.hidden_dim
         own -= inside * (1 - 1 / s.expert_parallel_degree)
     own /= s.tensor_parallel_degree
-    reductions = 1.0 if adds_up_once(a.weights, s, ranks=spread.ranks) else rows
+    reductions = 1.0 if adds_up_once(a.weights, s, ranks=ranks * s.pipeline_parallel_degree) else rows
     return (2 * rows * itemsize * own + reductions * 4 * own) * (split - 1) / split
 
 

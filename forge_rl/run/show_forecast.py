@@ -106,8 +106,9 @@ def placed(found: Forecast, machines: Machines) -> Iterator[tuple[str, str, str]
     hosts = f"hosts 0 to {machines.hosts - 1}" if machines.hosts > 1 else "host 0"
     yield "controller, environments, rewards", "host 0, its CPUs", "1"
     yield "trainer ranks", _devices(0, trainer.ranks, per_host), f"{trainer.ranks}"
-    split = trainer.ranks // (trainer.data_parallel_replicate_degree * trainer.peers)
+    split = trainer.shares // trainer.data_parallel_replicate_degree
     degrees = {
+        "pipeline stages": trainer.pipeline_parallel_degree,
         "replicated": trainer.data_parallel_replicate_degree,
         "FSDP shards": split,
         "context parallel": trainer.context_parallel_degree,

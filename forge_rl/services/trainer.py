@@ -227,18 +227,19 @@ class Trainer:
             scored,
             config.optimizer.lr,
             parcel=lambda rank: [
-                replace(each, rows=each.rows[rank // config.peers :: config.shares]) for each in minibatches
+                replace(each, rows=each.rows[config.share(rank) :: config.shares]) for each in minibatches
             ],
             work=packed.packed_tokens * config.epochs,
         )
         number, self.updates = self.updates, parts[0][1]
+        of_shares = [parts[rank] for rank in config.head_ranks]  # others of a share have the same metrics, or none
         self.busy_s += max(seconds for _, _, seconds, _ in parts)
         if scored:
-            shares = [iter(found) for *_, found in parts[:: config.peers]]
+            shares = [iter(found) for *_, found in of_shares]
             rows = [next(shares[at % len(shares)]) for each in minibatches[:scored] for at in range(len(each.rows))]
             self.scored = packed, rows
         skipped = []
-        for index, metrics in enumerate(parts[0][0]):
+        for index, metrics in enumerate(of_shares[0][0]):
             if metrics:
                 number += 1
                 self._skipped_in_a_row = 0
@@ -253,8 +254,7 @@ class Trainer:
                 f"--{self.name}.max-skipped-updates",
             )
         self.skipped = tuple(skipped)
-        alike = parts[:: config.peers]  # peers have the same metrics
-        merged = reduce(merge_all(metrics for found, *_ in alike for metrics in found if metrics is not None))
+        merged = reduce(merge_all(metrics for found, *_ in of_shares for metrics in found if metrics is not None))
         counts = {"updates": float(self.updates), "updates/skipped": float(len(skipped))}
         return {"tokens/trained": 0.0} | merged | counts
 
@@ -294,12 +294,12 @@ class Trainer:
             "evaluate",
             loss,
             parcel=lambda rank: [
-                replace(each, rows=each.rows[rank // config.peers :: config.shares])
+                replace(each, rows=each.rows[config.share(rank) :: config.shares])
                 for each in packed.minibatches[: len(packed.minibatches) // packed.epochs]
             ],
             work=packed.packed_tokens,
         )
-        return reduce(merge_all(parts[:: config.peers]))
+        return reduce(merge_all(parts[rank] for rank in config.head_ranks))
 
     async def logprobs(self, packed: Packed, *, temperature: float = 1.0) -> list[torch.Tensor]:
         """Compute the logprob of every trained target under the current weights; see `TrainEngine.logprobs`.
@@ -331,24 +331,25 @@ class Trainer:
 
     async def _score(self, packed: Packed, method: str, *args: object) -> list[torch.Tensor]:
         """Call a method that computes a tensor for each row, on the ranks that have them."""
-        shares, peers = self.config.shares, self.config.peers
+        config, shares = self.config, self.config.shares
         parts = await self._all(
-            method, *args, parcel=lambda rank: packed.rows[rank // peers :: shares], work=packed.packed_tokens
+            method, *args, parcel=lambda rank: packed.rows[config.share(rank) :: shares], work=packed.packed_tokens
         )
-        return [parts[index % shares * peers][index // shares] for index in range(len(packed.rows))]
+        of_shares = [parts[rank] for rank in config.head_ranks]
+        return [of_shares[index % shares][index // shares] for index in range(len(packed.rows))]
 
     async def layer_noise(self, packed: Packed, *, temperature: float = 1.0, relative: float) -> list[float]:
         """Return, for each layer, the mean absolute change of a target's logprob if the layer's output is off by
         `relative`, a share of each element; see `TrainEngine.layer_noise`."""
-        shares, peers = self.config.shares, self.config.peers
+        config = self.config
         parts = await self._all(
             "layer_noise",
             temperature,
             relative,
-            parcel=lambda rank: packed.rows[rank // peers :: shares],
+            parcel=lambda rank: packed.rows[config.share(rank) :: config.shares],
             work=packed.packed_tokens * 30,
         )
-        by_layer = zip(*parts[::peers], strict=True)
+        by_layer = zip(*(parts[rank] for rank in config.head_ranks), strict=True)
         return [sum(total for total, _ in each) / max(1, sum(n for _, n in each)) for each in by_layer]
 
     async def publish(self, store: WeightStore, *, dtype: str) -> int:

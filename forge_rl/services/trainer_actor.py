@@ -42,7 +42,7 @@ class TrainerActor(ServiceActor):
     def __init__(self, settings: TrainSettings, reference: bool, ranks: int, values: bool = False) -> None:
         self._make_engine = functools.partial(make_train_engine, settings=settings, reference=reference, values=values)
         self._ranks = ranks
-        self._peers = settings.peers
+        self._heads = settings.heads(ranks)
         self._engine: TrainEngine | None = None
         self._lock = asyncio.Lock()
         self._saved: Future[None] | None = None
@@ -110,12 +110,12 @@ class TrainerActor(ServiceActor):
 
         `lr` is the peak learning rate. Returns this rank's metrics per update, the weights' number of updates, the
         seconds taken, and the `rounded_scores` of the rows of the first `scored` minibatches, if this is the first
-        rank of its share.
+        rank of its share with the head.
         """
         async with self._lock:
             began = time.monotonic()
             minibatches, logprobs = self.take_parcel(), list[torch.Tensor]()
-            asked = scored > 0 and self.engine.rank % self._peers == 0
+            asked = scored > 0 and self.engine.rank in self._heads
             wanted = sum(len(each.rows) for each in minibatches[:scored]) if asked else 0
             self.engine.set_lr(lr)
             try:

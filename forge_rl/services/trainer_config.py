@@ -96,8 +96,17 @@ class TrainerConfig(TrainSettings):
 
     @property
     def shares(self) -> int:
-        """Number of data-parallel shares of a batch; each group of `peers` neighbouring ranks trains one."""
-        return self.ranks // self.peers
+        """Number of data-parallel shares of a batch; in each pipeline stage, `peers` neighbouring ranks train one."""
+        return self.ranks // (self.peers * self.pipeline_parallel_degree)
+
+    def share(self, rank: int) -> int:
+        """Return the index of the share that a rank trains."""
+        return self.share_of(rank, self.ranks)
+
+    @property
+    def head_ranks(self) -> range:
+        """Each share's first rank with the output head; see `TrainSettings.heads`."""
+        return self.heads(self.ranks)
 
     @property
     def updates_per_batch(self) -> int:

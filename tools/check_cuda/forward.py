@@ -75,13 +75,18 @@ def cases() -> Iterator[tuple[layouts.Case, TrainSettings]]:
 
 
 def forward(folder: Path, case: layouts.Case, settings: TrainSettings) -> None:
-    """Score a row like rank 0 in training, with fake tensors, and check the results."""
+    """Score a row like the first rank with the head in training, with fake tensors, and check the results; in a
+    pipeline, also pass it on like rank 0."""
     from forge_rl.packing.rows import Layout, pack
 
     batch = layouts.batches(1)[0]
     layout = Layout(seq_len=1024, pad_multiple=128, context_parallel_degree=settings.context_parallel_degree)
     row = pack(batch, torch.ones(batch.rewards.shape), layout).rows[0]
-    with fake_engine(folder, settings, case.ranks) as score:
+    head = settings.heads(case.ranks)[0]
+    if head:
+        with fake_engine(folder, settings, case.ranks) as score:
+            assert not len(score(row)[0]), "this rank has no head"
+    with fake_engine(folder, settings, case.ranks, rank=head) as score:
         scored = score(row)
     for found in scored:
         assert found.device.type == "cuda", found.device
@@ -92,9 +97,9 @@ def forward(folder: Path, case: layouts.Case, settings: TrainSettings) -> None:
 
 @contextlib.contextmanager
 def fake_engine(
-    folder: Path, settings: TrainSettings, ranks: int = 1, backend: Any = "eager"
+    folder: Path, settings: TrainSettings, ranks: int = 1, backend: Any = "eager", rank: int = 0
 ) -> Iterator[Callable[[Row], tuple[torch.Tensor, torch.Tensor]]]:
-    """Build the trainer's engine of rank 0 on a fake GPU, and yield a function that scores a row in host memory.
+    """Build a rank's train engine on a fake GPU, and yield a function that scores a row in host memory.
 
     Args:
         backend: torch.compile backend for the functions that torchtitan compiles.
@@ -103,7 +108,7 @@ def fake_engine(
     from forge_rl.engines.titan.rows import on_device
     from forge_rl.engines.titan.train import TitanEngine
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         with fake_cuda(ranks, backend), FakeTensorMode() as mode:
             engine = TitanEngine(folder, settings)
@@ -112,7 +117,7 @@ def fake_engine(
 
             def score(row: Row) -> tuple[torch.Tensor, torch.Tensor]:
                 with unset_fake_temporarily():
-                    split, own = engine._parallelism.split(row, engine.architecture)
+                    split, own = engine._parallelism.split(row)
                     given = on_device(row, own, torch.device("cpu"), split=split)
                     parts = {name: getattr(given, name) for name in ("own", "wanted", "order")}
                     tensors = {
@@ -168,7 +173,7 @@ def fake_cuda(ranks: int, backend: Any) -> Iterator[None]:
             put(module, "device_type", "cuda")
         for module in (platform, model, parallel):
             put(module, "device_type", lambda: "cuda")
-        for module in (platform, train):
+        for module in (platform, train, parallel):
             put(module, "own_device", lambda: torch.device("cuda", 0))
         put(AllToAllTokenDispatcher, "_sync_token_count_exchange", _unknown_splits)
         put(AllToAllTokenDispatcher, "_dispatch_token_exchange", _even_splits(AllToAllTokenDispatcher))

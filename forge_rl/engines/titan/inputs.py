@@ -74,7 +74,12 @@ class RowInputs:
 
 
 def minibatch_statistics(
-    loss: Loss, rows: Sequence[LossInputs], places: Sequence[tuple[torch.Tensor, int]], *, peers: int
+    loss: Loss,
+    rows: Sequence[LossInputs],
+    places: Sequence[tuple[torch.Tensor, int]],
+    *,
+    peers: int,
+    group: dist.ProcessGroup | None = None,
 ) -> list[Mapping[str, torch.Tensor]]:
     """Compute a loss's statistics over all rows of a minibatch on all ranks.
 
@@ -82,18 +87,19 @@ def minibatch_statistics(
         rows: the trained tokens of each of this share's rows, see `LossInputs.at`.
         places: their positions in the row, and the row's length.
         peers: ranks that have the same rows, in succession.
+        group: the ranks that have rows; all by default.
 
     Returns:
         The statistics of each of this share's rows, see `spread`.
     """
     own = _concatenated(rows)
-    shares = _gathered(own)[::peers]
+    shares = _gathered(own, group)[::peers]
     tokens = _concatenated(shares)
     # In the order of the batch, whatever the layout: a loss may choose tokens at random, or by their rank.
     order = (tokens.episodes.long() * 2**32 + tokens.segments.long()).argsort(stable=True)
     found = call_statistics(loss, tokens.at(order))
     back = torch.empty_like(order).index_put((order,), torch.arange(len(order), device=order.device))
-    first = sum(len(each.mask) for each in shares[: dist.get_rank() // peers])
+    first = sum(len(each.mask) for each in shares[: dist.get_rank(group) // peers])
     results: list[Mapping[str, torch.Tensor]] = []
     for positions, length in places:
         mine = back[first : first + len(positions)]
@@ -109,19 +115,19 @@ def _concatenated(parts: Sequence[LossInputs]) -> LossInputs:
     return replace(parts[0], **joined, columns=columns)
 
 
-def _gathered(own: LossInputs) -> list[LossInputs]:
-    """Return the tokens of every rank, in one collective of float64 values, which hold all others exactly."""
-    world = dist.get_world_size()
+def _gathered(own: LossInputs, group: dist.ProcessGroup | None) -> list[LossInputs]:
+    """Return the tokens of each rank of a group, in one collective of float64 values, which hold all others exactly."""
+    world = dist.get_world_size(group)
     if world == 1:
         return [own]
     tensors: dict[str, torch.Tensor] = own.per_token() | {f".{name}": each for name, each in own.columns.items()}
     flat = torch.cat([each.double().reshape(len(each), _width(each)) for each in tensors.values()], 1)
     counts = [torch.zeros(1, dtype=torch.int64, device=flat.device) for _ in range(world)]
-    dist.all_gather(counts, torch.tensor([len(flat)], device=flat.device))
+    dist.all_gather(counts, torch.tensor([len(flat)], device=flat.device), group=group)
     longest = max(int(each) for each in counts)
     padded = torch.cat([flat, flat.new_zeros(longest - len(flat), flat.shape[1])])
     everyone = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(everyone, padded)
+    dist.all_gather(everyone, padded, group=group)
     found = []
     for count, values in zip(counts, everyone, strict=True):
         parts = values[: int(count)].split([_width(each) for each in tensors.values()], 1)

@@ -117,13 +117,18 @@ def _check_moments(saved: set[str], wanted: set[str], folder: Folder) -> None:
 
 
 def _check_frozen(saved: set[str], wanted: set[str], folder: Folder) -> None:
-    """Raise CheckpointError if a training state is of this model but with different frozen weights."""
+    """Raise CheckpointError if a training state is of this model but with different frozen weights.
+
+    Args:
+        wanted: keys of this rank's pipeline stage.
+    """
 
     def weights(keys: set[str], kind: str) -> set[str]:
         return {key.removeprefix(kind) for key in keys if key.startswith(kind)}
 
-    trained, train = weights(saved, "exp_avg."), weights(wanted, "exp_avg.")
-    if trained != train and weights(saved, "model.") == weights(wanted, "model."):
+    own, train = weights(wanted, "model."), weights(wanted, "exp_avg.")
+    trained = weights(saved, "exp_avg.") & own
+    if trained != train and own <= weights(saved, "model."):
         raise CheckpointError(
             f"the training state in {folder} is of a run that trained {len(trained)} weights, this one trains "
             f"{len(train)}: {min(trained ^ train)!r} is frozen in one of them",

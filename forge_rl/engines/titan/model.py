@@ -52,6 +52,13 @@ class PolicyModel(Decoder):
     """Hugging Face's names of its weights."""
     steers = False
     """Whether training moves the biases in the choice of experts, which are buffers."""
+    spans_tie = False
+    """Whether the first and the last pipeline stage each hold the weight that embedding and head share."""
+
+    @property
+    def copies_embedding(self) -> bool:
+        """True if its head holds a copy of the first stage's embedding."""
+        return self.spans_tie and self.lm_head is not None
 
     def forward(
         self,
@@ -63,19 +70,22 @@ class PolicyModel(Decoder):
         targets: torch.Tensor | None = None,
         scoring: Scoring = DEFAULT_SCORING,
     ) -> torch.Tensor | TokenScores:
-        """Return logits `[1, L, V]`, or values `[1, L]` of a value model, or scores of N targets.
+        """Return logits `[1, L, V]`, or values `[1, L]` of a value model, or scores of N targets; of a pipeline stage
+        without the head, hidden states `[1, L, dim]`.
 
         Args:
-            tokens: [1, L] int64.
+            tokens: [1, L] int64; on a stage without the embedding, hidden states `[1, L, dim]`.
             positions: [1, L] int64.
             attention_masks: see `masks.attention_mask`.
             wanted: the N positions to score; the output projection, a fifth of a small model's compute, runs on these
                 only. None for logits or values.
             targets: [N] or [N, K] int64, see `token_scores`.
         """
-        hidden = self.tok_embeddings(tokens)
+        hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for layer in self.layers.values():
             hidden = layer(hidden, attention_masks, positions)
+        if self.norm is None:
+            return hidden
         hidden = self.norm(hidden)
         if isinstance(hidden, DTensor):
             # Each rank's gradient covers only its part of the output projection; the backward pass sums them. Of a

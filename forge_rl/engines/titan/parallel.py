@@ -1,4 +1,5 @@
-"""Meshes of trainer ranks: applies FSDP, HSDP, tensor, context and expert parallelism to a model and its rows."""
+"""Meshes of trainer ranks: applies FSDP, HSDP, tensor, context, expert and pipeline parallelism to a model and its
+rows."""
 
 from __future__ import annotations
 
@@ -15,15 +16,19 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.context_parallel import apply_cp_to_forward
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
-from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.distributed.utils import clip_grad_norm_, set_spmd_backend
 
 from forge_rl.engines.architecture import Architecture
 from forge_rl.engines.devices import device_type
+from forge_rl.engines.platform import own_device, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.stage_plan import stage_layers
 from forge_rl.engines.titan.balance import Split, split_row
 from forge_rl.engines.titan.least_loaded import LeastLoadedExperts
 from forge_rl.engines.titan.model import PolicyModel, recompute_activations
 from forge_rl.engines.titan.rows import DeviceRow
+from forge_rl.engines.titan.shards import local
+from forge_rl.engines.titan.stages import Pipeline, Stage, check_trained
 from forge_rl.packing.rows import Row
 
 BACKEND = "partial_dtensor"
@@ -33,26 +38,36 @@ BACKEND = "partial_dtensor"
 class Parallelism:
     """This rank's place in the parallel layout.
 
-        parallelism = Parallelism(settings)  # once the process group is initialised
+        parallelism = Parallelism(settings, architecture)  # once the process group is initialised
         parallelism.apply(model, dtype=torch.float32)  # a model on the meta device
 
-    Ranks are numbered as in torchtitan, from the outermost axis: replicas (HSDP), shards (FSDP), parts of a row
-    (context parallel), parts of a matrix (tensor parallel). So each data-parallel share, which trains its own rows, is
-    a run of `peers` consecutive ranks.
+    Ranks are numbered as in torchtitan, from the outermost axis: stages (pipeline parallel), replicas (HSDP), shards
+    (FSDP), parts of a row (context parallel), parts of a matrix (tensor parallel). So each data-parallel share, which
+    trains its own rows, is a run of `peers` consecutive ranks of each stage.
     """
 
-    def __init__(self, settings: TrainSettings) -> None:
+    def __init__(self, settings: TrainSettings, architecture: Architecture) -> None:
         set_spmd_backend(BACKEND)
-        self._settings = settings
-        world = dist.get_world_size()
-        self.shares = world // settings.peers
+        self._settings, self._architecture = settings, architecture
+        world, stages = dist.get_world_size(), settings.pipeline_parallel_degree
+        of_stage = world // stages
+        self.shares = of_stage // settings.peers
         """Number of data-parallel shares."""
+        index = dist.get_rank() // of_stage
+        self._layers = stage_layers(architecture, stages)
+        self.stage = Stage(
+            index=index,
+            count=stages,
+            layers=self._layers[index],
+            ranks=range(index * of_stage, (index + 1) * of_stage),
+        )
+        """This rank's part of the model."""
         self._dims = ParallelDims(
             dp_replicate=settings.data_parallel_replicate_degree,
             dp_shard=-1,
             cp=settings.context_parallel_degree,
             tp=settings.tensor_parallel_degree,
-            pp=1,
+            pp=stages,
             ep=settings.expert_parallel_degree,
             world_size=world,
             spmd_backend=BACKEND,
@@ -60,10 +75,30 @@ class Parallelism:
         self._cp = self._dims.get_optional_mesh("cp") if world > 1 else None
         self._order: torch.Tensor | None = None
         """Order of the keys of the next forward and backward pass, see `DeviceRow.order`."""
+        self.pipeline = Pipeline(
+            self.stage,
+            split=self._dims.get_mesh("tp") if self._dims.tp_enabled else None,
+            dim=architecture.dim,
+            dtype=resolve_dtype(settings.dtype),
+            device=own_device(),
+        )
+        self._stages = self._dims.get_mesh("pp").get_group() if stages > 1 else None
+        """The ranks that hold this rank's place in each stage."""
+        self.last_stage = dist.new_group(range(world - of_stage, world)) if stages > 1 else None
+        """Group of the ranks that compute losses; None if all do."""
+        self._ends = self._end_groups(of_stage) if architecture.tied and stages > 1 else None
 
     def apply(self, model: PolicyModel, *, dtype: torch.dtype) -> None:
-        """Shard a model in place, in the order of torchtitan's own `parallelize_*` functions."""
+        """Cut this rank's stage out of a model, and shard it in place, in the order of torchtitan's own `parallelize_*`
+        functions.
+
+        Raises:
+            ConfigError: all weights of a stage are frozen.
+        """
         dims = self._dims
+        if self.stage.count > 1:
+            check_trained(model, self._layers)
+        self.stage.cut(model)
         if self._cp is not None:
             layers: list[Any] = list(model.layers.values())
             attentions = [layer.attention.inner_attention for layer in layers]
@@ -103,11 +138,11 @@ class Parallelism:
                 if isinstance(module, FSDPModule):
                     module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
 
-    def split(self, row: Row, architecture: Architecture) -> tuple[Split | None, torch.Tensor]:
+    def split(self, row: Row) -> tuple[Split | None, torch.Tensor]:
         """Return how ranks split a row, None without context parallelism, and the positions of this rank's tokens."""
         if self._cp is None:
             return None, torch.arange(len(row))
-        split = split_row(row, self._cp.size(), self._settings.context_parallel_load_balancer, architecture)
+        split = split_row(row, self._cp.size(), self._settings.context_parallel_load_balancer, self._architecture)
         return split, split.tokens[self._cp.get_local_rank()]
 
     def begin(self, given: DeviceRow) -> None:
@@ -124,6 +159,66 @@ class Parallelism:
             return part
         row: torch.Tensor = _Gather.apply(part, self._cp, given.own, given.order)
         return row
+
+    def clip(self, model: PolicyModel) -> torch.Tensor:
+        """Scale the gradients of all ranks to the maximum norm, if it is exceeded; returns the norm before, of the
+        gradients over all ranks, in which a weight that two stages hold counts once."""
+        tied = self._tied(model)
+        if tied is not None and tied.grad is not None:
+            dist.all_reduce(local(tied.grad), group=self._ends)
+        copy = tied if model.copies_embedding else None
+        most = self._settings.optimizer.max_grad_norm
+        norm: torch.Tensor = clip_grad_norm_(
+            [weight for weight in model.parameters() if weight is not copy],
+            most,
+            pp_mesh=None if self._stages is None else self._dims.get_mesh("pp"),
+            ep_enabled=self._settings.expert_parallel_degree > 1,
+        )
+        if copy is not None:
+            nn.utils.clip_grads_with_norm_([copy], most, norm)
+        return norm
+
+    def copy_tied(self, model: PolicyModel) -> None:
+        """After an update, copy a weight that the first and the last stage hold to the last one: moments that are
+        rounded at random would move them apart."""
+        if (tied := self._tied(model)) is not None:
+            dist.broadcast(local(tied.detach()), src=dist.get_rank() % len(self.stage.ranks), group=self._ends)
+
+    def _tied(self, model: PolicyModel) -> nn.Parameter | None:
+        """Return the weight that the first and the last stage hold, if this is one of them."""
+        if not model.spans_tie or not (self.stage.is_first or self.stage.is_last):
+            return None
+        weight: nn.Parameter = model.tok_embeddings.weight if self.stage.is_first else model.lm_head.weight
+        return weight
+
+    @property
+    def mixtures(self) -> slice:
+        """This stage's layers with experts, as a slice of the model's."""
+        experts = self._architecture.experts
+        places = [at for at, layer in enumerate(experts.layers if experts else ()) if layer in self.stage.layers]
+        return slice(places[0], places[-1] + 1) if places else slice(0, 0)
+
+    def of_all_stages(self, values: torch.Tensor, *, dim: int) -> torch.Tensor:
+        """Join numbers of each stage's layers with experts along a dim; all ranks of the share get the whole."""
+        if self._stages is None:
+            return values
+        experts = self._architecture.experts
+        assert experts is not None, "the model has layers with experts"
+        shape = list(values.shape)
+        shape[dim] = len(experts.layers)
+        whole = values.new_zeros(shape)
+        whole.movedim(dim, 0)[self.mixtures] = values.movedim(dim, 0)
+        dist.all_reduce(whole, group=self._stages)
+        return whole
+
+    def _end_groups(self, of_stage: int) -> dist.ProcessGroup | None:
+        """Make a group of each place in the first stage and the same in the last; return this rank's, if any."""
+        found = None
+        for place in range(of_stage):
+            pair = [place, dist.get_world_size() - of_stage + place]
+            group = dist.new_group(pair)
+            found = group if dist.get_rank() in pair else found
+        return found
 
     def _with_keys_of_row(self, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Wrap attention over a whole row's keys and values, `[1, L, heads, width]`, which come rank after rank."""

@@ -6,7 +6,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from forge_rl.engines.memory import TrainMemory, adds_up_once
 from forge_rl.engines.optimizer import LEAST_INT8, moments_bytes
 from forge_rl.engines.platform import resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.stage_plan import stage_layers
 from forge_rl.engines.titan.cpu_attention import MASK_BYTES, TreeAttention, TreeMask
 from forge_rl.engines.titan.cpu_feed_forward import LeanFeedForward
 from forge_rl.engines.titan.cpu_norm import LeanRMSNorm
@@ -64,7 +65,8 @@ def plan_training(
     """Estimate one rank's memory before anything is loaded.
 
     State is split over all ranks of one copy of the policy, except gradients reduced once per update. A row's
-    activations are split by tensor parallelism, as torchtitan also splits the sequence between its matrices.
+    activations are split by tensor parallelism, as torchtitan also splits the sequence between its matrices. Of a
+    pipeline, each part is of the stage that needs the most for it.
 
     Args:
         values: plan a value model in place of a policy.
@@ -79,22 +81,28 @@ def plan_training(
     if key not in traces:
         traces[key] = _trace(architecture, settings, values, tokens)
     traced = traces[key]
-    tp, cp, split = (
+    tp, cp, pp = (
         settings.tensor_parallel_degree,
         settings.context_parallel_degree,
-        ranks // settings.data_parallel_replicate_degree,
+        settings.pipeline_parallel_degree,
     )
+    split = ranks // settings.data_parallel_replicate_degree // pp
+    whole_gradients = adds_up_once(traced.count, settings, ranks=ranks)
+    kept_layers = architecture.layers  # over all rows under way
+    if pp > 1:
+        kept_layers = _layers_under_way(architecture, pp)
+        traced = _heaviest_stage(traced, architecture, pp, tied=architecture.tied and not values)
     row, offloaded = traced.row // tp, 0
     if settings.enable_activation_offload:  # the layer that is recomputed has its input on the device
         each = tokens * architecture.dim * dtype.itemsize // tp
-        row, offloaded = row - (architecture.layers - 1) * each, architecture.layers * each
+        row, offloaded = row - (kept_layers - 1) * each, kept_layers * each
     if cp > 1:  # each rank keeps the keys and values of the whole row, and one layer's also as they were gathered
-        layers = architecture.layers if settings.activation_checkpointing == "none" else 1
+        layers = kept_layers if settings.activation_checkpointing == "none" else 1
         held = tokens * (layers * (cp - 1) + cp) * architecture.kv_heads * architecture.head_dim
         row += 2 * held * dtype.itemsize // tp
     return TrainMemory(
         weights=kept * traced.count // split,
-        gradients=kept * traced.trained // (tp if adds_up_once(traced.count, settings, ranks=ranks) else split),
+        gradients=kept * traced.trained // (tp if whole_gradients else split),
         optimizer=_moments(traced, settings, kept) // split,
         moments=2 * kept * traced.trained // split,
         reference=dtype.itemsize * traced.count // split if reference else 0,
@@ -105,6 +113,32 @@ def plan_training(
         offloaded=offloaded,
         largest=kept * traced.largest // split,
         heap=_heap((traced.row + traced.head) // tp, tokens) if device_type() == "cpu" else 0,
+    )
+
+
+def _layers_under_way(architecture: Architecture, stages: int) -> int:
+    """Return the layers whose activations the stage holds that has the most: its layers, times its rows under way."""
+    layers = stage_layers(architecture, stages)
+    return max(len(own) * (stages - index) for index, own in enumerate(layers))
+
+
+def _heaviest_stage(traced: Trace, architecture: Architecture, stages: int, *, tied: bool) -> Trace:
+    """Return a trace of the stage with the most weights, and of the activations of the one with the most."""
+    a, layers = architecture, stage_layers(architecture, stages)
+    held = [sum(sum(traced.units[number]) for number in own) for own in layers]
+    embedding, outside = a.vocab * a.dim, sum(traced.units[-1])
+    held[0] += embedding
+    held[-1] += outside if tied else outside - embedding
+    share = max(held) / traced.count
+    row = traced.row * _layers_under_way(a, stages) // a.layers
+    last = traced.row * len(layers[-1]) // a.layers + traced.head
+    return replace(
+        traced,
+        count=max(held),
+        trained=round(traced.trained * share),
+        few=round(traced.few * share),
+        row=row,
+        head=max(0, last - row),
     )
 
 

@@ -23,13 +23,15 @@ _BIAS = ".expert_bias_E"
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every weight by name, the same with and without activation checkpointing; a tied weight once.
+    """Yield every weight by name, the same with and without activation checkpointing; a tied weight once, as the input
+    embedding, also on a pipeline stage that has only the head.
 
     Includes DeepSeek-V3's biases for the choice of experts, which are buffers and have no gradient.
     """
     steering = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(_BIAS))
     for name, weight in itertools.chain(model.named_parameters(), steering):
-        yield name.replace("_checkpoint_wrapped_module.", ""), weight
+        copied = name == "lm_head.weight" and _copies_embedding(model)
+        yield "tok_embeddings.weight" if copied else name.replace("_checkpoint_wrapped_module.", ""), weight
 
 
 def names_of(model: nn.Module) -> Names:
@@ -50,14 +52,24 @@ def specs(model: nn.Module) -> tuple[TensorSpec, ...]:
     )
 
 
-def local_shards(model: nn.Module) -> Iterator[LocalShard]:
-    """Yield the shards that this rank publishes: of ranks with the same slice, the first on each replicated axis."""
+def local_shards(model: nn.Module, ranks: range) -> Iterator[LocalShard]:
+    """Yield the shards that this rank publishes: of ranks with the same slice, the first on each replicated axis.
+
+    Args:
+        ranks: ranks that hold the model, or its pipeline stage.
+    """
     for name, parameter in named_weights(model):
+        if name == "tok_embeddings.weight" and _copies_embedding(model):
+            continue
         tensor_slice = slice_of(parameter)
-        if tensor_slice.numel and _publishes(parameter):
+        if tensor_slice.numel and _publishes(parameter, ranks):
             values = values_of(parameter)
             for part in names_of(model).parts(name, parameter.shape, tensor_slice):
                 yield LocalShard(name=part.name, tensor_slice=part.tensor_slice, values=part.of(values))
+
+
+def _copies_embedding(model: nn.Module) -> bool:
+    return getattr(model, "copies_embedding", False)  # torchtitan's own models have no such attribute
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -140,18 +152,18 @@ def block(
     return TensorSlice(start=tuple(start), size=tuple(size))
 
 
-def _publishes(parameter: torch.Tensor) -> bool:
+def _publishes(parameter: torch.Tensor, ranks: range) -> bool:
     """Return True if this rank publishes its slice.
 
     If the weight's mesh is part of a larger one (FSDP's, for a weight that tensor parallelism does not split), the
     other parts hold the same shards; the part with the first rank publishes.
     """
     if not isinstance(parameter, DTensor):
-        return dist.get_rank() == 0
+        return dist.get_rank() == ranks.start
     mesh = parameter.device_mesh
     by_axis = zip(_coordinate(parameter), parameter.placements, strict=True)
     first = all(place == 0 for place, placement in by_axis if placement.is_replicate())
-    return first and (mesh.size() == dist.get_world_size() or bool((mesh.mesh == 0).any()))
+    return first and (mesh.size() == len(ranks) or bool((mesh.mesh == ranks.start).any()))
 
 
 def _coordinate(parameter: DTensor) -> Sequence[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -15,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.tools.utils import set_default_dtype
 
 from forge_rl.algorithms.logprobs import Scoring, TokenScores
@@ -49,6 +50,8 @@ from forge_rl.runtime.far_files import Folder
 from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
 
+_NO_SCORES = TokenScores(torch.empty(0), torch.empty(0), None)
+"""Scores of a row on a pipeline stage without the head."""
 _Compared: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
 """A row's logprobs under the reference and the proximal policy; None if the loss does not need them."""
 
@@ -74,10 +77,11 @@ class TitanEngine:
         self._folder = folder
         self._settings = settings
         self._values = values
-        self._parallelism = Parallelism(settings)
+        self._parallelism = Parallelism(settings, self.architecture)
+        self._pipeline, self._stage = self._parallelism.pipeline, self._parallelism.stage
+        self._specs: tuple[TensorSpec, ...] = ()
+        self._parameters = 0
         self.model = self._build()
-        self.model.steers = settings.expert_balance == "bias"
-        freeze(self.model, settings.frozen)
         self._reference = self._build(frozen=True).requires_grad_(False) if reference else None
         self.optimizer = self._make_optimizer()
         self._adds_up_once = adds_up_once(self.architecture.weights, settings, ranks=dist.get_world_size())
@@ -140,11 +144,15 @@ class TitanEngine:
         try:
             measures, failed = Measures(), list[ForgeError]()
             for minibatch, scored in zip(minibatches, self._compared(minibatches, loss, 1.0), strict=True):
+                if not self._stage.is_last:
+                    self._pass_on(minibatch, scored, loss, 1.0)
+                    continue
                 share = 1 / (max(1, len(minibatch.rows)) * self._parallelism.shares)
                 for given, _, row_loss in self._row_losses(minibatch, scored, loss, 1.0, None, measures, failed):
                     measures.add("tokens/trained", Sum, given.tokens)
                     measures.add("loss", Mean, row_loss, share)  # the sum over rows, the mean over minibatches
             _reshard(self.model)
+            self._pipeline.finish()
             self._raise_if_failed(failed)
             return measures.read()[0]
         except BaseException:
@@ -178,13 +186,63 @@ class TitanEngine:
         statistics = self._first_pass(inputs_of, minibatch, scored, temperature)
         divisor = loss.divisor(inputs_of.counts)
         for index, (row, others) in enumerate(zip(minibatch.rows, scored, strict=True)):
-            if isinstance(self.model, FSDPModule):
-                last = index == len(minibatch.rows) - 1
-                self.model.set_requires_gradient_sync(last or not self._adds_up_once)
+            self._set_last(index == len(minibatch.rows) - 1)
             given = self._on_device(row, observations="observations" in loss.needs)
             scores = self._score(self.model, given, inputs_of.scoring(temperature))
             inputs = inputs_of.of(given.row, scores, *others, statistics[index])
             yield given, inputs, self._loss_of(inputs, loss, measures, failed) / divisor
+
+    def _pass_on(
+        self,
+        minibatch: Minibatch,
+        scored: Sequence[_Compared],
+        loss: Loss,
+        temperature: float,
+        after: Callable[[DeviceRow], None] = lambda _: None,
+    ) -> None:
+        """Run the forward passes of `_row_losses` on a stage without the head; `after` is called after each row's."""
+        inputs_of = RowInputs(minibatch, loss)
+        self._first_pass(inputs_of, minibatch, scored, temperature)
+        for row in minibatch.rows:
+            given = self._on_device(row)
+            self._score(self.model, given, inputs_of.scoring(temperature))
+            after(given)
+
+    def _train_stage(
+        self,
+        minibatch: Minibatch,
+        scored: Sequence[_Compared],
+        loss: Loss,
+        temperature: float,
+        count: Callable[[], None],
+        advance: Callable[[], None],
+    ) -> None:
+        """Add up the gradients of a minibatch on a stage without the head, in the order that `Pipeline` describes;
+        `count` is called after each row's forward pass, `advance` after its backward pass."""
+        begun, left = deque[DeviceRow](), itertools.count(len(minibatch.rows) - 1, -1)
+
+        def back() -> None:
+            self._prepare(self.model, begun.popleft())  # for what the backward pass computes again
+            self._set_last(next(left) == 0)
+            self._pipeline.backward()
+            advance()
+
+        def on_row(given: DeviceRow) -> None:
+            count()
+            begun.append(given)
+            if len(begun) > self._pipeline.ahead:
+                back()
+
+        self._pass_on(minibatch, scored, loss, temperature, on_row)
+        while begun:
+            back()
+
+    def _set_last(self, last: bool) -> None:
+        """Tell FSDP whether the next backward pass is the last one of an update."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last or not self._adds_up_once)
+            if not self._stage.is_last:  # further rows are under way, whose weights FSDP can fetch ahead
+                self.model.set_is_last_backward(last)
 
     def _train_minibatch(
         self,
@@ -209,12 +267,20 @@ class TitanEngine:
         measures, routed, loads, failed = Measures(), list[torch.Tensor](), list[torch.Tensor](), list[ForgeError]()
         # A sum over the rows of all shares: the mean is over updates.
         share = 1 / (len(minibatch.rows) * self._parallelism.shares)
-        losses = self._row_losses(minibatch, scored, loss, temperature, version, measures, failed)
-        for given, inputs, row_loss in losses:
+
+        def count() -> None:
             if (counted := routing_counts(self.model)) is not None:
                 routed.append(counted)
             if (loaded := rank_loads(self.model)) is not None:
                 loads.append(loaded)
+
+        losses: Iterator[tuple[DeviceRow, LossInputs, torch.Tensor]] = iter(())
+        if self._stage.is_last:
+            losses = self._row_losses(minibatch, scored, loss, temperature, version, measures, failed)
+        else:
+            self._train_stage(minibatch, scored, loss, temperature, count, advance)
+        for given, inputs, row_loss in losses:
+            count()
             if kept is not None:
                 assert inputs.entropy is not None, "each row is scored with it"
                 kept.append(torch.stack([inputs.logprobs, inputs.entropy], dim=1).detach())
@@ -223,14 +289,15 @@ class TitanEngine:
                 measures.add("attention/rank_max_over_mean", Mean, given.split.heaviest, given.split.mean)
                 measures.add("attention/rank_max_over_mean/plain", Mean, given.split.plain, given.split.mean)
             row_loss.backward()
+            self._pipeline.give_back()
             measures.add("loss", Mean, row_loss.detach(), share)
             advance()
-        counts, routing = self._routing(routed, loads)
-        norm = clip_grad_norm_(
-            self.model.parameters(),
-            self._settings.optimizer.max_grad_norm,
-            ep_enabled=self._settings.expert_parallel_degree > 1,
-        )
+        self._pipeline.finish()
+        if self._stage.count > 1 and self._stage.is_last:
+            waits = self._stage.count - 1
+            measures.add("pipeline/idle_share", Mean, float(waits), float(len(minibatch.rows) + waits))
+        counts, routing = self._routing(len(minibatch.rows), routed, loads)
+        norm = self._parallelism.clip(self.model)
         metrics, (norm_found,) = measures.read(norm)
         if not math.isfinite(norm_found):
             self._raise_if_failed(failed)
@@ -239,8 +306,9 @@ class TitanEngine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        self._parallelism.copy_tied(self.model)
         if self.model.steers and counts is not None:
-            steer(self.model, counts)
+            steer(self.model, counts[self._parallelism.mixtures])
         self.optimizer.zero_grad()
         self.updates += 1
         norms: dict[str, Value] = {"grad_norm": Mean(norm_found, 1), "grad_norm/max": Max(norm_found), "lr": Max(lr)}
@@ -258,6 +326,7 @@ class TitanEngine:
 
     def _forget_step(self) -> None:
         """Clean up after a failed step: drop gradients, and restore the optimizer's weights to the model."""
+        self._pipeline.forget()
         for model in filter(None, (self.model, self._reference)):
             if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root:  # else it never ran
                 model.reset_iter_state()
@@ -265,16 +334,22 @@ class TitanEngine:
         self.optimizer.zero_grad()
 
     def _routing(
-        self, rows: list[torch.Tensor], loads: list[torch.Tensor]
+        self, count: int, rows: list[torch.Tensor], loads: list[torch.Tensor]
     ) -> tuple[torch.Tensor | None, dict[str, Value]]:
-        """Sum the routers' counts of this rank's rows over rows and ranks; returns them, None if the model has no
-        experts, and the metrics of routing."""
-        if not rows:
+        """Sum the routers' counts of this rank's `count` rows over rows and ranks; returns them for all layers, None if
+        the model has no experts, and the metrics of routing."""
+        experts = self.architecture.experts
+        if experts is None:
             return None, {}
-        counts = torch.stack(rows).sum(dim=0)
+        # A stage may have dense layers only.
+        none = torch.zeros(0, experts.count + 3, dtype=torch.int64, device=self.device)
+        counts = self._parallelism.of_all_stages(torch.stack(rows).sum(dim=0) if rows else none, dim=0)
         dist.all_reduce(counts)
         metrics = routing_metrics(counts, replays=self._settings.router_replay)
-        return counts, metrics | (rank_metrics(torch.stack(loads)) if loads else {})
+        if self._settings.expert_balance == "least_loaded":
+            own = torch.stack(loads) if loads else torch.zeros(count, 0, 2, dtype=torch.float64)
+            metrics |= rank_metrics(self._parallelism.of_all_stages(own.to(self.device), dim=1))
+        return counts, metrics
 
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
         self._check_head(False, "asked for")
@@ -305,7 +380,7 @@ class TitanEngine:
     @torch.no_grad()
     def _logprobs(self, model: PolicyModel | None, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
         """Score the targets where the mask is True, a value model by its values; a tensor `[L]` for each row, on the
-        device."""
+        device, empty on a pipeline stage without the head."""
         if model is None:
             raise ConfigError(
                 "the loss needs a frozen reference, and the trainer has none",
@@ -314,6 +389,7 @@ class TitanEngine:
         scored = (self._score(model, self._on_device(row), Scoring(temperature=temperature)) for row in rows)
         found = [each.first if each.values is None else each.values for each in scored]
         _reshard(model)
+        self._pipeline.finish()
         return found
 
     def layer_noise(self, rows: Sequence[Row], *, temperature: float, relative: float) -> list[tuple[float, int]]:
@@ -322,8 +398,12 @@ class TitanEngine:
             exact = self._logprobs(self.model, rows, temperature)
             targets = sum(int(row.mask.sum()) for row in rows)
             found = []
-            for layer in self.model.layers.values():
-                with layer.register_forward_hook(lambda _, __, out: out + relative * out * (1e4 * out).cos()):
+            for number in range(self.architecture.layers):
+                with contextlib.ExitStack() as hooks:
+                    if number in self._stage.layers:
+                        layer = self.model.layers[str(number)]
+                        hook = layer.register_forward_hook(lambda _, __, out: out + relative * out * (1e4 * out).cos())
+                        hooks.enter_context(hook)
                     noisy = self._logprobs(self.model, rows, temperature)
                 found.append((sum(float((a - b).abs().sum()) for a, b in zip(noisy, exact, strict=True)), targets))
             return found
@@ -351,13 +431,13 @@ class TitanEngine:
     def local_shards(self) -> Iterator[LocalShard]:
         self.onload()
         release_memory()  # engines are about to need the memory of the step's peak
-        return local_shards(self.model)
+        return local_shards(self.model, self._stage.ranks)
 
     def shards_of_host(self, drafted: Manifest, hosts: Sequence[str]) -> Iterable[LocalShard]:
         return shards_of_own_host(drafted, self.local_shards(), hosts, self.device)
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        return specs(self.model)
+        return self._specs
 
     def save(self, folder: Folder, model: Path, *, version: int) -> Future[None]:
         self.onload()
@@ -404,15 +484,19 @@ class TitanEngine:
         loss = inputs_of.loss
         if not loss.scope or not (loss.scope == "minibatch" or loss.scope in minibatch.scattered):
             return [{}] * len(minibatch.rows)
-        parts, places = [], []
+        parts, places = list[LossInputs](), list[tuple[torch.Tensor, int]]()
         for row, others in zip(minibatch.rows, scored, strict=True):
             given = self._on_device(row)
             scores = self._score(self.model, given, inputs_of.scoring(temperature))
+            if not self._stage.is_last:
+                continue
             tokens = given.row.mask.nonzero()[:, 0]
             parts.append(inputs_of.of(given.row, scores, *others, {}).at(tokens))
             places.append((tokens, len(row)))
         _reshard(self.model)
-        return minibatch_statistics(loss, parts, places, peers=self._settings.peers)
+        if not self._stage.is_last:
+            return [{}] * len(minibatch.rows)
+        return minibatch_statistics(loss, parts, places, peers=self._settings.peers, group=self._parallelism.last_stage)
 
     def _loss_of(self, inputs: LossInputs, loss: Loss, measures: Measures, failed: list[ForgeError]) -> torch.Tensor:
         """Return a row's loss. If it raises and there are other ranks, append the error to `failed` and return NaN.
@@ -440,18 +524,23 @@ class TitanEngine:
         return total
 
     def _score(self, model: PolicyModel, given: DeviceRow, scoring: Scoring) -> TokenScores:
-        """Score each wanted target, [L] with 0 elsewhere; logprobs are [L, 1 + k] if the row has k "top_ids"."""
+        """Score each wanted target, [L] with 0 elsewhere; logprobs are [L, 1 + k] if the row has k "top_ids".
+
+        A pipeline stage without the head has no scores: it passes the row on to the next one.
+        """
         row, own, wanted = given.row, given.own, given.wanted
         token_ids, positions, targets = (values[own] for values in (row.token_ids, row.positions, row.targets))
         if "top_ids" in row.columns and model is self.model:
             targets = torch.cat([targets[:, None], row.columns["top_ids"][own].long()], dim=1)
         # A part without targets (or a row that pads a share) must still run every layer, for the collectives.
         chosen = wanted if len(wanted) else wanted.new_zeros(1)
-        replayed = row.routed if self._settings.router_replay and model is self.model else None
-        set_routing(model, row.trees[own] >= 0, None if replayed is None else replayed[own])
         masks = attention_mask(row, None if given.split is None else own, window=self.architecture.window)
-        self._parallelism.begin(given)
-        picked = model(token_ids[None], positions[None], masks, wanted=chosen, targets=targets[chosen], scoring=scoring)
+        self._prepare(model, given)
+        entered = self._pipeline.enter(token_ids[None], len(own))
+        picked = model(entered, positions[None], masks, wanted=chosen, targets=targets[chosen], scoring=scoring)
+        if not self._stage.is_last:
+            self._pipeline.leave(picked)
+            return _NO_SCORES
 
         def everywhere(values: torch.Tensor) -> torch.Tensor:
             scatter = values.new_zeros(len(targets), *values.shape[1:])
@@ -461,14 +550,21 @@ class TitanEngine:
         squares, values = (None if each is None else everywhere(each) for each in (picked.squares, picked.values))
         return TokenScores(everywhere(picked.logprobs), everywhere(picked.entropy), squares, values)
 
+    def _prepare(self, model: PolicyModel, given: DeviceRow) -> None:
+        """Set what a row's forward or backward pass reads from the model's modules."""
+        row, own = given.row, given.own
+        replayed = row.routed if self._settings.router_replay and model is self.model else None
+        set_routing(model, row.trees[own] >= 0, None if replayed is None else replayed[own])
+        self._parallelism.begin(given)
+
     def _on_device(self, row: Row, *, observations: bool = False) -> DeviceRow:
-        split, own = self._parallelism.split(row, self.architecture)
+        split, own = self._parallelism.split(row)
         return on_device(row, own, self.device, split=split, observations=observations)
 
     @property
     def parameters(self) -> int:
         """Number of the policy's parameters over all ranks."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return self._parameters
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         """Make an optimizer of the model's weights, whose state it creates at the first step."""
@@ -491,6 +587,11 @@ class TitanEngine:
         if frozen:
             for parameter in model.parameters():
                 parameter.data = parameter.to(dtype)  # not buffers, such as RoPE's
+        else:
+            model.steers = self._settings.expert_balance == "bias"
+            freeze(model, self._settings.frozen)
+            self._specs = specs(model)
+            self._parameters = sum(parameter.numel() for parameter in model.parameters())
         if shard:
             self._parallelism.apply(model, dtype=dtype)
             model.to_empty(device=home)

@@ -1,0 +1,205 @@
+"""Pipeline parallelism: the split of layers, the order of the stages' work, and what each of them keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.long_row import row_of
+from benchmarks.ranks import run_ranks
+from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.engines import memory
+from forge_rl.engines.architecture import read_architecture
+from forge_rl.engines.degrees import check_model
+from forge_rl.engines.factory import plan_training
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.stage_plan import stage_layers
+from forge_rl.engines.titan.shards import local
+from forge_rl.errors import ConfigError
+from forge_rl.metrics import reduce
+from forge_rl.packing.rows import Minibatch
+from tests.fakes import make_model, packed, random_batch
+
+SHAPE: dict[str, object] = {"num_hidden_layers": 5, "vocab_size": 43}
+LARGE: dict[str, object] = {
+    "vocab_size": 3000,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "head_dim": 24,
+    "max_position_embeddings": 4096,
+}
+
+
+def lengths(folder: Path, stages: int, **shape: object) -> list[int]:
+    make_model(folder, **shape)
+    return [len(layers) for layers in stage_layers(read_architecture(folder), stages)]
+
+
+def test_layers_are_split_by_what_they_compute_and_the_head_counts(tmp_path: Path):
+    dims = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+    layer = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32  # 10,304 weights, of which the head has 0.01 or 4 times as many
+    small, large = ({"num_hidden_layers": 8, "vocab_size": vocab, **dims} for vocab in (4, 4 * layer // 32))
+    assert lengths(tmp_path, 1, **small) == [8]
+    assert lengths(tmp_path, 3, **small) == [3, 3, 2]
+    assert lengths(tmp_path, 2, **large) == [6, 2], "a head of four layers"
+    assert lengths(tmp_path, 3, **large) == [4, 3, 1], (
+        "of three fourths of the work each stage has one, as near as can be"
+    )
+    assert lengths(tmp_path, 8, **large) == [1] * 8
+
+
+def record(rank: int, folder: Path) -> tuple[list[str], int]:
+    """Train on rows in three stages; return the order of a stage's work, and its most rows under way."""
+    from forge_rl.engines.titan.stages import Pipeline
+    from forge_rl.engines.titan.train import TitanEngine
+
+    events, most = list[str](), 0
+    leave, backward, give_back = Pipeline.leave, Pipeline.backward, Pipeline.give_back
+
+    def leaves(self: Pipeline, hidden: torch.Tensor) -> None:
+        nonlocal most
+        leave(self, hidden)
+        events.append("F")
+        most = max(most, len(self._begun))
+
+    def goes_back(self: Pipeline) -> None:
+        backward(self)
+        events.append("B")
+
+    def gives_back(self: Pipeline) -> None:
+        give_back(self)
+        events.extend("FB" if self.ahead == 0 else "")
+
+    Pipeline.leave, Pipeline.backward, Pipeline.give_back = leaves, goes_back, gives_back  # type: ignore[method-assign]
+    engine = TitanEngine(folder, TrainSettings(dtype="float64", seq_len=64, pipeline_parallel_degree=3))
+    rows = packed(random_batch(0, vocab=43, groups=6), seq_len=40).rows[:5]
+    minibatch = Minibatch(rows=rows, tokens=sum(int(row.mask.sum()) for row in rows), sequences=len(rows))
+    engine.train_batch([minibatch], ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=9, version=None)
+    return events, most
+
+
+def test_a_stage_starts_as_many_rows_ahead_as_stages_follow_and_then_alternates(tmp_path: Path):
+    make_model(tmp_path, **SHAPE)
+    found = run_ranks(record, 3, tmp_path)
+    assert ["".join(events) for events, _ in found] == ["FFFBFBFBBB", "FFBFBFBFBB", "FBFBFBFBFB"]
+    assert [most for _, most in found] == [3, 2, 0]
+
+
+def train_in_stages(rank: int, folder: Path) -> list[Any]:
+    """Train in two stages: where gradients are reduced once, after each row, and in bfloat16; return what engines
+    return."""
+    from forge_rl.engines.titan.train import TitanEngine
+
+    laid = packed(random_batch(0, vocab=43, groups=6), seq_len=40)
+    found = list[Any]()
+    for share, dtype in ((memory._GRADIENTS_SHARE, "float64"), (10**9, "float64"), (10**9, "bfloat16")):
+        memory._GRADIENTS_SHARE = share
+        settings = TrainSettings(dtype=dtype, seq_len=64, pipeline_parallel_degree=2)  # type: ignore[arg-type]
+        engine = TitanEngine(folder, settings, reference=True)
+        loss = ClippedSurrogate(kl_coef=0.1)
+        metrics = engine.train_batch(laid.minibatches, loss, epochs=2, temperature=1.0, total_updates=9, version=None)
+        noise = engine.layer_noise(laid.rows, temperature=1.0, relative=1e-3)
+        evaluated = engine.evaluate(laid.minibatches, loss)
+        found.append(([reduce(each or {}) for each in metrics], noise, reduce(evaluated)))
+        found[-1] += engine.parameters, engine.specs()
+    return found
+
+
+@pytest.mark.usefixtures("process_group")
+def test_stages_return_what_one_process_does(tmp_path: Path):
+    from forge_rl.engines.titan.train import TitanEngine
+
+    make_model(tmp_path, **SHAPE, tie_word_embeddings=True)
+    laid = packed(random_batch(0, vocab=43, groups=6), seq_len=40)
+    assert len(laid.rows) > 3
+    first, last = run_ranks(train_in_stages, 2, tmp_path)
+    loss = ClippedSurrogate(kl_coef=0.1)
+    for index, (dtype, near) in enumerate((("float64", 1e-10), ("float64", 1e-10), ("bfloat16", 0.1))):
+        engine = TitanEngine(tmp_path, TrainSettings(dtype=dtype, seq_len=64), reference=True)  # type: ignore[arg-type]
+        metrics = engine.train_batch(laid.minibatches, loss, epochs=2, temperature=1.0, total_updates=9, version=None)
+        expected = [reduce(each or {}) for each in metrics]
+        assert [each["grad_norm"] for each in last[index][0]] == pytest.approx(
+            [each["grad_norm"] for each in expected], rel=near
+        )
+        assert first[index][0][0]["grad_norm"] == last[index][0][0]["grad_norm"]
+        assert first[index][3:] == last[index][3:] == (engine.parameters, engine.specs()), "of all stages"
+        if dtype == "bfloat16":
+            continue
+        for found, one in zip(last[index][0], expected, strict=True):
+            assert found.pop("pipeline/idle_share") == pytest.approx(1 / (len(laid.rows) + 1))
+            assert found == pytest.approx(one, rel=1e-9, abs=1e-12)
+        noise = engine.layer_noise(laid.rows, temperature=1.0, relative=1e-3)
+        assert len(noise) == 5
+        for one, other in zip(last[index][1], noise, strict=True):
+            assert one == pytest.approx(other, rel=1e-9)
+        assert last[index][2] == pytest.approx(reduce(engine.evaluate(laid.minibatches, loss)), rel=1e-9, abs=1e-12)
+
+
+def test_stages_that_have_nothing_to_compute_or_to_train_are_refused(tmp_path: Path):
+    make_model(tmp_path, **SHAPE)
+    with pytest.raises(ConfigError, match="degree is 6, and the model has 5 layers"):
+        check_model(TrainSettings(pipeline_parallel_degree=6), 6, read_architecture(tmp_path))
+    assert run_ranks(refusal, 2, tmp_path) == ["all weights of pipeline stage 0, with layers 0 to 2, are frozen"] * 2
+
+
+def refusal(rank: int, folder: Path) -> str:
+    from forge_rl.engines.titan.train import TitanEngine
+
+    frozen = ("model.embed_tokens.*", "model.layers.[0-2].*")
+    with pytest.raises(ConfigError) as error:
+        TitanEngine(folder, TrainSettings(pipeline_parallel_degree=2, frozen=frozen))
+    return error.value.message
+
+
+def ends(rank: int, folder: Path) -> list[torch.Tensor]:
+    """Train with moments that are rounded at random; return the tied weight, and its gradient's effect."""
+    from forge_rl.engines.titan.shards import named_weights
+    from forge_rl.engines.titan.train import TitanEngine
+
+    torch.manual_seed(rank)
+    settings = TrainSettings(dtype="float32", seq_len=64, pipeline_parallel_degree=2, optimizer_state="int8")
+    engine = TitanEngine(folder, settings)
+    laid = packed(random_batch(0, vocab=43, groups=6), seq_len=40)
+    found = list[torch.Tensor]()
+    for _ in range(3):
+        found += [local(each.detach()).clone() for name, each in named_weights(engine.model) if "embed" in name]
+        engine.train_batch(
+            laid.minibatches, ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=9, version=None
+        )
+    return found
+
+
+def test_a_tied_weight_stays_one_where_moments_are_rounded_at_random(tmp_path: Path):
+    make_model(tmp_path, **SHAPE, tie_word_embeddings=True, hidden_size=128, head_dim=32, intermediate_size=64)
+    first, last = run_ranks(ends, 2, tmp_path)
+    assert len(first) == len(last) == 3
+    assert all(torch.equal(one, other) for one, other in zip(first, last, strict=True))
+    assert not torch.equal(first[1], first[2])
+
+
+def peaks(rank: int, folder: Path) -> int:
+    """Return the most bytes that an update allocates at a time."""
+    from forge_rl.engines.titan import head
+    from forge_rl.engines.titan.train import TitanEngine
+    from tests.test_plan import peak_of
+
+    head.HEAD_CHUNK_BYTES = 1 << 20
+    engine = TitanEngine(folder, TrainSettings(dtype="float32", seq_len=768, pipeline_parallel_degree=2))
+    peak_of(engine, row_of(16, 3000))  # makes what lasts
+    return peak_of(engine, *(row_of(768, 3000) for _ in range(4)))
+
+
+def test_the_plan_is_of_the_stage_that_allocates_the_most(tmp_path: Path):
+    make_model(tmp_path, **LARGE)
+    settings = TrainSettings(dtype="float32", seq_len=768)
+    one = plan_training(tmp_path, settings, ranks=1, reference=False)
+    planned = plan_training(tmp_path, replace(settings, pipeline_parallel_degree=2), ranks=2, reference=False)
+    assert 0.5 <= planned.weights / one.weights < 0.7
+    assert planned.optimizer == pytest.approx(2 * planned.weights, rel=1e-3)
+    found = run_ranks(peaks, 2, tmp_path)
+    assert planned.gradients + planned.activations + planned.head == pytest.approx(max(found), rel=0.1)
