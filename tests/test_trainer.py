@@ -163,6 +163,12 @@ def test_ranks_that_share_rows_count_once_and_publish_one_model(degree: str, tmp
             await trainer.restart(tmp_path / "saved" / "training")
             again = await trainer.step(laid, ClippedSurrogate())
             assert again == first | {name: again[name] for name in again if "logprob" in name}
+            stats = await trainer.step(laid, Broken())
+            assert (stats["updates"], stats["updates/skipped"]) == (2, 1)
+            with pytest.raises(LossError, match="ZeroDivisionError: no tokens of that kind"):
+                await trainer.step(laid, Broken(raises=True))
+            assert trainer.alive
+            assert (await trainer.step(laid, ClippedSurrogate()))["updates"] == 3
 
     asyncio.run(run())
 
