@@ -314,7 +314,7 @@ class TrainEngine(Protocol):
 
         Returns:
             A tensor `[L]` for each row, the same on its peers: position t scores `row.targets[t]`; 0 where the mask is
-            False. Empty tensors on stages without the output head, as those of `values`.
+            False. Empty on stages without the output head, as `values` is.
         """
 
     def values(self, rows: Sequence[Row]) -> list[torch.Tensor]:
