@@ -23,16 +23,10 @@ from forge_rl.errors import ConfigError
 from forge_rl.metrics import reduce
 from forge_rl.packing.rows import Minibatch
 from tests.fakes import make_model, packed, random_batch
+from tests.test_plan import SHAPE as PLANNED
+from tests.test_plan import peak_of
 
 SHAPE: dict[str, object] = {"num_hidden_layers": 5, "vocab_size": 43}
-LARGE: dict[str, object] = {
-    "vocab_size": 3000,
-    "hidden_size": 96,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "head_dim": 24,
-    "max_position_embeddings": 4096,
-}
 
 
 def lengths(folder: Path, stages: int, **shape: object) -> list[int]:
@@ -186,7 +180,6 @@ def peaks(rank: int, folder: Path) -> int:
     """Return the most bytes that an update allocates at a time."""
     from forge_rl.engines.titan import head
     from forge_rl.engines.titan.train import TitanEngine
-    from tests.test_plan import peak_of
 
     head.HEAD_CHUNK_BYTES = 1 << 20
     engine = TitanEngine(folder, TrainSettings(dtype="float32", seq_len=768, pipeline_parallel_degree=2))
@@ -195,7 +188,7 @@ def peaks(rank: int, folder: Path) -> int:
 
 
 def test_the_plan_is_of_the_stage_that_allocates_the_most(tmp_path: Path):
-    make_model(tmp_path, **LARGE)
+    make_model(tmp_path, **PLANNED)
     settings = TrainSettings(dtype="float32", seq_len=768)
     one = plan_training(tmp_path, settings, ranks=1, reference=False)
     planned = plan_training(tmp_path, replace(settings, pipeline_parallel_degree=2), ranks=2, reference=False)

@@ -82,8 +82,8 @@ class Parallelism:
             dtype=resolve_dtype(settings.dtype),
             device=own_device(),
         )
-        self._stages = self._dims.get_mesh("pp").get_group() if stages > 1 else None
-        """The ranks that hold this rank's place in each stage."""
+        self.stages = self._dims.get_mesh("pp").get_group() if stages > 1 else None
+        """The ranks with this rank's place in each stage; None if there is one stage."""
         self.last_stage = dist.new_group(range(world - of_stage, world)) if stages > 1 else None
         """Group of the ranks that compute losses; None if all do."""
         self._ends = self._end_groups(of_stage) if architecture.tied and stages > 1 else None
@@ -161,8 +161,8 @@ class Parallelism:
         return row
 
     def clip(self, model: PolicyModel) -> torch.Tensor:
-        """Scale the gradients of all ranks to the maximum norm, if it is exceeded; returns the norm before, of the
-        gradients over all ranks, in which a weight that two stages hold counts once."""
+        """Add up the gradients of a weight that two stages hold, and scale all gradients to the maximum norm, if it is
+        exceeded; returns the norm before, over all ranks, in which that weight counts once."""
         tied = self._tied(model)
         if tied is not None and tied.grad is not None:
             dist.all_reduce(local(tied.grad), group=self._ends)
@@ -171,7 +171,7 @@ class Parallelism:
         norm: torch.Tensor = clip_grad_norm_(
             [weight for weight in model.parameters() if weight is not copy],
             most,
-            pp_mesh=None if self._stages is None else self._dims.get_mesh("pp"),
+            pp_mesh=None if self.stages is None else self._dims.get_mesh("pp"),
             ep_enabled=self._settings.expert_parallel_degree > 1,
         )
         if copy is not None:
@@ -198,9 +198,9 @@ class Parallelism:
         places = [at for at, layer in enumerate(experts.layers if experts else ()) if layer in self.stage.layers]
         return slice(places[0], places[-1] + 1) if places else slice(0, 0)
 
-    def of_all_stages(self, values: torch.Tensor, *, dim: int) -> torch.Tensor:
-        """Join numbers of each stage's layers with experts along a dim; all ranks of the share get the whole."""
-        if self._stages is None:
+    def in_whole_model(self, values: torch.Tensor, *, dim: int) -> torch.Tensor:
+        """Put numbers of this stage's layers with experts, along a dim, among zeros for those of other stages."""
+        if self.stages is None:
             return values
         experts = self._architecture.experts
         assert experts is not None, "the model has layers with experts"
@@ -208,7 +208,6 @@ class Parallelism:
         shape[dim] = len(experts.layers)
         whole = values.new_zeros(shape)
         whole.movedim(dim, 0)[self.mixtures] = values.movedim(dim, 0)
-        dist.all_reduce(whole, group=self._stages)
         return whole
 
     def _end_groups(self, of_stage: int) -> dist.ProcessGroup | None:

@@ -80,7 +80,7 @@ class Pipeline:
         pipeline.backward()  # of the first row whose backward pass is left
 
     A stage starts `ahead` rows before the first one returns, and then alternates between the forward pass of one row
-    and the backward pass of another, as in "PipeDream", arXiv:1806.03377, but within one update. So that it holds
+    and the backward pass of another, as in "PipeDream", arXiv:1806.03377, but within one update. So it holds the
     activations of at most `ahead + 1` rows. Rows may differ in length. Messages of the two directions are in process
     groups of their own: on CUDA, a group's messages between two ranks wait for each other.
 
@@ -129,7 +129,7 @@ class Pipeline:
         self.give_back()
 
     def give_back(self) -> None:
-        """Send the gradient of the row that the last backward pass was of to the stage before."""
+        """Send the gradient from the last backward pass to the stage before."""
         if not self._stage.is_first:
             assert self._entered is not None
             assert self._entered.grad is not None, "the row has had its backward pass"

@@ -343,12 +343,15 @@ class TitanEngine:
             return None, {}
         # A stage may have dense layers only.
         none = torch.zeros(0, experts.count + 3, dtype=torch.int64, device=self.device)
-        counts = self._parallelism.of_all_stages(torch.stack(rows).sum(dim=0) if rows else none, dim=0)
+        counts = self._parallelism.in_whole_model(torch.stack(rows).sum(dim=0) if rows else none, dim=0)
         dist.all_reduce(counts)
         metrics = routing_metrics(counts, replays=self._settings.router_replay)
         if self._settings.expert_balance == "least_loaded":
             own = torch.stack(loads) if loads else torch.zeros(count, 0, 2, dtype=torch.float64)
-            metrics |= rank_metrics(self._parallelism.of_all_stages(own.to(self.device), dim=1))
+            of_layers = self._parallelism.in_whole_model(own.to(self.device), dim=1)
+            if self._parallelism.stages is not None:
+                dist.all_reduce(of_layers, group=self._parallelism.stages)
+            metrics |= rank_metrics(of_layers)
         return counts, metrics
 
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
