@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,29 @@ def test_a_tied_weight_stays_one_where_moments_are_rounded_at_random(tmp_path: P
     assert len(first) == len(last) == 3
     assert all(torch.equal(one, other) for one, other in zip(first, last, strict=True))
     assert not torch.equal(first[1], first[2])
+
+
+def biases(rank: int, folder: Path, **degrees: int) -> dict[str, torch.Tensor]:
+    """Train with biases in the choice of experts that move; return those of this stage."""
+    from forge_rl.engines.titan.shards import named_weights
+    from forge_rl.engines.titan.train import TitanEngine
+
+    engine = TitanEngine(folder, TrainSettings(dtype="float64", seq_len=64, expert_balance="bias", **degrees))  # type: ignore[arg-type]
+    laid = packed(random_batch(0, vocab=43, groups=6), seq_len=40)
+    engine.train_batch(laid.minibatches, ClippedSurrogate(), epochs=3, temperature=1.0, total_updates=9, version=None)
+    return {name: each.clone() for name, each in named_weights(engine.model) if name.endswith("expert_bias_E")}
+
+
+@pytest.mark.usefixtures("process_group")
+def test_biases_of_experts_move_as_in_one_process_also_where_a_stage_is_dense(tmp_path: Path):
+    make_model(tmp_path, "deepseek_v3", num_hidden_layers=3)
+    alone = biases(0, tmp_path)
+    for stages in (2, 3):
+        found = run_ranks(partial(biases, pipeline_parallel_degree=stages), stages, tmp_path)
+        joined = {name: each for stage in found for name, each in stage.items()}
+        assert joined.keys() == alone.keys()
+        assert stages == 2 or not found[0], "the first of three stages is dense"
+        assert all(torch.equal(joined[name], each) for name, each in alone.items())
 
 
 def peaks(rank: int, folder: Path) -> int:
