@@ -56,6 +56,8 @@ _ENGINES = 8
 _REPLY = np.array([1, 2, 3], np.int32)
 _ANSWER = np.array([1, 2, 3, 4], np.int32)
 _LOGPROBS = np.full(4, -1.0, np.float32)
+for _array in (_ANSWER, _LOGPROBS):
+    _array.setflags(write=False)  # as those from an engine's process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +141,7 @@ class PromptEngines(StagedGenerator):
     async def decode(self, completion: ResumableCompletion, *, engine: int | None = None) -> None:
         self.answered += 1
         completion.add(
-            Chunk(
+            Chunk.unchecked(
                 token_ids=_ANSWER,
                 logprobs=_LOGPROBS,
                 versions=_versions(self.version),
@@ -151,7 +153,9 @@ class PromptEngines(StagedGenerator):
 
 @functools.cache
 def _versions(version: int) -> npt.NDArray[np.int32]:
-    return np.full(len(_ANSWER), version, np.int32)
+    versions = np.full(len(_ANSWER), version, np.int32)
+    versions.setflags(write=False)
+    return versions
 
 
 class PromptTokenizer:

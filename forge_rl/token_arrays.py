@@ -1,10 +1,11 @@
-"""Arrays of tokens: a completion's chunks, training sequences, and the read-only fields that hold them."""
+"""Arrays of tokens: a completion's chunks, training sequences, and the compact classes that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeAlias, TypeVar, cast
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,27 +20,19 @@ D = TypeVar("D", bound=np.generic)
 
 
 class TokenArray(Generic[D]):
-    """Field of a frozen dataclass that stores any sequence as a read-only array.
+    """Field of a `ByValue` dataclass that stores any sequence as a read-only array.
 
     Four bytes per token, a tenth of a tuple of Python numbers. Of an array of the right dtype, it is a view.
     """
 
     def __init__(self, dtype: type[D]) -> None:
-        self._dtype = np.dtype(dtype)
+        self.dtype = np.dtype(dtype)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    if TYPE_CHECKING:  # without __get__, lookups go directly to the instance, which is faster
+    if TYPE_CHECKING:  # the array itself is in the instance's slot
 
         def __get__(self, instance: object, owner: type | None = None) -> npt.NDArray[D]: ...
 
-    def __set__(self, instance: object, values: Sequence[int] | Sequence[float] | npt.NDArray[Any]) -> None:
-        if cast(object, values) is self:  # dataclasses pass it as the default
-            raise TypeError(f"{type(instance).__name__} needs the argument {self._name}")
-        if type(values) is not np.ndarray or values.dtype is not self._dtype:
-            values = np.array(values, self._dtype)
-        instance.__dict__[self._name] = read_only(values)
+        def __set__(self, instance: object, values: Sequence[int] | Sequence[float] | npt.NDArray[Any]) -> None: ...
 
 
 def read_only(array: npt.NDArray[D]) -> npt.NDArray[D]:
@@ -50,10 +43,103 @@ def read_only(array: npt.NDArray[D]) -> npt.NDArray[D]:
     return array
 
 
-class ByValue:
-    """Compares dataclasses with array fields by value; NaN equals NaN. Fields with `compare=False` are left out."""
+_MAKE = """
+def make(values):
+    made = Mutable()
+    {targets}, = values
+    made.__class__ = kind
+    return made
+"""
 
+
+class _Layout:
+    """How the objects of a frozen dataclass with slots are read and made at once."""
+
+    def __init__(self, kind: type) -> None:
+        members = fields(kind)
+        self.values: Callable[[object], tuple[Any, ...]] = attrgetter(*(each.name for each in members))
+        """Gets all fields."""
+        self.defaults = {each.name: each.default for each in members}
+        self.arrays = {name: each.dtype for name, each in self.defaults.items() if isinstance(each, TokenArray)}
+        """The dtype of each field that is a TokenArray."""
+        # Assignments in a class that has these slots and is not frozen take a tenth of the time.
+        space: dict[str, Any] = {
+            "kind": kind,
+            "Mutable": type("Mutable", kind.__bases__, {"__slots__": [*self.defaults]}),
+        }
+        exec(_MAKE.format(targets=", ".join(f"made.{name}" for name in self.defaults)), space)
+        self.make: Callable[[Iterable[object]], Any] = space["make"]
+        """Makes an object of all its fields."""
+
+
+class _Layouts(dict[type, _Layout]):
+    """Layouts by class, made when they are first used."""
+
+    def __missing__(self, kind: type) -> _Layout:
+        self[kind] = _Layout(kind)
+        return self[kind]
+
+
+_LAYOUTS = _Layouts()
+
+
+class Compact:
+    """Base of frozen dataclasses with `slots=True`, of which thousands are in flight.
+
+    Without a dict, each is one object for the garbage collector; pickled, they are a tuple of their fields.
+    """
+
+    __slots__ = ()
     __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @classmethod
+    def unchecked(cls, **values: Any) -> Self:
+        """Make one from fields that need no conversion, without checks, which is several times faster."""
+        layout = _LAYOUTS[cls]
+        made: Self = layout.make({**layout.defaults, **values}.values())
+        return made
+
+    def updated(self, **values: Any) -> Self:
+        """Return a copy with some fields changed, without conversions and checks."""
+        layout = _LAYOUTS[type(self)]
+        made: Self = layout.make(layout.values(self))
+        for name, value in values.items():
+            _set(made, name, value)
+        return made
+
+    def complete(self, **values: Any) -> None:
+        """Set fields of an object that nobody else has yet."""
+        for name, value in values.items():
+            _set(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return from_values, (type(self), *_LAYOUTS[type(self)].values(self))
+
+
+_set = object.__setattr__
+
+C = TypeVar("C", bound=Compact)
+
+
+def from_values(kind: type[C], *values: object) -> C:
+    """Return what was pickled as these values."""
+    made: C = _LAYOUTS[kind].make(values)
+    return made
+
+
+class ByValue(Compact):
+    """Has array fields, and compares by value; NaN equals NaN. Fields with `compare=False` are left out."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        for name, dtype in _LAYOUTS[type(self)].arrays.items():
+            values = getattr(self, name)
+            if type(values) is not np.ndarray or values.dtype is not dtype:
+                if isinstance(values, TokenArray):  # the default
+                    raise TypeError(f"{type(self).__name__} needs the argument {name}")
+                values = np.array(values, dtype)
+            _set(self, name, read_only(values))
 
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
@@ -89,7 +175,7 @@ class CacheUse(NamedTuple):
     """Number of requests that ran while others waited and the cache was full; 0 if it never was."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Chunk(ByValue):
     """Part of a completion, as it is decoded. Token fields are aligned, as in Turn."""
 
@@ -126,7 +212,7 @@ class Chunk(ByValue):
 
 def _read_chunk(ids: bytes, logprobs: bytes, versions: bytes, *rest: Any) -> Chunk:
     text, finish, top, routed, prompt, cache, drafted, accepted, verified = rest
-    return Chunk(
+    return Chunk.unchecked(
         token_ids=np.frombuffer(ids, np.int32),
         logprobs=np.frombuffer(logprobs, np.float32),
         versions=np.frombuffer(versions, np.int32),
@@ -142,7 +228,7 @@ def _read_chunk(ids: bytes, logprobs: bytes, versions: bytes, *rest: Any) -> Chu
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class ScoredTokens(ByValue):
     """A model's logprobs of given tokens, and its most likely tokens at each of them. All fields are aligned."""
 
@@ -154,7 +240,7 @@ class ScoredTokens(ByValue):
     """[T, k], their logprobs."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Segment(ByValue):
     """One training sequence: a maximal run of turns in which each prompt extends the previous context.
 

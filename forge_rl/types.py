@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.system.terminal import clipped
-from forge_rl.token_arrays import ByValue, Segment, TokenArray, read_only
+from forge_rl.token_arrays import ByValue, Compact, Segment, TokenArray, from_values
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ class ToolCall:
     """True if the output is a kept result of a pure tool, False if such a tool was run; None otherwise."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Turn(ByValue):
     """One completion with its prompt. All ids come from the engine; text is never re-tokenized.
 
@@ -147,6 +147,7 @@ class Turn(ByValue):
     last token was sampled but not computed. None if not requested."""
 
     def __post_init__(self) -> None:
+        ByValue.__post_init__(self)
         lengths = {len(self.token_ids), len(self.logprobs), len(self.versions)}
         assert len(lengths) == 1, f"ids, logprobs and versions of a turn differ in length: {lengths}"
 
@@ -161,25 +162,12 @@ class Turn(ByValue):
             prompt_ids=prompt_ids, token_ids=token_ids, logprobs=(0.0,) * count, versions=(-1,) * count, text=text
         )
 
-    @classmethod
-    def of_arrays(cls, **fields: Any) -> Turn:
-        """Make a turn from all its fields without checks, which is four times faster; arrays must fit already, and be
-        read-only."""
-        turn = object.__new__(cls)
-        turn.__dict__.update(fields)
-        return turn
-
-    def changed(self, **fields: Any) -> Turn:
-        """Return a copy with some fields changed, without checks, as `of_arrays`."""
-        turn = object.__new__(type(self))
-        turn.__dict__.update(self.__dict__)
-        turn.__dict__.update(fields)
-        return turn
-
     @property
     def context(self) -> npt.NDArray[np.int32]:
         """Prompt and completion, the prefix of the next turn's prompt."""
-        return read_only(np.concatenate([self.prompt_ids, self.token_ids]))
+        ids = np.concatenate([self.prompt_ids, self.token_ids])
+        ids.setflags(write=False)
+        return ids
 
     def __repr__(self) -> str:
         cut = ", truncated" if self.truncated else ""
@@ -187,8 +175,8 @@ class Turn(ByValue):
         return _on_a_screen([title, *_lines_of(self, lines=4)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Score:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score(Compact):
     """Reward of an episode: a total and its parts.
 
     Score(total=0.9, parts={"correct": 1.0, "length": -0.1}, answer="42")
@@ -212,8 +200,8 @@ class Score:
     """Comment on the episode, such as the output of a failed test; shown to teachers whose hint is feedback."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Episode:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episode(Compact):
     """All turns of one attempt at one task, and their score.
 
     episode = Episode(task=task, turns=(first, second), score=Score(total=1.0))
@@ -253,23 +241,17 @@ class Episode:
             if len(run) > 1:
                 context = turns[run[-1]].context
                 for place in run:
-                    turns[place] = _with_ids(context, len(turns[place].prompt_ids), turns[place].__dict__)
-        self.__dict__["turns"] = tuple(turns)
-        self.__dict__["_runs"] = tuple(map(tuple, runs))  # tuples of ints are untracked by the garbage collector
+                    turns[place] = _with_ids(context, len(turns[place].prompt_ids), turns[place])
+        # Tuples of ints are untracked by the garbage collector.
+        self.complete(turns=tuple(turns), _runs=tuple(map(tuple, runs)))
 
     def __reduce__(self) -> tuple[object, ...]:
         # Prompts repeat the previous context, so the ids of a run of turns are sent once.
         turns: list[Any] = list(self.turns)
         for *earlier, _ in self._runs:
             for place in earlier:
-                turns[place] = len(turns[place].prompt_ids), _without_ids(turns[place])
-        return _read_episode, ({**self.__dict__, "turns": turns},)
-
-    def updated(self, **fields: Any) -> Episode:
-        """Return a copy with some fields changed; the turns must be the same, as they are not compared again."""
-        episode = object.__new__(Episode)
-        episode.__dict__.update(self.__dict__, **fields)
-        return episode
+                turns[place] = len(turns[place].prompt_ids), turns[place].updated(prompt_ids=None, token_ids=None)
+        return _read_episode, Compact.__reduce__(self.updated(turns=turns))[1]
 
     @property
     def reward(self) -> float:
@@ -368,30 +350,21 @@ def _on_a_screen(lines: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _without_ids(turn: Turn) -> dict[str, object]:
-    return {name: value for name, value in turn.__dict__.items() if name not in ("prompt_ids", "token_ids")}
+def _with_ids(context: npt.NDArray[np.int32], prompt: int, turn: Turn) -> Turn:
+    """Return a turn with ids that are views of the last context of its run; `prompt` is the length of its prompt."""
+    return turn.updated(prompt_ids=context[:prompt], token_ids=context[prompt : prompt + len(turn.logprobs)])
 
 
-def _with_ids(context: npt.NDArray[np.int32], prompt: int, values: Mapping[str, Any]) -> Turn:
-    """Make a turn whose ids are views of the last context of its run; `prompt` is the length of its prompt."""
-    turn = object.__new__(Turn)
-    fields = turn.__dict__
-    fields.update(values)
-    fields["prompt_ids"] = context[:prompt]
-    fields["token_ids"] = context[prompt : prompt + len(values["logprobs"])]
-    return turn
-
-
-def _read_episode(fields: Mapping[str, Any]) -> Episode:
-    turns = fields["turns"]
-    for *earlier, last in fields["_runs"]:
+def _read_episode(kind: type[Episode], *values: object) -> Episode:
+    episode = from_values(kind, *values)
+    turns: list[Any] = list(episode.turns)
+    for *earlier, last in episode.runs:
         if earlier:
             context = turns[last].context
-            turns[last] = _with_ids(context, len(turns[last].prompt_ids), turns[last].__dict__)
+            turns[last] = _with_ids(context, len(turns[last].prompt_ids), turns[last])
             for place in earlier:
                 turns[place] = _with_ids(context, *turns[place])
-    episode = object.__new__(Episode)
-    episode.__dict__.update(fields, turns=tuple(turns))
+    episode.complete(turns=tuple(turns))
     return episode
 
 
@@ -485,8 +458,8 @@ class Batch:
         return _on_a_screen(lines)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling(Compact):
     """Sampling settings of a completion.
 
         Sampling(max_tokens=256, temperature=0.8, stop=("</answer>",))

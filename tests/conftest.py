@@ -165,7 +165,12 @@ def s3(s3_server: "S3", monkeypatch: pytest.MonkeyPatch) -> "S3":
         monkeypatch.delenv(name, raising=False)
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("aiobotocore.endpoint.AioEndpoint._sleep", _hurry)  # clients wait up to seconds between tries
     return s3_server
+
+
+async def _hurry(_: object, seconds: float) -> None:
+    await asyncio.sleep(seconds / 50)
 
 
 @pytest.fixture(params=["file", "memory", "s3"])

@@ -102,7 +102,7 @@ def score_of(name: str, task: Task, answer: str, calls: tuple[ToolCall, ...] = (
     own = build_reward((BENCHMARKS[name].reward,))
     assert not isinstance(own, WeightedSum)
     reward = RewardBySource({name: own}, build_reward(("auto",)))  # type: ignore[arg-type]
-    episode = Episode(task=task, turns=(Turn.of_arrays(text=answer, calls=calls),))
+    episode = Episode(task=task, turns=(Turn.unchecked(text=answer, calls=calls),))
 
     async def scored() -> Score:
         found = await reward(task, episode)

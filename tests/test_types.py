@@ -5,14 +5,16 @@ import math
 import pickle
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from forge_rl.envs.protocol import Observation, Step
 from forge_rl.token_arrays import Chunk
-from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
+from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Score, Task, Turn
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "2+2"},))
 
@@ -114,6 +116,48 @@ def test_arrays_are_made_of_any_sequence_and_nobody_writes_into_them():
     assert made != turn([1, 2], [3, 4], version=8)
     with pytest.raises(TypeError, match="prompt_ids"):
         Turn(token_ids=(1,), logprobs=(-1.0,), versions=(0,), text="")  # type: ignore[call-arg]
+
+
+MADE = turn([1, 2], [3, 4], version=7)
+SHOWN: Any = ({"role": "tool", "content": "4"},)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        MADE,
+        Episode(task=TASK, turns=(MADE, turn([1, 2, 3, 4, 5], [6])), score=Score(total=1.0), outcome=Outcome.TRUNCATED),
+        Score(total=1.0, parts={"right": 1.0}, turns=(0.5, 0.5)),
+        Sampling(max_tokens=8, stop=("x",), extra={"top_p": 0.5}),
+        Observation(messages=SHOWN),
+        Step(messages=SHOWN, done=False, reward=0.5),
+    ],
+    ids=lambda made: type(made).__name__,
+)
+def test_compact_objects_are_one_object_each_frozen_and_travel_whole(made: Any):
+    names = [each.name for each in fields(made)]
+    assert not hasattr(made, "__dict__")
+    for name in names:
+        with pytest.raises(FrozenInstanceError):
+            setattr(made, name, None)
+    read = pickle.loads(pickle.dumps(made))
+    assert read == made
+    assert type(read) is type(made.updated()) is type(made)
+    for name in names:
+        changed = made.updated(**{name: "other"})
+        assert getattr(changed, name) == "other"
+        assert all(getattr(changed, each) is getattr(made, each) for each in names if each != name)
+    with pytest.raises(AttributeError, match="typo"):
+        made.updated(typo=1)
+
+
+def test_an_unchecked_turn_is_the_same_as_a_checked_one():
+    given = {name: getattr(MADE, name) for name in ("prompt_ids", "token_ids", "logprobs", "versions", "text")}
+    made = Turn.unchecked(**given)
+    assert made == MADE
+    assert (made.truncated, made.routed, made.seconds) == (False, None, 0.0)
+    with pytest.raises(ValueError, match="too many"):
+        Turn.unchecked(**given, typo=1)
 
 
 def test_a_chunk_travels_whole():

@@ -8,19 +8,20 @@ import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.token_arrays import Compact
 from forge_rl.types import Episode, Message, Score, Task, ToolCall
 
 Parsed: TypeAlias = tuple[str, tuple[ToolCall, ...]]
 """Content and tool calls of a completion."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Observation:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation(Compact):
     """The messages that start an episode, and the tools."""
 
     messages: tuple[Message, ...]
@@ -28,8 +29,8 @@ class Observation:
     """JSON schemas of the tools that the model may call, in the format of chat templates."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step(Compact):
     """The environment's response to a completion."""
 
     messages: tuple[Message, ...] = ()
@@ -219,27 +220,29 @@ async def step_env(env: Env, completion: str, truncated: bool = False, parsed: P
 Given: TypeAlias = tuple[str, bool, Parsed | None]
 """The arguments of `step_env` after the environment."""
 
+Exchange: TypeAlias = tuple[str, bool, Parsed | None, Step]
+"""The arguments of `step_env` after the environment, and what it returned."""
 
-async def replay_env(env: Env, observation: Observation, log: Sequence[tuple[Given, Step]]) -> str:
+
+async def replay_env(env: Env, observation: Observation, log: Sequence[Exchange]) -> str:
     """Bring a new environment to the state of another one; return the first difference in its output, or ""."""
     if _shown(seen := await reset_env(env)) != _shown(observation):
         return f"it began with {seen.messages!r:.200}, not {observation.messages!r:.200}"
     resume = getattr(env, "resume", None)
-    for turn, (given, step) in enumerate(log, 1):
-        completion, _, parsed = given
+    for turn, (completion, truncated, parsed, step) in enumerate(log, 1):
         content, calls = parsed or (completion, ())
         if resume is not None:
             taken = resume(content, step, calls)
             if await taken if inspect.isawaitable(taken) else taken:
                 continue
-        if _shown(again := await step_env(env, *given)) != _shown(step):
+        if _shown(again := await step_env(env, completion, truncated, parsed)) != _shown(step):
             return f"its turn {turn} gave {again.messages!r:.200}, not {step.messages!r:.200}"
     return ""
 
 
 def _shown(seen: Observation | Step) -> str:
     """Return what the model and the score see, without addresses of objects."""
-    names = [each for each in vars(seen) if each != "calls"]
+    names = [each.name for each in fields(seen) if each.name != "calls"]
     return re.sub(r"\b0x[0-9a-f]{6,16}\b", "0x", repr([getattr(seen, name) for name in names]))
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge_rl.gateway.errors import ApiError, invalid
 from forge_rl.gateway.sessions import Session
-from forge_rl.token_arrays import TokenArray, TokenIds
+from forge_rl.token_arrays import ByValue, TokenArray, TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import ToolCall
 
@@ -113,8 +113,8 @@ class ChatMessage:
         ]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Prompt:
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Prompt(ByValue):
     """Prompt token ids, with the state that lets a later request continue from the completion."""
 
     token_ids: TokenArray[np.int32] = TokenArray(np.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -112,4 +111,4 @@ def with_score(episode: Episode, score: Score) -> Episode:
             )
     turns = tuple(map(float, score.turns))
     tokens = tuple(np.asarray(values, np.float32) for values in score.tokens)
-    return episode.updated(score=replace(score, total=total, parts=parts, turns=turns, tokens=tokens))
+    return episode.updated(score=score.updated(total=total, parts=parts, turns=turns, tokens=tokens))

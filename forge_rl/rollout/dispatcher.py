@@ -58,24 +58,23 @@ class Dispatcher:
     def grant(self) -> None:
         """Wake the episodes that were just granted an engine."""
         for episode in self.scheduler.pop_grants():
-            granted = self._grants.get(episode)  # none yet if `acquire` has just requested it
+            granted = self._grants.get(episode)  # none yet if `request` has just been called for it
             if granted is not None and not granted.done():
                 granted.set_result(None)
 
-    async def acquire(self, episode: InflightEpisode) -> int | None:
-        """Wait for an engine and return it. The caller must then `release` it, also if this is cancelled."""
+    def request(self, episode: InflightEpisode) -> asyncio.Future[None] | None:
+        """Request an engine; returns what ends once it is granted, None if that is now. The caller must then `release`
+        it, also if it was cancelled before."""
         self.scheduler.request_decode(episode)
         self.grant()
-        if episode.state != "decoding":
-            self._grants[episode] = asyncio.get_running_loop().create_future()
-            try:
-                await self._grants[episode]
-            finally:
-                del self._grants[episode]
-        return episode.engine
+        if episode.state == "decoding":
+            return None
+        granted = self._grants[episode] = asyncio.get_running_loop().create_future()
+        return granted
 
     def release(self, episode: InflightEpisode, *, interrupted: bool) -> None:
         """Give an episode's engine to others; an interrupted one is the next to get another."""
+        self._grants.pop(episode, None)
         self.scheduler.finish_turn(episode, interrupted=interrupted)
         self.grant()
 
@@ -175,8 +174,9 @@ class PolicyClient:
             while not completion.finish:
                 interrupted = False
                 try:
-                    engine = await dispatcher.acquire(self.episode)
-                    await dispatcher.generator.decode(completion, engine=engine)
+                    if (granted := dispatcher.request(self.episode)) is not None:
+                        await granted
+                    await dispatcher.generator.decode(completion, engine=self.episode.engine)
                 except ReplicaError as error:
                     interrupted = True
                     completion.fail_over(error)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,7 +32,7 @@ Parse = Callable[[Turn, Tools], Awaitable["Parsed"]]
 _NOTHING: tuple[None, Mapping[str, float]] = (None, {})
 """What most steps give; one for all, as each would be an object to collect."""
 Decode = Callable[..., Awaitable[Turn]]
-"""Decodes a prompt, by the episode's sampling settings or those given, such as a PolicyClient."""
+"""Decodes a prompt into a new turn, by the episode's sampling settings or those given, such as a PolicyClient."""
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,7 @@ class EpisodeRunner:
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
 
-    async def __call__(self, task: Task, decode: Decode) -> Episode:
+    def __call__(self, task: Task, decode: Decode) -> Coroutine[Any, Any, Episode]:
         """Run one episode. Failures of services become outcomes; errors of `decode`, except dead engines, are raised.
 
         Branches that its environment asks for are episodes of their own, started by `decode` if it is a PolicyClient.
@@ -85,7 +85,7 @@ class EpisodeRunner:
             ContextError: the task's prompt leaves no room for an answer. In later turns, the episode is truncated.
             SpendingError: a judge's spending limit is reached.
         """
-        return await self._run(functools.partial(self._begin, task, decode), task, decode)
+        return self._run(None, None, task, decode)  # awaited directly, as each coroutine in a chain costs every turn
 
     async def _begin(self, task: Task, decode: Decode) -> _Path:
         """Open the environment; returns the path before its first turn."""
@@ -99,12 +99,18 @@ class EpisodeRunner:
         tree = decode.tree if isinstance(decode, PolicyClient) else ()
         return _Path(session=session, shown=shown, prompt_ids=prompt_ids, tools=tools, branch=tree)
 
-    async def _run(self, begin: Callable[[], Awaitable[_Path]], task: Task, decode: Decode) -> Episode:
-        """Run an episode from where it begins; raises as `__call__`."""
+    async def _run(self, path: _Path | None, failed: Exception | None, task: Task, decode: Decode) -> Episode:
+        """Run an episode from its beginning, or a branch from its path; raises as `__call__`.
+
+        Args:
+            failed: error of a branch whose environment could not be copied; it has no path.
+        """
         began, began_at = self.clock(), self.wall_clock()
-        path: _Path | None = None
         try:
-            path = await begin()
+            if failed is not None:
+                raise failed
+            if path is None:
+                path = await self._begin(task, decode)
             step, truncated = await self._play(path, task, decode)
         except BaseException as error:
             if path is not None:
@@ -138,7 +144,7 @@ class EpisodeRunner:
             try:
                 given = (path.prompt_ids,) if path.sampling is None else (path.prompt_ids, path.sampling)
                 turns.append(await decode(*given))
-                turns[-1] = turns[-1].changed(messages=path.shown, seconds=self.clock() - asked_s, branch=path.branch)
+                turns[-1].complete(messages=path.shown, seconds=self.clock() - asked_s, branch=path.branch)
                 if path.tools and self.parse is not None:
                     parsed = await self.parse(self._whole(path), path.tools)
             except ContextError:
@@ -150,8 +156,8 @@ class EpisodeRunner:
             text = "" if full else self._whole(path).text
             step = await path.session.step(text, truncated=truncated, parsed=parsed)
             if not full:
-                done = {"response_s": self.clock() - asked_s, "calls": step.calls or (parsed[1] if parsed else ())}
-                vars(turns[-1]).update(done)  # of the copy made above, which nobody else has yet
+                calls = step.calls or (parsed[1] if parsed else ())
+                turns[-1].complete(response_s=self.clock() - asked_s, calls=calls)
             path.given.append((step.reward, step.parts) if step.reward is not None or step.parts else _NOTHING)
             if step.forks and not full and isinstance(decode, PolicyClient):
                 await self._fork_within(path, step.forks, task, decode)
@@ -193,7 +199,8 @@ class EpisodeRunner:
             fork.session = await copy()
         except Exception as failed:
             error = failed
-        running = client.start_branch(branch, functools.partial(self._run, functools.partial(_begin, fork, error)))
+        begun = fork if error is None else None
+        running = client.start_branch(branch, functools.partial(self._run, begun, error))
         if error is None:  # it may be cancelled before its first step
             running.add_done_callback(functools.partial(_abandon, fork.session))
 
@@ -239,20 +246,20 @@ class EpisodeRunner:
     def _piece(self, whole: Turn, start: int, end: int, branch: tuple[int, ...]) -> Turn:
         """Return the turn of these tokens of another, whose times belong to the last piece."""
         ids, is_last, context = whole.token_ids[start:end], end == len(whole.token_ids), len(whole.prompt_ids) + end
-        return Turn.of_arrays(
-            **vars(whole)
-            | {
-                "prompt_ids": whole.context[: context - len(ids)],
-                "token_ids": ids,
-                "logprobs": whole.logprobs[start:end],
-                "versions": whole.versions[start:end],
-                "text": self.tokenizer.decode(ids),
-                "branch": branch,
-                "routed": None if whole.routed is None else whole.routed[: context - 1],
-            }
-            | ({"messages": ()} if start else {})
-            | ({} if is_last else {"calls": (), "truncated": False, "seconds": 0.0, "response_s": 0.0})
+        piece = whole.updated(
+            prompt_ids=whole.context[: context - len(ids)],
+            token_ids=ids,
+            logprobs=whole.logprobs[start:end],
+            versions=whole.versions[start:end],
+            text=self.tokenizer.decode(ids),
+            branch=branch,
+            routed=None if whole.routed is None else whole.routed[: context - 1],
         )
+        if start:
+            piece.complete(messages=())
+        if not is_last:
+            piece.complete(calls=(), truncated=False, seconds=0.0, response_s=0.0)
+        return piece
 
     def _next_prompt(self, turn: Turn, step: Step, tools: Tools, calls: Sequence[ToolCall]) -> TokenIds:
         """Return the next prompt: everything so far plus the new messages, or a new history.
@@ -273,13 +280,6 @@ class EpisodeRunner:
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {}}} for call in calls
         ]
         return self.tokenizer.extend(turn.context, step.messages, tools=tools, calls=shown)
-
-
-async def _begin(fork: _Path, error: Exception | None) -> _Path:
-    """Return the path of a branch, or raise why its environment could not be copied."""
-    if error is not None:
-        raise error
-    return fork
 
 
 def _abandon(session: EnvSession | LocalSession, _: object) -> None:

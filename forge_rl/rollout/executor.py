@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import math
 import zlib
@@ -104,6 +105,7 @@ class RolloutExecutor:
         """The last episode whose score failed since the reward was replaced, with the results of its group."""
         self._generator.listeners.append(self._on_engines_changed)
         self._running: dict[InflightEpisode, asyncio.Task[None]] = {}
+        self._episodes: dict[asyncio.Task[None], InflightEpisode] = {}
         self._failure: BaseException | None = None
         """Error that the next batch will raise; no episodes start meanwhile."""
         self._raised = False
@@ -115,6 +117,9 @@ class RolloutExecutor:
         self.wanted_engines: Callable[[], int] | None = None
         """Returns how many engines there should be; None counts as many as have served at once."""
         self._most_engines = 0
+        # Made once, as each episode in flight would otherwise keep its own.
+        self._context = contextvars.copy_context()
+        self._start_branch, self._on_done = self._start, self._forget
         self._hold = hold or Hold()
         self._hold.listeners.append(self._changed.set)
 
@@ -414,7 +419,8 @@ class RolloutExecutor:
     def _start(self, episode: InflightEpisode, run: RunEpisode) -> asyncio.Task[None]:
         """Run an episode in a task of its own."""
         task = self._running[episode] = asyncio.get_running_loop().create_task(self._run(episode, run))
-        task.add_done_callback(functools.partial(self._forget, episode))
+        self._episodes[task] = episode
+        task.add_done_callback(self._on_done, context=self._context)
         return task
 
     def _start_more(self) -> None:
@@ -435,7 +441,10 @@ class RolloutExecutor:
         evaluation = self.evaluation if episode.group.batch == EVALUATION else None
         record: Callable[[], None]
         try:
-            result = await self._attempt(run, task, self._client(episode, evaluation))
+            try:
+                result = await run(task, self._client(episode, evaluation))
+            except asyncio.CancelledError as error:
+                result = _not_cancelled(task, error)
             if result.outcome.scored:
                 result = await self._score_group(episode, result)
             record = functools.partial(scheduler.record_result, episode, result)
@@ -480,11 +489,12 @@ class RolloutExecutor:
         else:
             sampling = self._generator.sampling
             place = "/".join(map(str, (self._seed, *episode.place)))
-        start_branch = self._start if evaluation is None else None
-        return self._dispatcher.client(episode, replace(sampling, seed=zlib.crc32(place.encode())), start_branch)
+        start_branch = self._start_branch if evaluation is None else None
+        return self._dispatcher.client(episode, sampling.updated(seed=zlib.crc32(place.encode())), start_branch)
 
-    def _forget(self, episode: InflightEpisode, task: asyncio.Task[None]) -> None:
-        """Forget a finished asyncio task of an episode, unless another one runs the episode by now."""
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        """Forget a finished asyncio task, and that it runs its episode, unless another one does by now."""
+        episode = self._episodes.pop(task)
         if self._running.get(episode) is task:
             del self._running[episode]
 
@@ -536,13 +546,11 @@ class RolloutExecutor:
                 self._tell(self._listener.episode, mates_result)
         return scored[-1] if result.unscored else result
 
-    async def _attempt(self, run: RunEpisode, task: Task, client: PolicyClient) -> Episode:
-        """Run an episode; a CancelledError from its own code is an environment error and does not end the run."""
-        try:
-            return await run(task, client)
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if current is None or current.cancelling():
-                raise
-            problem = "its code raised a CancelledError although it was not cancelled"
-            return Episode(task=task, turns=(), outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)
+
+def _not_cancelled(task: Task, error: asyncio.CancelledError) -> Episode:
+    """Return the episode of code that raised this without being cancelled, an environment error; else raise it."""
+    current = asyncio.current_task()
+    if current is None or current.cancelling():
+        raise error
+    problem = "its code raised a CancelledError although it was not cancelled"
+    return Episode(task=task, turns=(), outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)

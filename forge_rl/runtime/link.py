@@ -248,16 +248,20 @@ class Deadlines:
         self._calls = calls
         self._held = False
         self._timer: asyncio.TimerHandle | None = None
+        self._look_at = math.inf
+        """Time of the timer."""
 
     def start(self, call: _Pending) -> None:
         """Start a call's deadline now; a stream gets none while streams are held."""
         loop = asyncio.get_running_loop()
         call.due = math.inf if self._held and call.on_item is not None else loop.time() + call.deadline_s
-        if call.due == math.inf:
-            return
-        if self._timer is None or call.due < self._timer.when():
+        if call.due < self._look_at:
             self.cancel()
-            self._timer = loop.call_at(call.due, self._look)
+            self._wait(loop, call.due)
+
+    def _wait(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        if due < math.inf:
+            self._look_at, self._timer = due, loop.call_at(due, self._look)
 
     def hold_streams(self, held: bool) -> None:
         """Suspend the deadlines of streams, or restart them."""
@@ -271,7 +275,7 @@ class Deadlines:
         """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._look_at, self._timer = math.inf, None
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
@@ -281,7 +285,8 @@ class Deadlines:
                 call.be_late()
             else:
                 due = min(due, call.due)
-        self._timer = None if due == math.inf else loop.call_at(max(due, now + _LOOK_S), self._look)
+        self._look_at, self._timer = math.inf, None
+        self._wait(loop, max(due, now + _LOOK_S))
 
 
 class LinkEnd:

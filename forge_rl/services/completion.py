@@ -151,7 +151,7 @@ class ResumableCompletion:
             ids = read_only(np.concatenate([chunk.token_ids for chunk in chunks]))
             logprobs = read_only(np.concatenate([chunk.logprobs for chunk in chunks]))
             versions = read_only(np.concatenate([chunk.versions for chunk in chunks]))
-        return Turn.of_arrays(
+        return Turn.unchecked(
             prompt_ids=self.prompt_ids,
             token_ids=ids,
             logprobs=logprobs,

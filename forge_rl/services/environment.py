@@ -13,6 +13,7 @@ from typing import Any
 from forge_rl.envs.protocol import (
     Env,
     EnvFactory,
+    Exchange,
     Given,
     Observation,
     Parsed,
@@ -216,8 +217,8 @@ class EnvSession:
         self._over = False
         self._replayable = self._forks = False
         self._observation: Observation | None = None
-        self._log: list[tuple[Given, Step]] = []
-        """All turns so far: what the environment was given, and its responses."""
+        self._log: list[Exchange] = []
+        """All turns so far."""
         self._move(replica)
 
     async def reset(self) -> Observation:
@@ -261,7 +262,7 @@ class EnvSession:
         except BaseException:
             self.abandon()
             raise
-        self._log.append((given, step))
+        self._log.append((*given, step))
         if step.done:
             self._service.forgive(self._about)
             self._end()
@@ -405,7 +406,7 @@ class EnvironmentActor(ServiceActor):
     async def fork(self, key: int, copy: int) -> None:
         self._envs[copy] = await fork_env(self._envs[key])
 
-    async def replay(self, key: int, task: Task, observation: Observation, log: Sequence[tuple[Given, Step]]) -> str:
+    async def replay(self, key: int, task: Task, observation: Observation, log: Sequence[Exchange]) -> str:
         env = self._envs[key] = make_env(self._factory, task)
         return await replay_env(env, observation, log)
 

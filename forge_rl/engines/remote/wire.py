@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ def sampling_to_json(sampling: Sampling) -> dict[str, Any]:
     Raises:
         ConfigError: a setting in `extra` has no JSON form.
     """
-    found = {**vars(sampling), "extra": dict(sampling.extra)}
+    found = {each.name: getattr(sampling, each.name) for each in fields(sampling)} | {"extra": dict(sampling.extra)}
     try:
         json.dumps(found, allow_nan=False)
     except (TypeError, ValueError) as error:
