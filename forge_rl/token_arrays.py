@@ -122,7 +122,7 @@ C = TypeVar("C", bound=Compact)
 
 
 def from_values(kind: type[C], *values: object) -> C:
-    """Return what was pickled as these values."""
+    """Return the object that was pickled as these values."""
     made: C = _LAYOUTS[kind].make(values)
     return made
 

@@ -221,7 +221,7 @@ Given: TypeAlias = tuple[str, bool, Parsed | None]
 """The arguments of `step_env` after the environment."""
 
 Exchange: TypeAlias = tuple[str, bool, Parsed | None, Step]
-"""The arguments of `step_env` after the environment, and what it returned."""
+"""The arguments of `step_env` after the environment, and its result."""
 
 
 async def replay_env(env: Env, observation: Observation, log: Sequence[Exchange]) -> str:
