@@ -10,6 +10,7 @@ second. The first epoch has only siblings to draft from and is not counted.
 
 `tail_speedup` is of the time with 4 or fewer running requests, `step_speedup` of whole epochs. `distribution_p` is the
 smallest p-value of three chi-square tests that the first tokens of answers to one prompt are distributed alike.
+`entropy` is the policy's, in nats per token: the mean negative logprob of the tokens it sampled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,7 +52,7 @@ class Config(BenchmarkConfig):
 
     model: str = "smollm2-135m"
     """Bundled model name, folder, or hub id; this model is fine-tuned first."""
-    taught_steps: int = 24
+    taught_steps: int = 64
     """Number of steps of the fine-tuning, of 32 answers each."""
     speculation: str = "suffix"
     """Settings of the engine that drafts, as for --generator.speculation."""
@@ -77,6 +78,8 @@ class _Speed:
     seconds: float = 0.0
     tail_tokens: int = 0
     tail_seconds: float = 0.0
+    nats: float = 0.0
+    """Sum of the sampled tokens' negative logprobs."""
 
 
 def _sum(count: int, drawn: random.Random) -> dict[str, str]:
@@ -147,6 +150,7 @@ async def _epoch(generator: Generator, requests: Sequence[tuple[list[int], int]]
         nonlocal last
         now = time.monotonic()
         speed.tokens += len(chunk.token_ids)
+        speed.nats -= float(chunk.logprobs.sum())
         if running <= _TAIL:
             speed.tail_tokens += len(chunk.token_ids)
             speed.tail_seconds += now - last
@@ -215,16 +219,20 @@ async def _measure(config: Config, report: Report) -> None:
         for name, values in speedups.items():
             if values:  # answers that all end at once have no tail
                 report.measure(name, values)
-        share = [row for row in report.rows if row["engine"] == "drafted" and not row["warm_up"]]
-        drafted_tokens = sum(int(str(row["drafted"])) for row in share)
-        if drafted_tokens:
-            report.results["accepted_share"] = sum(int(str(row["accepted"])) for row in share) / drafted_tokens
+        counted = [row for row in report.rows if not row["warm_up"]]
+        report.results["entropy"] = _sum_of(counted, "nats") / _sum_of(counted, "tokens")
+        if drafted := _sum_of(counted, "drafted"):
+            report.results["accepted_share"] = _sum_of(counted, "accepted") / drafted
         p_values = []
         for _ in range(3):
             prompt = _prompt(generators["plain"], 5, drawn)
             counts = [await _first_tokens(generator, prompt, samples) for generator in generators.values()]
             p_values.append(p_value(*counts))
         report.results["distribution_p"] = min(p_values)
+
+
+def _sum_of(rows: Sequence[Mapping[str, object]], name: str) -> float:
+    return sum(float(str(row[name])) for row in rows)
 
 
 def _ratio(tokens: int, seconds: float, plain_tokens: int, plain_seconds: float) -> float:
