@@ -204,7 +204,7 @@ def test_a_replay_of_other_experts_is_what_transformers_computes_with_them(tmp_p
     loss.backward()
     total = torch.zeros(())
     for row in laid.rows:
-        total = total - engine._score(engine.model, engine._on_device(row), Scoring()).logprobs.sum()
+        total = total - engine.scorer.score(engine.model, engine.scorer.on_device(row), Scoring()).logprobs.sum()
         total.backward()
         total = torch.zeros(())
     for number, layer in enumerate(model.model.layers):  # type: ignore[union-attr, arg-type]
@@ -255,7 +255,7 @@ def test_the_reference_chooses_for_itself(tmp_path: Path) -> None:
     engine = TitanEngine(tmp_path, TrainSettings(dtype="float64", seq_len=64, router_replay=True), reference=True)
     row = packed(with_experts(random_batch(0, vocab=43), random_experts())).rows[0]
     (own,) = engine.logprobs([replace(row, routed=None)], temperature=1.0)
-    (reference,) = engine._logprobs(engine._reference, [row], 1.0)
+    (reference,) = engine.scorer.logprobs(engine._reference, [row], 1.0)
     assert torch.equal(own, reference)
 
 

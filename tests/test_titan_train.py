@@ -525,8 +525,8 @@ def test_weights_that_are_not_the_optimizers_are_not_saved(tmp_path: Path):
     engine = engine_of(tmp_path, dtype="bfloat16")
     (row,) = packed(random_batch(0, vocab=43)).rows
     with torch.no_grad():
-        engine._score(
-            engine.model, engine._on_device(row), Scoring()
+        engine.scorer.score(
+            engine.model, engine.scorer.on_device(row), Scoring()
         )  # FSDP keeps whole weights in place of the shards
     with pytest.raises(CheckpointError, match="are not those that the optimizer trains"):
         training_state(engine.model, engine.optimizer, {})
@@ -558,9 +558,8 @@ def test_a_reference_in_the_format_of_the_forward_pass_scores_as_the_weights_tha
         buffers = [{key: each.dtype for key, each in m.named_buffers()} for m in (engine.model, engine._reference)]
         assert buffers[0] == buffers[1]
         expected = engine.logprobs(rows, temperature=1.0)
-        assert all(
-            torch.equal(*pair) for pair in zip(engine._logprobs(engine._reference, rows, 1.0), expected, strict=True)
-        )
+        found = engine.scorer.logprobs(engine._reference, rows, 1.0)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
         assert any(bool(each.any()) for each in expected)
 
 

@@ -89,13 +89,13 @@ def test_a_tensor_outside_of_the_folder_is_refused(path: str, engine: TitanEngin
     (saved / "link").symlink_to("../elsewhere")
     os.mkfifo(saved / "pipe")
     change(saved, lambda piece: piece.update(file=path.format(saved.parent)))
-    refused(engine, saved, "is not a regular file of the folder")
+    refused(engine, saved, "is missing, or not a regular file of the folder")
 
 
 def test_an_index_that_is_a_link_is_refused(engine: TitanEngine, saved: Path):
     (saved / "index.json").rename(saved.parent / "index")
     (saved / "index.json").symlink_to(saved.parent / "index")
-    refused(engine, saved, "is not a regular file of the folder")
+    refused(engine, saved, "is missing, or not a regular file of the folder")
 
 
 @pytest.mark.parametrize("value", [-1, 2**70, 1.5, "1", None])

@@ -126,7 +126,7 @@ def fake_engine(
                 moved: dict[str, Any] = {name: mode.from_tensor(value).to("cuda") for name, value in tensors.items()}
                 there: dict[str, Any] = {name: moved.pop(name, None) for name in parts}
                 given = replace(given, row=replace(row, **moved), **there)
-                scores = engine._score(engine.model, given, Scoring(temperature=0.7))
+                scores = engine.scorer.score(engine.model, given, Scoring(temperature=0.7))
                 return scores.logprobs, scores.entropy
 
             yield score

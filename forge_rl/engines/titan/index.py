@@ -146,7 +146,7 @@ def _check_files(folder: Folder, names: Iterable[str]) -> None:
     """Check that each name is of a regular file in the folder, not a link."""
     for name in names:
         if Path(name).name != name or not _is_regular(folder, name):
-            raise ValueError(f"{name!r} is not a regular file of the folder")
+            raise ValueError(f"{name!r} is missing, or not a regular file of the folder")
 
 
 def _is_regular(folder: Folder, name: str) -> bool:

@@ -6,7 +6,11 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
+from forge_rl.algorithms.protocol import Loss, LossInputs
+from forge_rl.algorithms.user_loss import call_loss
+from forge_rl.errors import ForgeError
 from forge_rl.metrics import EffectiveShare, ExplainedVariance, Max, Mean, Sum, Tail, Value, merge_all
 
 _KINDS: dict[type[Value], int] = {Sum: 1, Max: 1, Mean: 2, EffectiveShare: 3, ExplainedVariance: 5, Tail: 1}
@@ -60,3 +64,30 @@ def _is_empty(value: Value) -> bool:
         case Tail(counts):
             return not any(counts)
     return value == Max(-math.inf)
+
+
+def measured_loss(loss: Loss, inputs: LossInputs, measures: Measures, failed: list[ForgeError]) -> torch.Tensor:
+    """Return a row's loss, and add what it reports to `measures`.
+
+    If it raises and there are other ranks, append the error to `failed` and return NaN: the other ranks wait for this
+    rank's gradient, and skip the update because it is not finite.
+    """
+    outputs = inputs.logprobs if inputs.values is None else inputs.values
+    try:
+        if failed:
+            return outputs.sum() * math.nan
+        total, sums = call_loss(loss, inputs)
+    except ForgeError as error:
+        if dist.get_world_size() == 1:
+            raise
+        failed.append(error)
+        return outputs.sum() * math.nan
+    tokens = inputs.mask.sum()
+    for name, value in sums.items():
+        if isinstance(value, tuple):
+            measures.add(f"loss/{name}", Mean if len(value) == 2 else EffectiveShare, *value)
+        elif name.endswith("/max"):
+            measures.add(f"loss/{name}", Max, value)
+        else:
+            measures.add(f"loss/{name}", Mean, value, tokens)
+    return total

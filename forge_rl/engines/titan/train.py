@@ -14,44 +14,37 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torchtitan.tools.utils import set_default_dtype
 
-from forge_rl.algorithms.logprobs import Scoring, TokenScores
 from forge_rl.algorithms.protocol import Loss, LossInputs
-from forge_rl.algorithms.user_loss import call_loss
 from forge_rl.engines.architecture import read_architecture
 from forge_rl.engines.cpu import map_tensors, maps_tensors
 from forge_rl.engines.memory import adds_up_once
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import own_device, release_memory, resolve_dtype
 from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.building import Loaded, load_model, make_optimizer
 from forge_rl.engines.titan.diagnostics import measure_tokens
 from forge_rl.engines.titan.exchange import shards_of_own_host
 from forge_rl.engines.titan.host_memory import OffloadedTensors
 from forge_rl.engines.titan.inputs import RowInputs, minibatch_statistics
 from forge_rl.engines.titan.least_loaded import rank_loads
 from forge_rl.engines.titan.loading import load_training_state, load_weights
-from forge_rl.engines.titan.masks import attention_mask, compile_attention, compile_once
-from forge_rl.engines.titan.measures import Measures
-from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
+from forge_rl.engines.titan.masks import compile_attention, compile_once
+from forge_rl.engines.titan.measures import Measures, measured_loss
 from forge_rl.engines.titan.parallel import Parallelism, forget_whole_gradients
-from forge_rl.engines.titan.routing import rank_metrics, routing_counts, routing_metrics, set_routing, steer
-from forge_rl.engines.titan.rows import DeviceRow, on_device
+from forge_rl.engines.titan.routing import rank_metrics, routing_counts, routing_metrics, steer
+from forge_rl.engines.titan.rows import DeviceRow
 from forge_rl.engines.titan.saving import CheckpointWriter
-from forge_rl.engines.titan.shards import freeze, local_shards, specs, values_of
-from forge_rl.engines.titan.small_adamw import SmallAdamW
+from forge_rl.engines.titan.scoring import RowScorer, reshard
+from forge_rl.engines.titan.shards import local_shards, values_of
 from forge_rl.errors import ConfigError, ForgeError, ModelError
-from forge_rl.metrics import EffectiveShare, Max, Mean, Sum, Value
+from forge_rl.metrics import Max, Mean, Sum, Value
 from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.runtime.far_files import Folder
 from forge_rl.weights.manifest import Manifest, TensorSpec
 from forge_rl.weights.transports.protocol import LocalShard
 
-_NO_SCORES = TokenScores(torch.empty(0), torch.empty(0), None)
-"""Scores of a row on a pipeline stage without the head."""
 _Compared: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
 """A row's logprobs under the reference and the proximal policy; None if the loss does not need them."""
 
@@ -79,11 +72,12 @@ class TitanEngine:
         self._values = values
         self._parallelism = Parallelism(settings, self.architecture)
         self._pipeline, self._stage = self._parallelism.pipeline, self._parallelism.stage
-        self._specs: tuple[TensorSpec, ...] = ()
-        self._parameters = 0
-        self.model = self._build()
-        self._reference = self._build(frozen=True).requires_grad_(False) if reference else None
-        self.optimizer = self._make_optimizer()
+        self.model, self._specs, self.parameters = self._load()
+        self._reference = self._load(frozen=True).model if reference else None
+        self.scorer = RowScorer(
+            self.model, settings, self._parallelism, window=self.architecture.window, device=self.device
+        )
+        self.optimizer = make_optimizer(self.model, settings)
         self._adds_up_once = adds_up_once(self.architecture.weights, settings, ranks=dist.get_world_size())
         self._offloaded: OffloadedTensors | None = None
         self._saver = CheckpointWriter()
@@ -151,7 +145,7 @@ class TitanEngine:
                 for given, _, row_loss in self._row_losses(minibatch, scored, loss, 1.0, None, measures, failed):
                     measures.add("tokens/trained", Sum, given.tokens)
                     measures.add("loss", Mean, row_loss, share)  # the sum over rows, the mean over minibatches
-            _reshard(self.model)
+            reshard(self.model)
             self._pipeline.finish()
             self._raise_if_failed(failed)
             return measures.read()[0]
@@ -162,9 +156,17 @@ class TitanEngine:
     def _compared(self, minibatches: Sequence[Minibatch], loss: Loss, temperature: float) -> list[list[_Compared]]:
         """Return each row's logprobs under the reference and the proximal policy, if the loss needs them."""
         rows = [row for minibatch in minibatches for row in minibatch.rows]
-        nothing: list[torch.Tensor | None] = [None] * len(rows)
-        references = self._logprobs(self._reference, rows, temperature) if "reference" in loss.needs else nothing
-        proximals = self._logprobs(self.model, rows, temperature) if "proximal" in loss.needs else nothing
+        references: Sequence[torch.Tensor | None] = [None] * len(rows)
+        proximals = references
+        if "reference" in loss.needs:
+            if self._reference is None:
+                raise ConfigError(
+                    "the loss needs a frozen reference, and the trainer has none",
+                    hint="pass start() the loss to train with",
+                )
+            references = self.scorer.logprobs(self._reference, rows, temperature)
+        if "proximal" in loss.needs:
+            proximals = self.scorer.logprobs(self.model, rows, temperature)
         scored = iter(zip(references, proximals, strict=True))
         return [list(itertools.islice(scored, len(minibatch.rows))) for minibatch in minibatches]
 
@@ -180,17 +182,17 @@ class TitanEngine:
     ) -> Iterator[tuple[DeviceRow, LossInputs, torch.Tensor]]:
         """Yield each row, its inputs, and its part of the minibatch's loss; add what the loss reports to `measures`.
 
-        Errors of the loss go to `failed` if there are other ranks, see `_loss_of`.
+        Errors of the loss go to `failed` if there are other ranks, see `measured_loss`.
         """
         inputs_of = RowInputs(minibatch, loss, version)
         statistics = self._first_pass(inputs_of, minibatch, scored, temperature)
         divisor = loss.divisor(inputs_of.counts)
         for index, (row, others) in enumerate(zip(minibatch.rows, scored, strict=True)):
             self._set_last(index == len(minibatch.rows) - 1)
-            given = self._on_device(row, observations="observations" in loss.needs)
-            scores = self._score(self.model, given, inputs_of.scoring(temperature))
+            given = self.scorer.on_device(row, observations="observations" in loss.needs)
+            scores = self.scorer.score(self.model, given, inputs_of.scoring(temperature))
             inputs = inputs_of.of(given.row, scores, *others, statistics[index])
-            yield given, inputs, self._loss_of(inputs, loss, measures, failed) / divisor
+            yield given, inputs, measured_loss(loss, inputs, measures, failed) / divisor
 
     def _pass_on(
         self,
@@ -204,8 +206,8 @@ class TitanEngine:
         inputs_of = RowInputs(minibatch, loss)
         self._first_pass(inputs_of, minibatch, scored, temperature)
         for row in minibatch.rows:
-            given = self._on_device(row)
-            self._score(self.model, given, inputs_of.scoring(temperature))
+            given = self.scorer.on_device(row)
+            self.scorer.score(self.model, given, inputs_of.scoring(temperature))
             after(given)
 
     def _train_stage(
@@ -222,7 +224,7 @@ class TitanEngine:
         begun, left = deque[DeviceRow](), itertools.count(len(minibatch.rows) - 1, -1)
 
         def back() -> None:
-            self._prepare(self.model, begun.popleft())  # for what the backward pass computes again
+            self.scorer.prepare(self.model, begun.popleft())  # for what the backward pass computes again
             self._set_last(next(left) == 0)
             self._pipeline.backward()
             advance()
@@ -375,30 +377,15 @@ class TitanEngine:
         """Return the model's logprobs, or values, of a share's rows in host memory."""
         self.onload()
         try:
-            return [found.cpu() for found in self._logprobs(self.model, rows, temperature)]
+            return [found.cpu() for found in self.scorer.logprobs(self.model, rows, temperature)]
         except BaseException:
             self._forget_step()
             raise
 
-    @torch.no_grad()
-    def _logprobs(self, model: PolicyModel | None, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
-        """Score the targets where the mask is True, a value model by its values; a tensor `[L]` for each row, on the
-        device, empty on a pipeline stage without the head."""
-        if model is None:
-            raise ConfigError(
-                "the loss needs a frozen reference, and the trainer has none",
-                hint="pass start() the loss to train with",
-            )
-        scored = (self._score(model, self._on_device(row), Scoring(temperature=temperature)) for row in rows)
-        found = [each.first if each.values is None else each.values for each in scored]
-        _reshard(model)
-        self._pipeline.finish()
-        return found
-
     def layer_noise(self, rows: Sequence[Row], *, temperature: float, relative: float) -> list[tuple[float, int]]:
         self.onload()
         try:
-            exact = self._logprobs(self.model, rows, temperature)
+            exact = self.scorer.logprobs(self.model, rows, temperature)
             targets = sum(int(row.mask.sum()) for row in rows)
             found = []
             for number in range(self.architecture.layers):
@@ -407,7 +394,7 @@ class TitanEngine:
                         layer = self.model.layers[str(number)]
                         hook = layer.register_forward_hook(lambda _, __, out: out + relative * out * (1e4 * out).cos())
                         hooks.enter_context(hook)
-                    noisy = self._logprobs(self.model, rows, temperature)
+                    noisy = self.scorer.logprobs(self.model, rows, temperature)
                 found.append((sum(float((a - b).abs().sum()) for a, b in zip(noisy, exact, strict=True)), targets))
             return found
         except BaseException:
@@ -453,10 +440,10 @@ class TitanEngine:
 
     def reset(self, optimizer: OptimizerConfig) -> None:
         self.onload()
-        _reshard(self.model)
+        reshard(self.model)
         load_weights(self.model, self._folder, tied=self.model.enable_weight_tying)
         self._settings = replace(self._settings, optimizer=optimizer)
-        self.optimizer = self._make_optimizer()
+        self.optimizer = make_optimizer(self.model, self._settings)
         self.updates = self.planned = 0
 
     def load_training_state(self, folder: Folder) -> int:
@@ -469,7 +456,7 @@ class TitanEngine:
         """Yield this rank's persistent tensors, which exclude gradients."""
         for model in (self.model, self._reference):
             if model is not None:
-                _reshard(model)
+                reshard(model)
                 yield from map(values_of, model.parameters())
                 yield from map(values_of, model.buffers())
         for state in self.optimizer.state.values():
@@ -489,142 +476,26 @@ class TitanEngine:
             return [{}] * len(minibatch.rows)
         parts, places = list[LossInputs](), list[tuple[torch.Tensor, int]]()
         for row, others in zip(minibatch.rows, scored, strict=True):
-            given = self._on_device(row)
-            scores = self._score(self.model, given, inputs_of.scoring(temperature))
+            given = self.scorer.on_device(row)
+            scores = self.scorer.score(self.model, given, inputs_of.scoring(temperature))
             if not self._stage.is_last:
                 continue
             tokens = given.row.mask.nonzero()[:, 0]
             parts.append(inputs_of.of(given.row, scores, *others, {}).at(tokens))
             places.append((tokens, len(row)))
-        _reshard(self.model)
+        reshard(self.model)
         if not self._stage.is_last:
             return [{}] * len(minibatch.rows)
         return minibatch_statistics(loss, parts, places, peers=self._settings.peers, group=self._parallelism.last_stage)
 
-    def _loss_of(self, inputs: LossInputs, loss: Loss, measures: Measures, failed: list[ForgeError]) -> torch.Tensor:
-        """Return a row's loss. If it raises and there are other ranks, append the error to `failed` and return NaN.
-
-        The other ranks wait for this rank's gradient, and skip the update because it is not finite.
-        """
-        outputs = inputs.logprobs if inputs.values is None else inputs.values
-        try:
-            if failed:
-                return outputs.sum() * math.nan
-            total, sums = call_loss(loss, inputs)
-        except ForgeError as error:
-            if dist.get_world_size() == 1:
-                raise
-            failed.append(error)
-            return outputs.sum() * math.nan
-        tokens = inputs.mask.sum()
-        for name, value in sums.items():
-            if isinstance(value, tuple):
-                measures.add(f"loss/{name}", Mean if len(value) == 2 else EffectiveShare, *value)
-            elif name.endswith("/max"):
-                measures.add(f"loss/{name}", Max, value)
-            else:
-                measures.add(f"loss/{name}", Mean, value, tokens)
-        return total
-
-    def _score(self, model: PolicyModel, given: DeviceRow, scoring: Scoring) -> TokenScores:
-        """Score each wanted target, [L] with 0 elsewhere; logprobs are [L, 1 + k] if the row has k "top_ids".
-
-        A pipeline stage without the head has no scores: it passes the row on to the next one.
-        """
-        row, own, wanted = given.row, given.own, given.wanted
-        token_ids, positions, targets = (values[own] for values in (row.token_ids, row.positions, row.targets))
-        if "top_ids" in row.columns and model is self.model:
-            targets = torch.cat([targets[:, None], row.columns["top_ids"][own].long()], dim=1)
-        # A part without targets (or a row that pads a share) must still run every layer, for the collectives.
-        chosen = wanted if len(wanted) else wanted.new_zeros(1)
-        masks = attention_mask(row, None if given.split is None else own, window=self.architecture.window)
-        self._prepare(model, given)
-        entered = self._pipeline.enter(token_ids[None], len(own))
-        picked = model(entered, positions[None], masks, wanted=chosen, targets=targets[chosen], scoring=scoring)
-        if not self._stage.is_last:
-            self._pipeline.leave(picked)
-            return _NO_SCORES
-
-        def everywhere(values: torch.Tensor) -> torch.Tensor:
-            scatter = values.new_zeros(len(targets), *values.shape[1:])
-            found = scatter.index_put((wanted,), values) if len(wanted) else scatter + 0.0 * values.sum()
-            return self._parallelism.gather(found, given)
-
-        squares, values = (None if each is None else everywhere(each) for each in (picked.squares, picked.values))
-        return TokenScores(everywhere(picked.logprobs), everywhere(picked.entropy), squares, values)
-
-    def _prepare(self, model: PolicyModel, given: DeviceRow) -> None:
-        """Set what a row's forward or backward pass reads from the model's modules."""
-        row, own = given.row, given.own
-        replayed = row.routed if self._settings.router_replay and model is self.model else None
-        set_routing(model, row.trees[own] >= 0, None if replayed is None else replayed[own])
-        self._parallelism.begin(given)
-
-    def _on_device(self, row: Row, *, observations: bool = False) -> DeviceRow:
-        split, own = self._parallelism.split(row)
-        return on_device(row, own, self.device, split=split, observations=observations)
-
-    @property
-    def parameters(self) -> int:
-        """Number of the policy's parameters over all ranks."""
-        return self._parameters
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        """Make an optimizer of the model's weights, whose state it creates at the first step."""
-        optimizer, kind = self._settings.optimizer, self._settings.optimizer_state
-        groups = [{"params": parameters} for parameters in _by_mesh(self.model)]
-        betas, decay = (optimizer.beta1, optimizer.beta2), optimizer.weight_decay
-        if kind == "float32":
-            return torch.optim.AdamW(groups, lr=optimizer.lr, betas=betas, weight_decay=decay, fused=True)
-        return SmallAdamW(groups, kind=kind, lr=optimizer.lr, betas=betas, weight_decay=decay)
-
-    def _build(self, *, frozen: bool = False) -> PolicyModel:
-        """Build and load a model; a frozen one has its weights in the dtype of the forward pass."""
-        world = dist.get_world_size()
-        dtype = resolve_dtype(self._settings.dtype)
-        kept = torch.promote_types(dtype, torch.float32)
-        shard = world > 1 or dtype != kept or self._settings.enable_cpu_offload
-        home = torch.device("cpu") if self._settings.enable_cpu_offload else self.device
-        with torch.device("meta" if shard else self.device), set_default_dtype(kept):
-            model = build_model(self.architecture, self._settings, values=self._values)
-        if frozen:
-            for parameter in model.parameters():
-                parameter.data = parameter.to(dtype)  # not buffers, such as RoPE's
-        else:
-            model.steers = self._settings.expert_balance == "bias"
-            freeze(model, self._settings.frozen)
-            self._specs = specs(model)
-            self._parameters = sum(parameter.numel() for parameter in model.parameters())
-        if shard:
-            self._parallelism.apply(model, dtype=dtype)
-            model.to_empty(device=home)
-        else:
-            how, offload = self._settings.activation_checkpointing, self._settings.enable_activation_offload
-            recompute_activations(model, how, offload=offload)
-        with torch.no_grad():
-            model.init_states()
-        load_weights(model, self._folder, tied=model.enable_weight_tying)
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(self.device))
-        return model
-
-
-def _by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Group trained parameters by mesh: AdamW handles one mesh at a time, and experts have their own."""
-    groups: dict[object, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups.setdefault(mesh, []).append(parameter)
-    return list(groups.values())
-
-
-def _reshard(model: nn.Module) -> None:
-    """Free the gathered weights that FSDP keeps after a forward pass without a backward one.
-
-    Until then they replace the shards in the model, in the dtype of the forward pass and unknown to the optimizer.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    def _load(self, *, frozen: bool = False) -> Loaded:
+        """Build a model in this rank's layout and load its weights."""
+        return load_model(
+            self._folder,
+            self.architecture,
+            self._settings,
+            self._parallelism,
+            self.device,
+            values=self._values,
+            frozen=frozen,
+        )

@@ -1,0 +1,92 @@
+"""Builds one rank's part of a model and loads its weights, and makes the optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.tools.utils import set_default_dtype
+
+from forge_rl.engines.families.family import Architecture
+from forge_rl.engines.platform import resolve_dtype
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.loading import load_weights
+from forge_rl.engines.titan.model import PolicyModel, build_model, recompute_activations
+from forge_rl.engines.titan.parallel import Parallelism
+from forge_rl.engines.titan.shards import freeze, specs
+from forge_rl.engines.titan.small_adamw import SmallAdamW
+from forge_rl.weights.manifest import TensorSpec
+
+
+class Loaded(NamedTuple):
+    """One rank's part of a model."""
+
+    model: PolicyModel
+    specs: tuple[TensorSpec, ...]
+    """The tensors of this rank's stage, as they are published."""
+    parameters: int
+    """Number of parameters of this rank's stage, over all ranks that share it."""
+
+
+def load_model(
+    folder: Path,
+    architecture: Architecture,
+    settings: TrainSettings,
+    parallelism: Parallelism,
+    device: torch.device,
+    *,
+    values: bool,
+    frozen: bool = False,
+) -> Loaded:
+    """Build a model and load its weights; a frozen one has them in the dtype of the forward pass."""
+    dtype = resolve_dtype(settings.dtype)
+    kept = torch.promote_types(dtype, torch.float32)
+    shard = dist.get_world_size() > 1 or dtype != kept or settings.enable_cpu_offload
+    home = torch.device("cpu") if settings.enable_cpu_offload else device
+    with torch.device("meta" if shard else device), set_default_dtype(kept):
+        model = build_model(architecture, settings, values=values)
+    if frozen:
+        for parameter in model.parameters():
+            parameter.data = parameter.to(dtype)  # not buffers, such as RoPE's
+    else:
+        model.steers = settings.expert_balance == "bias"
+        freeze(model, settings.frozen)
+    published, parameters = specs(model), sum(parameter.numel() for parameter in model.parameters())
+    if shard:
+        parallelism.apply(model, dtype=dtype)
+        model.to_empty(device=home)
+    else:
+        recompute_activations(model, settings.activation_checkpointing, offload=settings.enable_activation_offload)
+    with torch.no_grad():
+        model.init_states()
+    load_weights(model, folder, tied=model.enable_weight_tying)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    if frozen:
+        model.requires_grad_(False)
+    return Loaded(model, published, parameters)
+
+
+def make_optimizer(model: PolicyModel, settings: TrainSettings) -> torch.optim.Optimizer:
+    """Make an optimizer of a model's weights, whose state it creates at the first step."""
+    optimizer, kind = settings.optimizer, settings.optimizer_state
+    groups = [{"params": parameters} for parameters in _by_mesh(model)]
+    betas, decay = (optimizer.beta1, optimizer.beta2), optimizer.weight_decay
+    if kind == "float32":
+        return torch.optim.AdamW(groups, lr=optimizer.lr, betas=betas, weight_decay=decay, fused=True)
+    return SmallAdamW(groups, kind=kind, lr=optimizer.lr, betas=betas, weight_decay=decay)
+
+
+def _by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Group trained parameters by mesh: AdamW handles one mesh at a time, and experts have their own."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+    return list(groups.values())

@@ -1,0 +1,104 @@
+"""Forward passes of one rank's models over packed rows, and the scores they give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from forge_rl.algorithms.logprobs import Scoring, TokenScores
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.masks import attention_mask
+from forge_rl.engines.titan.model import PolicyModel
+from forge_rl.engines.titan.parallel import Parallelism
+from forge_rl.engines.titan.routing import set_routing
+from forge_rl.engines.titan.rows import DeviceRow, on_device
+from forge_rl.packing.rows import Row
+
+_NO_SCORES = TokenScores(torch.empty(0), torch.empty(0), None)
+"""Scores of a row on a pipeline stage without the head."""
+
+
+class RowScorer:
+    """Runs forward passes of the trained model, and of others of its architecture, over rows of one share.
+
+    Args:
+        trained: the trained model; only its passes follow recorded experts and score a row's "top_ids".
+        window: the architecture's attention window in tokens, None for none.
+    """
+
+    def __init__(
+        self,
+        trained: PolicyModel,
+        settings: TrainSettings,
+        parallelism: Parallelism,
+        *,
+        window: int | None,
+        device: torch.device,
+    ) -> None:
+        self._trained = trained
+        self._replays = settings.router_replay
+        self._parallelism = parallelism
+        self._window = window
+        self._device = device
+
+    def score(self, model: PolicyModel, given: DeviceRow, scoring: Scoring) -> TokenScores:
+        """Score each wanted target, [L] with 0 elsewhere; logprobs are [L, 1 + k] if the row has k "top_ids".
+
+        A pipeline stage without the head has no scores: it passes the row on to the next one.
+        """
+        row, own, wanted = given.row, given.own, given.wanted
+        token_ids, positions, targets = (values[own] for values in (row.token_ids, row.positions, row.targets))
+        if "top_ids" in row.columns and model is self._trained:
+            targets = torch.cat([targets[:, None], row.columns["top_ids"][own].long()], dim=1)
+        # A part without targets (or a row that pads a share) must still run every layer, for the collectives.
+        chosen = wanted if len(wanted) else wanted.new_zeros(1)
+        masks = attention_mask(row, None if given.split is None else own, window=self._window)
+        self.prepare(model, given)
+        entered = self._parallelism.pipeline.enter(token_ids[None], len(own))
+        picked = model(entered, positions[None], masks, wanted=chosen, targets=targets[chosen], scoring=scoring)
+        if not self._parallelism.stage.is_last:
+            self._parallelism.pipeline.leave(picked)
+            return _NO_SCORES
+
+        def everywhere(values: torch.Tensor) -> torch.Tensor:
+            scatter = values.new_zeros(len(targets), *values.shape[1:])
+            found = scatter.index_put((wanted,), values) if len(wanted) else scatter + 0.0 * values.sum()
+            return self._parallelism.gather(found, given)
+
+        squares, values = (None if each is None else everywhere(each) for each in (picked.squares, picked.values))
+        return TokenScores(everywhere(picked.logprobs), everywhere(picked.entropy), squares, values)
+
+    def prepare(self, model: PolicyModel, given: DeviceRow) -> None:
+        """Set what a row's forward or backward pass reads from the model's modules."""
+        row, own = given.row, given.own
+        replayed = row.routed if self._replays and model is self._trained else None
+        set_routing(model, row.trees[own] >= 0, None if replayed is None else replayed[own])
+        self._parallelism.begin(given)
+
+    def on_device(self, row: Row, *, observations: bool = False) -> DeviceRow:
+        """Copy a row to the device, with this rank's part of it under context parallelism."""
+        split, own = self._parallelism.split(row)
+        return on_device(row, own, self._device, split=split, observations=observations)
+
+    @torch.no_grad()
+    def logprobs(self, model: PolicyModel, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
+        """Score the targets where the mask is True, a value model by its values; a tensor `[L]` for each row, on the
+        device, empty on a pipeline stage without the head."""
+        scored = (self.score(model, self.on_device(row), Scoring(temperature=temperature)) for row in rows)
+        found = [each.first if each.values is None else each.values for each in scored]
+        reshard(model)
+        self._parallelism.pipeline.finish()
+        return found
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered weights that FSDP keeps after a forward pass without a backward one.
+
+    Until then they replace the shards in the model, in the dtype of the forward pass and unknown to the optimizer.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
