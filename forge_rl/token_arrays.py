@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -43,33 +43,31 @@ def read_only(array: npt.NDArray[D]) -> npt.NDArray[D]:
     return array
 
 
-_MAKE = """
-def make(values):
-    made = Mutable()
-    {targets}, = values
-    made.__class__ = kind
-    return made
-"""
-
-
 class _Layout:
     """How the objects of a frozen dataclass with slots are read and made at once."""
 
     def __init__(self, kind: type) -> None:
         members = fields(kind)
+        self._kind = kind
+        # An object of a class with these slots that is not frozen is filled sooner, and then becomes one of this class.
+        self._mutable: Any = make_dataclass(
+            f"Mutable{kind.__name__}",
+            [each.name for each in members],
+            bases=kind.__bases__,
+            namespace={"__post_init__": lambda _: None},
+            slots=True,
+        )
         self.values: Callable[[object], tuple[Any, ...]] = attrgetter(*(each.name for each in members))
         """Gets all fields."""
         self.defaults = {each.name: each.default for each in members}
         self.arrays = {name: each.dtype for name, each in self.defaults.items() if isinstance(each, TokenArray)}
         """The dtype of each field that is a TokenArray."""
-        # Assignments in a class that has these slots and is not frozen take a tenth of the time.
-        space: dict[str, Any] = {
-            "kind": kind,
-            "Mutable": type("Mutable", kind.__bases__, {"__slots__": [*self.defaults]}),
-        }
-        exec(_MAKE.format(targets=", ".join(f"made.{name}" for name in self.defaults)), space)
-        self.make: Callable[[Iterable[object]], Any] = space["make"]
-        """Makes an object of all its fields."""
+
+    def make(self, values: Iterable[object]) -> Any:
+        """Make an object of all its fields, without conversions and checks."""
+        made = self._mutable(*values)
+        made.__class__ = self._kind
+        return made
 
 
 class _Layouts(dict[type, _Layout]):

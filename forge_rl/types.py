@@ -223,7 +223,7 @@ class Episode(Compact):
     began: float = field(default=0.0, compare=False)
     """Unix time at which it began; 0 if unknown."""
     _runs: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    """Indices of the turns of each segment."""
+    """Indices of the turns of each segment; `updated` does not compute them again."""
 
     def __post_init__(self) -> None:
         turns, runs = list(self.turns), list[list[int]]()
