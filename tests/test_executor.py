@@ -637,3 +637,19 @@ def test_a_pause_holds_all_requests_at_a_token_until_it_ends_and_nothing_is_lost
         assert all(len(episode.turns[0].token_ids) == 12 for episode in episodes)
 
     asyncio.run(main())
+
+
+def test_a_request_waits_until_an_engine_has_a_free_slot_for_it() -> None:
+    async def main() -> None:
+        generator = MortalGenerator()
+        generator.serving = {0: 2, 1: 1}
+        executor = rollouts(generator=generator)
+        waiting = asyncio.ensure_future(executor.next_batch())
+        await run_until_idle()
+        assert len(generator.seen) == 3
+        assert executor.status().queue > 0
+        for gate in generator.gates.values():
+            gate.set_result(None)
+        assert len((await waiting).episodes) == 12
+
+    asyncio.run(main())

@@ -307,6 +307,24 @@ def test_the_deadline_of_a_stream_is_for_each_item(shared: Shared):
     shared.run(main())
 
 
+def test_deadlines_go_on_after_their_timer_has_gone_off_or_was_cancelled() -> None:
+    async def main() -> None:
+        calls: dict[int, link_module._Pending] = {}
+        deadlines = link_module.Deadlines(calls)
+        for number in range(4):
+            call = calls[number] = link_module._Pending(number, "answer", 0.01)
+            deadlines.start(call)
+            if number == 2:
+                deadlines.cancel()
+                deadlines.start(call)
+            _, text = await asyncio.wait_for(call, LONG_S)
+            assert text == b"no answer within 0.01 s"
+            del calls[number]
+            await asyncio.sleep(0.1)  # the timer goes off once more, with nothing left to wait for
+
+    asyncio.run(main())
+
+
 def test_a_stream_gives_what_came_before_its_error(shared: Shared):
     async def main() -> None:
         async with held(shared.service) as replica:

@@ -524,10 +524,8 @@ def test_weights_that_are_not_the_optimizers_are_not_saved(tmp_path: Path):
     make_model(tmp_path)
     engine = engine_of(tmp_path, dtype="bfloat16")
     (row,) = packed(random_batch(0, vocab=43)).rows
-    with torch.no_grad():
-        engine.scorer.score(
-            engine.model, engine.scorer.on_device(row), Scoring()
-        )  # FSDP keeps whole weights in place of the shards
+    with torch.no_grad():  # FSDP keeps whole weights in place of the shards
+        engine.scorer.score(engine.model, engine.scorer.on_device(row), Scoring())
     with pytest.raises(CheckpointError, match="are not those that the optimizer trains"):
         training_state(engine.model, engine.optimizer, {})
 

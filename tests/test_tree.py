@@ -112,11 +112,12 @@ def test_the_leaves_of_trees_fill_each_group_exactly(kind: type, expected: list[
 def test_a_branch_that_fails_costs_that_branch_only() -> None:
     Fragile.forked = 0
     seen = list[Episode]()
-    executor, _ = trees(Fragile, groups=1, on_episode=seen.append)
+    executor, environment = trees(Fragile, groups=1, on_episode=seen.append)
     (group,) = asyncio.run(executor.next_batch()).groups
     assert [episode.problem for episode in seen if not episode.outcome.scored] == ["no room for a copy"]
     assert len(group.episodes) == 6
     assert executor._scheduler.outcomes[Outcome.COMPLETED] == 6
+    assert environment.closed == Fragile.forked - 1, "a branch without a world of its own closes none"
     begun = {path[0] for path in paths(group)}
     assert begun == {0, 4, 1 + 6}, "the place of the failed branch is taken by an episode from the start"
 
