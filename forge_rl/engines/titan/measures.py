@@ -67,7 +67,7 @@ def _is_empty(value: Value) -> bool:
 
 
 def measured_loss(loss: Loss, inputs: LossInputs, measures: Measures, failed: list[ForgeError]) -> torch.Tensor:
-    """Return a row's loss, and add what it reports to `measures`.
+    """Compute a row's loss, and add its metrics to `measures`.
 
     If it raises and there are other ranks, append the error to `failed` and return NaN: the other ranks wait for this
     rank's gradient, and skip the update because it is not finite.

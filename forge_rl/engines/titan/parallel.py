@@ -199,7 +199,7 @@ class Parallelism:
         return slice(places[0], places[-1] + 1) if places else slice(0, 0)
 
     def in_whole_model(self, values: torch.Tensor, *, dim: int) -> torch.Tensor:
-        """Put numbers of this stage's layers with experts, along a dim, among zeros for those of other stages."""
+        """Pad numbers of this stage's expert layers, along a dim, to all expert layers of the model, with zeros."""
         if self.stages is None:
             return values
         experts = self._architecture.experts
