@@ -12,8 +12,9 @@ The trainer then scores the completions, in float32 and in bfloat16, with weight
 corrected ratio is worth: the effective sample size of tokens weighted by trainer probability / engine probability, as a
 share of their number.
 
-int8 and fp8 are models of compressed-tensors: a scale for each output of a linear layer, and for each token's input.
-Where vLLM has no kernel for the processor, the row has its reason.
+invariant is bfloat16 on a batch-invariant engine. int8 and fp8 are models of compressed-tensors: a scale for each
+output of a linear layer, and for each token's input. Where vLLM has no kernel for the processor, the row has its
+reason.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from benchmarks.real_engines import serving
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_benchmark
 from forge_rl.engines.platform import init_distributed
 from forge_rl.engines.protocol import Dtype, TrainSettings
-from forge_rl.errors import ModelError
+from forge_rl.errors import ConfigError, ModelError
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.packing.rows import Layout, Row, pack
 from forge_rl.services.generator import Generator
 from forge_rl.types import Batch, Episode, Group, Sampling, Task, Turn
 
-Format = Literal["float32", "bfloat16", "int8", "fp8"]
+Format = Literal["float32", "bfloat16", "invariant", "int8", "fp8"]
 _TRAINERS: tuple[Dtype, ...] = ("float32", "bfloat16")
 _TASK = Task(id="1", source="random", messages=({"role": "user", "content": "go"},))
 _PROMPT_TOKENS = 16
@@ -57,8 +58,9 @@ class Config(BenchmarkConfig):
 
     model: str = "smollm2-135m"
     """Bundled model name, folder, or hub id."""
-    formats: tuple[Format, ...] = ("float32", "bfloat16", "int8", "fp8")
-    """Formats of the engines' weights and linear layers; activations of int8 and fp8 are otherwise in bfloat16."""
+    formats: tuple[Format, ...] = ("float32", "bfloat16", "invariant", "int8", "fp8")
+    """Formats of the engines' weights and linear layers; activations of int8 and fp8 are otherwise in bfloat16.
+    invariant: bfloat16 with batch-invariant kernels."""
     completions: int = 32
     """Number of completions."""
     tokens: int = 64
@@ -75,10 +77,10 @@ def measure(config: Config, report: Report) -> None:
     decoded: dict[Format, list[Turn]] = {}
     for kind in config.formats:
         with tempfile.TemporaryDirectory(prefix="numerics-") as name:
-            folder = model if kind in ("float32", "bfloat16") else _quantized(model, Path(name) / "model", kind)
+            folder = _quantized(model, Path(name) / "model", kind) if kind in ("int8", "fp8") else model
             try:
                 first, again, together = asyncio.run(_decode(folder, kind, config))
-            except ModelError as error:  # vLLM has no kernel
+            except (ConfigError, ModelError) as error:  # vLLM has no kernel
                 report.rows.append({"engine": kind, "refused": error.message.splitlines()[0][:300]})
                 continue
         decoded[kind] = first
@@ -142,6 +144,8 @@ async def _decode(folder: Path, kind: Format, config: Config) -> tuple[list[Turn
         max_model_len=512,
         max_tokens=config.tokens,
         kv_cache_gib=0.5,
+        gpu_memory_utilization=0.3,
+        batch_invariant=kind == "invariant",
     )
     drawn = np.random.default_rng(0)
     async with serving(settings, folder) as generator:

@@ -127,7 +127,9 @@ async def _generators(config: Config) -> AsyncIterator[dict[str, Generator]]:
     with tempfile.TemporaryDirectory(prefix="speculation-") as taught:
         if not config.smoke:
             folder = _teach(config, Path(taught))
-        settings = Generator.Config(max_model_len=1024, max_tokens=config.most_tokens, kv_cache_gib=0.5)
+        settings = Generator.Config(
+            max_model_len=1024, max_tokens=config.most_tokens, kv_cache_gib=0.5, gpu_memory_utilization=0.3
+        )
         async with (
             serving(settings, folder) as plain,
             serving(replace(settings, speculation=drafts), folder) as drafted,

@@ -24,6 +24,23 @@ from forge_rl.models.resolve import resolve_model
 from forge_rl.run.attach import attach
 
 _ROOMY = ("--trainer.seq-len", "4096", "--generator.max-num-seqs", "256", "--evaluation.every", "0")
+_EXPERTS: dict[str, object] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+_REWARD = """def score(task, text):
+    return sum(map(text.count, "aeiou")) / max(1, len(text))
+"""
 _KEPT = ("logprob_gap", "reward", "grad_norm", "utilisation", "tokens_per_s", "transition/", "seconds/", "memory")
 """Prefixes of metrics whose medians are kept."""
 _WAIT_S = 600.0
@@ -34,19 +51,36 @@ def demo() -> dict[str, float]:
     return _run("--steps", "10", "--placement", "colocated", *_ROOMY)
 
 
+def quantised() -> dict[str, float]:
+    """Run the demo with engines that round each version to FP8, and correct for it."""
+    rounded = ("--generator.quantization", "fp8", "--loss", "clipped:correction=tis")
+    return _run("--steps", "10", "--placement", "colocated", *_ROOMY, *rounded)
+
+
 def large() -> dict[str, float]:
     """Run five steps on a random model of Qwen3-1.7B's shapes with the bundled model's tokenizer."""
+    rows = ("--trainer.seq-len", "8192", "--generator.max-num-seqs", "256", "--evaluation.every", "0")
+    return _random_run("qwen3", QWEN3_1_7B, "1024", *rows, "--groups-per-batch", "16", "--checkpoint-every", "5")
+
+
+def experts() -> dict[str, float]:
+    """Run five steps on a random mixture of 32 experts, 8 a token, whose routes the trainer replays."""
+    return _random_run("qwen3_moe", _EXPERTS, "256", *_ROOMY, "--trainer.router-replay")
+
+
+def _random_run(kind: str, shape: dict[str, object], tokens: str, *arguments: str) -> dict[str, float]:
+    """Run five steps on a random model with the bundled model's tokenizer, with answers of a number of tokens."""
     with tempfile.TemporaryDirectory(prefix="forge_rl-model-") as scratch:
         folder = Path(scratch)
-        tokens = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-        random_model(folder, **QWEN3_1_7B, **tokens)
+        special: dict[str, object] = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+        random_model(folder, shape | special, kind)
         bundled = resolve_model("smollm2-135m", default_cache())
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
             shutil.copy(bundled / name, folder / name)
-        lengths = ("--generator.max-tokens", "1024", "--generator.max-model-len", "2048")
-        rows = ("--trainer.seq-len", "8192", "--generator.max-num-seqs", "256", "--evaluation.every", "0")
-        shapes = ("--groups-per-batch", "16", "--checkpoint-every", "5")
-        return _run("--steps", "5", "--model", str(folder), "--placement", "colocated", *lengths, *rows, *shapes)
+        (folder / "vowels.py").write_text(_REWARD)
+        lengths = ("--generator.max-tokens", tokens, "--generator.max-model-len", str(2 * int(tokens)))
+        shared = ("--model", str(folder), "--reward", f"{folder / 'vowels.py'}:score", "--placement", "colocated")
+        return _run("--steps", "5", *shared, *lengths, *arguments)
 
 
 def sharded() -> dict[str, float]:

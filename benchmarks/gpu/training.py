@@ -32,11 +32,11 @@ QWEN3_1_7B: dict[str, object] = {
 _REPEATS = 5
 
 
-def random_model(folder: Path, **shape: object) -> None:
-    """Write a Qwen3 model with random bfloat16 weights to a folder."""
+def random_model(folder: Path, shape: dict[str, object], kind: str = "qwen3") -> None:
+    """Write a model with random bfloat16 weights to a folder; kind is a model_type of transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **shape), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape), dtype=torch.bfloat16)
     model.save_pretrained(folder)
 
 
@@ -55,7 +55,7 @@ def _measure(shape: dict[str, object], *, seq_len: int, rows: int = 2) -> dict[s
     speed = products()["bfloat16_tflop_s"] * 1e12
     folder = Path(tempfile.mkdtemp(prefix="forge_rl-model-"))
     try:
-        random_model(folder / "model", **shape)
+        random_model(folder / "model", shape)
         return _updates(folder, shape, speed, TrainSettings(dtype="bfloat16", seq_len=seq_len), rows)
     finally:
         shutil.rmtree(folder)
