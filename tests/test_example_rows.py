@@ -7,8 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from forge_rl.data.data_config import DataConfig
+from forge_rl.data.sources import rows
 from forge_rl.data.sources.rows import Columns, Kind, problem_key
 from forge_rl.errors import TaskError
 
@@ -123,3 +126,9 @@ def test_kinds_are_for_rows_of_files_and_code_and_name_columns_of_their_own(tmp_
         with pytest.raises(TaskError, match=said):
             DataConfig().build([tasks], seed=0, kind=kind)  # type: ignore[arg-type]
     assert DataConfig().build(["chain_sum"], seed=0, kind="conversation").draw_from("chain_sum").truth["answer"]
+
+
+@given(st.text(st.characters(max_codepoint=127) | st.sampled_from(" \n\x1f"), max_size=30))
+@example("a \t\n  \x1f B")
+def test_problems_in_ascii_have_the_keys_that_the_definition_gives(text: str) -> None:
+    assert problem_key(text) == rows._digest(" ".join(text.split()).casefold().encode())

@@ -126,6 +126,9 @@ class _Answered:
     def __len__(self) -> int:
         return len(self._table)
 
+    def row(self, index: int) -> object:
+        return self._table.row(index)
+
     def rows(self, first: int, end: int) -> Iterator[tuple[int, object]]:
         return self._table.rows(first, end)
 

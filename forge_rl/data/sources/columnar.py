@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from forge_rl.data.sources.derived import check_room, derived
+from forge_rl.data.sources.open_files import changed
 from forge_rl.errors import TaskError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Arrow:
     def __init__(self, path: Path, batches: Sequence[pa.RecordBatch]) -> None:
         self.path = path
         self._batches = batches
+        self._size = path.stat().st_size
         self._starts = [0, *itertools.accumulate(map(len, batches))]
         if batches:
             _check_names(path, batches[0].schema)
@@ -41,7 +43,13 @@ class Arrow:
     def __len__(self) -> int:
         return self._starts[-1]
 
+    def row(self, index: int) -> object:
+        ((_, row),) = self.rows(index, index + 1)
+        return row
+
     def rows(self, first: int, end: int) -> Iterator[tuple[int, object]]:
+        if self.path.stat().st_size != self._size:
+            raise changed(self.path)
         while first < end:
             index = bisect.bisect_right(self._starts, first) - 1
             some = self._batches[index].slice(first - self._starts[index], min(end - first, _ROWS_AT_ONCE))

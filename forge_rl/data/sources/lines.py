@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import itertools
 import json
 import re
 from collections import Counter
@@ -16,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.data.sources.derived import derived
-from forge_rl.data.sources.tables import RowError
+from forge_rl.data.sources.open_files import OpenFile
+from forge_rl.data.sources.tables import BLANK, RowError
 from forge_rl.errors import TaskError
 
 MOST_ROW_BYTES = 1 << 26
@@ -45,19 +45,20 @@ class JSONLines:
     def __init__(self, path: Path, cache: Path, *, text: Path | None = None, quotes: bool = False) -> None:
         self.path = path
         self._text = text or path
+        self._file = OpenFile(self._text, named=path)
         self._starts = _row_starts(self._text, cache, quotes)
         """Offset of each row, then the file's size, [rows + 1] int64."""
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
+    def row(self, index: int) -> object:
+        begin, end = self._starts[index : index + 2].tolist()
+        data = self._file.read(begin, min(end, begin + MOST_ROW_BYTES + 1)).rstrip(b"\r\n")
+        return data if data.strip(_BLANKS) else BLANK
+
     def rows(self, first: int, end: int) -> Iterator[tuple[int, object]]:
-        with self._text.open("rb", buffering=0) as file:
-            for row, (begin, stop) in enumerate(itertools.pairwise(self._starts[first : end + 1].tolist()), first):
-                file.seek(begin)
-                data = file.read(min(stop - begin, MOST_ROW_BYTES + 1)).rstrip(b"\r\n")
-                if data.strip(_BLANKS):
-                    yield row, data
+        return ((index, row) for index in range(first, end) if (row := self.row(index)) is not BLANK)
 
     def parse(self, row: object) -> Mapping[str, object]:
         line = _line(row)
@@ -152,6 +153,9 @@ class JSONArray:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def row(self, index: int) -> object:
+        return self._rows[index]
 
     def rows(self, first: int, end: int) -> Iterator[tuple[int, object]]:
         return enumerate(self._rows[first:end], first)

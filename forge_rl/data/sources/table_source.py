@@ -6,12 +6,13 @@ import bisect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from forge_rl.data.sources.order import key_of, permuted
 from forge_rl.data.sources.rows import Columns
-from forge_rl.data.sources.tables import Identity, RowError, Table
+from forge_rl.data.sources.tables import BLANK, Identity, RowError, Table
 from forge_rl.errors import TaskError
 from forge_rl.types import Task
 
@@ -21,8 +22,7 @@ _FEW_ROWS = 1000
 """Minimum number of rows to which the maximum share of bad rows applies."""
 
 
-@dataclass(frozen=True)
-class ReadRow:
+class ReadRow(NamedTuple):
     """Result of reading a row: its task, or the error."""
 
     row: int
@@ -98,12 +98,13 @@ class TableSource:
             epoch, place = divmod(self._position, len(self))
             self._position += 1
             row = permuted(place, len(self), key_of(self.seed, epoch))
-            for read in self.read(row, row + 1):
-                self._drawn += 1
-                if read.error is not None:
-                    self._count_bad(read)
-                elif read.task is not None and not self.is_held_out(read.problem) and not self._is_left_out(row):
-                    return read.task
+            if (read := self._read(row)) is None:
+                continue
+            self._drawn += 1
+            if read.error is not None:
+                self._count_bad(read)
+            elif read.task is not None and not self.is_held_out(read.problem) and not self._is_left_out(row):
+                return read.task
         raise TaskError(
             f"no row of {self.name!r} can be trained on: all are held out, too long or bad",
             hint="inspect them: python -m apps.data",
@@ -121,11 +122,12 @@ class TableSource:
         key = key_of("held out")
         for place in range(len(self) if tasks > 0 else 0):
             row = permuted(place, len(self), key)
-            for read in self.read(row, row + 1):
-                if read.error is not None and self.max_bad_rows == 0:
-                    raise self.failure(read)
-                if read.task is not None and self.is_held_out(read.problem) and not self._is_left_out(row):
-                    found.setdefault(read.problem, read.task)
+            if (read := self._read(row)) is None:
+                continue
+            if read.error is not None and self.max_bad_rows == 0:
+                raise self.failure(read)
+            if read.task is not None and self.is_held_out(read.problem) and not self._is_left_out(row):
+                found.setdefault(read.problem, read.task)
             if len(found) == tasks:
                 break
         if tasks > 0 and not found and self.held_out_share == 1:
@@ -135,19 +137,29 @@ class TableSource:
     def read(self, first: int, end: int) -> Iterator[ReadRow]:
         """Read the rows from `first` to before `end`, without blank lines and without changing the position."""
         while first < end:
-            file = bisect.bisect_right(self._ends, first)
-            table, last = self.tables[file], min(end, self._ends[file])
-            offset = self._ends[file] - len(table)
+            table, offset = self._table_of(first)
+            last = min(end, offset + len(table))
             try:
-                if table.path.stat().st_size != self.files[file].size:
-                    raise TaskError(f"{table.path} changed while it was being read", hint="start the run again")
                 for row, written in table.rows(first - offset, last - offset):
                     yield self._parsed(table, offset + row, written)
             except OSError as error:
-                raise TaskError(
-                    f"{table.path} cannot be read: {error.strerror or error}", hint="check the file"
-                ) from error
+                raise _unreadable(table, error) from error
             first = last
+
+    def _read(self, row: int) -> ReadRow | None:
+        """Read one row; returns None if it is a blank line."""
+        table, offset = self._table_of(row)
+        try:
+            written = table.row(row - offset)
+        except OSError as error:
+            raise _unreadable(table, error) from error
+        return None if written is BLANK else self._parsed(table, row, written)
+
+    def _table_of(self, row: int) -> tuple[Table, int]:
+        """Return the table with a row, and the number of its own first row."""
+        file = bisect.bisect_right(self._ends, row)
+        table = self.tables[file]
+        return table, self._ends[file] - len(table)
 
     def leave_out(self, rows: Sequence[int]) -> None:
         """Exclude the tasks of these rows, for example because of overlong prompts."""
@@ -172,9 +184,8 @@ class TableSource:
 
     def describe(self, row: int) -> str:
         """Describe a row's place by its file and its line or number."""
-        file = bisect.bisect_right(self._ends, row)
-        table = self.tables[file]
-        return f"{table.path}, {table.describe(row - self._ends[file] + len(table))}"
+        table, offset = self._table_of(row)
+        return f"{table.path}, {table.describe(row - offset)}"
 
     def state(self) -> dict[str, object]:
         return {
@@ -233,6 +244,10 @@ class TableSource:
             f"{self.max_bad_rows:g}; one is {self.describe(read.row)}: {read.error}",
             hint=read.error.hint if read.error else "",
         )
+
+
+def _unreadable(table: Table, error: OSError) -> TaskError:
+    return TaskError(f"{table.path} cannot be read: {error.strerror or error}", hint="check the file")
 
 
 def _difference(saved: object, now: Sequence[object]) -> str:

@@ -11,6 +11,8 @@ from typing import Protocol
 _SAMPLES = 16
 """Number of samples, from head to tail, whose bytes identify a file."""
 _SAMPLE_BYTES = 4096
+BLANK = object()
+"""Stands for a row that is a blank line."""
 
 
 class RowError(Exception):
@@ -44,8 +46,16 @@ class Table(Protocol):
     def __len__(self) -> int:
         """Return the number of rows, blank lines included."""
 
+    def row(self, index: int) -> object:
+        """Return a row as `parse` takes it, or BLANK if its line is blank.
+
+        Raises:
+            TaskError: the file has changed.
+            OSError: the file cannot be read.
+        """
+
     def rows(self, first: int, end: int) -> Iterator[tuple[int, object]]:
-        """Yield the number of each row from `first` to before `end`, and what `parse` takes; skips blank lines."""
+        """Yield the number of each row from `first` to before `end`, and the row; skips blank lines."""
 
     def parse(self, row: object) -> Mapping[str, object]:
         """Return a row's columns.
