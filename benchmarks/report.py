@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import shlex
@@ -112,12 +113,12 @@ class Report:
         return table
 
     def write(self, path: Path) -> None:
-        """Write the JSON file atomically.
+        """Write the JSON file atomically, with null for a number that is not finite.
 
         Raises:
             BenchmarkError: it cannot be written.
         """
-        content = json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n"
+        content = json.dumps(_finite(self.as_json()), indent=1, allow_nan=False) + "\n"
         try:
             with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
                 try:
@@ -227,6 +228,18 @@ def run_benchmark(
         Console(stderr=True, highlight=False, soft_wrap=True).print(message)
         sys.exit(1)
     sys.exit(0)
+
+
+def _finite(value: object) -> object:
+    """Return a value as JSON has it: None for each number that is not finite."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {name: _finite(part) for name, part in value.items()}
+        case list() | tuple():
+            return [_finite(part) for part in value]
+    return value
 
 
 def _listed(values: Mapping[str, object]) -> str:

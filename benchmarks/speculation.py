@@ -9,7 +9,8 @@ a heavy tail, so that one task is far longer than the others. Texts of both engi
 second. The first epoch has only siblings to draft from and is not counted.
 
 `tail_speedup` is of the time with 4 or fewer running requests, `step_speedup` of whole epochs. `distribution_p` is the
-smallest p-value of three chi-square tests that the first tokens of answers to one prompt are distributed alike.
+smallest p-value of three chi-square tests that the first tokens of answers to one prompt are distributed alike, at a
+temperature where they differ.
 `entropy` is the policy's, in nats per token: the mean negative logprob of the tokens it sampled.
 """
 
@@ -44,6 +45,8 @@ _TAIL = 4
 """Maximum running requests in the tail."""
 _BINS = 10
 _MOST_NUMBERS = 40
+_SPREAD = Sampling(max_tokens=4, temperature=4.0, extra={"top_k": 4})
+"""Settings of the answers whose distribution is compared: a taught model's own hardly differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,8 @@ class Config(BenchmarkConfig):
     """Bundled model name, folder, or hub id; this model is fine-tuned first."""
     taught_steps: int = 64
     """Number of steps of the fine-tuning, of 32 answers each."""
+    taught: Path | None = None
+    """Folder for the fine-tuned model, in which a finished one is used again; by default a temporary one."""
     speculation: str = "suffix"
     """Settings of the engine that drafts, as for --generator.speculation."""
     tasks: int = 8
@@ -98,7 +103,11 @@ def _heavy_tailed(most: int, level: float) -> int:
 
 
 def _teach(config: Config, folder: Path) -> Path:
-    """Fine-tune the model on sums, and return the new folder."""
+    """Fine-tune the model on sums, and return the new folder; one that was finished before is returned at once."""
+    taught = folder / "taught" / "checkpoints" / f"step-{config.taught_steps:06d}" / "model"
+    if taught.is_dir():
+        return taught
+    folder.mkdir(parents=True, exist_ok=True)
     drawn, tasks = random.Random(1), folder / "sums.jsonl"
     rows = [_sum(_heavy_tailed(_MOST_NUMBERS, drawn.random()), drawn) for _ in range(32 * config.taught_steps)]
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -108,6 +117,7 @@ def _teach(config: Config, folder: Path) -> Path:
         "--steps": config.taught_steps,
         "--groups-per-batch": 32,
         "--trainer.optimizer.lr": 2e-4,
+        "--trainer.optimizer.decay": "linear",
         "--evaluation.every": 0,
         "--out": folder / "taught",
         "--display": "plain",
@@ -116,7 +126,7 @@ def _teach(config: Config, folder: Path) -> Path:
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise BenchmarkError(f"the fine-tuning failed: {done.stdout[-2000:]}")
-    return max((folder / "taught" / "checkpoints").glob("step-*")) / "model"
+    return taught
 
 
 @contextlib.asynccontextmanager
@@ -124,9 +134,9 @@ async def _generators(config: Config) -> AsyncIterator[dict[str, Generator]]:
     """Start a generator without speculation, "plain", and one with, "drafted"; both serve the taught model."""
     folder = resolve_model(config.model, default_cache())
     drafts = resolve_draft_model(config.speculation, folder, default_cache())
-    with tempfile.TemporaryDirectory(prefix="speculation-") as taught:
+    with tempfile.TemporaryDirectory(prefix="speculation-") as scratch:
         if not config.smoke:
-            folder = _teach(config, Path(taught))
+            folder = _teach(config, config.taught or Path(scratch))
         settings = Generator.Config(
             max_model_len=1024, max_tokens=config.most_tokens, kv_cache_gib=0.5, gpu_memory_utilization=0.3
         )
@@ -172,7 +182,7 @@ async def _first_tokens(generator: Generator, prompt: list[int], count: int) -> 
     """Count the second and third tokens of answers to a prompt, which are drafted once some are known."""
     found: Counter[tuple[int, ...]] = Counter()
     for _ in range(0, count, _TAIL):
-        turns = await asyncio.gather(*(generator.generate(prompt, Sampling(max_tokens=4)) for _ in range(_TAIL)))
+        turns = await asyncio.gather(*(generator.generate(prompt, _SPREAD) for _ in range(_TAIL)))
         found.update(tuple(turn.token_ids[1:3].tolist()) for turn in turns)
     return found
 
@@ -180,12 +190,14 @@ async def _first_tokens(generator: Generator, prompt: list[int], count: int) -> 
 def p_value(one: Counter[tuple[int, ...]], other: Counter[tuple[int, ...]]) -> float:
     """Test by chi-square that two samples have one distribution; returns the p-value.
 
-    The most frequent outcomes of both have a bin each, and all others one.
+    The most frequent outcomes of both have a bin each, and all others one; a single bin gives 1.
     """
     common = [outcome for outcome, _ in (one + other).most_common(_BINS - 1)]
     table = torch.tensor([[sample[key] for key in common] for sample in (one, other)]).double()
     rest = torch.tensor([[one.total()], [other.total()]]) - table.sum(1, keepdim=True)
     table = torch.cat([table, rest], 1) if rest.any() else table
+    if table.shape[1] == 1:
+        return 1.0
     expected = table.sum(1, keepdim=True) * table.sum(0) / table.sum()
     statistic = ((table - expected) ** 2 / expected).sum()
     return float(torch.special.gammaincc(torch.tensor((table.shape[1] - 1) / 2).double(), statistic / 2))

@@ -23,6 +23,7 @@ from benchmarks.report import (
     run_benchmark,
     spread,
 )
+from tools.figures import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +111,16 @@ def test_a_report_replaces_an_older_one_and_leaves_nothing_else(tmp_path: Path) 
     assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_a_report_that_is_no_json_is_not_written(tmp_path: Path) -> None:
+def test_a_number_that_is_not_finite_does_not_cost_the_report(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     report = Report("shuffle")
-    report.results["seconds"] = float("nan")
-    with pytest.raises(ValueError, match="JSON"):
-        report.write(path)
-    assert list(tmp_path.iterdir()) == []
+    report.measure("seconds", [1.0, float("inf"), float("nan")])
+    report.rows = [{"seconds": float("nan"), "parts": (1.0, float("-inf"))}]
+    report.write(path)
+    content = json.loads(path.read_text())
+    assert content["results"] == {"seconds": None}
+    assert content["rows"] == [{"seconds": None, "parts": [1.0, None]}]
+    assert shown(None) == "-"
 
 
 def test_a_write_that_fails_leaves_the_older_report_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

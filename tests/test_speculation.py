@@ -121,7 +121,17 @@ def test_the_index_keeps_its_size_and_only_the_latest_tokens() -> None:
         # With three different tokens nearly everything matches; nothing that was overwritten may be followed.
         assert index.tail(end, 100) == texts[-1][-64:][::-1]
         assert set(index.draft(end, key=0, most=8)) <= set(recent)
-    assert len(index._tokens) == len(index._heads) == 64
+    assert {len(index._tokens), *(len(each._last) for each in index._endings)} == {64}
+
+
+def test_places_where_more_recurs_are_found_among_many_that_look_alike() -> None:
+    index = SuffixIndex(1 << 10)
+    long = list(range(100, 110))
+    write(index, [*long, 1, 2, 3, 50, 51])
+    for other in range(20):  # more than are compared
+        write(index, [1, 2, 3, 60 + other])
+    assert index.draft(write(index, [1, 2, 3]), key=0, most=2) == [], "all of the last 16 go on differently"
+    assert index.draft(write(index, [*long, 1, 2, 3]), key=0, most=2) == [50, 51]
 
 
 def test_answers_are_drafted_from_siblings_and_later_turns_but_not_from_other_tasks() -> None:
@@ -279,6 +289,7 @@ def test_the_benchmark_tells_distributions_apart() -> None:
     assert p_value(sample([12, *[3] * 11]), sample([12, *[3] * 11])) > 0.01
     assert p_value(sample([12, *[3] * 11]), sample([30, *[3] * 11])) < 0.001
     assert p_value(Counter({(1,): 5, (2,): 5}), Counter({(1,): 5, (2,): 5})) == 1
+    assert p_value(Counter({(1,): 5}), Counter({(1,): 5})) == 1
 
 
 @pytest.mark.nightly

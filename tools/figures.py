@@ -102,8 +102,10 @@ def rows(report: dict[str, Any], fields: Sequence[str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def shown(value: float) -> str:
-    """Return a number with four significant digits, and commas between thousands."""
+def shown(value: float | None) -> str:
+    """Return a number with four significant digits, and commas between thousands; "-" for one that was not finite."""
+    if value is None:
+        return "-"
     text = f"{value:.4g}"
     return f"{float(text):,.0f}" if abs(value) >= 1000 else text
 

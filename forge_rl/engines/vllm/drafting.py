@@ -14,7 +14,7 @@ from forge_rl.engines.vllm.cpu_draft_model import DraftModel
 from forge_rl.engines.vllm.suffixes import AnswerIndex
 
 _INDEX_TOKENS = 1 << 20
-"""Tokens that a worker's index of answers holds: 36 MiB."""
+"""Tokens that a worker's index of answers holds: 52 MiB."""
 
 
 def speculative_config(settings: Speculation) -> dict[str, object]:

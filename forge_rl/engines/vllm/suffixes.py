@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-_ANCHOR = 3
-"""Number of tokens that must recur for a place to be found."""
+_ANCHORS = (8, 3)
+"""Numbers of tokens that must recur for a place to be found. Places where more recur come first: in a text of many like
+lines, the last few tokens occur at more places than are compared, of which nearly all continue otherwise."""
 _LONGEST = 24
 """Maximum length of a match; longer ones count as this long."""
 _PLACES = 16
@@ -29,7 +30,7 @@ _FOLLOWED = 2048
 
 
 class SuffixIndex:
-    """Tokens of texts in a ring, chained by hashes of `_ANCHOR` tokens and of a key, such as the texts' task.
+    """Tokens of texts in a ring, chained by hashes of their last tokens and of a key, such as the texts' task.
 
     index = SuffixIndex(1 << 20)
     for token in (5, 6, 7, 8):
@@ -37,7 +38,7 @@ class SuffixIndex:
     index.draft((5, 6, 7), key=1, most=4)  # [8]
 
     Args:
-        size: maximum number of tokens, a power of 2; the oldest are overwritten. Each takes 36 bytes.
+        size: maximum number of tokens, a power of 2; the oldest are overwritten. Each takes 52 bytes.
     """
 
     def __init__(self, size: int) -> None:
@@ -47,10 +48,7 @@ class SuffixIndex:
         self._before = array("q", b"\xff" * 8 * size)
         """Place of the token before, in the same text; -1 if there is none."""
         self._after = array("q", b"\xff" * 8 * size)
-        self._chain = array("q", b"\xff" * 8 * size)
-        """Previous place with the same hash."""
-        self._heads = array("q", b"\xff" * 8 * size)
-        """Last place of each hash."""
+        self._endings = [_Endings(length, size) for length in _ANCHORS]
         self._written = 0
         """Places are numbered in the order of writing and never reused; a place's slot is."""
 
@@ -60,13 +58,12 @@ class SuffixIndex:
         self._written += 1
         if not self._kept(end):
             end = -1
-        self._tokens[slot], self._before[slot], self._after[slot], self._chain[slot] = token, end, -1, -1
+        self._tokens[slot], self._before[slot], self._after[slot] = token, end, -1
         if end >= 0:
             self._after[end & self._mask] = place
-        tail = self.tail(place, _ANCHOR)
-        if len(tail) == _ANCHOR:
-            head = self._hash(tail, key)
-            self._chain[slot], self._heads[head] = self._heads[head], place
+        tail = self.tail(place, max(_ANCHORS))
+        for endings in self._endings:
+            endings.append(place, tail, key)
         return place
 
     def tail(self, place: int, most: int) -> list[int]:
@@ -85,8 +82,6 @@ class SuffixIndex:
         these shares falls below `_LEAST`.
         """
         ending = self.tail(place, _LONGEST)
-        if len(ending) < _ANCHOR:
-            return []
         votes = self._matches(place, ending, key)
         drafted: list[int] = []
         likely = 1.0
@@ -108,17 +103,18 @@ class SuffixIndex:
         return drafted
 
     def _matches(self, place: int, ending: Sequence[int], key: int) -> list[tuple[int, int]]:
-        """Return places after recent occurrences of the ending, with the lengths of the matches."""
+        """Return places after recent occurrences of the ending, with the lengths of the matches, in tokens."""
         found: list[tuple[int, int]] = []
-        at = self._heads[self._hash(ending[:_ANCHOR], key)]
-        for _ in range(_PLACES):
-            if not self._kept(at):
+        for endings in self._endings:
+            for at in endings.recent(ending, key):
+                if not self._kept(at):
+                    break
+                if at != place and (following := self._after[at & self._mask]) >= 0:
+                    length = self._common(at, ending)
+                    if length >= endings.length:
+                        found.append((following, length))
+            if found:
                 break
-            if at != place and (following := self._after[at & self._mask]) >= 0:
-                length = self._common(at, ending)
-                if length >= _ANCHOR:
-                    found.append((following, length))
-            at = self._chain[at & self._mask]
         return found
 
     def _common(self, at: int, ending: Sequence[int]) -> int:
@@ -132,8 +128,39 @@ class SuffixIndex:
     def _kept(self, place: int) -> bool:
         return place >= 0 and place >= self._written - self._mask - 1
 
+
+class _Endings:
+    """Places by the hash of the `length` tokens up to them and of a key, in rings of `size` places."""
+
+    def __init__(self, length: int, size: int) -> None:
+        self.length = length
+        self._mask = size - 1
+        self._earlier = array("q", b"\xff" * 8 * size)
+        """Previous place with the same hash, -1 if there is none."""
+        self._last = array("q", b"\xff" * 8 * size)
+        """Last place of each hash."""
+
+    def append(self, place: int, tail: Sequence[int], key: int) -> None:
+        """Add the next place, after these tokens (last token first)."""
+        self._earlier[place & self._mask] = -1
+        if len(tail) >= self.length:
+            head = self._hash(tail, key)
+            self._earlier[place & self._mask], self._last[head] = self._last[head], place
+
+    def recent(self, tail: Sequence[int], key: int) -> Iterator[int]:
+        """Yield the last `_PLACES` places with the hash of these tokens, the most recent first.
+
+        A place that was overwritten must end the iteration.
+        """
+        at = self._last[self._hash(tail, key)] if len(tail) >= self.length else -1
+        for _ in range(_PLACES):
+            if at < 0:
+                return
+            yield at
+            at = self._earlier[at & self._mask]
+
     def _hash(self, tail: Sequence[int], key: int) -> int:
-        return hash((key, *tail)) & self._mask
+        return hash((key, *tail[: self.length])) & self._mask
 
 
 class AnswerIndex:
