@@ -12,17 +12,20 @@ import subprocess
 import sys
 import threading
 import uuid
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from forge_rl.runtime import processes
 from forge_rl.runtime.processes import (
     ProcessTree,
     cause_of,
     describe_exit,
     exit_status,
+    idle_collection,
     is_traced,
     last_error,
     responsive_loop,
@@ -296,3 +299,24 @@ def test_a_responsive_loop_leaves_the_interpreter_as_it_was():
         assert sys.getswitchinterval() < before[1]
         assert gc.get_freeze_count() > 0
     assert (gc.get_threshold(), sys.getswitchinterval()) == before
+
+
+def test_cycles_are_collected_while_a_body_waits_and_not_if_it_is_short(monkeypatch: pytest.MonkeyPatch):
+    class Node:
+        def __init__(self) -> None:
+            self.itself = self
+
+    async def collected_within(seconds: float) -> bool:
+        node = weakref.ref(Node())
+        with idle_collection():
+            await asyncio.sleep(seconds)
+        await asyncio.sleep(0.1)
+        return node() is None
+
+    monkeypatch.setattr(processes, "_IDLE_S", 0.05)
+    gc.disable()
+    try:
+        assert not asyncio.run(collected_within(0))
+        assert asyncio.run(collected_within(0.1))
+    finally:
+        gc.enable()

@@ -30,6 +30,7 @@ from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import RolloutServices, Services, nothing_generated
 from forge_rl.run.step_metrics import StepMetrics
 from forge_rl.runtime.hold import Hold
+from forge_rl.runtime.processes import idle_collection
 from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
@@ -221,12 +222,14 @@ class Run(Generic[C]):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase and enforce its deadline.
+        """Time a phase and enforce its deadline; in the phase "train", also collect garbage.
 
         Raises:
             DeadlineError: the phase takes longer than phase_deadline_s.
         """
-        with self._metrics.phase(name), self._monitor.faults.deadline(name, self.config.phase_deadline_s):
+        collection = idle_collection() if name == "train" else contextlib.nullcontext()
+        deadline = self._monitor.faults.deadline(name, self.config.phase_deadline_s)
+        with self._metrics.phase(name), deadline, collection:
             yield
 
     def log(
