@@ -65,6 +65,8 @@ class Dispatcher:
     def request(self, episode: InflightEpisode) -> asyncio.Future[None] | None:
         """Request an engine; returns what ends once it is granted, None if that is now. The caller must then `release`
         it, also if it was cancelled before."""
+        if self.scheduler.decode_at_once(episode):
+            return None
         self.scheduler.request_decode(episode)
         self.grant()
         if episode.state == "decoding":

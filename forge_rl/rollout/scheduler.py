@@ -125,15 +125,24 @@ class Scheduler:
         if awaited:
             self._riding = []
 
+    def decode_at_once(self, episode: InflightEpisode) -> bool:
+        """Let an episode with a turn to decode do so without queueing, if none waits and an engine is free."""
+        if self._waiting or self._riding or self.capacity.paused or episode.group.dropped:
+            return False
+        engine = self._engine_for(episode)
+        if engine is None:
+            return False
+        self._take_ticket(episode)
+        self._grant(episode, engine)
+        return True
+
     def request_decode(self, episode: InflightEpisode) -> None:
         """Queue an episode with a turn to decode."""
         if episode.group.dropped:
             return
         assert episode.state == "in_env", f"an episode that is {episode.state} requests an engine"
         self._set_state(episode, "waiting")
-        if not episode.ticket:  # later turns keep their place before episodes that started later
-            self._tickets += 1
-            episode.ticket = self._tickets
+        self._take_ticket(episode)
         rank, heap = episode.group.batch, self._waiting
         if rank == EVALUATION and self.capacity.evaluating:
             rank = _FIRST
@@ -307,16 +316,11 @@ class Scheduler:
             if episode.state != "waiting":
                 heapq.heappop(heap)
                 continue
-            # Prefer an engine that may have the prompt in its KV cache.
-            engine = self.capacity.choose((episode.engine, episode.group.home))
+            engine = self._engine_for(episode)
             if engine is None:
                 break
             heapq.heappop(heap)
-            episode.engine = engine
-            episode.interrupted = False
-            if episode.group.home is None:
-                episode.group.home = engine
-            self._set_state(episode, "decoding")
+            self._grant(episode, engine)
             found.append(episode)
         return found
 
@@ -347,6 +351,23 @@ class Scheduler:
                 f"{planner.published}: load it"
             )
         return missing
+
+    def _take_ticket(self, episode: InflightEpisode) -> None:
+        """Number an episode by its first turn: later ones keep its place before episodes that started later."""
+        if not episode.ticket:
+            self._tickets += 1
+            episode.ticket = self._tickets
+
+    def _engine_for(self, episode: InflightEpisode) -> int | None:
+        """Return a free engine, preferably one that may have the prompt in its KV cache; None if all are full."""
+        return self.capacity.choose((episode.engine, episode.group.home))
+
+    def _grant(self, episode: InflightEpisode, engine: int) -> None:
+        episode.engine = engine
+        episode.interrupted = False
+        if episode.group.home is None:
+            episode.group.home = engine
+        self._set_state(episode, "decoding")
 
     def _next_episode(self) -> InflightEpisode | None:
         """Return the next episode to start: from the awaited batch, then evaluations, then the earliest other batch.

@@ -310,8 +310,8 @@ def responsive_loop() -> Iterator[None]:
 
     Cyclic garbage is collected once per million new objects instead of 700, and at `idle_collection`: the objects of
     thousands of episodes live longer than that, hardly any are in cycles, and scanning them repeatedly would take as
-    long as everything else. Imported objects are not scanned. The thread switch interval is a tenth of the default: the loop releases the GIL with every file read, and
-    gets it back sooner from threads that compute in Python.
+    long as everything else. Imported objects are not scanned. The thread switch interval is a tenth of the default: the
+    loop releases the GIL with every file read, and gets it back sooner from threads that compute in Python.
     """
     before, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.freeze()
