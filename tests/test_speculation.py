@@ -134,6 +134,31 @@ def test_places_where_more_recurs_are_found_among_many_that_look_alike() -> None
     assert index.draft(write(index, [*long, 1, 2, 3]), key=0, most=2) == [50, 51]
 
 
+def test_a_sibling_still_guides_after_tokens_that_differ_until_too_many_do() -> None:
+    index, prompt, sibling = AnswerIndex(1 << 12), [1, 2], list(range(100, 200))
+
+    def drafts(request: str, answer: list[int]) -> list[list[int]]:
+        """Follow a request token by token; returns the draft after each."""
+        found = []
+        for end in range(1, len(answer) + 1):
+            index.follow(request, np.array([*prompt, *answer[:end]], np.int32), len(prompt))
+            found.append(index.draft(request, 4))
+        return found
+
+    assert not any(drafts("sibling", sibling))
+    answer = list(sibling)
+    answer[30] = 7
+    found = drafts("other", answer)
+    assert found[20] == sibling[21:25]
+    assert found[30:33] == [sibling[at : at + 4] for at in (31, 32, 33)], "although no three tokens recur"
+    wrong = [token if at < 30 else at for at, token in enumerate(sibling)]
+    found = drafts("lost", wrong)
+    assert found[30] == sibling[31:35]
+    assert not any(found[49:]), "of the last 24 tokens fewer than 6 were right"
+    end = drafts("longer", [*sibling, 8, 9])
+    assert end[-3:] == [[], [], []], "the sibling has ended"
+
+
 def test_answers_are_drafted_from_siblings_and_later_turns_but_not_from_other_tasks() -> None:
     index = AnswerIndex(1 << 12)
     prompt, answer = list(range(100, 120)), list(range(200, 240))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,27 @@ _DOUBT = 3
 """Weight of "something else follows", in tokens of a match."""
 _LEAST = 0.25
 """A draft ends before a token whose estimated probability of being accepted is below this."""
+_RECENT = (1 << _LONGEST) - 1
+"""Bits of the tokens by which a guide is judged."""
+_LEAST_HITS = 6
+"""Number of these tokens that a guide must have had right."""
 _PROMPT = 4096
 """Maximum number of a prompt's last tokens that are taken up."""
 _TASKS = 4096
 """Maximum number of prompts that are remembered."""
 _FOLLOWED = 2048
 """Maximum number of requests that are remembered, for those that a weight update interrupts."""
+
+
+@dataclass
+class Guide:
+    """A place in a text that went on as a request does, but for single tokens: after another number in a sum, its
+    siblings still tell what comes next."""
+
+    at: int = -1
+    """Place of the token that the request is expected to have next; -1 if there is none."""
+    hits: int = 0
+    """Bits of the request's last tokens, the last one lowest: 1 where it had the expected token."""
 
 
 class SuffixIndex:
@@ -74,15 +90,31 @@ class SuffixIndex:
             place = self._before[place & self._mask]
         return found
 
-    def draft(self, place: int, *, key: int, most: int) -> list[int]:
+    def pass_by(self, guide: Guide, token: int) -> None:
+        """Move a guide past the next token of its request; one that is wrong too often is given up."""
+        if self._kept(guide.at):
+            slot = guide.at & self._mask
+            guide.hits = (guide.hits << 1 | (self._tokens[slot] == token)) & _RECENT
+            guide.at = self._after[slot] if guide.hits.bit_count() >= _LEAST_HITS else -1
+
+    def draft(self, place: int, *, key: int, most: int, guide: Guide | None = None) -> list[int]:
         """Return the tokens that may follow a text up to a place, at most `most`.
 
         Each place where the text's last tokens occurred before votes for what followed there, with the length of its
         match, against `_DOUBT`. The winner's share estimates how likely it is; the draft ends where the product of
         these shares falls below `_LEAST`.
+
+        Args:
+            guide: becomes the longest match if that is long; if there is none, it votes with its hits.
         """
         ending = self.tail(place, _LONGEST)
         votes = self._matches(place, ending, key)
+        if guide is not None:
+            at, length = max(votes, key=itemgetter(1), default=(-1, 0))
+            if length >= max(_ANCHORS):
+                guide.at, guide.hits = at, (1 << length) - 1
+            elif self._kept(guide.at):
+                votes.append((guide.at, guide.hits.bit_count()))
         drafted: list[int] = []
         likely = 1.0
         while votes and len(drafted) < most:
@@ -197,6 +229,7 @@ class AnswerIndex:
             if len(self._requests) > _FOLLOWED:
                 self._requests.popitem(last=False)
         for token in tokens[followed.known :].tolist():
+            self._index.pass_by(followed.guide, token)
             followed.end = self._index.append(token, key=followed.task, end=followed.end)
         followed.known = len(tokens)
         self._requests.move_to_end(request)
@@ -204,7 +237,7 @@ class AnswerIndex:
     def draft(self, request: str, most: int) -> list[int]:
         """Return what may follow a request's tokens, at most `most` of them."""
         followed = self._requests[request]
-        return self._index.draft(followed.end, key=followed.task, most=most)
+        return self._index.draft(followed.end, key=followed.task, most=most, guide=followed.guide)
 
     def _task(self, prompt: npt.NDArray[np.int32]) -> tuple[int, int]:
         """Return the number of a prompt's task, and how many of its tokens the index has from an earlier request."""
@@ -234,3 +267,4 @@ class _Followed:
     """Place of its last token."""
     known: int
     """Number of its tokens that were taken up or passed over."""
+    guide: Guide = field(default_factory=Guide)
