@@ -36,8 +36,8 @@ _FOLLOWED = 2048
 
 @dataclass
 class Guide:
-    """A place in a text that went on as a request does, but for single tokens: after another number in a sum, its
-    siblings still tell what comes next."""
+    """A place in a text that continues as a request does except for single tokens: after a different digit in a sum,
+    a sibling still predicts the tokens that follow."""
 
     at: int = -1
     """Place of the token that the request is expected to have next; -1 if there is none."""
