@@ -45,7 +45,7 @@ _TAIL = 4
 """Maximum running requests in the tail."""
 _BINS = 10
 _MOST_NUMBERS = 40
-_SPREAD = Sampling(max_tokens=4, temperature=4.0, extra={"top_k": 4})
+_SPREAD = Sampling(max_tokens=4, temperature=2.0, extra={"top_k": 4})
 """Settings of the answers whose distribution is compared: a taught model's own hardly differ."""
 
 
@@ -217,6 +217,7 @@ async def _measure(config: Config, report: Report) -> None:
             for name in sorted(generators, reverse=epoch % 2 == 1):
                 speed = found[name] = await _epoch(generators[name], requests)
                 drafts = generators[name].drain_drafts()
+                print(f"epoch {epoch}, {name}: {speed.tokens / speed.seconds:.0f} tokens/s", flush=True)
                 report.rows.append(
                     {"epoch": epoch, "engine": name, "warm_up": epoch == 0}
                     | vars(speed)
