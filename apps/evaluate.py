@@ -150,7 +150,7 @@ class Config:
     isolation: Annotated[Isolation, tyro.conf.OmitArgPrefixes] = field(default_factory=Isolation)
 
     def __post_init__(self) -> None:
-        check_flags(self, "--", least={"episodes": 1, "temperature": 0}, below={"temperature": 10})
+        check_flags(self, "--", least={"episodes": 1, "temperature": 0}, most={"temperature": 2})
         check_flags(self.evaluation, "--evaluation.", least={"tasks": 1})
         if self.lists_benchmarks:
             return

@@ -86,6 +86,10 @@ class _Speed:
     nats: float = 0.0
     """Sum of the sampled tokens' negative logprobs."""
 
+    def __str__(self) -> str:
+        tail = f", {self.tail_tokens / self.tail_seconds:.0f} in the tail" if self.tail_tokens else ""
+        return f"{self.tokens / self.seconds:.0f} tokens/s{tail}"
+
 
 def _sum(count: int, drawn: random.Random) -> dict[str, str]:
     """Return a question for the sum of some numbers, and its answer step by step: 12 tokens a number."""
@@ -217,7 +221,7 @@ async def _measure(config: Config, report: Report) -> None:
             for name in sorted(generators, reverse=epoch % 2 == 1):
                 speed = found[name] = await _epoch(generators[name], requests)
                 drafts = generators[name].drain_drafts()
-                print(f"epoch {epoch}, {name}: {speed.tokens / speed.seconds:.0f} tokens/s", flush=True)
+                print(f"epoch {epoch}, {name}: {speed}", flush=True)
                 report.rows.append(
                     {"epoch": epoch, "engine": name, "warm_up": epoch == 0}
                     | vars(speed)

@@ -263,6 +263,8 @@ async def a_request_that_cannot_be_served_is_a_config_error(decoder: Decoder) ->
     await decoder.load_next()
     with pytest.raises(ConfigError, match=r"does not take the request: .*logprobs"):
         await decoder.complete(completion(0, max_tokens=8, top_logprobs=5000))
+    with pytest.raises(ConfigError, match=r"does not take the request: .*temperature must be in \[0, 2\]"):
+        await decoder.complete(completion(0, max_tokens=8, temperature=2.5))
 
 
 async def given_tokens_are_scored_as_transformers_does_at_any_temperature(decoder: Decoder) -> None:

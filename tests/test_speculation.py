@@ -290,6 +290,26 @@ def test_sampled_tokens_are_distributed_as_without_drafts(seed: int, top_k: int)
 
 
 @pytest.mark.processes  # importing vLLM takes as long as starting some
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, None), (None, 0.5), (3, 0.5)])
+def test_a_step_without_drafts_takes_top_k_and_top_p(top_k: int | None, top_p: float | None) -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    from forge_rl.engines.vllm import cpu, internals
+
+    cpu.verify_drafts()
+    internals.accept_no_drafts()
+    metadata: Any = SimpleNamespace(
+        all_greedy=False,
+        temperature=torch.full((2,), 1.0),
+        top_k=None if top_k is None else torch.full((2,), top_k),
+        top_p=None if top_p is None else torch.full((2,), top_p),
+    )
+    ends = torch.zeros(2, dtype=torch.int32)
+    found = rejection_sampler.apply_sampling_constraints(torch.zeros(0, 5), ends, metadata)
+    assert found.shape == (0, 5)
+
+
+@pytest.mark.processes  # importing vLLM takes as long as starting some
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sampler of CPUs")
 def test_greedy_requests_keep_drafts_that_are_the_likeliest() -> None:
     from forge_rl.engines.vllm import cpu

@@ -83,7 +83,8 @@ class GeneratorConfig(DecodeSettings):
                 "stall_s": 0,
                 "max_model_len": self.max_tokens,
             },
-            below={"temperature": 10, "gpu_memory_utilization": 1},
+            most={"temperature": 2},  # vLLM's limit
+            below={"gpu_memory_utilization": 1},
         )
         check_bounds(self, "--generator.")
         self._check_hosts()

@@ -41,6 +41,7 @@ class Drafter:
         self._config = vllm_config
         self._runner: Any = None
         self._model: DraftModel | None = None
+        internals.accept_no_drafts()
         if vllm_config.device_config.device_type == "cpu":
             cpu.verify_drafts()
 

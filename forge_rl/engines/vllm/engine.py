@@ -149,12 +149,12 @@ class VLLMEngine:
         request, sent, clock = self._cache.request_id(), 0, asyncio.get_running_loop().time
         prompt = {"type": "token", "prompt_token_ids": np.asarray(prompt_ids).tolist()}
         interval = int(min(max(gather_s / self._token_s, 1), _MOST_GATHERED))
-        generated = self._llm.generate(prompt, _parameters(sampling, interval), request_id=request)
         gathered: list[CompletionOutput] = []
         of_prompt: PromptLogprobs = ()
         first = begun = 0.0
         self._requests += 1
         try:
+            generated = self._llm.generate(prompt, _parameters(sampling, interval), request_id=request)
             async with contextlib.aclosing(generated) as outputs:
                 async for output in outputs:
                     (completion,) = output.outputs

@@ -145,6 +145,18 @@ def draft_to_the_end(runner: Any) -> None:
     runner.effective_drafter_max_model_len = 1 << 30
 
 
+def accept_no_drafts() -> None:
+    """Let requests have top-k or top-p in a step without drafts, which vLLM verifies too: its kernels fail on no rows,
+    and the engine with them. Idempotent."""
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    def apply(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+        return apply_top_k_top_p(logits, k, p) if len(logits) else logits
+
+    rejection_sampler.apply_top_k_top_p = apply
+
+
 def ngram_proposer(vllm_config: Any, max_tokens: int) -> Any:
     """Return vLLM's proposer of what followed the last 2 to 8 tokens before, in the same request."""
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer  # imports numba
