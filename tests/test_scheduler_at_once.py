@@ -2,9 +2,55 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from forge_rl.rollout.state import InflightEpisode
 from tests.test_scheduler import evaluate, result, schedule
+
+
+def history(seed: int, *, at_once: bool) -> list[object]:
+    """Let random episodes of a batch decode and end; returns which engine each turn got, and the batches."""
+    drawn, found = random.Random(seed), list[object]()
+    scheduler = schedule(max_lag=2)
+    scheduler.capacity.set_engines({0: 3, 1: 2})
+    asking, decoding = scheduler.pop_starts(), list[InflightEpisode]()
+
+    def note(episode: InflightEpisode) -> None:
+        decoding.append(episode)
+        found.append((episode.group.task.id, episode.index, episode.engine, episode.ticket))
+
+    for _ in range(200):
+        scheduler.capacity.set_paused(drawn.random() < 0.1)
+        if asking and (drawn.random() < 0.6 or not decoding):
+            episode = asking.pop(drawn.randrange(len(asking)))
+            if at_once and scheduler.decode_at_once(episode):
+                note(episode)
+            else:
+                scheduler.request_decode(episode)
+        elif decoding:
+            episode = decoding.pop(drawn.randrange(len(decoding)))
+            scheduler.finish_turn(episode, interrupted=drawn.random() < 0.2)
+            if drawn.random() < 0.5:
+                asking.append(episode)
+            else:
+                scheduler.record_result(episode, result(episode, drawn.random()))
+        for episode in scheduler.pop_grants():
+            note(episode)
+        if (batch := scheduler.planner.pop_batch()) is not None:
+            found.append([group.task.id for group in batch])
+            version = scheduler.planner.published + 1
+            scheduler.planner.set_versions(version, version)
+        asking += scheduler.pop_starts()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_turns_that_decode_at_once_get_the_engines_that_the_queue_gives(seed: int) -> None:
+    found = history(seed, at_once=True)
+    assert len(found) > 50
+    assert found == history(seed, at_once=False)
 
 
 def test_a_turn_decodes_at_once_while_an_engine_is_free_and_nobody_waits() -> None:

@@ -129,6 +129,7 @@ class Scheduler:
         """Let an episode with a turn to decode do so without queueing, if none waits and an engine is free."""
         if self._waiting or self._riding or self.capacity.paused or episode.group.dropped:
             return False
+        assert episode.state == "in_env", f"an episode that is {episode.state} requests an engine"
         engine = self._engine_for(episode)
         if engine is None:
             return False
