@@ -1,5 +1,4 @@
-"""What only vLLM's CPU backend needs: patches of experts, RoPE, norms, SwiGLU and the rejection sampler, and memory
-that it does not free.
+"""What only vLLM's CPU backend needs: patches of experts, RoPE, norms and SwiGLU, and memory that it does not free.
 
 Tested with vLLM 0.32.0.
 """
@@ -23,7 +22,6 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.v1.sample import rejection_sampler
 
 from forge_rl.engines.vllm import internals
 
@@ -49,22 +47,6 @@ def patch(model: nn.Module) -> None:
         method._setup_kernel = _with_repacking(method._setup_kernel)
     communicator: Any = CpuCommunicator
     communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
-
-
-def verify_drafts() -> None:
-    """Have vLLM's rejection sampler run on this worker; idempotent.
-
-    Without Triton, its launcher fails to read the signatures of the kernels, and of its C++ kernels the one that
-    repeats temperatures writes to a copy. These are plain torch; arguments as for the Triton kernels.
-    """
-    for kernel in (_expand, _sample_recovered_tokens, _rejection_greedy_sample, _rejection_random_sample):
-        replaced: Any = kernel
-        replaced.register_warmup = _no_warmup  # called by each sampler that is made from now on
-        setattr(rejection_sampler, kernel.__name__, replaced)
-
-
-def _no_warmup(**_: object) -> None:
-    pass
 
 
 def unlink_shared_memory(worker: int) -> None:
@@ -194,83 +176,3 @@ def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list
     begin, end = list(itertools.accumulate(sizes, initial=0))[self.rank_in_group :][:2]
     summed: torch.Tensor = self.all_reduce(input_.contiguous().clone())
     return summed[begin:end].contiguous()
-
-
-def _expand(
-    output: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, replace_from: float, replace_to: float
-) -> None:
-    """Repeat each request's value for each of its drafted tokens, `[N]`, of which `ends` are cumulative counts."""
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    output.copy_(torch.where(values == replace_from, replace_to, values).repeat_interleave(counts))
-
-
-def _sample_recovered_tokens(
-    output: torch.Tensor,
-    ends: torch.Tensor,
-    drafted: torch.Tensor,
-    draft_probs: None,
-    target_probs: torch.Tensor,
-    inv_q: torch.Tensor,
-    *,
-    max_spec_len: int,
-) -> None:
-    """Sample a token other than the drafted one at each of N places, by an exponential race.
-
-    Args:
-        target_probs: `[N, V] float32`.
-        inv_q: `[R, V]`, reciprocals of exponential samples of each request; only one of its tokens will be used.
-    """
-    assert draft_probs is None, "drafts come without probabilities"
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    scores = target_probs * inv_q.repeat_interleave(counts, dim=0)
-    scores[drafted >= 0] = scores[drafted >= 0].scatter(1, drafted[drafted >= 0].long()[:, None], -1.0)
-    output.copy_(scores.argmax(-1))
-
-
-def _rejection_greedy_sample(
-    output: torch.Tensor,
-    ends: torch.Tensor,
-    drafted: torch.Tensor,
-    likeliest: torch.Tensor,
-    bonus: torch.Tensor,
-    is_greedy: torch.Tensor | None,
-    *_: object,
-) -> None:
-    rows = range(len(ends)) if is_greedy is None else is_greedy.nonzero().flatten().tolist()
-    _take(output, rows, ends, drafted, drafted == likeliest, likeliest, bonus)
-
-
-def _rejection_random_sample(
-    output: torch.Tensor,
-    ends: torch.Tensor,
-    drafted: torch.Tensor,
-    draft_probs: None,
-    target_probs: torch.Tensor,
-    bonus: torch.Tensor,
-    recovered: torch.Tensor,
-    uniform: torch.Tensor,
-    is_greedy: torch.Tensor,
-    *_: object,
-) -> None:
-    """Accept each drafted token with its probability (Leviathan et al., arXiv:2211.17192, with one-hot drafts)."""
-    probs = target_probs.gather(1, drafted.long().clamp(min=0)[:, None])[:, 0]
-    accepted = (probs.double() > uniform) & (drafted >= 0)
-    _take(output, (~is_greedy).nonzero().flatten().tolist(), ends, drafted, accepted, recovered, bonus)
-
-
-def _take(
-    output: torch.Tensor,
-    rows: Iterable[int],
-    ends: torch.Tensor,
-    drafted: torch.Tensor,
-    accepted: torch.Tensor,
-    instead: torch.Tensor,
-    bonus: torch.Tensor,
-) -> None:
-    """Write each request's accepted tokens, then the one in place of the first rejected, or the bonus after all."""
-    bounds = [0, *ends.tolist()]
-    for row in rows:
-        start, end = bounds[row], bounds[row + 1]
-        taken = int(accepted[start:end].long().cumprod(0).sum())
-        output[row, :taken] = drafted[start : start + taken]
-        output[row, taken] = instead[start + taken] if start + taken < end else bonus[row, 0]

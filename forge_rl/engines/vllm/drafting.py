@@ -9,8 +9,9 @@ from typing import Any
 import numpy.typing as npt
 
 from forge_rl.engines.speculation import DraftSwitch, Speculation
-from forge_rl.engines.vllm import cpu, internals
+from forge_rl.engines.vllm import internals
 from forge_rl.engines.vllm.cpu_draft_model import DraftModel
+from forge_rl.engines.vllm.cpu_rejection import verify_drafts
 from forge_rl.engines.vllm.suffixes import AnswerIndex
 
 _INDEX_TOKENS = 1 << 20
@@ -43,7 +44,7 @@ class Drafter:
         self._model: DraftModel | None = None
         internals.accept_no_drafts()
         if vllm_config.device_config.device_type == "cpu":
-            cpu.verify_drafts()
+            verify_drafts()
 
     def load_model(self, model: object) -> None:
         """Load nothing; vLLM calls this on CPU."""
