@@ -24,7 +24,7 @@ from forge_rl.engines.speculation import (
     read_speculation,
     resolve_draft_model,
 )
-from forge_rl.engines.vllm.suffixes import AnswerIndex, SuffixIndex
+from forge_rl.engines.vllm.suffixes import AnswerIndex, Guide, SuffixIndex
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.models.bundled import bundled_model, default_cache
 from tests.fakes import make_model
@@ -96,19 +96,19 @@ def write(index: SuffixIndex, tokens: list[int], key: int = 0) -> int:
 
 def test_a_draft_is_what_followed_the_longest_match_until_votes_split() -> None:
     index = SuffixIndex(256)
-    write(index, [*range(10, 30), 1, 2, 3])
+    write(index, list(range(10, 40)))
     end = write(index, list(range(15, 25)))
-    # One place, a match of 10: 10/13 * 11/14 * 12/15 * 13/16 * 14/17 = 0.32, and times 15/18 = 0.27, 16/19 = 0.23.
-    assert index.draft(end, key=0, most=16) == [25, 26, 27, 28, 29, 1]
+    # One place, a match of 10: 10/12 * 11/13 * ... * 19/21 = 10 * 11 / (20 * 21) = 0.26, and times 20/22 = 0.24.
+    assert index.draft(end, key=0, most=16) == list(range(25, 35))
     assert index.draft(end, key=0, most=2) == [25, 26]
     assert index.draft(end, key=1, most=16) == [], "of another task"
     assert index.draft(write(index, [24, 25, 27]), key=0, most=16) == []
     write(index, [5, 6, 7, 8])
     write(index, [5, 6, 7, 9])
-    assert index.draft(write(index, [5, 6, 7]), key=0, most=16) == [9]  # 3/(6+3), the later place first
+    assert index.draft(write(index, [5, 6, 7]), key=0, most=16) == [9]  # 3/(6+2), the later place first
     for other in (11, 12, 13):
         write(index, [5, 6, 7, other])
-    assert index.draft(write(index, [5, 6, 7]), key=0, most=16) == [], "3/(15+3) is too unlikely"
+    assert index.draft(write(index, [5, 6, 7]), key=0, most=16) == [], "3/(15+2) is too unlikely"
 
 
 def test_the_index_keeps_its_size_and_only_the_latest_tokens() -> None:
@@ -132,6 +132,17 @@ def test_places_where_more_recurs_are_found_among_many_that_look_alike() -> None
         write(index, [1, 2, 3, 60 + other])
     assert index.draft(write(index, [1, 2, 3]), key=0, most=2) == [], "all of the last 16 go on differently"
     assert index.draft(write(index, [*long, 1, 2, 3]), key=0, most=2) == [50, 51]
+
+
+def test_what_stood_in_place_of_a_siblings_tokens_stands_there_again() -> None:
+    index, guide = SuffixIndex(256), Guide()
+    write(index, [*range(10, 20), 1, 2, 3, *range(20, 25), 1, 2, *range(25, 30), 1, 2, 4, 1, 2, 3, 40, 1, 2, 41])
+    end = write(index, list(range(10, 20)))
+    assert index.draft(end, key=0, most=3, guide=guide) == [1, 2, 3]
+    for token in (1, 7, 8, *range(20, 25), 1, 9, *range(25, 30)):  # here 2 is 7 and then 9, and 3 is 8
+        index.pass_by(guide, token)
+        end = index.append(token, key=0, end=end)
+    assert index.draft(end, key=0, most=9, guide=guide) == [1, 9, 4, 1, 9, 8, 40, 1, 9]
 
 
 def test_a_sibling_still_guides_after_tokens_that_differ_until_too_many_do() -> None:
@@ -249,9 +260,9 @@ def test_sampled_tokens_are_distributed_as_without_drafts(seed: int, top_k: int)
     """Pairs of tokens of 30,000 requests, each with a draft of two, or of one, or a padded one, or none that fits."""
     from vllm.v1.sample import rejection_sampler
 
-    from forge_rl.engines.vllm import cpu
+    from forge_rl.engines.vllm.cpu_rejection import verify_drafts
 
-    cpu.verify_drafts()
+    verify_drafts()
     torch.manual_seed(seed)
     requests, temperature = 30_000, 0.7
     first, second = torch.randn(5), torch.randn(5, 5)
@@ -294,9 +305,10 @@ def test_sampled_tokens_are_distributed_as_without_drafts(seed: int, top_k: int)
 def test_a_step_without_drafts_takes_top_k_and_top_p(top_k: int | None, top_p: float | None) -> None:
     from vllm.v1.sample import rejection_sampler
 
-    from forge_rl.engines.vllm import cpu, internals
+    from forge_rl.engines.vllm import internals
+    from forge_rl.engines.vllm.cpu_rejection import verify_drafts
 
-    cpu.verify_drafts()
+    verify_drafts()
     internals.accept_no_drafts()
     metadata: Any = SimpleNamespace(
         all_greedy=False,
@@ -311,16 +323,25 @@ def test_a_step_without_drafts_takes_top_k_and_top_p(top_k: int | None, top_p: f
 
 @pytest.mark.processes  # importing vLLM takes as long as starting some
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sampler of CPUs")
-def test_greedy_requests_keep_drafts_that_are_the_likeliest() -> None:
-    from forge_rl.engines.vllm import cpu
+@pytest.mark.parametrize("others", ["greedy", "random"])
+def test_greedy_requests_keep_drafts_that_are_the_likeliest(others: str) -> None:
+    from vllm.v1.sample import rejection_sampler
 
-    output = torch.full((3, 3), -1)
-    drafted, likeliest = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 2, 3, 9, 9])
-    greedy = torch.tensor([True, True, False])
-    cpu._rejection_greedy_sample(
-        output, torch.tensor([2, 4, 5]), drafted, likeliest, torch.tensor([[7], [8], [8]]), greedy
+    from forge_rl.engines.vllm.cpu_rejection import verify_drafts
+
+    verify_drafts()
+    drafted, likeliest = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 2, 3, 9, 5])
+    logits = torch.nn.functional.one_hot(likeliest, 10).float()
+    sampling: Any = SimpleNamespace(all_greedy=True, all_random=False, temperature=None, generators={})
+    if others == "random":
+        logits[4] *= 100  # its draft is accepted in any case
+        sampling = SimpleNamespace(
+            all_greedy=False, all_random=False, temperature=torch.tensor([0.0, 0.0, 1.0]), generators={}
+        )
+    output = rejection_sampler.rejection_sample(
+        drafted.int(), [2, 2, 1], 2, torch.tensor([2, 4, 5]), None, logits, torch.tensor([[7], [8], [6]]), sampling
     )
-    assert output.tolist() == [[1, 2, 7], [3, 9, -1], [-1, -1, -1]]
+    assert output.tolist() == [[1, 2, 7], [3, 9, -1], [5, 6, -1]]
 
 
 def test_the_benchmark_tells_distributions_apart() -> None:
@@ -356,12 +377,12 @@ def test_each_token_has_the_logprob_of_the_model_at_its_place() -> None:
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-    from forge_rl.engines.vllm import cpu
+    from forge_rl.engines.vllm.cpu_rejection import verify_drafts
 
     sampler = RejectionSampler(Sampler(logprobs_mode="processed_logprobs"))
-    cpu.verify_drafts()
+    verify_drafts()
     torch.manual_seed(0)
-    drafts, starts, temperatures = [[0, 1, 0], [2], []], [0, 4, 6], torch.tensor([0.5, 1.0, 2.0])
+    drafts, starts, temperatures = [[2, 1, 0], [2], []], [0, 4, 6], torch.tensor([0.5, 1.0, 2.0])
     logits = 2 * torch.randn(7, 4)
     none = torch.zeros(3)
     sampling = SamplingMetadata(
@@ -397,5 +418,5 @@ def test_each_token_has_the_logprob_of_the_model_at_its_place() -> None:
                 wanted = (logits[starts[row] + place] / temperatures[row]).log_softmax(-1)[token]
                 assert next(found) == pytest.approx(float(wanted), abs=1e-5)
         lengths.add(tuple(map(len, tokens)))
-    assert len(lengths) > 4
+    assert len(lengths) == 8
     assert {each[2] for each in lengths} == {1}

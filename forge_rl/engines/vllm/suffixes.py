@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ _LONGEST = 24
 """Maximum length of a match; longer ones count as this long."""
 _PLACES = 16
 """Maximum number of places that are compared, the most recent first."""
-_DOUBT = 3
+_DOUBT = 2
 """Weight of "something else follows", in tokens of a match."""
 _LEAST = 0.25
 """A draft ends before a token whose estimated probability of being accepted is below this."""
@@ -43,6 +44,22 @@ class Guide:
     """Place of the token that the request is expected to have next; -1 if there is none."""
     hits: int = 0
     """Bits of the request's last tokens, the last one lowest: 1 where it had the expected token."""
+
+
+@dataclass
+class _Voter:
+    """A place that votes for the next token of a draft."""
+
+    at: int
+    length: int
+    """Number of tokens of its match, and so its weight."""
+    before: int
+    """The token before the place; -1 if there is none."""
+    token: int
+    """The token at the place."""
+    instead: dict[tuple[int, int], int]
+    """What the drafted text had where the place's own text had the second of two tokens; the latest of each two."""
+    proposes: int = -1
 
 
 class SuffixIndex:
@@ -84,10 +101,12 @@ class SuffixIndex:
 
     def tail(self, place: int, most: int) -> list[int]:
         """Return up to `most` tokens of a text up to a place, the last first."""
+        tokens, before, mask = self._tokens, self._before, self._mask  # a draft takes most of its time here
+        oldest = max(0, self._written - mask - 1)
         found: list[int] = []
-        while len(found) < most and self._kept(place):
-            found.append(self._tokens[place & self._mask])
-            place = self._before[place & self._mask]
+        while place >= oldest and len(found) < most:
+            found.append(tokens[place & mask])
+            place = before[place & mask]
         return found
 
     def pass_by(self, guide: Guide, token: int) -> None:
@@ -102,7 +121,9 @@ class SuffixIndex:
 
         Each place where the text's last tokens occurred before votes for what followed there, with the length of its
         match, against `_DOUBT`. The winner's share estimates how likely it is; the draft ends where the product of
-        these shares falls below `_LEAST`.
+        these shares falls below `_LEAST`. A place whose text repeats two tokens of shortly before votes for what the
+        drafted text had instead of the second one: a sibling predicts the repetition of a number that differs from
+        its own.
 
         Args:
             guide: becomes the longest match if that is long; if there is none, it votes with its hits.
@@ -115,24 +136,35 @@ class SuffixIndex:
                 guide.at, guide.hits = at, (1 << length) - 1
             elif self._kept(guide.at):
                 votes.append((guide.at, guide.hits.bit_count()))
+        voters = [self._voter(at, length, ending) for at, length in votes]
         drafted: list[int] = []
         likely = 1.0
-        while votes and len(drafted) < most:
+        while voters and len(drafted) < most:
             shares: dict[int, int] = {}
-            for at, length in votes:
-                token = self._tokens[at & self._mask]
-                shares[token] = shares.get(token, 0) + length
+            for voter in voters:
+                voter.proposes = voter.instead.get((voter.before, voter.token), voter.token)
+                shares[voter.proposes] = shares.get(voter.proposes, 0) + voter.length
             best = max(shares, key=shares.__getitem__)
             likely *= shares[best] / (sum(shares.values()) + _DOUBT)
             if likely < _LEAST:
                 break
             drafted.append(best)
-            votes = [
-                (next_at, min(length + 1, _LONGEST))
-                for at, length in votes
-                if self._tokens[at & self._mask] == best and (next_at := self._after[at & self._mask]) >= 0
-            ]
+            voters = [voter for voter in voters if voter.proposes == best and self._move(voter)]
         return drafted
+
+    def _voter(self, at: int, length: int, ending: Sequence[int]) -> _Voter:
+        """Return the voter of a place, for a text that ends with these tokens (last token first)."""
+        own = self.tail(self._before[at & self._mask], _LONGEST + 1)
+        pairs = itertools.pairwise(own) if length < _LONGEST else ()
+        instead = {(before, token): had for (token, before), had in reversed(list(zip(pairs, ending, strict=False)))}
+        return _Voter(at, length, own[0] if own else -1, self._tokens[at & self._mask], instead)
+
+    def _move(self, voter: _Voter) -> bool:
+        """Move a voter past a token that it proposed; returns False if its text ends there."""
+        voter.at, voter.before = self._after[voter.at & self._mask], voter.token
+        voter.token = self._tokens[voter.at & self._mask]
+        voter.length = min(voter.length + 1, _LONGEST)
+        return voter.at >= 0
 
     def _matches(self, place: int, ending: Sequence[int], key: int) -> list[tuple[int, int]]:
         """Return places after recent occurrences of the ending, with the lengths of the matches, in tokens."""
