@@ -332,12 +332,10 @@ def test_greedy_requests_keep_drafts_that_are_the_likeliest(others: str) -> None
     verify_drafts()
     drafted, likeliest = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 2, 3, 9, 5])
     logits = torch.nn.functional.one_hot(likeliest, 10).float()
-    sampling: Any = SimpleNamespace(all_greedy=True, all_random=False, temperature=None, generators={})
+    sampling: Any = SimpleNamespace(all_greedy=True, all_random=False, temperature=None)
     if others == "random":
         logits[4] *= 100  # its draft is accepted in any case
-        sampling = SimpleNamespace(
-            all_greedy=False, all_random=False, temperature=torch.tensor([0.0, 0.0, 1.0]), generators={}
-        )
+        sampling = SimpleNamespace(all_greedy=False, all_random=False, temperature=torch.tensor([0.0, 0.0, 1.0]))
     output = rejection_sampler.rejection_sample(
         drafted.int(), [2, 2, 1], 2, torch.tensor([2, 4, 5]), None, logits, torch.tensor([[7], [8], [6]]), sampling
     )

@@ -104,8 +104,11 @@ def _rejection_sample(
 
 
 def _without_ranks(original: Callable[..., LogprobsTensors]) -> Callable[..., LogprobsTensors]:
-    """Have the logprobs of new tokens read from their own rows; vLLM copies the rows of all drafted tokens four times,
-    and ranks each token among all others, which engines do not report."""
+    """Have the logprobs of new tokens read from their own rows; vLLM copies the rows of all drafted tokens several
+    times, and ranks each token among all others, which engines do not report.
+
+    Logprobs are those of the given logits, whatever vLLM's mode.
+    """
 
     @functools.wraps(original)
     def get_logprobs(
