@@ -296,6 +296,16 @@ def small_shm() -> Iterator[Path]:
         folder.rmdir()
 
 
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are read a few lines at a time, copied in small batches, and their indexes are kept in the cache."""
+    monkeypatch.setattr("forge_rl.data.sources.lines._READ_BYTES", 150)
+    monkeypatch.setattr("forge_rl.data.sources.lines.INDEXED_BYTES", 1)
+    monkeypatch.setattr("forge_rl.data.sources.derived._READ_BYTES", 600)
+    monkeypatch.setattr("forge_rl.data.sources.columnar._COPIED_BYTES", 200)
+    monkeypatch.setattr("forge_rl.data.sources.columnar._ROWS_AT_ONCE", 3)
+
+
 @pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
     """A process group of one, as a trainer of one rank has it."""

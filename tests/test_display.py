@@ -3,19 +3,16 @@
 import asyncio
 import contextlib
 import io
-import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from forge_rl.errors import ConfigError, Fault
-from forge_rl.metrics import Display, Histogram, Mode, PhaseClock, RolloutStatus, RunInfo
-from forge_rl.metrics.display.format import duration, number, sparkline
-from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
+from forge_rl.errors import ConfigError
+from forge_rl.metrics import Display, Mode, PhaseClock, RolloutStatus, RunInfo
 
 STEP = {
     "reward/mean": 0.4531,
@@ -284,220 +281,6 @@ def poll_for(bench: Bench, seconds: int, *, status: RolloutStatus | None = None,
         bench.display.poll(waiting=lambda: text, status=lambda: status)
 
 
-def test_what_is_waited_for_is_told_when_nothing_has_moved_for_ten_seconds() -> None:
-    bench = Bench(mode="none")
-    with bench.phases.phase("train"):
-        bench.display.poll()
-        poll_for(bench, 9)
-        assert "waiting" not in bench.text()
-        poll_for(bench, 1, text="trainer, call step for 10 s")
-        assert "waiting trainer, call step for 10 s; 10.0s without progress" in bench.text()
-        poll_for(bench, 30, text="trainer, call step for 40 s")
-        assert "trainer, call step for 40 s; 40.0s without progress" in bench.text()
-        poll_for(bench, 1, text="")
-        assert "waiting" not in bench.text()
-
-
-@pytest.mark.parametrize("moved", ["phase", "group", "step", "service", "job"])
-def test_anything_that_moves_ends_the_wait(moved: str) -> None:
-    bench, status = Bench(mode="none"), STATUS
-    with contextlib.ExitStack() as phase:
-        phase.enter_context(bench.phases.phase("train"))
-        poll_for(bench, 12, status=status)
-        assert "generator/1; 11.0s without progress" in bench.text()
-        match moved:
-            case "phase":
-                phase.close()
-                phase.enter_context(bench.phases.phase("train"))
-            case "group":
-                status = replace(status, groups_done=3)
-            case "step":
-                bench.display.log(1, {})
-            case "service":
-                bench.display.startup("generator", "starting")
-            case "job":
-                bench.display.progress("load", 0.5)
-        poll_for(bench, 1, status=status)
-        assert "without progress" not in bench.text()
-        poll_for(bench, 10, status=status)
-        assert "generator/1; 10.0s without progress" in bench.text()
-
-
-def test_a_wait_in_plain_mode_is_a_line_every_thirty_seconds_once_it_is_not_normal() -> None:
-    bench = Bench()
-    with bench.phases.phase("publish"):
-        bench.display.poll()
-        poll_for(bench, 125)
-    assert bench.lines()[1:] == [
-        f"publish: waiting for generator/1; {passed} without progress" for passed in ("1:00", "1:30", "2:00")
-    ]
-    bench.display.log(1, {"seconds/train": 70.0})
-    with bench.phases.phase("train"):
-        bench.display.poll()
-        poll_for(bench, 139)
-        assert "train: waiting" not in bench.lines()[-1], "a step took 70 s before"
-        poll_for(bench, 1)
-    assert bench.lines()[-1] == "train: waiting for generator/1; 2:20 without progress"
-
-
-def test_a_batch_that_was_ready_has_no_rate() -> None:
-    bench = Bench()
-    bench.display.log(1, {"seconds/rollout": 0.001, "tokens_per_s/rollout": 314e3})
-    assert bench.lines()[-1].endswith("rollout 0.00s")
-
-
-def test_a_long_rollout_that_moves_is_told_in_plain_mode_every_thirty_seconds() -> None:
-    bench = Bench()
-    with bench.phases.phase("rollout"):
-        for done in range(64):
-            poll_for(bench, 1, status=replace(STATUS, groups_done=done))
-    assert bench.lines()[1:] == [
-        f"rollout: batch 7: groups {done}/8, decoding 12, in tools 9, queued 30, engines 7/8, lag up to 2"
-        for done in (29, 59)
-    ]
-
-
-def test_a_short_rollout_and_other_phases_say_nothing_of_rollouts_in_plain_mode() -> None:
-    bench = Bench()
-    for phase, seconds in (("rollout", 29), ("train", 64)):
-        with bench.phases.phase(phase):
-            for done in range(seconds):
-                poll_for(bench, 1, status=replace(STATUS, groups_done=done))
-    assert len(bench.lines()) == 1
-
-
-@pytest.mark.parametrize("width", [40, 80, 140])
-def test_the_panel_shows_the_rollouts_at_every_width(width: int) -> None:
-    bench = busy_run(width, height=60)
-    bench.display.log(19, STEP | {"busy_rollout/generator/0": 0.97, "busy_rollout/generator/1": 0.5})
-    with bench.phases.phase("rollout"):
-        poll_for(bench, 12, status=STATUS)
-        lines = bench.panel()
-    assert len({cell_len(line) for line in lines}) == 1
-    text = bench.text()
-    shown = ("batch 7", "2/8", "groups 2/8", "decoding 12", "in tools 9", "queued 30", "engines 7/8", "lag up to 2")
-    for part in (*shown, "25% (rollout 74%)", "generator/1; 11.0s without progress"):
-        assert part in text, f"{part!r} is not in\n{text}"
-    bench.display.close()
-    assert "batch" not in bench.text()
-
-
-def test_each_batch_has_a_bar_of_its_own() -> None:
-    bench = Bench(mode="none")
-    poll_for(bench, 5, status=replace(STATUS, groups_done=8))
-    assert "100% 0:00:00 8/8" in bench.text()
-    poll_for(bench, 3, status=replace(STATUS, batch=8, groups_done=1))
-    assert "12% 0:00:02 1/8" in bench.text()
-
-
-def test_a_blocked_event_loop_is_told_by_the_drawing_thread() -> None:
-    bench = Bench(mode="none")
-    bench.seconds += 60.0
-    assert not any("event loop" in line for line in bench.panel())
-    poll_for(bench, 20)
-    bench.seconds += 9.0
-    assert not any("event loop" in line for line in bench.panel())
-    bench.seconds += 3.0
-    text = "\n".join(bench.panel())
-    assert "the controller, whose event loop has been blocked for 12.0s" in text
-    assert "generator/1" not in text
-
-
-def test_the_display_watches_until_cancelled() -> None:
-    async def run() -> None:
-        looked = asyncio.Event()
-
-        def status() -> RolloutStatus:
-            looked.set()
-            return STATUS
-
-        bench = Bench(mode="none")
-        watching = asyncio.ensure_future(bench.display.watch(waiting=str, status=status))
-        await asyncio.wait_for(looked.wait(), 60)
-        assert "batch 7" in bench.text()
-        watching.cancel()
-        await asyncio.wait([watching])
-        assert "batch 7" not in bench.text()
-
-    asyncio.run(run())
-
-
-def test_a_histogram_is_no_number_for_the_console() -> None:
-    bench = Bench()
-    bench.display.log(3, STEP | {"lag/hist": Histogram({0: 1})})
-    assert bench.lines()[-1].startswith("step  3/20  reward 0.453")
-    assert "hist" not in bench.lines()[-1]
-
-
-def test_the_summary_has_a_table_of_faults_and_recoveries_in_the_order_of_time() -> None:
-    bench = Bench(width=100)
-    killed = Fault(
-        service="generator", replica=1, cause="its process was ended by SIGKILL", phase="rollout", at_s=3725.0
-    )
-    bench.display.summary(
-        faults=[
-            replace(killed, recovered_s=12.34),
-            replace(killed, service="environment", replica=None, at_s=5.0, cause="hung → stopped", phase=""),
-            replace(killed, service="trainer", replica=0, at_s=4000.0, fatal=True),
-        ]
-    )
-    assert [line.rstrip() for line in bench.lines()[1:]] == [
-        "",
-        "     at  fault of     phase    recovered  cause",
-        "   5.0s  environment                  no  hung → stopped",
-        "1:02:05  generator/1  rollout      12.3s  its process was ended by SIGKILL",
-        "1:06:40  trainer/0    rollout      fatal  its process was ended by SIGKILL",
-        "",
-        "steps      0 of 20",
-        "wall time  0.00s",
-        "faults     3, 1 recovered",
-    ]
-
-
-def test_episodes_that_were_lost_stand_beside_the_faults() -> None:
-    bench = Bench(width=100)
-    lost = {"outcomes/environment_error": 3.0, "outcomes/judge_error": 0.0, "outcomes/completed": 9.0}
-    for step in (1, 2):
-        bench.display.log(step, STEP | lost)
-    bench.display.log(2, STEP | {"outcomes/judge_error": 1.0})
-    bench.display.summary()
-    assert bench.lines()[-1] == "faults     0; episodes lost: 6 environment errors, 1 judge error"
-    bench.display.rollback(1, [(1, STEP | lost)])
-    bench.display.summary()
-    assert bench.lines()[-1] == "faults     0; episodes lost: 3 environment errors"
-
-
-@pytest.mark.parametrize("width", [60, 80])
-def test_a_long_cause_is_told_whole_in_a_narrow_summary(width: int) -> None:
-    bench = Bench(width=width)
-    cause = "died 5 times in a row; the last: ImportError: no module named something_with_a_long_name [red]x[/red]"
-    bench.display.summary(faults=[Fault(service="reward", replica=12, cause=cause, phase="evaluate", at_s=1.0)])
-    table = bench.lines()[2 : bench.lines().index("", 2)]
-    assert max(cell_len(line) for line in table) <= width
-    column = table[0].index("cause")
-    assert "".join(line[column:].rstrip() for line in table[1:]).replace(" ", "") == cause.replace(" ", "")
-
-
-def test_the_summary_tells_before_after_and_where_things_lie() -> None:
-    bench = Bench(width=40)
-    bench.display.log(0, {"held_out": 0.5})
-    bench.display.event("generator/1 died", "fault")
-    bench.display.log(20, {"held_out": 0.91})
-    bench.seconds += 125.0
-    place = "/runs/a/with/a/long/path/to/checkpoints/step-20"
-    command = "tensorboard --logdir /runs/a/with/a/long/path/tensorboard"
-    bench.display.summary({"checkpoint": place, "see curves": command})
-    assert bench.lines()[-7:] == [
-        "",
-        "held-out    0.50 -> 0.91 (+0.41)",
-        "steps       20 of 20",
-        "wall time   2:05",
-        "faults      1",
-        f"checkpoint  {place}",
-        f"see curves  {command}",
-    ]
-
-
 def test_none_writes_nothing() -> None:
     bench = Bench(mode="none")
     bench.display.startup("trainer", "ready")
@@ -555,31 +338,6 @@ def test_live_on_a_terminal_draws_the_panel_and_prints_above_it(monkeypatch: pyt
     assert text.startswith("\x1b[?25l")
 
 
-def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([-1.0, 0.0, 1.0], 10) == "▁▅█"
-    assert sparkline([0.3, 0.3], 10) == "▄▄"
-    assert sparkline([], 10) == ""
-    assert sparkline([1.0], 0) == ""
-
-
-def test_a_sparkline_averages_what_does_not_fit() -> None:
-    assert sparkline([0, 2, 4, 6, 7, 9], 3) == "▁▅█"  # means 1, 5, 8: the middle one is 4/7 of the way
-    assert len(sparkline([float(i) for i in range(1000)], 37)) == 37
-
-
-def test_a_sparkline_leaves_out_what_is_not_finite() -> None:
-    assert sparkline([0.0, math.nan, 1.0], 3) == "▁·█"
-    assert sparkline([0.0, math.nan, 1.0, math.inf], 2) == "▁█"
-    assert sparkline([math.nan], 3) == "·"
-
-
-def test_numbers_read_as_a_person_writes_them() -> None:
-    assert [duration(s) for s in (0.04, 2.14, 59.96, 65, 3723)] == ["0.04s", "2.1s", "1:00", "1:05", "1:02:03"]
-    assert [number(v) for v in (0.4531, 0.5, -0.0, -0.00002, 123456.0)] == ["0.453", "0.5", "0", "-2e-05", "1.23e+05"]
-    assert number(math.nan) == "nan"
-
-
 @pytest.mark.parametrize("mode", ["plain", "live"])
 def test_a_display_whose_reader_has_gone_turns_itself_off_and_says_why(
     mode: Mode, monkeypatch: pytest.MonkeyPatch
@@ -613,52 +371,3 @@ def test_a_display_whose_reader_has_gone_turns_itself_off_and_says_why(
             file.close()
     assert len(told) == 1
     assert told[0].startswith("nothing more is shown, as stdout cannot be written: [Errno ")
-
-
-class Pausing:
-    """A pause that the test begins and ends."""
-
-    paused, lasts_s = True, 65.0
-
-
-def test_the_panel_shows_a_pause_while_it_lasts_and_no_call_as_stalled() -> None:
-    bench = Bench(mode="none")
-    pause = Pausing()
-    bench.display.pause(pause)
-    for _ in range(3):
-        bench.seconds += 60
-        bench.display.poll(waiting=lambda: "generator replica 0, call load")
-    assert "paused for 1:05; attach to the folder and resume() to continue" in bench.text()
-    assert "call load" not in bench.text()
-    pause.paused = False
-    assert "resume()" not in bench.text()
-
-
-def test_the_panel_shows_the_progress_of_an_update_until_it_ends() -> None:
-    bench = Bench(mode="none")
-    bench.display.poll(training=lambda: (3, 12))
-    assert "25%" in bench.text()
-    assert "3/12 microbatches" in bench.text()
-    bench.display.poll()
-    assert "microbatches" not in bench.text()
-
-
-def test_the_panel_shows_an_answer_as_plain_text_and_reward_parts_and_sources() -> None:
-    bench = Bench(mode="none", width=100, height=60)
-    task = Task(id="7", source="sums", messages=({"role": "user", "content": "?"},), truth={})
-    turn = Turn(
-        prompt_ids=(1,),
-        token_ids=(2,),
-        logprobs=(-1.0,),
-        versions=(0,),
-        text="first \x1b[2J[red]line[/red]\nsecond " + "z" * 1000,
-    )
-    episode = Episode(task=task, turns=(turn,), outcome=Outcome.COMPLETED, score=Score(total=0.5))
-    values = {"reward/mean": 0.5, "reward/std": 0.1, "reward/sums": 0.7, "reward_parts/format": 0.25}
-    bench.display.log(1, values, Batch(groups=(Group(task=task, episodes=(episode,)),), version=1))
-    text = bench.text()
-    for shown in ("sums, 7, reward 0.5:", "[red]line[/red] second zzz", "format 0.25", "sources sums 0.7"):
-        assert shown in text, text
-    assert "\x1b[2J" not in text
-    assert text.count("z") < 300
-    assert "std 0.1" not in text

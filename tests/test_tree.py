@@ -25,7 +25,7 @@ from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
 from recipes import tree_search
 from tests.fakes import TASK
 from tests.staged_rollouts import StagedEnvironment, StagedGenerator, play, rollouts
-from tests.test_packing import TinyModel
+from tests.test_packing_properties import TinyModel
 
 
 class Forking:
