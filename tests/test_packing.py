@@ -1,4 +1,4 @@
-"""Packing: hand-worked rows, properties of random batches, a small attention model that cannot tell the difference."""
+"""Packing: hand-worked rows, shared prefixes, minibatches, and what is refused."""
 
 import pickle
 from dataclasses import replace
