@@ -107,7 +107,7 @@ def _without_ranks(original: Callable[..., LogprobsTensors]) -> Callable[..., Lo
     """Have the logprobs of new tokens read from their own rows; vLLM copies the rows of all drafted tokens several
     times, and ranks each token among all others, which engines do not report.
 
-    Logprobs are those of the given logits, whatever vLLM's mode.
+    Returns log softmax of the given logits in every logprobs mode of vLLM.
     """
 
     @functools.wraps(original)
