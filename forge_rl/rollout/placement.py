@@ -133,6 +133,7 @@ class DeviceHandover:
                 if not changes_s:  # the body did not wait
                     lending.cancel()
                 await asyncio.wait((lending,))
+                lending.cancelled() or lending.exception()  # seen: the body or taking them back may fail as well
             if changes_s:
                 await change(guests.hand_to_trainer)
                 self._change_s, self._unlent_s = sum(changes_s), 0.0
