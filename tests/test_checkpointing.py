@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -303,6 +304,25 @@ def test_a_rollback_forgets_an_evaluation_of_a_step_that_is_done_again(tmp_path:
         evaluator.start(3, 3)
         await checkpointer.rollback()
         assert (evaluator.step, len(parts.evaluations)) == (None, 3)
+
+    asyncio.run(check())
+
+
+def test_closing_takes_no_note_of_how_a_checkpoint_failed_whose_trainer_died(tmp_path: Path) -> None:
+    async def check() -> None:
+        parts, unseen = Parts(), list[object]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+        checkpointer = checkpointer_of(parts, tmp_path)
+        parts.step(checkpointer)
+        parts.disk.clear()
+        parts.failures.append(ReplicaError("killed", service="trainer"))
+        await checkpointer.begin_save()
+        parts.disk.set()
+        await checkpointer.close()
+        assert not parts.failures
+        del checkpointer
+        gc.collect()
+        assert not unseen, "asyncio prints no traceback of it"
 
     asyncio.run(check())
 

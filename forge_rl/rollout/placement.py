@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from forge_rl.engines.devices import gpus
 from forge_rl.errors import ConfigError
+from forge_rl.runtime.tasks import ended
 
 if TYPE_CHECKING:
     from forge_rl.services.trainer import Trainer
@@ -132,8 +133,7 @@ class DeviceHandover:
             if lending is not None:
                 if not changes_s:  # the body did not wait
                     lending.cancel()
-                await asyncio.wait((lending,))
-                lending.cancelled() or lending.exception()  # seen: the body or taking them back may fail as well
+                await ended(lending)
             if changes_s:
                 await change(guests.hand_to_trainer)
                 self._change_s, self._unlent_s = sum(changes_s), 0.0

@@ -17,6 +17,7 @@ from forge_rl.run.kept import KeptObjects
 from forge_rl.run.live import LiveSettings, is_live_state
 from forge_rl.run.run_dir import read_object, write_json
 from forge_rl.run.services import Services
+from forge_rl.runtime.tasks import ended
 
 
 class Checkpointer:
@@ -176,7 +177,7 @@ class Checkpointer:
     async def close(self) -> None:
         """Wait until nothing is being written, ignoring failures."""
         if self._saving is not None:
-            await asyncio.wait([self._saving])
+            await ended(self._saving)
 
     async def _save(self, copied: asyncio.Future[None]) -> Checkpoint | CheckpointError:
         """Write a checkpoint of the last finished step; returns the error if it cannot be written."""

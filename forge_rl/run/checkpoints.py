@@ -25,6 +25,7 @@ import xxhash
 
 from forge_rl.errors import CheckpointError
 from forge_rl.run.run_dir import read_object
+from forge_rl.runtime.tasks import ended
 
 _NAME = re.compile(r"step-\d{6,}")
 MANIFEST = "manifest.json"
@@ -266,7 +267,7 @@ async def _in_thread(work: Callable[[], None]) -> None:
     try:
         await asyncio.shield(running)
     except asyncio.CancelledError:
-        await asyncio.wait([running])
+        await ended(running)
         raise
 
 

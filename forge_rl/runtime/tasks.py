@@ -1,10 +1,13 @@
-"""Errors of concurrent tasks: a task group that raises a single cause, and a body that another task may interrupt."""
+"""Errors of concurrent tasks: a task group that raises a single cause, waiting for a task whose error does not matter,
+and a body that another task may interrupt.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
 
 from forge_rl.errors import ForgeError
 
@@ -23,6 +26,13 @@ def _first(errors: BaseExceptionGroup) -> BaseException:
     chosen = errors.subgroup(ForgeError) or errors
     first = chosen.exceptions[0]
     return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def ended(task: asyncio.Future[Any]) -> None:
+    """Wait until a task has ended; if it failed, that counts as seen, so that asyncio does not print its traceback."""
+    await asyncio.wait((task,))
+    if not task.cancelled():
+        task.exception()
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from forge_rl.runtime.jobs.manifests import (
 )
 from forge_rl.runtime.jobs.pods import Pods, PodState, connect, deleted_with_this_process
 from forge_rl.runtime.jobs.protocol import JobListener
+from forge_rl.runtime.tasks import ended
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
@@ -187,7 +188,7 @@ class KubernetesHosts:
                 yield await asyncio.to_thread(self._attach, addresses, is_inside)
             finally:
                 watched.closing = True
-                await asyncio.wait([creating])  # what it still creates must be deleted too
+                await ended(creating)  # what it still creates must be deleted too
                 try:
                     await asyncio.to_thread(pods.delete)
                     await watched.gone(_GONE_S)
