@@ -1,0 +1,232 @@
+"""How the executor has episodes scored: groups, judges that fail, rewards that are broken, replaced or rolled back."""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+from forge_rl.errors import (
+    CheckpointError,
+    DeadlineError,
+    JudgeError,
+    ServiceError,
+    TaskError,
+    UnscoredError,
+)
+from forge_rl.rewards.protocol import Form
+from forge_rl.rollout.state import ScheduleConfig
+from forge_rl.types import Episode, Outcome, Score, Task
+from tests.staged_rollouts import (
+    StagedGenerator,
+    StagedReward,
+    rollouts,
+    run_until_idle,
+)
+
+
+def test_a_judge_that_fails_once_is_asked_again_and_nothing_is_decoded_again() -> None:
+    failed: set[str] = set()
+    warnings: list[str] = []
+
+    def fail_once(task: Task, text: str) -> float:
+        if text not in failed:
+            failed.add(text)
+            raise DeadlineError("no answer within 1 s", service="reward", replica=0)
+        return float(int(text) % 7)
+
+    generator, ended = StagedGenerator(), list[Episode]()
+    reward = StagedReward(fail_once)
+    executor = rollouts(generator=generator, reward=reward, warn=warnings.append, on_episode=ended.append)
+    batch = asyncio.run(executor.next_batch())
+    assert len(generator.seen) == 12
+    assert len(ended) == 12
+    assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
+    assert executor.metrics()["outcomes/completed"] == 12
+    assert len(warnings) == 12
+    assert "scored again after: reward replica 0: no answer within 1 s" in warnings[0]
+
+
+def ranks(task: Task, episodes: Sequence[Episode]) -> list[float]:
+    """Scores by place among the group's answers."""
+    texts = sorted(episode.text for episode in episodes)
+    return [float(texts.index(episode.text)) for episode in episodes]
+
+
+def test_a_reward_of_the_group_is_given_all_its_episodes_once_they_have_ended() -> None:
+    seen: list[int] = []
+    ended: list[Episode] = []
+
+    def counting(task: Task, episodes: Sequence[Episode]) -> list[float]:
+        seen.append(len(episodes))
+        assert all(episode.score is None for episode in episodes)
+        return ranks(task, episodes)
+
+    executor = rollouts(reward=StagedReward(counting, "group"), on_episode=ended.append)
+    batch = asyncio.run(executor.next_batch())
+    assert seen == [4, 4, 4]
+    assert [sorted(group.rewards) for group in batch.groups] == [[0, 1, 2, 3]] * 3
+    assert sorted(episode.reward for episode in ended) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_a_group_that_cannot_be_ranked_is_replaced_and_not_decoded_again() -> None:
+    def fail_odd(task: Task, episodes: Sequence[Episode]) -> list[float]:
+        if int(task.id) % 2:
+            raise ServiceError("ValueError: no", service="reward", replica=0)
+        return ranks(task, episodes)
+
+    generator, warnings = StagedGenerator(), list[str]()
+    executor = rollouts(reward=StagedReward(fail_odd, "group"), generator=generator, warn=warnings.append)
+    batch = asyncio.run(executor.next_batch())
+    assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
+    assert executor.metrics()["groups/replaced_failed"] == 3
+    assert len(generator.seen) == 24
+    assert "judge_error: reward replica 0: ValueError: no" in warnings[0]
+
+
+def test_what_cannot_be_scored_is_replaced_and_not_decoded_again() -> None:
+    def fail_odd(task: Task, text: str) -> float:
+        if int(task.id) % 2:
+            raise ServiceError("ValueError: no", service="reward", replica=0)
+        return float(int(text) % 7)
+
+    generator = StagedGenerator()
+    executor = rollouts(generator=generator, reward=StagedReward(fail_odd))
+    batch = asyncio.run(executor.next_batch())
+    assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
+    assert executor.metrics()["groups/replaced_failed"] == 3
+    prompts = Counter(prompt for prompt, _ in generator.seen)
+    assert max(prompts.values()) == 4
+
+
+def test_a_rollout_whose_reward_is_broken_names_it_and_goes_on_once_it_is_mended() -> None:
+    async def main() -> None:
+        warnings: list[str] = []
+        broken = True
+
+        def score(task: Task, text: str) -> float:
+            if broken:
+                raise ServiceError("KeyError: 'answer'", service="reward", replica=0, call="score")
+            return float(int(text) % 7)
+
+        executor = rollouts(reward=StagedReward(score), schedule=ScheduleConfig(max_lag=1), warn=warnings.append)
+        for _ in range(2):  # also a second time
+            with pytest.raises(
+                TaskError, match=r"counting yielded 13 unusable groups in a row.*KeyError: 'answer'"
+            ) as caught:
+                await executor.next_batch()
+            assert "run.reward.replace" in caught.value.hint
+        assert any("KeyError" in warning for warning in warnings)
+        broken = False
+        batch = await executor.next_batch()
+        assert len(batch.groups) == 3
+        assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
+        await executor.close()
+
+    asyncio.run(main())
+
+
+def test_a_rollout_whose_reward_is_broken_waits_for_another_and_tells_so() -> None:
+    async def main() -> None:
+        warnings: list[str] = []
+        broken = True
+
+        def score(task: Task, text: str) -> float:
+            if broken:
+                raise ServiceError("KeyError: 'answer'", service="reward", replica=0, call="score")
+            return float(int(text) % 7)
+
+        executor = rollouts(reward=StagedReward(score), warn=warnings.append, reward_wait_s=600.0)
+        coming = asyncio.create_task(executor.next_batch())
+        await run_until_idle()
+        assert not coming.done()
+        assert not executor._running
+        assert executor.waiting_for() == "another reward, as all scores fail"
+        (told,) = [warning for warning in warnings if "waits 10 minutes for another reward" in warning]
+        assert "KeyError: 'answer'" in told
+        (unscored,) = executor.samples()
+        assert unscored[-1].outcome is Outcome.JUDGE_ERROR
+        broken = False
+        executor.reward_replaced()
+        batch = await coming
+        assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
+        assert executor.samples() == [batch.groups[0].episodes]
+        broken = True
+        coming = asyncio.create_task(executor.next_batch())
+        await run_until_idle()
+        assert executor._giving_up is not None
+        executor._give_up(UnscoredError("no reward came"))
+        with pytest.raises(UnscoredError, match="no reward came"):
+            await coming
+        await executor.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("form", ["text", "group"])
+def test_a_listener_that_raises_fails_the_batch_and_loses_no_episode(form: Form) -> None:
+    async def main() -> None:
+        ended: list[Episode] = []
+
+        def on_episode(episode: Episode) -> None:
+            ended.append(episode)
+            if len(ended) in (5, 6):
+                raise CheckpointError("no space left")
+
+        scores = ranks if form == "group" else lambda task, text: float(int(text) % 7)
+        executor = rollouts(reward=StagedReward(scores, form), on_episode=on_episode)
+        with pytest.raises(CheckpointError, match="no space left"):
+            await executor.next_batch()
+        async with asyncio.timeout(60):
+            batch = await executor.next_batch()
+        assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
+        assert len(ended) == 12, "nothing was run again"
+        await executor.close()
+
+    asyncio.run(main())
+
+
+def test_a_rollback_ends_episodes_that_are_being_scored_as_a_group() -> None:
+    async def main() -> None:
+        gate, ended = asyncio.Event(), list[str]()
+
+        class Slow(StagedReward):
+            async def score(self, episodes: Sequence[Episode]) -> list[Score]:
+                if not gate.is_set():
+                    try:
+                        await gate.wait()
+                    finally:
+                        ended.append(episodes[0].task.id)
+                    raise JudgeError("the judge said nothing")
+                return await super().score(episodes)
+
+        executor = rollouts(reward=Slow(ranks, "group"))
+        saved = executor.state()
+        coming = asyncio.create_task(executor.next_batch())
+        await run_until_idle()
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
+        await executor.restore(saved)
+        assert sorted(ended) == ["1", "2", "3"]
+        gate.set()
+        async with asyncio.timeout(60):
+            batch = await executor.next_batch()
+        assert [group.task.id for group in batch.groups] == ["1", "2", "3"]
+        await executor.close()
+
+    asyncio.run(main())
+
+
+def test_scores_of_a_replaced_reward_are_told_of() -> None:
+    async def main() -> None:
+        warnings: list[str] = []
+        executor = rollouts(schedule=ScheduleConfig(max_lag=2), warn=warnings.append)
+        await executor.next_batch()
+        await run_until_idle()
+        executor.reward_replaced()
+        (warning,) = warnings
+        assert re.match(r"\d+ episodes of coming batches keep the scores of the replaced reward", warning)
+        await executor.close()
+
+    asyncio.run(main())
