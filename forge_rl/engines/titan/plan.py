@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torchtitan.models.common.feed_forward import FeedForward
 
 from forge_rl.engines.architecture import Architecture
+from forge_rl.engines.cpu import MAPPED_BYTES
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.memory import TrainMemory, adds_up_once
 from forge_rl.engines.optimizer import LEAST_INT8, moments_bytes
@@ -40,6 +40,8 @@ class Trace:
     """Number of those in tensors too small for moments in int8."""
     largest: int
     """Elements of the largest parameter."""
+    small: int
+    """Number of trained parameters in tensors whose gradients are in a CPU's heap, see `cpu.HEAP_ENVIRONMENT`."""
     units: tuple[tuple[int, int], ...]
     """Elements of each unit that FSDP gathers, of its experts and of the others; the last is outside the layers."""
     row: int
@@ -93,13 +95,15 @@ def plan_training(
         kept_layers = _layers_under_way(architecture, pp)
         traced = _heaviest_stage(traced, architecture, pp, tied=architecture.tied and not values)
     row, offloaded = traced.row // tp, 0
+    each = tokens * architecture.dim * dtype.itemsize // tp
     if settings.enable_activation_offload:  # the layer that is recomputed has its input on the device
-        each = tokens * architecture.dim * dtype.itemsize // tp
         row, offloaded = row - (kept_layers - 1) * each, kept_layers * each
     if cp > 1:  # each rank keeps the keys and values of the whole row, and one layer's also as they were gathered
         layers = kept_layers if settings.activation_checkpointing == "none" else 1
         held = tokens * (layers * (cp - 1) + cp) * architecture.kv_heads * architecture.head_dim
         row += 2 * held * dtype.itemsize // tp
+    recomputed = settings.activation_checkpointing != "none" and each < MAPPED_BYTES
+    small = kept * traced.small // (tp if whole_gradients else split) // 2 + recomputed * kept_layers * each
     return TrainMemory(
         weights=kept * traced.count // split,
         gradients=kept * traced.trained // (tp if whole_gradients else split),
@@ -112,7 +116,7 @@ def plan_training(
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
         offloaded=offloaded,
         largest=kept * traced.largest // split,
-        heap=_heap((traced.row + traced.head) // tp, tokens) if device_type() == "cpu" else 0,
+        heap=(50 << 20) + small + each * 7 // 2 if device_type() == "cpu" else 0,  # a fit, see TrainMemory
     )
 
 
@@ -137,15 +141,10 @@ def _heaviest_stage(traced: Trace, architecture: Architecture, stages: int, *, t
         count=max(held),
         trained=round(traced.trained * share),
         few=round(traced.few * share),
+        small=round(traced.small * share),
         row=row,
         head=max(0, last - row),
     )
-
-
-def _heap(tensors: int, tokens: int) -> int:
-    """Bytes that freed blocks leave unused in a CPU's heap, of which rows have `tensors` bytes: a fit to rows of 1,024
-    to 40,960 tokens of SmolLM2-135M, within 60 MiB of each. Long rows leave no more, as they work in chunks."""
-    return min(tensors, round((700 << 20) * (1 - math.exp(-tokens / 1600))))
 
 
 def _moments(traced: Trace, settings: TrainSettings, kept: int) -> int:
@@ -178,6 +177,7 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
         trained=sum(size for size, is_trained in sizes if is_trained),
         few=sum(size for size, is_trained in sizes if is_trained and size < LEAST_INT8),
         largest=max(size for size, _ in sizes),
+        small=sum(size for size, is_trained in sizes if is_trained and 4 * size < MAPPED_BYTES),
         units=tuple((experts, others) for experts, others in [*units, (0, outside)]),
         row=row,
         head=head,

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from forge_rl.algorithms.protocol import Loss, LossInputs
 from forge_rl.engines.architecture import read_architecture
-from forge_rl.engines.cpu import map_tensors, maps_tensors
 from forge_rl.engines.memory import adds_up_once
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.platform import own_device, release_memory, resolve_dtype
@@ -65,8 +64,6 @@ class TitanEngine:
         if self.device.type == "cuda":
             compile_once()
             compile_attention()
-        elif maps_tensors(settings.seq_len):
-            map_tensors()
         self._folder = folder
         self._settings = settings
         self._values = values
