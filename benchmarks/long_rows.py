@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +29,9 @@ from benchmarks.report import BenchmarkConfig, BenchmarkError, Report, run_bench
 from forge_rl.engines.factory import plan_training, train_environment
 from forge_rl.engines.protocol import TrainSettings
 from forge_rl.run.plan import PROCESS_BYTES
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 _STEP = 128
 _SHORT = 4096
@@ -168,9 +172,16 @@ def _try(model: Path, how: str, tokens: int, limit: int) -> dict[str, float]:
 
 def _make_model(folder: Path, layers: int) -> None:
     """Write a random model with SmolLM2-135M's shape and `layers` layers."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
+    LlamaForCausalLM(write_config(folder, layers)).to(torch.bfloat16).save_pretrained(folder)
+
+
+def write_config(folder: Path, layers: int) -> LlamaConfig:
+    """Write the config of a model with SmolLM2-135M's shape and `layers` layers."""
+    from transformers import LlamaConfig
+
     config = LlamaConfig(
         hidden_size=576,
         intermediate_size=1536,
@@ -180,8 +191,10 @@ def _make_model(folder: Path, layers: int) -> None:
         vocab_size=49152,
         max_position_embeddings=1 << 20,
         tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    config.save_pretrained(folder)
+    return config
 
 
 if __name__ == "__main__":

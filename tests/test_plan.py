@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.training import QWEN3_1_7B
 from benchmarks.long_row import row_of
+from benchmarks.long_rows import write_config
 from forge_rl.algorithms.losses import ClippedSurrogate
 from forge_rl.engines import decode_layout, degrees, memory
 from forge_rl.engines.architecture import read_architecture
@@ -25,7 +26,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.packing.rows import Minibatch, Row
 from forge_rl.rollout import placement
 from forge_rl.run import defaults, plan
-from forge_rl.run.plan import Need, check_state_fits, plan_run, refuse, show_plan, with_spares_that_fit
+from forge_rl.run.plan import PROCESS_BYTES, Need, check_state_fits, plan_run, refuse, show_plan, with_spares_that_fit
 from forge_rl.services import trainer_config
 from forge_rl.services.generator import Generator
 from forge_rl.services.trainer import Trainer
@@ -96,6 +97,21 @@ def test_the_plan_of_a_gpu_is_what_one_took(tmp_path: Path, monkeypatch: pytest.
     settings = TrainSettings(dtype="bfloat16", seq_len=8192)
     planned = plan_training(tmp_path, settings, ranks=1, reference=False)
     assert planned.total / 2**30 == pytest.approx(measured["peak_gib"], rel=0.03)
+
+
+def test_the_plan_of_a_cpu_is_what_rows_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The peaks that `python -m benchmarks.long_rows` measured."""
+    monkeypatch.setattr(titan_plan, "device_type", lambda: "cpu")
+    write_config(tmp_path, layers=30)
+    rows = json.loads((FOLDER / "long_rows.json").read_text())["rows"]
+    measured = {
+        (row["how"], row["tokens"]): row["peak"] for row in rows if row["how"] == "full" and row["tokens"] <= 4096
+    }
+    assert measured.keys() == {("full", 1024), ("full", 4096)}
+    for (how, tokens), peak in measured.items():
+        settings = TrainSettings(dtype="float32", seq_len=tokens, activation_checkpointing=how)
+        planned = plan_training(tmp_path, settings, ranks=1, reference=False)
+        assert PROCESS_BYTES + planned.total == pytest.approx(peak, rel=0.03)
 
 
 def test_a_plan_splits_states_over_ranks_and_counts_a_reference_and_what_is_frozen(tmp_path: Path):

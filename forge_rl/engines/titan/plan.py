@@ -103,7 +103,7 @@ def plan_training(
         held = tokens * (layers * (cp - 1) + cp) * architecture.kv_heads * architecture.head_dim
         row += 2 * held * dtype.itemsize // tp
     recomputed = settings.activation_checkpointing != "none" and each < MAPPED_BYTES
-    small = kept * traced.small // (tp if whole_gradients else split) // 2 + recomputed * kept_layers * each
+    in_heap = kept * traced.small // (tp if whole_gradients else split) // 2 + recomputed * kept_layers * each
     return TrainMemory(
         weights=kept * traced.count // split,
         gradients=kept * traced.trained // (tp if whole_gradients else split),
@@ -116,7 +116,7 @@ def plan_training(
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
         offloaded=offloaded,
         largest=kept * traced.largest // split,
-        heap=(50 << 20) + small + each * 7 // 2 if device_type() == "cpu" else 0,  # a fit, see TrainMemory
+        heap=(50 << 20) + in_heap + each * 7 // 2 if device_type() == "cpu" else 0,  # a fit, see TrainMemory
     )
 
 
