@@ -100,17 +100,22 @@ def test_what_cannot_be_scored_is_replaced_and_not_decoded_again() -> None:
     assert max(prompts.values()) == 4
 
 
+class BrokenReward:
+    """A reward that fails until it is mended."""
+
+    broken = True
+
+    def score(self, task: Task, text: str) -> float:
+        if self.broken:
+            raise ServiceError("KeyError: 'answer'", service="reward", replica=0, call="score")
+        return float(int(text) % 7)
+
+
 def test_a_rollout_whose_reward_is_broken_names_it_and_goes_on_once_it_is_mended() -> None:
     async def main() -> None:
         warnings: list[str] = []
-        broken = True
-
-        def score(task: Task, text: str) -> float:
-            if broken:
-                raise ServiceError("KeyError: 'answer'", service="reward", replica=0, call="score")
-            return float(int(text) % 7)
-
-        executor = rollouts(reward=StagedReward(score), schedule=ScheduleConfig(max_lag=1), warn=warnings.append)
+        reward = BrokenReward()
+        executor = rollouts(reward=StagedReward(reward.score), schedule=ScheduleConfig(max_lag=1), warn=warnings.append)
         for _ in range(2):  # also a second time
             with pytest.raises(
                 TaskError, match=r"counting yielded 13 unusable groups in a row.*KeyError: 'answer'"
@@ -118,7 +123,7 @@ def test_a_rollout_whose_reward_is_broken_names_it_and_goes_on_once_it_is_mended
                 await executor.next_batch()
             assert "run.reward.replace" in caught.value.hint
         assert any("KeyError" in warning for warning in warnings)
-        broken = False
+        reward.broken = False
         batch = await executor.next_batch()
         assert len(batch.groups) == 3
         assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
@@ -130,14 +135,8 @@ def test_a_rollout_whose_reward_is_broken_names_it_and_goes_on_once_it_is_mended
 def test_a_rollout_whose_reward_is_broken_waits_for_another_and_tells_so() -> None:
     async def main() -> None:
         warnings: list[str] = []
-        broken = True
-
-        def score(task: Task, text: str) -> float:
-            if broken:
-                raise ServiceError("KeyError: 'answer'", service="reward", replica=0, call="score")
-            return float(int(text) % 7)
-
-        executor = rollouts(reward=StagedReward(score), warn=warnings.append, reward_wait_s=600.0)
+        reward = BrokenReward()
+        executor = rollouts(reward=StagedReward(reward.score), warn=warnings.append, reward_wait_s=600.0)
         coming = asyncio.create_task(executor.next_batch())
         await run_until_idle()
         assert not coming.done()
@@ -147,12 +146,12 @@ def test_a_rollout_whose_reward_is_broken_waits_for_another_and_tells_so() -> No
         assert "KeyError: 'answer'" in told
         (unscored,) = executor.samples()
         assert unscored[-1].outcome is Outcome.JUDGE_ERROR
-        broken = False
+        reward.broken = False
         executor.reward_replaced()
         batch = await coming
         assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
         assert executor.samples() == [batch.groups[0].episodes]
-        broken = True
+        reward.broken = True
         coming = asyncio.create_task(executor.next_batch())
         await run_until_idle()
         assert executor._giving_up is not None
