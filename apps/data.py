@@ -161,8 +161,8 @@ async def _player(config: Config, folder: Path) -> AsyncIterator[Answer | None]:
         yield functools.partial(_request, config.url, config.url_model, key or "none", config.generator.max_tokens)
     else:
         from forge_rl.runtime.processes import responsive_loop  # these load Monarch and torch
-        from forge_rl.runtime.tasks import interrupted_by
         from forge_rl.services.generator import Generator
+        from forge_rl.system.tasks import interrupted_by
 
         from . import gateway
 

@@ -80,11 +80,11 @@ from forge_rl.run.run_dir import as_json, code_digests, versions, write_json
 from forge_rl.run.score_tables import plain_table, print_benchmarks, print_scores, short_names
 from forge_rl.runtime.isolation import Isolation, check_isolation
 from forge_rl.runtime.processes import responsive_loop
-from forge_rl.runtime.tasks import interrupted_by, task_group
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward, RewardFunction, parts_of
 from forge_rl.system.folders import make_private
+from forge_rl.system.tasks import interrupted_by, task_group
 from forge_rl.system.terminal import visible
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Outcome, Sampling, Task

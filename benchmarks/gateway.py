@@ -25,9 +25,9 @@ from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.runtime.processes import responsive_loop
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import Observer
 from forge_rl.services.generator import Generator
+from forge_rl.system.tasks import task_group
 from forge_rl.token_arrays import Chunk, TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling

@@ -22,9 +22,9 @@ from forge_rl.rollout.episode_runner import EpisodeRunner
 from forge_rl.rollout.state import InflightEpisode
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.system.tasks import task_group
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Task, Turn

@@ -33,8 +33,8 @@ from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.runtime.supervision import Restart
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
+from forge_rl.system.tasks import task_group
 from forge_rl.types import Batch, Episode, Task
 
 _SIGNALS = {"": signal.SIGKILL, "_stopped": signal.SIGSTOP}

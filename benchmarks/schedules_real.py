@@ -25,8 +25,8 @@ from forge_rl.rollout.executor import RolloutExecutor
 from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
+from forge_rl.system.tasks import task_group
 from forge_rl.types import Batch, Sampling
 
 _WARM_UP = 2

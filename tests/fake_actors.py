@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import os
 import signal
@@ -114,8 +115,9 @@ class FakeActor(ServiceActor):
         return ended
 
     async def run(self, function: Callable[[], object]) -> object:
-        """Return what a function returns, or raise what it raises."""
-        return function()
+        """Return what a function returns, or raise what it raises; await it if it can be."""
+        result = function()
+        return await result if inspect.isawaitable(result) else result
 
     async def rank(self) -> int:
         return int(current_rank().rank)

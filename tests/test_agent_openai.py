@@ -21,6 +21,7 @@ from forge_rl.types import Episode, Outcome, Sampling, Score, Task
 from recipes.agent_openai import solve
 from tests.commands import Command, metrics
 from tests.fake_backend import FakeBackend, ids_of, letters_of, tokenizer, until
+from tests.overcome import overcome_an_error
 
 TASK = Task(id="7", source="s", messages=({"role": "user", "content": "What is 2 + 3?"},))
 
@@ -239,6 +240,23 @@ def test_an_episode_that_is_cancelled_or_too_slow_leaves_no_request_on_an_engine
             assert (await slow).outcome is Outcome.ENVIRONMENT_ERROR
             assert "longer than 0.1 s" in slow.result().problem
             assert backend.open == 0
+
+    asyncio.run(check())
+
+
+def test_an_agent_that_overcame_an_error_of_its_tools_still_has_its_limit():
+    client = PolicyClient(FakeBackend())
+
+    async def agent(task: Task, session: Session) -> str:
+        await overcome_an_error()
+        client.own_s = 1.0
+        await asyncio.Event().wait()
+        return "never"
+
+    async def check() -> None:
+        async with attempts_of(agent) as attempts:
+            episode = await replace(attempts, deadline_s=0.5)(TASK, client)
+        assert (episode.outcome, "longer than 0.5 s" in episode.problem) == (Outcome.ENVIRONMENT_ERROR, True)
 
     asyncio.run(check())
 

@@ -59,6 +59,7 @@ ONLY_IN = {
     ),
     "os.getenv": ("forge_rl.runtime.cluster", "apps"),
     "os.putenv": (),
+    "asyncio.TaskGroup": ("forge_rl.system.tasks",),  # which counts failures as cancellations of its parent
 }
 """Who may touch what. Benchmarks may import anything: they measure it."""
 

@@ -25,6 +25,7 @@ from forge_rl.runtime.link import LinkEnd
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from tests.fake_actors import fake_service, pid_of
+from tests.overcome import overcome_an_error
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -182,6 +183,20 @@ def test_an_error_ends_its_own_call_only(error: BaseException, kind: type[ForgeE
                 )
                 assert str(replica.log) in caught.value.hint
             assert shared.faults.seen == []
+
+    shared.run(main())
+
+
+async def _overcome_and_be_cancelled() -> None:
+    await overcome_an_error()
+    raise asyncio.CancelledError
+
+
+def test_a_call_that_cancels_itself_is_answered(shared: Shared):
+    async def main() -> None:
+        async with held(shared.service) as replica:
+            with pytest.raises(ServiceError, match="CancelledError"):
+                await replica.ask("run", _overcome_and_be_cancelled, deadline_s=LONG_S)
 
     shared.run(main())
 

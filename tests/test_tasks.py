@@ -1,11 +1,12 @@
 """Task groups and interrupted bodies: which error comes out. Exact, without processes."""
 
 import asyncio
+import contextlib
 
 import pytest
 
 from forge_rl.errors import ConfigError, ForgeError
-from forge_rl.runtime.tasks import interrupted_by, task_group
+from forge_rl.system.tasks import TaskGroup, interrupted_by, task_group
 
 
 async def fail(error: Exception) -> None:
@@ -26,6 +27,63 @@ def test_a_task_group_raises_the_forge_error():
         asyncio.run(fail_both())
     with pytest.raises(ValueError, match="other"):
         asyncio.run(fail_inside())
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_failure_in_a_task_group_is_no_cancellation_of_its_parent(ended: bool):
+    async def overcome() -> None:
+        with contextlib.suppress(ExceptionGroup):
+            async with TaskGroup() as group:
+                group.create_task(fail(ValueError("mine")))
+                await asyncio.sleep(0 if ended else 60)
+        assert asyncio.current_task().cancelling() == 0
+        overcame.set()
+        await asyncio.Event().wait()
+
+    async def fail_then() -> None:
+        await overcame.wait()
+        raise ForgeError("late")
+
+    async def main() -> None:
+        with pytest.raises(ForgeError, match="late"), interrupted_by(fail_then):
+            await overcome()
+
+    overcame = asyncio.Event()
+
+    asyncio.run(main())
+
+
+def test_a_task_group_cancels_its_children_with_its_parent_and_waits_for_those_that_they_start():
+    async def main() -> None:
+        ends: list[str] = []
+        started = asyncio.Event()
+
+        async def child(name: str, group: TaskGroup | None = None) -> None:
+            try:
+                await asyncio.sleep(0)
+                if group is not None:
+                    group.create_task(child("started late"))
+                await asyncio.sleep(0 if group is None else 60)
+            except asyncio.CancelledError:
+                name += ", cancelled"
+                raise
+            finally:
+                ends.append(name)
+                started.set()
+
+        async def parent() -> None:
+            async with TaskGroup() as group:
+                group.create_task(child("first", group))
+
+        task = asyncio.create_task(parent())
+        await started.wait()
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ends == ["started late", "first, cancelled"]
+
+    asyncio.run(main())
 
 
 def test_a_body_ends_with_the_error_that_interrupts_it():

@@ -17,6 +17,7 @@ from typing_extensions import TypedDict
 from forge_rl.envs.calculator import calculator
 from forge_rl.envs.tool import Tool
 from forge_rl.errors import ConfigError, ForgeError
+from tests.overcome import overcome_an_error
 
 
 class Unit(enum.Enum):
@@ -211,6 +212,15 @@ def test_a_plain_tool_blocks_nobody_and_one_that_hangs_is_left_behind():
     for each in left:
         each.join()
     assert outputs == ["error: hang took longer than 0.2 s"] * 40 + ["error: pause took longer than 0.2 s", "own"]
+
+
+def test_a_tool_that_overcame_an_error_still_has_its_limit():
+    async def search() -> str:
+        await overcome_an_error()
+        await asyncio.Event().wait()
+        return "never"
+
+    assert call(search, {}, 0.05) == "error: search took longer than 0.05 s"
 
 
 def test_a_tool_pickles():

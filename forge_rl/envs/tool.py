@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.system.tasks import in_own_task
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +111,7 @@ class Tool:
                 function = functools.partial(self.function, *[self.owner] * self.is_method, **given)
                 result = function() if self._is_async else await _in_thread(function)
                 if inspect.isawaitable(result):
-                    result = await result
+                    result = await in_own_task(result)
         except TimeoutError:
             return f"error: {self.name} took longer than {timeout_s:g} s", False
         except ForgeError:

@@ -16,8 +16,8 @@ from forge_rl.gateway.errors import ApiError
 from forge_rl.gateway.request_state import REQUEST, Added, Choice, RequestState
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.shared import Shared
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import GATHER_S
+from forge_rl.system.tasks import task_group
 from forge_rl.token_arrays import Chunk
 from forge_rl.types import Sampling
 

@@ -19,6 +19,7 @@ from forge_rl.errors import ConfigError, JudgeError, SpendingError, TaskError, c
 from forge_rl.rewards.judge_store import JudgeStore
 from forge_rl.rewards.rubric import compile_rubric, read_rubric, render
 from forge_rl.system.redaction import without_credentials
+from forge_rl.system.tasks import TaskGroup
 from forge_rl.system.variables import api_key
 from forge_rl.types import Episode, Score, Task
 
@@ -145,7 +146,7 @@ class Judge:
         criteria = _criteria_of(task, self.criteria)
         asked = [render(self.template, task, episode, one.text) for one in criteria]
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 graded = [group.create_task(self._graded(prompt)) for prompt in asked]
         except ExceptionGroup as errors:
             raise next(

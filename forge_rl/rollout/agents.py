@@ -21,6 +21,7 @@ from forge_rl.rewards.scorer import scored
 from forge_rl.rollout.agent_command import AgentCommand, AgentError, AgentFunction, AgentStartError
 from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.services.completion import Observer
+from forge_rl.system.tasks import in_own_task
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task
@@ -108,7 +109,7 @@ class AgentEpisodeRunner:
         try:
             with deadline:
                 async with deadline.limit:
-                    text = await self.agent(task, session)
+                    text = await in_own_task(self.agent(task, session))
         except AgentStartError:
             raise
         except AgentError as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from forge_rl.engines.devices import gpus
 from forge_rl.errors import ConfigError
-from forge_rl.runtime.tasks import ended
+from forge_rl.system.tasks import ended
 
 if TYPE_CHECKING:
     from forge_rl.services.trainer import Trainer

@@ -25,7 +25,7 @@ import xxhash
 
 from forge_rl.errors import CheckpointError
 from forge_rl.run.run_dir import read_object
-from forge_rl.runtime.tasks import ended
+from forge_rl.system.tasks import ended
 
 _NAME = re.compile(r"step-\d{6,}")
 MANIFEST = "manifest.json"

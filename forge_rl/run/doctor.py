@@ -20,9 +20,9 @@ from forge_rl.runtime.host_facts import Clock, HostFacts
 from forge_rl.runtime.jobs.protocol import Job, JobListener
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.host_actor import ask_facts
 from forge_rl.services.host_check_actors import DecodeCheckActor, HostCheckActor, TrainCheckActor
+from forge_rl.system.tasks import task_group
 
 _CALL_S = 60.0
 _START_S = 120.0

@@ -29,10 +29,10 @@ from forge_rl.runtime.jobs.flag import build_job
 from forge_rl.runtime.jobs.protocol import Job, JobListener, ReplacingJob
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.host_actor import HostActor, ask_facts
 from forge_rl.services.trainer_config import TrainerConfig
+from forge_rl.system.tasks import task_group
 
 C = TypeVar("C", bound=RunConfig)
 Answer = tuple[HostInfo, HostFacts, Clock]

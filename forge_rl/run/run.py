@@ -31,13 +31,13 @@ from forge_rl.run.services import RolloutServices, Services, nothing_generated
 from forge_rl.run.step_metrics import StepMetrics
 from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.processes import idle_collection
-from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.environment import Environment
 from forge_rl.services.generator import Generator
 from forge_rl.services.reward import Reward
 from forge_rl.services.teachers import Teachers
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.system.tasks import interrupted_by
 from forge_rl.types import Advantages, Batch
 
 C = TypeVar("C", bound=RunConfig)

@@ -22,7 +22,6 @@ from forge_rl.run.hosts import RunHosts
 from forge_rl.run.preparation import Checked, Prepared
 from forge_rl.run.run_config import RunConfig
 from forge_rl.runtime.service import Service
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.environment import Environment
 from forge_rl.services.far_hosts import copy_folders
 from forge_rl.services.generator import Generator
@@ -31,6 +30,7 @@ from forge_rl.services.teachers import Teachers
 from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import TrainerConfig
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.system.tasks import task_group
 
 _START_DEADLINE_S = 900.0
 _COPY_DEADLINE_S = 6 * 3600.0

@@ -27,10 +27,10 @@ from forge_rl.run.run import Run
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.run_dir import code_digests
 from forge_rl.run.services import running_services
-from forge_rl.runtime.tasks import interrupted_by
 from forge_rl.services.reward import RewardFunction, parts_of
 from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.trainer_config import CriticConfig
+from forge_rl.system.tasks import interrupted_by
 from forge_rl.types import Task
 
 C = TypeVar("C", bound=RunConfig)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from forge_rl.errors import check_flags
 from forge_rl.system.supervised import supervised
+from forge_rl.system.tasks import TaskGroup
 from forge_rl.system.variables import handed_on
 
 _KEPT_BYTES = 1 << 20
@@ -100,7 +101,7 @@ async def run_command(
     assert process.stdout is not None
     assert process.stderr is not None
     try:
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             group.create_task(_feed(process.stdin, given))
             output = group.create_task(_tail(process.stdout))
             errors = group.create_task(_tail(process.stderr, observe))

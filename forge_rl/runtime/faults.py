@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from forge_rl.errors import DeadlineError, Fault, ServiceError
 from forge_rl.runtime.hold import Hold
-from forge_rl.runtime.tasks import interrupted_by
+from forge_rl.system.tasks import interrupted_by
 
 
 class CallInFlight(NamedTuple):

@@ -25,6 +25,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError
 from forge_rl.runtime.in_hand import InHand, number_of_call
+from forge_rl.system.tasks import TaskGroup
 
 POLL_S = 5.0
 """Seconds that a poll stays open when there are no replies."""
@@ -178,7 +179,7 @@ class Link:
 
     async def _run(self) -> None:
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 group.create_task(self._post())
                 group.create_task(self._collect())
         except ExceptionGroup as errors:
@@ -310,7 +311,7 @@ class LinkEnd:
                 self._tasks[number] = task
                 task.add_done_callback(functools.partial(self._tasks.pop, number))
             elif number in self._tasks:
-                self._tasks[number].cancel()
+                self._tasks.pop(number).cancel()
 
     async def collect(self, wait_s: float) -> bytes:
         """Return pickled replies as soon as there is one, or an empty list after `wait_s` seconds."""
@@ -348,8 +349,7 @@ class LinkEnd:
                 work = result if self.in_hand is None else self.in_hand.noting(number, result)
                 await self._put(number, _VALUE, _dumps(await work))
         except BaseException as error:
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            if isinstance(error, asyncio.CancelledError) and number not in self._tasks:
                 raise  # cancelled by the controller
             await self._put(number, _ERROR, _pack(error))
 

@@ -19,7 +19,7 @@ from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.host_watcher import HostWatcher
 from forge_rl.runtime.link import Link
 from forge_rl.runtime.processes import ProcessTree, is_traced
-from forge_rl.runtime.tasks import task_group
+from forge_rl.system.tasks import task_group
 
 STOPPED = "hung: its process was stopped"
 """Cause of the death of a replica one of whose processes was stopped."""

@@ -13,7 +13,7 @@ from forge_rl.runtime.replica import Replica, ReplicaState
 from forge_rl.runtime.seats import Seats
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
-from forge_rl.runtime.tasks import task_group
+from forge_rl.system.tasks import task_group
 
 _RETIRED_S = 30.0
 """Time for a retired replica to finish its work; unfinished calls are repeated on other replicas."""

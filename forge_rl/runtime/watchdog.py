@@ -10,7 +10,7 @@ from typing import Any
 from forge_rl.errors import DeadlineError, ForgeError, ReplicaError, ServiceError
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
-from forge_rl.runtime.tasks import task_group
+from forge_rl.system.tasks import task_group
 
 _SLACK = 20.0
 """Factor over the slowest call of its kind after which a call's ranks count as hung."""

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 
 from forge_rl.errors import ConfigError
 from forge_rl.sandbox.inside.frames import MOST_ADDRESS
+from forge_rl.system.tasks import TaskGroup
 
 _DIAL_S = 10.0
 _CONNECTIONS = 16
@@ -158,7 +159,7 @@ async def _relay(inside: socket.socket, outside: socket.socket) -> None:
     """Copy bytes both ways until both sides have ended, or one breaks."""
     with inside, outside, contextlib.suppress(OSError, ExceptionGroup):
         inside.setblocking(False)
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             group.create_task(_copy(inside, outside))
             group.create_task(_copy(outside, inside))
 

@@ -19,6 +19,7 @@ from forge_rl.sandbox.host import Host, ServerSettings
 from forge_rl.sandbox.limits import Limits, SandboxError
 from forge_rl.sandbox.network import named_addresses
 from forge_rl.sandbox.session import Session
+from forge_rl.system.tasks import TaskGroup
 
 PRELOADED = (
     *("ast", "bisect", "collections", "copy", "csv", "dataclasses", "datetime", "decimal", "enum"),
@@ -101,7 +102,7 @@ class Pool:
         self._most_warm = warm
         self._told = set[str]()
         """Reasons for copying workspaces that were warned of."""
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = TaskGroup()
 
     async def __aenter__(self) -> Pool:
         await self._tasks.__aenter__()

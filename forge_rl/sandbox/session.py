@@ -19,6 +19,7 @@ from forge_rl.sandbox.inside.commands import HOME
 from forge_rl.sandbox.limits import MEDIA_TYPES, CellError, Image, Limits, Result, SandboxError, Usage
 from forge_rl.sandbox.workspaces.changes import APPLY, LEFT_OUT, Change, Changes, packed, read_changes
 from forge_rl.sandbox.workspaces.diffs import diff_text
+from forge_rl.system.tasks import TaskGroup
 
 _GRACE_S = 2.0
 """Time beyond a cell's limit in which the session may still interrupt it and keep its state."""
@@ -129,7 +130,7 @@ class Session:
                 return await self._run(message, data, wall_s)
             before, older = await self._fork_body(self._body, self.limits), self._before
             self._before = before
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 if older is not None:
                     group.create_task(self._end(older))
                 return await self._run(message, data, wall_s)

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 from forge_rl.errors import ForgeError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.replica import Replica, ReplicaState
 from forge_rl.runtime.service import Service
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.engine_spares import EngineSpares
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.system.tasks import task_group
 from forge_rl.weights.manifest import LoadReport, Manifest
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from forge_rl.runtime.files_actor import FilesActor
 from forge_rl.runtime.processes import cause_of
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.host_actor import HostActor
+from forge_rl.system.tasks import task_group
 
 _OPEN_S = 60.0
 _NOTICE_S = 3.0

@@ -27,7 +27,6 @@ from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.runtime.supervisor import Supervisor
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.completion import (
     GATHER_S,
     DraftCounts,
@@ -43,6 +42,7 @@ from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.request_limits import RequestLimits
 from forge_rl.services.weight_store import WeightStore
+from forge_rl.system.tasks import task_group
 from forge_rl.token_arrays import Chunk, ScoredTokens, TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Message, Sampling, Turn

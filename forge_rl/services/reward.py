@@ -22,8 +22,8 @@ from forge_rl.runtime.seats import Seats, ServiceHosts
 from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.supervisor import Supervisor
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.reward_actor import REWARD_STUCK, RewardActor
+from forge_rl.system.tasks import task_group
 from forge_rl.types import Episode, Score, Task
 
 RewardFunction: TypeAlias = protocol.RewardFunction | WeightedSum

@@ -22,6 +22,7 @@ from forge_rl.rewards.protocol import Form, RewardFunction, form_of, is_async
 from forge_rl.runtime.actor import ServiceActor
 from forge_rl.runtime.in_hand import number_of_call
 from forge_rl.runtime.link import users_line
+from forge_rl.system.tasks import in_own_task
 from forge_rl.types import Episode, Score, Task
 
 _LAST_WORDS_S = 1.0
@@ -90,7 +91,7 @@ class RewardActor(ServiceActor):
             deadline_s: float = getattr(function, "deadline_s", self._deadline_s)
             try:
                 async with asyncio.timeout(deadline_s) as limit:
-                    result = await result
+                    result = await in_own_task(result)
             except TimeoutError:
                 if limit.expired():
                     raise self._late(DeadlineError, task, deadline_s) from None

@@ -23,10 +23,10 @@ from forge_rl.models.resolve import resolve_model
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.seats import ServiceHosts
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.generator import Generator
 from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.teachers_config import POLICY, TeachersConfig
+from forge_rl.system.tasks import task_group
 from forge_rl.token_arrays import ScoredTokens, TokenIds
 from forge_rl.tokens.tokenizer import check_same_tokens
 from forge_rl.types import Batch, Episode

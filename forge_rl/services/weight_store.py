@@ -15,11 +15,11 @@ from forge_rl.errors import ForgeError, ReplicaError, ServiceError, WeightsError
 from forge_rl.runtime.cluster import THIS_HOST, Cluster
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.service import Replica, Service
-from forge_rl.runtime.tasks import task_group
 from forge_rl.services.weight_mirror import WeightMirror
 from forge_rl.services.weight_store_actor import Holder
 from forge_rl.services.weight_store_config import WeightStoreConfig
 from forge_rl.services.weight_store_recovery import StoreRecovery
+from forge_rl.system.tasks import task_group
 from forge_rl.weights.delta_files import DeltaFolder
 from forge_rl.weights.manifest import Manifest, ShardReport, TensorSpec, complete, draft
 from forge_rl.weights.transports.protocol import Transport

@@ -194,9 +194,7 @@ class Server:
     async def answer(self, number: int, call: dict) -> None:
         try:
             said = {"id": number, "result": await self.run(number, call)}
-        except asyncio.CancelledError:
-            return
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # if it was cancelled, nobody reads it
             said = {"id": number, "error": f"{type(error).__name__}: {error}"}
         finally:
             del self.running[number]

@@ -28,7 +28,7 @@ from forge_rl.runtime.jobs.manifests import (
 )
 from forge_rl.runtime.jobs.pods import Pods, PodState, connect, deleted_with_this_process
 from forge_rl.runtime.jobs.protocol import JobListener
-from forge_rl.runtime.tasks import ended
+from forge_rl.system.tasks import ended
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from monarch.rdma import RDMABuffer, RDMATcpFallbackWarning
 
 from forge_rl.errors import ForgeError, WeightsError
+from forge_rl.system.tasks import TaskGroup
 from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef
 from forge_rl.weights.segment import writable
 from forge_rl.weights.slices import TensorSlice
@@ -210,7 +211,7 @@ class Puller:
             wanted = {bucket: arrival for bucket, arrival in pull.arrivals.items() if not arrival.done()}
             reserved = self._volume.reserve({bucket.key: bucket.bytes for bucket in wanted})
             queue = zip(wanted.items(), reserved.values(), strict=True)
-            async with asyncio.TaskGroup() as readers:
+            async with TaskGroup() as readers:
                 for _ in range(READS_IN_FLIGHT):
                     readers.create_task(self._receive_all(pull, queue))
         except Exception as error:

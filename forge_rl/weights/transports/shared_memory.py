@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_rl.errors import WeightsError
+from forge_rl.system.tasks import TaskGroup
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import Bucket, Manifest, SegmentRef, ShardReport, TensorEntry
 from forge_rl.weights.segment import SegmentBucket, check, writable
@@ -74,7 +75,7 @@ class SharedMemoryTransport:
 
     async def free(self, keys: Collection[str]) -> None:
         if keys:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 for host in self._volumes:
                     group.create_task(self._free(host, tuple(keys)))
 

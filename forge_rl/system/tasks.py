@@ -1,0 +1,116 @@
+"""Errors and cancellations of concurrent tasks: task groups, one of which raises a single cause, waiting for a task
+whose error does not matter, a user's code in a task of its own, and a body that another task may interrupt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from forge_rl.errors import ForgeError
+
+T = TypeVar("T")
+
+
+class TaskGroup(asyncio.TaskGroup):
+    """An asyncio.TaskGroup whose failures are not counted as cancellations of its parent.
+
+    Until Python 3.13, the failure of a child after the body has ended is counted. Whoever compares the count, as
+    `interrupted_by` and `asyncio.timeout` do, then takes its own cancellation for someone else's, and lets a
+    CancelledError out, which ends the program.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._children: set[asyncio.Task[Any]] = set()
+
+    def create_task(self, coro: Generator[Any, None, T] | Coroutine[Any, Any, T], **settings: Any) -> asyncio.Task[T]:
+        """Start a task of the group; see `asyncio.TaskGroup.create_task`."""
+        task = super().create_task(coro, **settings)
+        self._children.add(task)
+        task.add_done_callback(self._children.discard)
+        return task
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:  # while the body still runs, so to speak: asyncio takes back what it cancels there
+                while self._children:
+                    await asyncio.wait(self._children)
+            except asyncio.CancelledError as cancelled:
+                kind, error, trace = type(cancelled), cancelled, cancelled.__traceback__
+        return await super().__aexit__(kind, error, trace)
+
+
+@contextlib.asynccontextmanager
+async def task_group() -> AsyncIterator[TaskGroup]:
+    """Run a TaskGroup that raises the first ForgeError, or else the first error, not an exception group."""
+    try:
+        async with TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    chosen = errors.subgroup(ForgeError) or errors
+    first = chosen.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+async def ended(task: asyncio.Future[Any]) -> None:
+    """Wait until a task has ended; if it failed, that counts as seen, so that asyncio does not print its traceback."""
+    await asyncio.wait((task,))
+    if not task.cancelled():
+        task.exception()
+
+
+def in_own_task(work: Awaitable[T]) -> asyncio.Future[T]:
+    """Run a user's code in a task of its own, and return it to be awaited.
+
+    Code that catches errors of an asyncio.TaskGroup changes the count of its task's cancellations; see `TaskGroup`.
+    """
+    return asyncio.ensure_future(work)
+
+
+@contextlib.contextmanager
+def interrupted_by(watch: Callable[[], Awaitable[None]]) -> Iterator[None]:
+    """Run the body until it ends or the concurrent task `watch` raises, in which case the body ends with that error.
+
+        async def until_late() -> None:
+            await asyncio.sleep(60)
+            raise DeadlineError("...", service="controller")
+
+        with interrupted_by(until_late):
+            await work()
+
+    A cancellation by someone else stays a CancelledError, even if both happen at once.
+    """
+    body = asyncio.current_task()
+    assert body is not None
+    before = body.cancelling()
+    error: Exception | None = None
+
+    async def run() -> None:
+        nonlocal error
+        try:
+            await watch()
+        except Exception as raised:
+            error = raised
+            body.cancel()
+
+    watching = asyncio.get_running_loop().create_task(run())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if error is None or body.cancelling() > before + 1:
+            raise
+        raise error from None
+    finally:
+        watching.cancel()
+        if error is not None:
+            body.uncancel()
