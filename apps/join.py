@@ -78,7 +78,8 @@ async def main(config: Config) -> None:
 
 async def _address(host: LaunchedHost) -> str:
     try:
-        return await asyncio.wait_for(host.address, _START_S)
+        async with asyncio.timeout(_START_S):
+            return await host.address
     except TimeoutError:
         raise InfrastructureError(
             f"the host does not listen after {_START_S:.0f} s", hint="see whether this machine is overloaded"

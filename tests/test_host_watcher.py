@@ -128,7 +128,9 @@ def test_a_process_whose_pid_was_reused_is_not_taken_for_the_former() -> None:
         is_marked(2**22 - 1, MARK, "a/replica-0")
 
 
-@pytest.mark.parametrize(("other", "looks"), [("none", 6), ("answers", 6), ("silent", 40), ("lost", 6)])
+@pytest.mark.parametrize(
+    ("other", "looks"), [("none", 6), ("answers", 6), ("falls silent", 40), ("silent", 40), ("lost", 6)]
+)
 def test_a_silent_host_is_given_longer_while_no_other_answers(
     other: str, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,8 +139,9 @@ def test_a_silent_host_is_given_longer_while_no_other_answers(
 
     async def check() -> None:
         monkeypatch.setattr(host_watcher, "_LOOK_S", 0.005)
-        now = asyncio.get_running_loop().time()
-        heard = {} if other == "none" else {"b": now + 60 if other == "answers" else now - 60}
+        monkeypatch.setattr(host_watcher, "_LATELY_S", 0.01)
+        answers = {"answers": 60.0, "falls silent": 0.001}
+        heard = {} if other == "none" else {"b": asyncio.get_running_loop().time() + answers.get(other, -60.0)}
         cluster: Any = SimpleNamespace(lost={"b": "killed"} if other == "lost" else {}, heard=heard)
         watcher = HostWatcher("a", cluster)
         watcher._agent = SimpleNamespace(report=SimpleNamespace(call_one=never))

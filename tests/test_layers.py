@@ -59,6 +59,7 @@ ONLY_IN = {
     ),
     "os.getenv": ("forge_rl.runtime.cluster", "apps"),
     "os.putenv": (),
+    "asyncio.wait_for": (),  # until Python 3.12, it forgets a cancellation at the moment at which what it awaits ends
     "asyncio.TaskGroup": ("forge_rl.system.tasks",),  # which counts failures as cancellations of its parent
 }
 """Who may touch what. Benchmarks may import anything: they measure it."""

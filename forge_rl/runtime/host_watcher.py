@@ -33,6 +33,8 @@ _REMEMBERED = 20
 """Number of last reports."""
 _SILENT_LOOKS_OF_ALL = 40
 """Looks, over 20 s, if no other host answers either: more likely this process has no time, or lost its network."""
+_LATELY_S = 2.0
+"""Seconds in which a host answers at least once, unless it is as silent as the one in question."""
 _PROBE_S = 1.5
 """Time for the other processes of a host to answer once its agent does not."""
 _CALL_S = 10.0
@@ -199,23 +201,22 @@ class HostWatcher:
         """
         answer = asyncio.ensure_future(self._call("report", _BEAT_S, deadline_s=None))
         answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # not logged if nobody waits
-        clock, heard = asyncio.get_running_loop().time, self._cluster.heard
-        began, looks = clock(), 0
+        looks = 0
         most = min(_SILENT_LOOKS_OF_ALL, max(_SILENT_LOOKS, _SLACK * max(self._looks, default=0)))
-        while looks < most or (looks < _SILENT_LOOKS_OF_ALL and not self._another_answers(began)):
+        while looks < most or (looks < _SILENT_LOOKS_OF_ALL and not self._another_answers()):
             await asyncio.wait((answer,), timeout=_LOOK_S)
             looks += 1
             if answer.done():
                 events: list[Event] = answer.result()
-                heard[self._host] = clock()
+                self._cluster.heard[self._host] = asyncio.get_running_loop().time()
                 self._looks.append(looks)
                 return events
         answer.cancel()
         raise self._error(f"it has not answered for {looks * _LOOK_S:g} s")
 
-    def _another_answers(self, since: float) -> bool:
-        """Return whether another host has answered since then, or there is none to ask."""
-        lost = self._cluster.lost
+    def _another_answers(self) -> bool:
+        """Return whether another host has answered lately, or there is none to ask."""
+        lost, since = self._cluster.lost, asyncio.get_running_loop().time() - _LATELY_S
         others = [time for host, time in self._cluster.heard.items() if host != self._host and host not in lost]
         return not others or max(others) > since
 
@@ -270,12 +271,9 @@ class HostWatcher:
         Raises:
             ServiceError: it died, raised something, or did not answer in time.
         """
-
-        async def call() -> Any:
-            return await endpoint.call_one(*args)
-
         try:
-            return await asyncio.wait_for(call(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                return await endpoint.call_one(*args)
         except TimeoutError:
             raise self._error(f"no answer within {deadline_s:g} s") from None
         except Exception as error:  # Monarch raises several unrelated classes

@@ -35,7 +35,8 @@ async def open_files(service: Service, replica: Replica, meshes: Iterable[Spawne
     for mesh in meshes:
         actors: Any = mesh.procs.spawn(f"files_{uuid.uuid4().hex}", FilesActor)
         try:
-            await asyncio.wait_for(_open(actors), _OPEN_S)
+            async with asyncio.timeout(_OPEN_S):
+                await actors.open.call()
         except Exception as error:  # Monarch raises several unrelated classes
             await _dead(service, replica, error)
             cause = replica.death.result()
@@ -68,11 +69,6 @@ async def _dead(service: Service, replica: Replica, error: Exception) -> None:
     if replica.alive:
         cause = cause_of(str(error)) or type(error).__name__
         service.mark_failed(replica, f"files cannot be sent to it: {cause}")
-
-
-async def _open(actors: Any) -> None:
-    """Wrap Monarch's future in a coroutine, as asyncio requires."""
-    await actors.open.call()
 
 
 async def _exchange(actor: Any, answer: Answer) -> Request | None:

@@ -78,7 +78,8 @@ class LaunchedHost:
         for stop in (lambda: None, self.process.terminate, self.process.kill):
             with contextlib.suppress(ProcessLookupError, TimeoutError):
                 stop()
-                await asyncio.wait_for(self.process.wait(), _END_S)
+                async with asyncio.timeout(_END_S):
+                    await self.process.wait()
                 return
 
 

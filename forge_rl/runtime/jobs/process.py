@@ -129,7 +129,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         if process.returncode is None:
             stop()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), _END_S)
+                async with asyncio.timeout(_END_S):
+                    await process.wait()
 
 
 @contextlib.contextmanager

@@ -160,7 +160,8 @@ class TorchStoreTransport:
 
         client = LocalClient(controller=self._controller, strategy=self._strategy)
         try:
-            return await asyncio.wait_for(getattr(client, method)(*args), _DEADLINE_S)
+            async with asyncio.timeout(_DEADLINE_S):
+                return await getattr(client, method)(*args)
         except Exception as error:
             if _is_missing(error):
                 raise KeyError(*args[:1]) from error
