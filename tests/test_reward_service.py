@@ -23,6 +23,7 @@ from forge_rl.types import Episode, Score, Task
 from tests import fake_envs
 from tests.fake_actors import cluster, send_signal
 from tests.fake_envs import task_of
+from tests.overcome import overcome_an_error
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -197,8 +198,13 @@ def test_a_function_that_does_not_come_back_is_named_and_does_not_hold_up_others
 
 
 def test_an_async_function_that_does_not_come_back_is_late_and_its_process_goes_on(tmp_path: Path):
+    async def late(task: Task, text: str) -> float:
+        await overcome_an_error()
+        await asyncio.Event().wait()
+        return 2.0
+
     async def main() -> None:
-        async with reward(tmp_path, fake_envs.Meeting(), deadline_s=1.0) as (service, faults):
+        async with reward(tmp_path, late, deadline_s=1.0) as (service, faults):
             with pytest.raises(DeadlineError, match="no answer within 1 s"):
                 await score(service, task_of(), "")
             assert faults.seen == []

@@ -1,1 +1,3 @@
-"""What forge_rl needs of the operating system: private folders, child processes without secrets, safe terminals."""
+"""What forge_rl needs of the operating system and of asyncio: private folders, child processes without secrets, safe
+terminals, groups of tasks.
+"""
