@@ -15,7 +15,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -127,7 +127,12 @@ def kill(pool: Pool, rng: random.Random) -> None:
     keeper, sessions = host.process.pid, [pid for pid, depth in depths.items() if depth == min(depths.values())]
     half = rng.sample(sessions, len(sessions) // 2)
     chosen = rng.choice([[keeper], children(keeper), sessions[:1], half])
-    for pid in chosen:
+    kill_each(chosen)
+
+
+def kill_each(pids: Iterable[int]) -> None:
+    """Kill processes, of which some may have ended meanwhile."""
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -151,9 +156,10 @@ def session_processes(host: Host) -> Iterator[int]:
     """Yield the processes in the cgroups of a server's sessions."""
     found: set[int] = set()
     for one in cgroups.here():
-        for file in sorted(Path(one.folder, host.tree).glob("*/cgroup.procs")):
-            with contextlib.suppress(OSError):
-                found.update(map(int, file.read_text().split()))
+        with contextlib.suppress(FileNotFoundError):  # the server ended meanwhile, and its cgroups were removed
+            for file in sorted(Path(one.folder, host.tree).glob("*/cgroup.procs")):
+                with contextlib.suppress(OSError):
+                    found.update(map(int, file.read_text().split()))
     yield from sorted(found)
 
 

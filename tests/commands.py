@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil  # type: ignore[import-untyped]
 
+from tests.processes import command_line, lives, log_of
+
 if TYPE_CHECKING:
     from forge_rl.run.attach import AttachedRun
 
@@ -95,7 +97,7 @@ class Command:
     def strays(self) -> list[psutil.Process]:
         """Its processes that still live; a moment is given to those that are ending."""
         _, alive = psutil.wait_procs(list(self.seen), timeout=10)
-        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        return [process for process in alive if lives(process)]
 
     def clean_up(self) -> None:
         self.seen |= set(self.children())
@@ -104,7 +106,7 @@ class Command:
         for process in self.seen:
             # Python's tracker of semaphores removes those of processes that were killed, and ends by itself.
             with contextlib.suppress(psutil.NoSuchProcess):
-                if not any("resource_tracker" in word for word in process.cmdline()):
+                if "resource_tracker" not in command_line(process):
                     process.kill()
 
     @property
@@ -144,15 +146,7 @@ def tasks_by_step(out: Path) -> dict[int, set[tuple[str, str]]]:
 
 def processes_of(command: Command, service: str, replica: int = 0) -> list[psutil.Process]:
     """The processes of a replica, by the log file that they print to."""
-    found = []
-    for process in command.children():
-        try:
-            log = os.readlink(f"/proc/{process.pid}/fd/1")
-        except OSError:
-            continue
-        if Path(log).name.startswith(f"{service}-{replica}."):
-            found.append(process)
-    return found
+    return [process for process in command.children() if log_of(process).startswith(f"{service}-{replica}.")]
 
 
 def shared_memory() -> set[Path]:

@@ -1,15 +1,13 @@
 """Durable sessions: rebuilt when their processes die, answered by the cache, and started only to run a cell."""
 
 import asyncio
-import os
-import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.chaos import Config, children, play_under_chaos, session_processes
+from benchmarks.chaos import Config, children, kill_each, play_under_chaos, session_processes
 from forge_rl.sandbox import DurableSession, DurableSessions, Pool, SandboxError
 from forge_rl.sandbox.durable import DivergedError
 from forge_rl.sandbox.pool import Profile
@@ -19,8 +17,7 @@ from tests.sandbox_pool import SharedPool
 
 def kill_sessions(pool: Pool) -> None:
     for host in pool.hosts:
-        for pid in session_processes(host):
-            os.kill(pid, signal.SIGKILL)
+        kill_each(session_processes(host))
 
 
 def kill_keepers(pool: Pool) -> None:
@@ -30,8 +27,7 @@ def kill_keepers(pool: Pool) -> None:
 
 def kill_servers(pool: Pool) -> None:
     for host in pool.hosts:
-        for pid in children(host.process.pid):
-            os.kill(pid, signal.SIGKILL)
+        kill_each(children(host.process.pid))
 
 
 def with_sessions(

@@ -20,6 +20,7 @@ from tests.commands import Command, actor_of, forgotten, metrics, shared_memory,
 from tests.engine_conformance import LONG_PROMPT
 from tests.fake_actors import cluster
 from tests.fakes import make_model
+from tests.processes import below
 from tests.test_generator import gap, publish
 
 pytestmark = pytest.mark.long
@@ -105,8 +106,7 @@ def test_workers_that_share_experts_compute_what_one_does_and_say_which_they_cho
 
 def workers_of(command: Command) -> list[psutil.Process]:
     """vLLM's workers of the first engine."""
-    below = actor_of(command, "generator").children(recursive=True)
-    return [process for process in below if "Worker_TP" in " ".join(process.cmdline())]
+    return below(actor_of(command, "generator"), "Worker_TP")
 
 
 @pytest.mark.nightly

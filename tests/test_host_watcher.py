@@ -21,6 +21,7 @@ from forge_rl.runtime.host_watcher import MARK, HostWatcher
 from forge_rl.runtime.replica import Replica
 from forge_rl.runtime.service import Service
 from tests.fake_actors import FakeActor, cluster_of, hosts_of, new_service_name, pid_of, send_signal
+from tests.processes import lives
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -34,7 +35,7 @@ async def death_of(replica: Replica) -> str:
 async def gone(pid: int) -> None:
     """Wait until a process has ended, whoever reaps it."""
     async with asyncio.timeout(LONG_S):
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110
+        while lives(pid):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

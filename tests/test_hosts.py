@@ -29,6 +29,7 @@ from tests.commands import (
     wait_for_step,
 )
 from tests.fake_actors import hosts_of
+from tests.processes import below, log_of
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_left")]
 
@@ -45,15 +46,14 @@ def hosts_of_services(command: Command) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for host, pid in hosts_of(command.process.pid).items():
         for process in psutil.Process(pid).children(recursive=True):
-            log = Path(os.readlink(f"/proc/{process.pid}/fd/1")).name
-            found.setdefault(log.partition("-")[0], set()).add(host)
+            found.setdefault(log_of(process).partition("-")[0], set()).add(host)
     return found
 
 
 def engine_on(command: Command, host: str) -> psutil.Process:
     """The process of an engine, or of its part, on a host."""
-    below = psutil.Process(hosts_of(command.process.pid)[host]).children(recursive=True)
-    found = [each for each in below if Path(os.readlink(f"/proc/{each.pid}/fd/1")).name.startswith("generator-")]
+    processes = psutil.Process(hosts_of(command.process.pid)[host]).children(recursive=True)
+    found = [process for process in processes if log_of(process).startswith("generator-")]
     return min(found, key=lambda process: process.create_time())
 
 
@@ -163,10 +163,7 @@ def test_a_run_goes_on_when_a_part_of_its_engine_of_two_hosts_is_killed(
     )
     command.wait_for("step +2/", STARTS_S)
     first, second = engine_on(command, "host0"), engine_on(command, "host1")
-    (leading,), (worker,) = (
-        [each for each in part.children(recursive=True) if "Worker_TP" in " ".join(each.cmdline())]
-        for part in (first, second)
-    )
+    (leading,), (worker,) = (below(part, "Worker_TP") for part in (first, second))
     assert volumes(leading)
     assert volumes(worker)
     assert volumes(leading).isdisjoint(volumes(worker)), "each reads its host's copy"
@@ -211,7 +208,7 @@ def test_hosts_join_and_leave_a_live_run_and_nothing_is_lost(commands: list[Comm
     assert run.hosts == dict.fromkeys(("local", "host0", "host1"), "serves")
     first = joining(commands, out, "spot", "--services", "generator+environment")
     engines("2")
-    logs = {Path(os.readlink(f"/proc/{process.pid}/fd/1")).name.partition("-")[0] for process in first.children()}
+    logs = {log_of(process).partition("-")[0] for process in first.children()}
     assert logs >= {"generator", "environment", "weights"}, (first.output, command.output)
     step_beyond(run.step + 3)
     first.process.send_signal(signal.SIGTERM)  # it is told to leave

@@ -17,6 +17,7 @@ from forge_rl.envs.env_flag import build_environment
 from forge_rl.envs.mcp import McpEnv, McpSession
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from forge_rl.types import Task, ToolCall
+from tests.processes import lives
 
 pytest.importorskip("mcp", reason="the mcp package is not installed")
 
@@ -111,7 +112,7 @@ def test_an_episode_may_have_a_server_of_its_own_and_late_calls_are_told(server:
             pid = int((await session._connection.call("count", {}, 60.0)).split()[1])  # type: ignore[union-attr]
             pids.append(pid)
             await session.close()
-            assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+            assert not lives(pid)
         assert pids[0] != pids[1]
 
     asyncio.run(check())

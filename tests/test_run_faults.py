@@ -18,6 +18,7 @@ import pytest
 
 from forge_rl.weights.volume import reclaim
 from tests.commands import TASKS, Command, actor_of, forgotten, metrics, shared_memory, tasks_by_step, tiny_run
+from tests.processes import below
 
 FOR_EVER = ("--steps", "100000", "--evaluation.every", "0")
 
@@ -31,8 +32,7 @@ def signal_all(command: Command, number: signal.Signals, *, children: bool = Fal
 
 def engine_of(command: Command, replica: int) -> psutil.Process:
     """vLLM's own process."""
-    below = actor_of(command, "generator", replica).children(recursive=True)
-    return next(process for process in below if "EngineCore" in " ".join(process.cmdline()))
+    return below(actor_of(command, "generator", replica), "EngineCore")[0]
 
 
 COLOCATED = ("--evaluation.every", "0", *TASKS, "--groups-per-batch", "4", "--placement", "colocated")

@@ -8,7 +8,6 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from forge_rl.errors import ConfigError, DeadlineError, PoisonError, ReplicaError, ServiceError
@@ -21,6 +20,7 @@ from forge_rl.runtime.service import Service
 from forge_rl.runtime.supervision import Restart
 from forge_rl.runtime.supervisor import Supervisor
 from tests.fake_actors import FakeActor, fake_service, pid_of
+from tests.processes import lives
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -79,14 +79,6 @@ async def until(service: Service, condition: Callable[[], bool]) -> None:
             await changed.wait()
             changed.clear()
     service.listeners.remove(changed.set)
-
-
-def lives(pid: int) -> bool:
-    """True while a process runs; a zombie does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def all_serve(service: Service) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -33,6 +32,7 @@ from forge_rl.weights.transports.shared_memory import SharedMemoryTransport
 from tests.fake_actors import cluster
 from tests.fake_store import latest, segments
 from tests.fakes import make_model, packed, random_batch
+from tests.processes import lives
 from tests.read_slices import read_version
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -133,8 +133,7 @@ def content(saved: Path) -> dict[str, torch.Tensor]:
 
 def ended(replica: Replica) -> bool:
     """Tells whether none of its ranks' processes is left."""
-    roots = replica.tree.roots.values()
-    return not any(root.is_running() and root.status() != psutil.STATUS_ZOMBIE for root in roots)
+    return not any(map(lives, replica.tree.roots.values()))
 
 
 async def read(store: WeightStore, version: int) -> dict[str, torch.Tensor]:

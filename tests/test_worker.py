@@ -16,6 +16,7 @@ from forge_rl.envs.interpreter import interpreter
 from forge_rl.envs.worker import Worker
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError
 from tests.fake_backend import until
+from tests.processes import lives
 
 SCRIPT = """
 import asyncio, json, subprocess, sys
@@ -84,7 +85,7 @@ def test_a_worker_that_is_killed_ends_its_calls_and_all_that_it_started(
             await waiting
         with pytest.raises(ReplicaError):
             await worker.call({"do": "1"})
-        await until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie")
+        await until(lambda: not lives(child))
 
     asyncio.run(check())
 

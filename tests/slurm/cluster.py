@@ -140,11 +140,12 @@ class SlurmCluster:
 
     def _steps(self, node: str) -> list[psutil.Process]:
         """Return the parents of a node's processes that are slurmstepd's, which have no environment of their own."""
-        return [
-            parent
-            for process in self.processes(node)
-            if (parent := process.parent()) is not None and parent.name().startswith("slurmstepd")
-        ]
+        found = []
+        for process in self.processes(node):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                if (parent := process.parent()) is not None and parent.name().startswith("slurmstepd"):
+                    found.append(parent)
+        return found
 
     def clear(self) -> None:
         """Cancel all jobs, wait until nothing of them is left, and start the nodes that were killed."""
