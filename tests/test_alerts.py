@@ -84,17 +84,16 @@ def test_a_command_gets_each_advisory_and_the_end_as_json_without_secrets(
 def test_a_command_that_hangs_is_killed_with_what_it_started_and_only_warned_of(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     hangs = f"open({str(pids)!r}, 'a').write(f'{{os.fork() or os.getpid()}}\\n')\ntime.sleep(60)"
-    sink = AlertSink(Alerts(command=script(tmp_path, hangs), deadline_s=1.0))
-    began = time.monotonic()
+    sink = AlertSink(Alerts(command=script(tmp_path, hangs), deadline_s=3.0))
     with log_to(tmp_path, sink) as log:
         for step in (1, 2, 3):
             log.log(step, CUT)
-        assert time.monotonic() - began < 0.9, "no step waits"
+        assert not sink._problem, "a step has waited"
         while not sink._problem:
             time.sleep(0.05)
         log.log(4, CUT)
         log.log(5, CUT)
-    assert any("--alerts.command: it took longer than 1 s" in text for text in events(tmp_path))
+    assert any("--alerts.command: it took longer than 3 s" in text for text in events(tmp_path))
     assert not any(psutil.pid_exists(int(pid)) for pid in pids.read_text().split())
 
 

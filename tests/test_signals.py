@@ -36,7 +36,7 @@ def _itself(with_programs: bool) -> None:
 def _starts(with_programs: bool) -> None:
     """Starts a program, which it prints the end of."""
     _thread(with_programs)
-    _end_of(subprocess.Popen([sys.executable, "-c", _WAIT], stdout=subprocess.PIPE))
+    _end_of(subprocess.Popen([sys.executable, "-c", _WAIT], stdout=subprocess.PIPE), lives=with_programs)
 
 
 def _handles(_: bool) -> None:
@@ -44,7 +44,7 @@ def _handles(_: bool) -> None:
     handlers = f"import signal, sys; [signal.signal(n, lambda *_: sys.exit(7)) for n in {[*map(int, STOP_SIGNALS)]}]"
     with children_outlive_stop_signals():
         program = subprocess.Popen([sys.executable, "-c", f"{handlers}; {_WAIT}"], stdout=subprocess.PIPE)
-    _end_of(program)
+    _end_of(program, lives=True)
     tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
     for number in STOP_SIGNALS:
         os.kill(tracker._pid, number)
@@ -68,13 +68,13 @@ def _forks(with_programs: bool) -> None:
     process.kill()
 
 
-def _end_of(program: subprocess.Popen[bytes]) -> None:
+def _end_of(program: subprocess.Popen[bytes], *, lives: bool) -> None:
     assert program.stdout is not None
     program.stdout.read(1)
     for number in STOP_SIGNALS:
         program.send_signal(number)
     try:
-        print(program.wait(1.0))
+        print(program.wait(1.0 if lives else 30.0))
     except subprocess.TimeoutExpired:
         print("lives")
         program.kill()
