@@ -152,7 +152,9 @@ def processes_of(command: Command, service: str, replica: int = 0) -> list[psuti
 def shared_memory() -> set[Path]:
     """Entries of shared memory, each volume of weights by itself; folders that tests look after are left out."""
     found = {path for path in SHM.iterdir() if not path.name.startswith(("tests-", "schedule-", "forge_rl-"))}
-    return found | {path for path in SHM.glob(f"forge_rl-{os.geteuid()}/*") if path.is_dir()}
+    with contextlib.suppress(FileNotFoundError):  # it is removed with its last volume
+        found |= {path for path in (SHM / f"forge_rl-{os.geteuid()}").iterdir() if path.is_dir()}
+    return found
 
 
 def forgotten(before: set[Path], timeout_s: float = 10.0) -> set[Path]:
@@ -178,9 +180,12 @@ def held(paths: set[Path]) -> set[Path]:
                 _, _, _, _, inode, *name = line.split(maxsplit=5)
                 used |= {name[0], f"inode {inode}"} if name and name[0].startswith(f"{SHM}/") else set()
             used |= {os.readlink(path) for path in (folder / "fd").iterdir()}
-    return {path for path in paths if any(name == str(path) or name.startswith(f"{path}/") for name in used)} | {
-        path for path in paths if path.exists() and f"inode {path.stat().st_ino}" in used
-    }
+    found = {path for path in paths if any(name == str(path) or name.startswith(f"{path}/") for name in used)}
+    for path in paths - found:
+        with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+            if f"inode {path.stat().st_ino}" in used:
+                found.add(path)
+    return found
 
 
 def actor_of(command: Command, service: str, replica: int = 0) -> psutil.Process:

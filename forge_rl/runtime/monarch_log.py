@@ -39,6 +39,8 @@ def secure_monarch_log(parent: Path = Path("/tmp")) -> None:
             )
         folder.chmod(0o700)
         for file in folder.glob("monarch_log*"):
-            # May have been put there while others could write to the folder.
-            if not stat.S_ISREG((kept := file.lstat()).st_mode) or kept.st_uid != os.geteuid() or kept.st_nlink > 1:
-                file.unlink()
+            # May have been put there while others could write to the folder; another process may remove it too.
+            with contextlib.suppress(FileNotFoundError):
+                kept = file.lstat()
+                if not stat.S_ISREG(kept.st_mode) or kept.st_uid != os.geteuid() or kept.st_nlink > 1:
+                    file.unlink()
