@@ -70,7 +70,8 @@ class Config:
     """Tasks for evaluation only, as [NAME=]TASKS; by default a share of the tasks is held out."""
     data: DataConfig = field(default_factory=DataConfig)
     model: str = "smollm2-135m"
-    """Name of a bundled model, a local folder, or a Hugging Face id: its tokenizer and its chat template."""
+    """Name of a bundled model, Hugging Face id, or folder of a model or a checkpoint: its tokenizer and its chat
+    template are used."""
     generator: Limits = field(default_factory=Limits)
     groups_per_batch: int = 8
     """Number of tasks per batch."""

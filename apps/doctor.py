@@ -42,7 +42,7 @@ class Config:
     folder: Path = Path("runs")
     """Folder of runs, which all hosts should see; created if missing."""
     model: str = "smollm2-135m"
-    """Model to decode and train with: bundled, a local folder that all hosts see, or a hub id."""
+    """Model to decode and train with: bundled, hub id, or a folder that all hosts see, of a model or a checkpoint."""
     cache: Path = field(default_factory=default_cache)
     """Folder of the bundled model, which all hosts should see."""
     public_ports: bool = False

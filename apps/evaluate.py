@@ -45,11 +45,11 @@ from forge_rl.engines.context import positions, with_longest_context
 from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.protocol import AgentEnvironment
 from forge_rl.envs.single_turn import SingleTurn
-from forge_rl.errors import CheckpointError, ConfigError, ModelError, check_flags
+from forge_rl.errors import CheckpointError, ConfigError, check_flags
 from forge_rl.gateway import GatewayConfig, GeneratorBackend
 from forge_rl.gateway.tools import ToolParser, parser_for
 from forge_rl.models.bundled import default_cache
-from forge_rl.models.resolve import resolve_model
+from forge_rl.models.resolve import find_model
 from forge_rl.rewards.by_source import RewardBySource
 from forge_rl.rewards.composition import WeightedSum
 from forge_rl.rewards.reward_flag import RewardTexts, build_reward
@@ -63,7 +63,6 @@ from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.attach import attach
-from forge_rl.run.checkpoints import Checkpoints
 from forge_rl.run.evaluated import keep_episodes, keep_scores
 from forge_rl.run.launch import launch
 from forge_rl.run.lm_eval import (
@@ -108,7 +107,7 @@ class Config:
     """Evaluate models on the same tasks, and compare them."""
 
     models: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Names of bundled models, hub ids, or folders of models, runs or checkpoints."""
+    """Names of bundled models, hub ids, or folders of models, checkpoints, or runs, for their newest checkpoints."""
     tasks: tuple[str, ...] = ()
     """Task sets, each as [NAME=]TASKS[:KEY=VALUE,...]: files, folders, hub ids, FILE.py:NAME, or reasoning-gym data
     sets, whose held-out part is used. Keys of files name columns: test.jsonl:question=problem,answer=gold. By default
@@ -201,7 +200,8 @@ async def main(config: Config) -> None:
     if not is_lm_eval and (open_to := check_isolation(config.isolation)):
         console.print(f"warning: {open_to}", style="yellow")
     sets = {} if is_lm_eval else build_sets(config)
-    folders = {name: Path(name) if config.lm_eval.live else find_model(name, config.cache) for name in config.models}
+    live, cache = config.lm_eval.live, config.cache
+    folders = {name: Path(name) if live else find_model(name, cache) for name in config.models}
     config = with_room(config, folders)
     out = config.out or Path("runs") / f"evaluate-{config.digest}"
     make_private(out, CheckpointError)
@@ -300,26 +300,6 @@ def reward_of(config: Config) -> RewardFunction:
         )
     own: dict[str, Any] = {each.name: build_reward((each.reward,)) for each, _, _ in map(benchmark, config.benchmark)}
     return RewardBySource(own, other)
-
-
-def find_model(name: str, cache: Path) -> Path:
-    """Return the folder of a model given by name or folder, see `Config.models`.
-
-    Raises:
-        ModelError: the model does not exist, or the run has no checkpoint.
-    """
-    folder = Path(name).expanduser()
-    if (folder / "model" / "config.json").is_file():  # a checkpoint
-        return resolve_model(str(folder / "model"), cache).resolve()
-    if (folder / "checkpoints").is_dir() or (folder / "controller.json").exists() or any(folder.glob("step-*")):
-        inside = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-        latest = Checkpoints(inside, keep=1).latest()
-        if latest is None:
-            raise ModelError(f"{folder} holds no checkpoint", hint="name a run that has saved one, or a model")
-        return resolve_model(str(latest.model), cache).resolve()
-    if (folder / "config.json").is_file() and (folder / "metrics.jsonl").exists():
-        raise ModelError(f"{folder} is a run without a checkpoint", hint="name a run that has saved one, or a model")
-    return resolve_model(name, cache).resolve()
 
 
 def score(config: Config, sets: Sets, results: Results) -> dict[str, dict[str, float]]:

@@ -26,7 +26,7 @@ from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.gateway import Gateway, GatewayConfig, GeneratorBackend, check_address
 from forge_rl.gateway.keys import kept_key, read_key
 from forge_rl.models.bundled import default_cache
-from forge_rl.models.resolve import resolve_model
+from forge_rl.models.resolve import find_model
 from forge_rl.run.launch import launch
 from forge_rl.runtime.cluster import Cluster
 from forge_rl.runtime.faults import Faults
@@ -53,7 +53,7 @@ class Config(GatewayConfig):
     """Serve a model over OpenAI's and Anthropic's APIs."""
 
     model: str = "smollm2-135m"
-    """Name of a bundled model, a local folder, or a Hugging Face id."""
+    """Bundled model, Hugging Face id, or folder of a model, a checkpoint, or a run, for its newest checkpoint."""
     port: int = 8000
     """Port to listen on; 0 picks a free one."""
     api_key_file: Path | None = None
@@ -199,8 +199,9 @@ def _warn(text: str) -> None:
 
 def _model(config: Config) -> tuple[Path, str]:
     """Return the model's folder, and its name in requests."""
-    folder = resolve_model(config.model, config.cache).resolve()
-    return folder, folder.name if Path(config.model).expanduser().is_dir() else config.model
+    folder = find_model(config.model, config.cache)
+    named = Path(config.model).expanduser()
+    return folder, Path(os.path.abspath(named)).name if named.is_dir() else config.model
 
 
 def _greet(gateway: Gateway, shell_key: str, max_model_len: int) -> None:

@@ -32,7 +32,7 @@ class Config:
     """Serve a vLLM engine that can join runs."""
 
     model: str = "smollm2-135m"
-    """Name of a bundled model, a local folder, or a Hugging Face id: the same as the run's."""
+    """Name of a bundled model, Hugging Face id, or folder of a model or a checkpoint: the same as the run's."""
     host: str = "127.0.0.1"
     """Address to listen on. The default serves only this machine; others are reached without encryption, so that only a
     private network, or a proxy that ends TLS, should stand before it."""

@@ -16,7 +16,7 @@ from forge_rl.errors import ModelError
 from forge_rl.models import bundled
 from forge_rl.models import resolve as models
 from forge_rl.models.bundled import bundled_model, default_cache, differences
-from forge_rl.models.resolve import resolve_model
+from forge_rl.models.resolve import find_model, resolve_model
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +228,48 @@ def test_a_local_folder_resolves_to_itself(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     assert resolve_model(str(tmp_path), tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        ("tiny", "tiny"),
+        ("run", "run/checkpoints/step-000010/model"),
+        ("run/checkpoints", "run/checkpoints/step-000010/model"),
+        ("run/checkpoints/step-000002", "run/checkpoints/step-000002/model"),
+        ("run/checkpoints/step-000002/model", "run/checkpoints/step-000002/model"),
+        ("run/checkpoints/best", "run/checkpoints/step-000002/model"),
+    ],
+)
+def test_a_model_is_a_folder_a_run_or_a_checkpoint(named: str, found: str, tiny_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_model, tmp_path / "tiny")
+    for step in (2, 10):
+        shutil.copytree(tiny_model, tmp_path / f"run/checkpoints/step-{step:06d}/model")
+    (tmp_path / "run/checkpoints/best").symlink_to("step-000002")
+    assert find_model(str(tmp_path / named), tmp_path) == (tmp_path / found).resolve()
+    if named in ("run", "run/checkpoints"):  # which another step may replace while it is trained on
+        with pytest.raises(ModelError, match="is a run, not a model") as caught:
+            resolve_model(str(tmp_path / named), tmp_path)
+        assert "checkpoints/step-000010" in caught.value.hint
+    else:
+        assert resolve_model(str(tmp_path / named), tmp_path).resolve() == (tmp_path / found).resolve()
+
+
+def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "young").mkdir()
+    for file in ("config.json", "metrics.jsonl"):
+        (tmp_path / "young" / file).write_text("{}")
+    for name, said in (
+        (str(tmp_path / "run"), "is a run without a checkpoint"),
+        (str(tmp_path / "young"), "is a run without a checkpoint"),
+        (str(tmp_path / "nothing"), "no such folder"),
+        ("smollm3", "no model named"),
+    ):
+        for resolve in (find_model, resolve_model):
+            with pytest.raises(ModelError, match=said) as caught:
+                resolve(name, tmp_path)
+            assert caught.value.hint
 
 
 def test_a_local_folder_that_lacks_files_says_which(tmp_path: Path) -> None:

@@ -16,14 +16,13 @@ from apps.evaluate import (
     Config,
     build_sets,
     compare,
-    find_model,
     main,
     pairs_of,
     score,
     with_room,
 )
 from forge_rl.envs.protocol import Observation, Step
-from forge_rl.errors import ConfigError, ForgeError, ModelError
+from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics.episode_files import EpisodeFile
 from forge_rl.metrics.recorder import recorded_files
 from forge_rl.rollout.evaluation import EvalTasks
@@ -103,41 +102,6 @@ def test_each_data_set_is_a_set_of_its_held_out_tasks() -> None:
     sets = build_sets(config)
     assert {name: len(tasks) for name, tasks in sets.items()} == {"chain_sum": 3, "leg_counting": 3}
     assert sets["leg_counting"] == build_sets(config)["leg_counting"]
-
-
-@pytest.mark.parametrize(
-    ("named", "found"),
-    [
-        ("tiny", "tiny"),
-        ("run", "run/checkpoints/step-000010/model"),
-        ("run/checkpoints", "run/checkpoints/step-000010/model"),
-        ("run/checkpoints/step-000002", "run/checkpoints/step-000002/model"),
-        ("run/checkpoints/step-000002/model", "run/checkpoints/step-000002/model"),
-        ("run/checkpoints/best", "run/checkpoints/step-000002/model"),
-    ],
-)
-def test_a_model_is_a_folder_a_run_or_a_checkpoint(named: str, found: str, tiny_model: Path, tmp_path: Path) -> None:
-    shutil.copytree(tiny_model, tmp_path / "tiny")
-    for step in (2, 10):
-        shutil.copytree(tiny_model, tmp_path / f"run/checkpoints/step-{step:06d}/model")
-    (tmp_path / "run/checkpoints/best").symlink_to("step-000002")
-    assert find_model(str(tmp_path / named), tmp_path) == (tmp_path / found).resolve()
-
-
-def test_what_is_no_model_is_one_clear_message(tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "young").mkdir()
-    for file in ("config.json", "metrics.jsonl"):
-        (tmp_path / "young" / file).write_text("{}")
-    for name, said in (
-        (str(tmp_path / "run"), "holds no checkpoint"),
-        (str(tmp_path / "young"), "is a run without a checkpoint"),
-        (str(tmp_path / "nothing"), "no such folder"),
-        ("smollm3", "no model named"),
-    ):
-        with pytest.raises(ModelError, match=said) as caught:
-            find_model(name, tmp_path)
-        assert caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,8 @@ def test_of_several_labels_the_last_ones_probability_counts(tiny_model: Path, tm
 
     folder = make_classifier(tmp_path / "model", tiny_model, labels=3)
     truth = torch.tensor(expected(folder, "5")).softmax(-1)[-1].item()
-    assert scores_of(RewardModel(path=folder), "5") == pytest.approx([truth], abs=rounding(folder))
+    checkpoint = RewardModel(path=tmp_path)  # the folder of a checkpoint has its model in a folder `model`
+    assert scores_of(checkpoint, "5") == pytest.approx([truth], abs=rounding(folder))
 
 
 def test_a_folder_that_cannot_score_is_refused_with_its_reason(classifier: Path, tiny_model: Path, tmp_path: Path):

@@ -53,7 +53,7 @@ class Speculation(_Options):
     """Where drafts come from: ngram, the request's own text; suffix, also other answers to the same prompt; draft, a
     frozen smaller model."""
     model: str = ""
-    """The draft model: bundled name, folder, or hub id; "" for the other kinds."""
+    """The draft model, as `resolve_model` takes it; "" for the other kinds."""
 
 
 def read_speculation(text: str) -> Speculation | None:

@@ -25,6 +25,7 @@ _OBJECTS = (
 )
 """Files that must hold a JSON object, if they exist."""
 _AGAIN = "download or export the model again"
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -39,7 +40,7 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
         folder = resolve_model("Qwen/Qwen3-0.6B", default_cache())
 
     Args:
-        name: bundled model, local folder, or hub id. Downloads are kept in the hub's own cache.
+        name: bundled model, hub id, or folder of a model or of a checkpoint. Downloads are kept in the hub's own cache.
         cache, progress: as for bundled_model.
 
     Raises:
@@ -49,7 +50,9 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
         return bundled_model(cache, progress)
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return _checked(folder)
+        if newest := _newest_checkpoint(folder):
+            raise ModelError(f"{folder} is a run, not a model", hint=f"name one of its checkpoints, such as {newest}")
+        return _checked(model_in(folder))
     if is_hub_id(name):
         return _checked(_download(name))
     if "/" in name:
@@ -62,9 +65,43 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
     )
 
 
+def find_model(name: str, cache: Path) -> Path:
+    """Return the folder of a model that is only read once: as `resolve_model`, or of a run's newest checkpoint.
+
+    Raises:
+        ModelError: as `resolve_model`, or the run has no checkpoint.
+    """
+    run = Path(name).expanduser()
+    newest = None if name in BUNDLED or not run.is_dir() else _newest_checkpoint(run)
+    return resolve_model(str(newest or name), cache).resolve()
+
+
+def model_in(folder: Path) -> Path:
+    """Return the model's folder of a checkpoint's; any other folder as it is."""
+    is_checkpoint = (folder / "model" / "config.json").is_file() and not (folder / "config.json").exists()
+    return folder / "model" if is_checkpoint else folder
+
+
 def model_files(folder: Path) -> list[Path]:
     """Return the files of a model's folder that are used, in the order of their names."""
     return sorted({path for pattern in _FILES for path in folder.glob(pattern)})
+
+
+def _newest_checkpoint(run: Path) -> Path | None:
+    """Return a run's newest checkpoint; None for a folder that is no run.
+
+    Raises:
+        ModelError: the run has no checkpoint.
+    """
+    if any(run.glob("*.safetensors")):
+        return None
+    found = [path for parent in (run, run / "checkpoints") for path in parent.glob("step-*")]
+    steps = {int(name[1]): path for path in found if (name := _CHECKPOINT.fullmatch(path.name))}
+    if steps:
+        return steps[max(steps)]
+    if (run / "checkpoints").is_dir() or (run / "metrics.jsonl").is_file():
+        raise ModelError(f"{run} is a run without a checkpoint", hint="name a run that has saved one, or a model")
+    return None
 
 
 def _checked(folder: Path) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from forge_rl.errors import ModelError, check_flags
+from forge_rl.models.resolve import model_in
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Message, Score, Task
 
@@ -27,7 +28,7 @@ class RewardModel:
     """
 
     path: Path
-    """Folder of a sequence classification model, with its tokenizer."""
+    """Folder of a sequence classification model, with its tokenizer, or of a checkpoint of one."""
     replicas: int = 1
     """Number of processes that hold the model, in addition to --reward.replicas."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -49,7 +50,7 @@ class RewardModel:
     def __post_init__(self) -> None:
         least = {"replicas": 1, "threads": 1, "batch": 1, "max_tokens": 1}
         check_flags(self, "--reward model:", least=least)
-        object.__setattr__(self, "path", self.path.resolve())
+        object.__setattr__(self, "path", model_in(self.path.resolve()))
         try:
             config = json.loads((self.path / "config.json").read_text())
             kinds = config.get("architectures") or []

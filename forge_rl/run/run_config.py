@@ -46,7 +46,7 @@ class RunConfig:
     )
     """Flags that `--help` lists, next to the recipe's own."""
     model: str = "smollm2-135m"
-    """Hugging Face id, local folder, or the name of the bundled model."""
+    """Name of a bundled model, Hugging Face id, or folder of a model or a checkpoint."""
     steps: int = 10
     """Number of batches to train on; each takes minibatches x epochs optimizer steps, by default one."""
     groups_per_batch: int = 8

@@ -122,7 +122,7 @@ class CriticConfig(TrainerConfig):
     """
 
     model: str = ""
-    """Hugging Face id or local folder of the value model to start from: a policy's, whose value head then starts at 0,
+    """Hugging Face id or folder of the value model to start from: a policy's, whose value head then starts at 0,
     or one with a head of one output, such as a critic's checkpoint or a reward model. By default --model. Its tokens
     must be the policy's."""
 
