@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,7 +36,9 @@ def test_a_signal_ends_the_server_with_a_request_in_flight(
 ) -> None:
     if isolation and not can_make_networks():
         pytest.skip("this machine does not let its users make networks of their own")
-    command = [sys.executable, "-m", "apps.gateway", "--model", str(tiny_model), "--port", "0", "--out", str(tmp_path)]
+    run = tmp_path / "tiny"
+    shutil.copytree(tiny_model, run / "checkpoints" / "step-000001" / "model")
+    command = [sys.executable, "-m", "apps.gateway", "--model", str(run), "--port", "0", "--out", str(tmp_path)]
     flags = [*isolation, "--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25"]
     environment = {**os.environ, "FORGE_RL_API_KEY": "secret"}
     server = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
