@@ -77,7 +77,7 @@ def find_model(name: str, cache: Path) -> Path:
 
 
 def model_in(folder: Path) -> Path:
-    """Return the model's folder of a checkpoint's; any other folder as it is."""
+    """Return the folder of a checkpoint's model; any other folder unchanged."""
     is_checkpoint = (folder / "model" / "config.json").is_file() and not (folder / "config.json").exists()
     return folder / "model" if is_checkpoint else folder
 
@@ -88,7 +88,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def _newest_checkpoint(run: Path) -> Path | None:
-    """Return a run's newest checkpoint; None for a folder that is no run.
+    """Return a run's newest checkpoint; None if the folder is not a run's.
 
     Raises:
         ModelError: the run has no checkpoint.
