@@ -21,7 +21,7 @@ import fsspec
 import hypothesis  # its pytest plugin would import it at the end, while Monarch's threads still run
 import pytest
 
-from tests.commands import Command
+from tests.commands import Command, forgotten, shared_memory
 
 if TYPE_CHECKING:
     from tests.s3 import S3
@@ -137,6 +137,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 def pytest_collection_finish() -> None:
     """Leaves what was imported out of garbage collection: looking at all of it takes most of a second."""
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def semaphores_of_the_killed() -> Iterator[None]:
+    """Removes the semaphores of Python's processes that a test killed together with the tracker that would have."""
+    before = shared_memory()
+    yield
+    for path in forgotten(before, timeout_s=0):
+        if path.name.startswith("sem.mp-"):
+            path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")
