@@ -76,6 +76,12 @@ def find_model(name: str, cache: Path) -> Path:
     return resolve_model(str(newest or name), cache).resolve()
 
 
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Return the folders of checkpoints in a run's folder of them, by step, oldest first."""
+    found = {int(name[1]): path for path in folder.glob("step-*") if (name := _CHECKPOINT.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
 def model_in(folder: Path) -> Path:
     """Return the folder of a checkpoint's model; any other folder unchanged."""
     is_checkpoint = (folder / "model" / "config.json").is_file() and not (folder / "config.json").exists()
@@ -95,9 +101,7 @@ def _newest_checkpoint(run: Path) -> Path | None:
     """
     if any(run.glob("*.safetensors")):
         return None
-    found = [path for parent in (run, run / "checkpoints") for path in parent.glob("step-*")]
-    steps = {int(name[1]): path for path in found if (name := _CHECKPOINT.fullmatch(path.name))}
-    if steps:
+    if steps := checkpoints_in(run) | checkpoints_in(run / "checkpoints"):
         return steps[max(steps)]
     if (run / "checkpoints").is_dir() or (run / "metrics.jsonl").is_file():
         raise ModelError(f"{run} is a run without a checkpoint", hint="name a run that has saved one, or a model")

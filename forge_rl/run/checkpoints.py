@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import json
 import os
-import re
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +23,10 @@ from typing import Any
 import xxhash
 
 from forge_rl.errors import CheckpointError
+from forge_rl.models.resolve import checkpoints_in
 from forge_rl.run.run_dir import read_object
 from forge_rl.system.tasks import ended
 
-_NAME = re.compile(r"step-\d{6,}")
 MANIFEST = "manifest.json"
 _READ_BYTES = 8 << 20
 _HASHING_THREADS = 8
@@ -113,9 +112,7 @@ class Checkpoints:
 
     def all(self) -> list[Checkpoint]:
         """List all completely written checkpoints, oldest first."""
-        paths = [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name)]
-        found = [Checkpoint(step=int(path.name.removeprefix("step-")), folder=path) for path in paths]
-        return sorted(found, key=lambda checkpoint: checkpoint.step)
+        return [Checkpoint(step=step, folder=path) for step, path in checkpoints_in(self.folder).items()]
 
     def latest(self) -> Checkpoint | None:
         """Return the newest completely written checkpoint; None if there is none."""
