@@ -1,6 +1,7 @@
 """Segments: private, checked by readers, mapped once, and nothing is left of them."""
 
 import errno
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -322,10 +323,15 @@ def test_an_anonymous_segment_is_read_elsewhere_while_it_is_open(other_process: 
 
 def test_readers_of_anonymous_segments_keep_nothing_of_them(other_process: ProcessPoolExecutor):
     held = []
+    number = fcntl.fcntl(0, fcntl.F_DUPFD, 500)
     for with_check in (True, True, True, False, False, False):
         ref, fd = create_anonymous(SIZE)
-        other_process.submit(sum_of if with_check else readable_sum, ref).result()
+        os.dup2(fd, number)
         os.close(fd)
+        # Of the same name each time, also if another thread has opened a file meanwhile.
+        ref = replace(ref, path=ref.path.replace(f"/fd/{fd}", f"/fd/{number}"))
+        other_process.submit(sum_of if with_check else readable_sum, ref).result()
+        os.close(number)
         held.append(other_process.submit(files_and_mappings, "forge_rl-weights").result())
     assert held[:3] == [(held[0][0], 0)] * 3
     # One that does not look again keeps the last one only, until the next takes its place.
