@@ -139,7 +139,7 @@ def _table(found: list[tuple[str, dict[str, Any]]], width: int) -> Table:
             "episode": f"{name}-{row['row']}",
             "source": _cell(row["source"], 20),
             "task": _cell(row["asked"] or row["task"], 28),
-            "outcome": Text(row["outcome"], style="red" if is_failed else ""),
+            "outcome": Text(clipped(row["outcome"], lines=1, width=20), style="red" if is_failed else ""),
             "turns": str(row["turn_count"]),
             "tokens": str(row["tokens"]),
             "time": duration(row["seconds"] or 0.0),

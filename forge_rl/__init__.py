@@ -287,6 +287,10 @@ def __getattr__(name: str) -> object:
     return found
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
 def _asked_by_program() -> bool:
     """Return True if the importer is a running program, such as `python -m recipes.grpo`, not a library or a prompt."""
     frame = sys._getframe(2)

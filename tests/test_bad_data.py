@@ -125,6 +125,10 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "an empty question": (lines({"question": ""}), "line 2: column 'question' is empty"),
     "a blank question": (lines({"question": " \n"}), r"line 2: column 'question' is not text: ' \\n'"),
+    "a question that is no context's length": (
+        lines({"question": "a b " * (1 << 22)}),
+        "line 2: column 'question' has 16,777,216 characters, more than 8,388,608: 'a b a b ",
+    ),
     "a null question": (lines({"question": None}), "line 2: column 'question' is null"),
     "a question that is a number": (lines({"question": 5}), "line 2: column 'question' is not text: 5"),
     "an answer that is missing": (

@@ -171,6 +171,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+def test_contributors_are_sent_to_files_that_exist() -> None:
+    files = [f"/{path}" for path in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()]
+    names = set(re.findall(r"`([\w./-]+\.(?:py|js|md|toml|yml|sh))`", (ROOT / "CONTRIBUTING.md").read_text()))
+    assert not {name for name in names if not any(path.endswith(f"/{name}") for path in files)}
+
+
 def test_figures_on_all_pages_are_what_their_files_say() -> None:
     assert [page for page in pages() if filled(page.read_text()) != page.read_text()] == []
 

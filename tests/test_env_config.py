@@ -150,6 +150,50 @@ def test_a_flag_names_tools(text: str, names: list[str], turns: int, mine: Path)
         assert shown.messages[0]["content"] == "Be brief, please."
 
 
+OPTIONS = """
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Literal
+
+@dataclass(frozen=True)
+class Maze:
+    mode: Literal["easy", "hard"] = "easy"
+    rooms: int | None = 4
+    names: tuple[str, ...] = ()
+    def __call__(self, task): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("mode=hard", "hard"), ("rooms=3", 3), ("rooms=none", None), ("names=[a,b]", ("a", "b"))],
+)
+def test_options_are_converted_to_the_types_of_their_hints(option: str, value: object, users_folder: Path):
+    (users_folder / "maze.py").write_text(OPTIONS)
+    assert getattr(build_environment(f"maze.py:Maze,{option}"), option.partition("=")[0]) == value
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("mode=hrad", "mode is 'hrad': Input should be 'easy' or 'hard'"),
+        ("rooms=many", "rooms is 'many': Input should be a valid integer"),
+        ("rooms=1.5", "rooms is '1.5': Input should be a valid integer"),
+        ("names=a", "names is 'a': Input should be a valid"),
+    ],
+)
+def test_options_of_other_types_than_their_hints_are_refused(option: str, said: str, users_folder: Path):
+    (users_folder / "maze.py").write_text(OPTIONS)
+    with pytest.raises(ConfigError) as caught:
+        build_environment(f"maze.py:Maze,{option}")
+    assert said in str(caught.value)
+
+
+def test_messages_as_examples_are_not_a_text():
+    with pytest.raises(ConfigError, match="examples is 'hello': Input should be a valid"):
+        build_environment("python:examples=hello")
+
+
 def test_without_a_flag_the_model_answers_once():
     assert build_environment("") is SingleTurn
     assert build_environment(" ") is SingleTurn
@@ -200,7 +244,7 @@ BROKEN = [
     ("tools:max_turns=2,max_turns=3", "'max_turns' is given twice"),
     ("gam:highest=9", r"there is no environment 'gam'\n  gam:highest=9\n  \^\^\^\n  hint: did you mean game\?"),
     ("tools:max_turns=0", "max-turns is 0"),
-    ("tools:max_turns=many", r"--env: max_turns is 'many'\n.*\n.*\n.*pass a value of type int"),
+    ("tools:max_turns=many", r"--env: max_turns is 'many': .*\n.*\n.*\n.*pass a value of type int"),
     ("tools:corpus=gone.jsonl", "there is no corpus gone.jsonl"),
     ("tools:corpus=bad.jsonl,cache=cache", "bad.jsonl:2 has no text: KeyError: 'text'"),
     ("tools:corpus=empty,cache=cache", "the corpus empty has no text files"),

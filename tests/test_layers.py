@@ -276,6 +276,7 @@ def test_every_public_name_can_be_imported():
     import forge_rl
 
     assert len(forge_rl.__all__) > 40
+    assert set(forge_rl.__all__) < set(dir(forge_rl))  # what a prompt completes
     for name in forge_rl.__all__:
         assert getattr(forge_rl, name)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):

@@ -84,6 +84,8 @@ def test_each_source_may_have_its_own():
         (["cispo:ratio=3"], "cispo has no option 'ratio'"),
         (["cispo:ratio_max=a"], "ratio_max is 'a'"),
         (["cispo:ratio_max=-1"], "--loss cispo:ratio_max is -1"),
+        (["dapo:clip_high=-1"], "set --loss dapo:clip_high to 0 or more"),
+        (["kl_cov:kl_coef=-1"], "--loss kl_cov:kl_coef is -1"),
         (["clipped:aggregation.size=1"], "no option 'aggregation.size'"),
         (["clipped:correction=tsi"], "did you mean tis"),
         (["clipped:correction.mode=mask"], "no effect while correction.proximal is behaviour"),

@@ -157,7 +157,7 @@ def test_options_are_read_as_their_types_say():
         ("exat", "there is no reward 'exat'", "did you mean exact"),
         ("exat:key=solution", "there is no reward 'exat'", "did you mean exact"),
         ("number:tolerence=1", "number has no option 'tolerence'", "did you mean tolerance"),
-        ("number:tolerance=much", "tolerance is 'much': Input should be a valid number", "a valid value"),
+        ("number:tolerance=much", "tolerance is 'much': Input should be a valid number", "of type float"),
         ("number:tolerance", "'tolerance' is not KEY=VALUE", "KEY=VALUE"),
         ("exact:extract=first", "extract is 'first': Input should be 'auto'", "a valid value"),
         ("overlong:max_tokens=5", "overlong needs cache_tokens", "cache_tokens=..."),

@@ -5,13 +5,18 @@ import fcntl
 import importlib
 import json
 import os
+import pkgutil
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+import recipes
 from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.flags.fields import flags_of
+from forge_rl.run import run_dir
 from forge_rl.run.run_dir import check_space, choose_folder, code_digests, prepare_folder, versions
 
 
@@ -42,6 +47,15 @@ class Config:
     trainer: Trainer = field(default_factory=Trainer)
     weights: Weights = field(default_factory=Weights)
     rewards: tuple[str, ...] = ("exact",)
+
+
+def test_each_pattern_of_settings_that_may_change_matches_one() -> None:
+    modules = [importlib.import_module(f"recipes.{module.name}") for module in pkgutil.iter_modules(recipes.__path__)]
+    settings = {
+        ".".join(flag.path) for module in modules if hasattr(module, "Config") for flag in flags_of(module.Config)
+    }
+    patterns = {*run_dir._UNSAID, *run_dir._FREE, *run_dir._TUNABLE}
+    assert not {pattern for pattern in patterns if not any(fnmatch(setting, pattern) for setting in settings)}
 
 
 def chosen(config: Config) -> Path:

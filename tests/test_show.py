@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -129,6 +131,12 @@ def test_hostile_episodes_are_text_and_damaged_files_are_named(tmp_path: Path) -
     write_episodes(
         place / "episodes" / "000003-trained.parquet", [RecordedEpisode(step=3, kind="trained", episode=episode)]
     )
+    path = place / "episodes" / "000002-failed.parquet"  # an outcome that no run writes
+    table = pq.read_table(path)
+    column = table.schema.get_field_index("outcome")
+    hostile_outcome = pa.array(["\x1b]52;c;cHduCg==\x07\u202e"])
+    pq.write_table(table.set_column(column, pa.field("outcome", pa.string()), hostile_outcome), path)
+    assert r"\x1b]52" in shown(show.Config(run=place, kind="failed"))
     for config in (show.Config(run=place, step=3), show.Config(run=place, step=3, whole=True)):
         text = shown(config, width=4000)
         assert not {"\x1b", "\x07", "\u202e"} & set(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias, cast
 
@@ -97,8 +98,11 @@ def _loss_of(parsed: FlagText) -> Loss:
             options = read_options(parsed, cast(type[Any], kind), defaults=defaults)
         try:
             make = make(**options)
-        except ForgeError:
-            raise
+        except ForgeError as error:
+            named = f"--loss {parsed.name}:"  # dapo's class is called clipped
+            raise type(error)(
+                re.sub(r"--loss \w+:", named, error.message), hint=re.sub(r"--loss \w+:", named, error.hint)
+            ) from None
         except Exception as error:
             raise ConfigError(
                 f"--loss {parsed.text}: {parsed.name} cannot be created: {type(error).__name__}: {error}",

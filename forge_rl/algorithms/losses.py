@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from forge_rl.algorithms.aggregation import Aggregation
 from forge_rl.algorithms.correction import Correction
@@ -27,6 +27,8 @@ class PolicyLoss(Loss):
     overflows. A trained token with a logprob that is not finite has no loss, but counts in the mean.
     """
 
+    method: ClassVar[str] = ""
+    """Name in METHODS, for errors; defaults to the class's name in lower case."""
     kl_coef: float = 0.0
     """Weight of the KL penalty to the reference; 0 needs no reference."""
     kl_kind: Literal["k2", "k3"] = "k2"
@@ -66,7 +68,7 @@ class PolicyLoss(Loss):
     @property
     def flag(self) -> str:
         """Prefix of a setting's name in errors."""
-        return f"--loss {type(self).__name__.lower()}:"
+        return f"--loss {self.method or type(self).__name__.lower()}:"
 
     @property
     def needs(self) -> Collection[Need]:
@@ -180,6 +182,7 @@ class ClippedSurrogate(PolicyLoss):
     For negative A, the first term is at most -dual_clip * A (arXiv 1912.09729, "dual-clip PPO").
     """
 
+    method = "clipped"
     clip_low: float = 0.2
     """Ratios below 1 - clip_low have no gradient if the advantage is negative."""
     clip_high: float = 0.28

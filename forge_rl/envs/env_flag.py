@@ -13,6 +13,7 @@ from typing import Any
 from forge_rl.envs.protocol import EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.flags.options import read_option
 from forge_rl.flags.texts import FlagText, parse, suggest
 from forge_rl.flags.user_code import load
 
@@ -87,7 +88,7 @@ def _imported(place: str) -> Callable[..., Any]:
 
 
 def _made(flag: str, make: Callable[..., EnvFactory], parsed: FlagText, *arguments: str) -> EnvFactory:
-    """Call `make` with options checked against its parameters and their simple type hints.
+    """Call `make` with options checked against its parameters and converted to their type hints.
 
     If its parameter `settings` is a dataclass, options named as fields of it become that dataclass.
     """
@@ -108,11 +109,11 @@ def _made(flag: str, make: Callable[..., EnvFactory], parsed: FlagText, *argumen
         raise ConfigError(
             f"{flag} cannot be made: {error}", hint=f"its options are: {', '.join(known) or 'none'}"
         ) from None
-    fitting = {name: _fitting(parsed, name, hints.get(name, fields.get(name))) for name in parsed.params}
+    values = _converted(parsed, {**fields, **hints})
     try:
         if settings:
-            fitting["settings"] = settings(**{name: fitting.pop(name) for name in [*fitting] if name in fields})
-        return make(*arguments, **fitting)
+            values["settings"] = settings(**{name: values.pop(name) for name in [*values] if name in fields})
+        return make(*arguments, **values)
     except ForgeError:
         raise
     except Exception as error:
@@ -137,17 +138,15 @@ def _hints(make: Callable[..., Any]) -> Mapping[str, object]:
         return {}
 
 
-def _fitting(parsed: FlagText, name: str, hint: object) -> object:
-    """Return an option's value converted to its type hint, if that is bool, int, float or str."""
-    value = parsed.params[name]
-    if hint is str:
-        return parsed.written[name]
-    if hint is float and type(value) is int:
-        return float(value)
-    if hint in (int, float, bool) and type(value) is not hint:
-        assert isinstance(hint, type)
-        raise parsed.wrong(f"{name} is {value!r:.80}", f"pass a value of type {hint.__name__}", at=name)
-    return value
+def _converted(parsed: FlagText, hints: Mapping[str, object]) -> dict[str, object]:
+    """Return the options' values, converted to their type hints where text can have that type."""
+    values: dict[str, object] = {}
+    for name, value in parsed.params.items():
+        try:
+            values[name] = read_option(parsed, name, hints[name]) if name in hints else value
+        except TypeError:
+            values[name] = value
+    return values
 
 
 def _of_user(found: object, parsed: FlagText) -> EnvFactory:
@@ -159,14 +158,14 @@ def _of_user(found: object, parsed: FlagText) -> EnvFactory:
         return _made(flag, functools.partial(ToolEnv, tuple(found)), parsed)
     if isinstance(found, type):
         if any("__call__" in vars(base) for base in found.__mro__):  # its instances are factories
-            return _factory(_made(flag, found, parsed), flag, {})
+            return _factory(_made(flag, found, parsed), flag)
         if not hasattr(found, "step") and not hasattr(found, "reset"):
             return _made(flag, functools.partial(ToolEnv, found), parsed)
         for name in ("reset", "step"):
             if not inspect.iscoroutinefunction(getattr(found, name, None)):
                 lacks = f"whose {name} is not async" if hasattr(found, name) else f"without {name}"
                 raise ConfigError(f"{flag} is a class {lacks}", hint=f"define `{_METHODS[name]}`")
-    return _factory(found, flag, parsed.params)
+    return _factory(found, flag, parsed)
 
 
 _METHODS = {
@@ -175,13 +174,14 @@ _METHODS = {
 }
 
 
-def _factory(found: object, flag: str, options: Mapping[str, object]) -> EnvFactory:
+def _factory(found: object, flag: str, parsed: FlagText | None = None) -> EnvFactory:
     """Return a factory bound to its options, after checking that it accepts a task and these options."""
     if not callable(found):
         raise ConfigError(
             f"{flag} is {type(found).__name__} {found!r:.80}, which does not make environments",
             hint="name a class with reset and step, a function from a task to one, or a list of tool functions",
         )
+    options = _converted(parsed, _hints(found)) if parsed else {}
     try:
         inspect.signature(found).bind(None, **options)
     except TypeError as error:

@@ -35,13 +35,13 @@ def read_options(
     """
     found: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
-    for key, text in parsed.written.items():
+    for key in parsed.written:
         outer, _, inner = key.partition(".")
         of = _kinds(kind).get(outer) if inner else kind
         if not (isinstance(of, type) and dataclasses.is_dataclass(of)) or (inner or outer) not in _kinds(of):
             known = [field.name for field in dataclasses.fields(kind) if field.init]
             raise parsed.wrong(f"{parsed.name} has no option {key!r}", suggest(key, known, "it has"), at=key)
-        value = _read(parsed, key, text, _kinds(of)[inner or outer])
+        value = read_option(parsed, key, _kinds(of)[inner or outer])
         if inner:
             nested.setdefault(outer, {})[inner] = value
         else:
@@ -67,15 +67,32 @@ def _kinds(kind: type[Any]) -> dict[str, Any]:
     return {field.name: types[field.name] for field in dataclasses.fields(kind) if field.init}
 
 
-def _read(parsed: FlagText, key: str, text: str, kind: Any) -> Any:
+def read_option(parsed: FlagText, key: str, kind: Any) -> Any:
+    """Return one option's value, converted to a scalar, a Literal, a list such as [a,b], or a type with `presets`.
+
+        read_option(parse("world:rooms=3", "--env"), "rooms", int | None)  # 3
+
+    Raises:
+        ForgeError: the value is not of this type; marks its place.
+        TypeError: no text can be converted to this type.
+    """
     import pydantic
 
+    text, value = parsed.written[key], parsed.params[key]
     presets = getattr(kind, "presets", None)
     if presets is not None and text in presets:
         return presets[text]
     if presets is not None:
         raise parsed.wrong(f"{key} is {text!r}", suggest(text, presets, "presets"), at=key)
     try:
-        return pydantic.TypeAdapter(kind).validate_strings(text)
+        adapter = pydantic.TypeAdapter(kind)
+    except pydantic.PydanticUserError as error:
+        raise TypeError(f"no text can be converted to {kind}") from error
+    try:
+        if value is None and type(None) in typing.get_args(kind):
+            return None
+        # validate_strings takes no lists
+        return adapter.validate_python(value) if isinstance(value, list) else adapter.validate_strings(text)
     except pydantic.ValidationError as error:
-        raise parsed.wrong(f"{key} is {text!r}: {error.errors()[0]['msg']}", "set a valid value", at=key) from None
+        hint = f"pass a value of type {kind.__name__}" if isinstance(kind, type) else "set a valid value"
+        raise parsed.wrong(f"{key} is {text!r:.80}: {error.errors()[0]['msg']}", hint, at=key) from None

@@ -48,7 +48,7 @@ _FREE = (
     *("generator.replicas", "generator.max_num_seqs", "generator.kv_cache_gib", "generator.gpu_memory_utilization"),
     *("generator.*_parallel_size", "generator.enable_expert_parallel", "generator.enforce_eager"),
     *("schedule.max_episodes", "schedule.retries", "schedule.max_replaced"),
-    *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stall_s", "*.stuck_s"),
+    *("weights.*", "*.restart.*", "*.deadline_s", "*.request_deadline_s", "*.stall_s"),
     *("reward.replicas", "reward.wait_for_another_s", "teachers.replicas", "teachers.max_num_seqs"),
     *("teachers.kv_cache_gib", "teachers.gpu_memory_utilization", "teachers.*_parallel_size"),
     *("teachers.enable_expert_parallel", "teachers.enforce_eager"),

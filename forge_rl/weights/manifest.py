@@ -132,7 +132,7 @@ class Manifest:
     """
 
     version: int
-    """Optimizer steps behind these weights."""
+    """Number of this version; counts publishes, not optimizer steps."""
     tensors: tuple[TensorEntry, ...]
     buckets: tuple[Bucket, ...]
     """Buckets with its tensors, including those shared with earlier versions."""

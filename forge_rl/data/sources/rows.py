@@ -35,6 +35,8 @@ _COMPLETIONS = ("completion", "answer")
 _FOLDED = b"".join(b" " if chr(code).isspace() else bytes([code]).lower() for code in range(256))
 """Lower case of each ASCII character, and a space for each blank."""
 _MOST_NAMES = 20
+_MAX_TEXT_LENGTH = 1 << 23
+"""Largest text of a prompt or an answer, in characters: about two million tokens, whose encoding takes 1.2 GB."""
 _NO_COLUMN = object()
 
 Kind: TypeAlias = Literal["prompt", "conversation", "pair"]
@@ -437,6 +439,13 @@ def _instructed(messages: list[Message], instruction: str) -> list[Message]:
 
 
 def _check_text(column: str, text: str) -> None:
+    if len(text) > _MAX_TEXT_LENGTH:
+        raise RowError(
+            f"has {len(text):,} characters, more than {_MAX_TEXT_LENGTH:,}",
+            column=column,
+            value=text[:20],
+            hint="cut the text: no model's context is this long",
+        )
     if text.isascii():
         return
     try:
