@@ -86,6 +86,8 @@ class Task:
     verifier: str = ""
     """Name of the source's own verifier, such as "reasoning_gym"; "" if it has none. Set only by code, never from the
     rows of a file."""
+    prompt_is_text: bool = False
+    """True if the prompt was a text in the row, not messages; rewards of TRL then see texts."""
 
     @property
     def prompt(self) -> str:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.flags.user_code import name_of, shown
-from forge_rl.rewards.protocol import Form, RewardFunction, Shaping, form_of
+from forge_rl.rewards.protocol import Form, PeerReward, RewardFunction, Shaping, form_of
 from forge_rl.types import Score
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -116,6 +116,6 @@ def described(function: RewardFunction | WeightedSum) -> str:
     if isinstance(function, WeightedSum):
         parts = ((described(part), weight) for part, weight in function.parts.values())
         return " ".join(f"{name}*{weight:g}" if weight != 1 else name for name, weight in parts)
-    if text := name_of(function):
+    if text := name_of(function.function if isinstance(function, PeerReward) else function):
         return shown(text)
     return type(function).__name__ if is_dataclass(function) else _ADDRESS.sub("", repr(function))

@@ -51,8 +51,20 @@ class Shaping(Protocol):
         """Return the values of this part from its measurements and the values of `of`, one each per episode."""
 
 
+@runtime_checkable
+class PeerReward(Protocol):
+    """A reward that calls a function as another framework's trainer would."""
+
+    peer: str
+    """Name of the framework."""
+    function: Callable[..., object]
+
+
 Form = Literal["text", "episode", "group"]
 """Second argument of a reward function: the last answer, the episode, or all episodes of the group."""
+_BATCH_NAMES = {"prompts", "responses", "solution_str", "solution_strs", "data_source", "ground_truth", "data", "batch"}
+"""Names of parameters of other frameworks' rewards."""
+_HINT = "write it as `def score(task, episode)`, `def score(task, text)` or `def score(task, episodes)`"
 _SEVERAL = re.compile(r"(?i)(sequence|list|tuple|iterable|collection)\[.*episode", flags=re.DOTALL)
 Scored: TypeAlias = float | Score
 RewardFunction: TypeAlias = (
@@ -72,23 +84,52 @@ def form_of(function: object) -> Form:
     declared: Form | None = getattr(function, "form", None)
     if declared in ("text", "episode", "group"):
         return declared
+    name = getattr(function, "__name__", type(function).__name__)
+    if peer := peer_of(function):
+        raise ConfigError(
+            f"the reward {name} has the form of {peer}'s rewards",
+            hint="name it in --reward or give it to start(), or wrap it with forge_rl.rewards.peers.as_reward",
+        )
     try:
         if not callable(function):
             raise TypeError("it is not a function")
         signature = inspect.signature(function)
         signature.bind(None, None)
     except (TypeError, ValueError) as error:
-        name = getattr(function, "__name__", type(function).__name__)
         raise ConfigError(
             f"the reward {name} cannot be called with a task and its episode: {error}",
-            hint="write it as `def score(task, episode)`, `def score(task, text)` or `def score(task, episodes)`",
+            hint=_HINT,
         ) from error
     parameters = list(signature.parameters.values())
+    if batched := [parameter.name for parameter in parameters[:2] if parameter.name in _BATCH_NAMES]:
+        raise ConfigError(
+            f"the reward {name} takes {batched[0]!r}, which no reward is called with",
+            hint=f"{_HINT}; or as TRL's f(prompts, completions, **kwargs) or verl's f(data_source, solution_str, "
+            "ground_truth, extra_info)",
+        )
     second = parameters[1] if len(parameters) > 1 else parameters[0]  # of `def score(*given)`
     annotation = "" if second.annotation is second.empty else inspect.formatannotation(second.annotation)
     if second.name in ("episodes", "group") or _SEVERAL.search(annotation):
         return "group"
     return "episode" if second.name == "episode" or "Episode" in annotation else "text"
+
+
+def peer_of(function: object) -> Literal["TRL", "verl", ""]:
+    """Return the framework for which a reward function is written, by the names of its parameters; "" for ours."""
+    if getattr(function, "form", None) is not None:
+        return ""
+    names = {parameter.name for parameter in parameters_of(function)}
+    if "completions" in names:
+        return "TRL"
+    return "verl" if {"solution_str", "ground_truth"} <= names else ""
+
+
+def parameters_of(function: object) -> list[inspect.Parameter]:
+    """Return the parameters of a function or callable object; none if they are unknown."""
+    try:
+        return [*inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return []
 
 
 def is_async(function: RewardFunction) -> bool:

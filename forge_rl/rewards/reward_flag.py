@@ -21,8 +21,9 @@ from forge_rl.rewards.ifeval import IFEval
 from forge_rl.rewards.judge import Judge
 from forge_rl.rewards.lengths import Length, Overlong
 from forge_rl.rewards.maths import Maths
+from forge_rl.rewards.peers import as_reward
 from forge_rl.rewards.programs import Programs
-from forge_rl.rewards.protocol import RewardFunction, Shaping, form_of
+from forge_rl.rewards.protocol import RewardFunction, Shaping
 from forge_rl.rewards.reward_model import RewardModel
 from forge_rl.rewards.shaping import AdaptiveLength, CosineLength, StopProperly
 from forge_rl.rewards.unit_tests import UnitTests
@@ -119,12 +120,12 @@ def _users(text: str) -> RewardFunction:
     if isinstance(found, type):
         found = _made(f"--reward {text}", found, {})
     try:
-        form_of(found)
+        found = as_reward(cast(RewardFunction, found))
     except ConfigError as error:
         raise ConfigError(f"--reward {text}: {error.message}", hint=error.hint) from None
     if isinstance(found, WeightedSum):
         raise ConfigError(f"--reward {text} is a sum of rewards", hint="give each of them with its weight")
-    return cast(RewardFunction, found)
+    return found
 
 
 def _made(flag: str, kind: Callable[..., Any], options: Mapping[str, object]) -> RewardFunction:

@@ -17,6 +17,7 @@ from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, ForgeError, RunStopped
 from forge_rl.gateway import GatewayConfig
+from forge_rl.rewards.peers import as_reward
 from forge_rl.rollout.agents import Agent
 from forge_rl.rollout.examples import ExampleFn
 from forge_rl.run.assembly import assemble
@@ -86,6 +87,8 @@ class Starting(Generic[C]):
     def __post_init__(self) -> None:
         if not callable(self.environment):
             self.agent, self.reward = self.environment.agent, self.environment.reward
+        if self.reward is not None:
+            self.reward = as_reward(self.reward)
         if self.examples is None and self.reward is None:
             raise ConfigError("start() has nothing to train on", hint="give it a reward, or examples")
         if self.examples is not None and self.teachers is not None:
@@ -134,6 +137,9 @@ class Starting(Generic[C]):
             prepared = await stack.enter_async_context(prepare(self.config, self.recipe, self._code()))
             monitor, ending = prepared.monitor, None
             with monitor.watching():
+                for name, part in parts_of(self.reward).items() if self.reward is not None else ():
+                    if peer := getattr(part, "peer", ""):
+                        monitor.log.event(f"reward {name}: called as {peer} calls it, with the columns of each row")
                 try:
                     hosts = await stack.enter_async_context(open_hosts(self.config, prepared))
                     checked = await check(

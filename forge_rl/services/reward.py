@@ -13,6 +13,7 @@ from typing import TypeAlias
 from forge_rl.errors import ConfigError, ReplicaError, check_flags
 from forge_rl.rewards import protocol
 from forge_rl.rewards.composition import WeightedSum, described
+from forge_rl.rewards.peers import as_reward
 from forge_rl.rewards.protocol import Form, form_of
 from forge_rl.rewards.scorer import with_score
 from forge_rl.runtime.cluster import Cluster
@@ -148,6 +149,7 @@ class Reward:
             ConfigError: the function cannot be called as a reward, or failed on episodes of the last batch.
             ServiceError: the function cannot be pickled, or cannot be imported in the replicas.
         """
+        function = as_reward(function)
         form, (shared, own) = form_of(function), _divided(function)
         async with self._replacing:
             kept = {name: pool for name, pool in self._own.items() if pool.given[pool.version] == {name: own.get(name)}}

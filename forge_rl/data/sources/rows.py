@@ -133,7 +133,9 @@ class Columns:
         else:
             content = written or json.dumps(row, sort_keys=True, default=str).encode()
             name = f"{_digest(content):016x}"
-        return Task(id=name, source=source, messages=tuple(messages), truth=truth, tools=tools), asked
+        is_text = isinstance(row.get(used), str) and not _is_chat(row.get(used))
+        task = Task(id=name, source=source, messages=tuple(messages), truth=truth, tools=tools, prompt_is_text=is_text)
+        return task, asked
 
     def _example(self, row: Mapping[str, object]) -> tuple[str, list[Message], dict[str, list[Message]]]:
         """Return the column used, or "", the prompt, and the given answers by their name in the truth."""
