@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from forge_rl.envs.env_flag import build_environment
@@ -11,7 +12,7 @@ from forge_rl.envs.gymnasium import GymnasiumEnv
 from forge_rl.errors import ConfigError
 from forge_rl.types import Task
 
-pytest.importorskip("gymnasium", reason="gymnasium is not installed")
+gymnasium = pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 
 LAKE = "gymnasium:FrozenLake-v1,is_slippery=false"
 
@@ -75,6 +76,16 @@ def test_the_same_seed_is_the_same_world_and_held_out_seeds_are_others():
 )
 def test_the_last_action_that_is_named_counts(completion: str, action: int | None):
     assert GymnasiumEnv("FrozenLake-v1").action_of(completion) == action
+
+
+def test_images_are_refused_as_text_would_show_a_few_of_their_numbers():
+    class Screen(gymnasium.Env):  # type: ignore[misc, type-arg]
+        observation_space = gymnasium.spaces.Dict({"screen": gymnasium.spaces.Box(0, 255, (210, 160, 3), np.uint8)})
+        action_space = gymnasium.spaces.Discrete(3)
+
+    gymnasium.register("Screen-v0", entry_point=lambda **_: Screen())
+    with pytest.raises(ConfigError, match=r"Screen-v0 shows Dict.*cut to a few numbers"):
+        GymnasiumEnv("Screen-v0")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ TASK = Task(id="1", source="s", messages=({"role": "user", "content": "Hi"},))
 SERVER = """
 import asyncio, os, sys
 from mcp.server.mcpserver import MCPServer
+from mcp_types import EmbeddedResource, ResourceLink, TextContent, TextResourceContents
 server, counted = MCPServer("tests", log_level="CRITICAL"), []
 
 @server.tool()
@@ -41,6 +42,15 @@ def count() -> str:
 async def wait() -> str:
     await asyncio.sleep(1000)
     return ""
+
+@server.tool(structured_output=False)
+def read() -> list:
+    inside = TextResourceContents(uri="file:///a.py", text="print('hello')", mimeType="text/x-python")
+    return [
+        TextContent(type="text", text="here"),
+        EmbeddedResource(type="resource", resource=inside),
+        ResourceLink(type="resource_link", name="b", uri="file:///b.py"),
+    ]
 
 @server.tool()
 def die() -> str:
@@ -70,7 +80,7 @@ async def opened(env: McpEnv) -> McpSession:
 
 
 def test_a_command_serves_all_episodes_until_it_dies_and_another_one_after(server: str):
-    made = build_environment(f'mcp:{server},timeout_s=60,tools=["add","count","die"],env={{"EXTRA": "x"}}')
+    made = build_environment(f'mcp:{server},timeout_s=60,tools=["add","count","read","die"],env={{"EXTRA": "x"}}')
     env = pickle.loads(pickle.dumps(made))
 
     async def check() -> None:
@@ -79,8 +89,10 @@ def test_a_command_serves_all_episodes_until_it_dies_and_another_one_after(serve
         add = shown.tools[0]["function"]
         assert (add["name"], add["description"]) == ("add", "Add two numbers.")
         assert add["parameters"]["required"] == ["a", "b"]
-        assert [tool["function"]["name"] for tool in shown.tools] == ["add", "count", "die"]
+        assert [tool["function"]["name"] for tool in shown.tools] == ["add", "count", "read", "die"]
         assert await call(session, "add", a=2, b=3) == "5"
+        told = await call(session, "read")
+        assert told == "here\nfile:///a.py\nprint('hello')\n[resource_link file:///b.py]"
         assert (await call(session, "add", a="x")).lower().startswith("error")
         assert "there is no tool 'wait'" in await call(session, "wait")
         first = (await call(session, "count")).split()

@@ -104,6 +104,21 @@ def test_a_completion_is_the_one_text_of_an_action_and_rewards_are_those_of_each
     asyncio.run(check())
 
 
+@pytest.mark.parametrize(
+    ("observation", "shown"),
+    [
+        ({"output": "hello", "metadata": {"step": 1}, "done": False, "error": ""}, "hello"),
+        ({"instruction": "Fix it.", "output": "", "info": {}}, '{"instruction": "Fix it."}'),
+        ({"message": "Executed", "output": "2 files", "success": True}, "Executed\noutput: 2 files\nsuccess: true"),
+        ({"text": "<page>", "goal": "Click.", "error": "no element 7"}, "<page>\ngoal: Click.\nerror: no element 7"),
+        ({"prompt": "Guess.", "messages": [{"content": "Too high."}]}, 'Guess.\nmessages: [{"content": "Too high."}]'),
+    ],
+)
+def test_all_that_an_observation_says_is_shown(observation: dict[str, object], shown: str):
+    session = OpenEnvFactory("ws://127.0.0.1:1")(TASK)
+    assert session._shown({"observation": observation}) == shown
+
+
 def test_an_action_of_several_fields_is_json_and_what_does_not_fit_is_told():
     refused = {"type": "error", "data": {"code": "VALIDATION_ERROR", "message": "Invalid", "errors": ["y is missing"]}}
 
@@ -111,7 +126,9 @@ def test_an_action_of_several_fields_is_json_and_what_does_not_fit_is_told():
         async with running(Peer(MOVE, [seen(board="...", turn=1), refused, seen(board="x..", turn=2)])) as peer:
             session = OpenEnvFactory(peer.url, max_turns=4)(Task(id="1", source="s", messages=()))
             shown = await session.reset()
-            assert shown.messages[-1]["content"] == '{"board": "...", "turn": 1}'
+            board, _, form = str(shown.messages[-1]["content"]).partition("\n\n")
+            assert board == '{"board": "...", "turn": 1}'
+            assert form == f"Answer with an action: a JSON object of this schema. {json.dumps(MOVE)}"
             told: list[Step] = []
             for text in ("left", '{"x": 1}', 'I go {"x": 1, "y": 2}.', "{x}"):
                 told.append(await session.step(text, truncated=False, calls=()))

@@ -210,6 +210,13 @@ def test_a_model_that_cannot_be_trained_is_refused_before_anything_starts(
     assert staged[0] == [], "nothing was started that had to be stopped"
 
 
+def test_an_environment_that_runs_the_answers_of_a_reward_for_code_is_refused(tmp_path: Path) -> None:
+    config = replace(config_of(tmp_path / "run"), rewards=("unit_tests", "length:tokens=9*0.1"))
+    with pytest.raises(ConfigError, match="set --env python:tool=true"):
+        start(replace(config, env="python"))
+    start(replace(config, env="python:tool=true"))
+
+
 @pytest.mark.parametrize("when", ["while a service starts", "in the body"])
 def test_ctrl_c_says_that_it_stops_and_stops_what_was_started(
     when: str, staged: tuple[list[str], dict[str, Any]], tmp_path: Path

@@ -200,6 +200,19 @@ def test_a_game_of_textarena_is_played_to_its_end():
     won = asyncio.run(play(arena, task, [f"[{guess}]" for guess in range(1, 21)]))[-1]
     assert won.done
     assert won.reward is not None
+
+    async def invalid() -> Step:
+        env = arena(task)
+        await env.reset()
+
+        def step(completion: str) -> None:
+            raise ValueError(f"no move: {completion}")
+
+        env._game.step = step
+        return await env.step("?")
+
+    refused = asyncio.run(invalid())
+    assert (refused.done, said(refused)) == (False, "error: no move: ?")
     with pytest.raises(ConfigError, match="cannot make 'Nothing-v0'"):
         build_environment("textarena:Nothing-v0")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +26,18 @@ _BRACKETS = {"4": "[]", "34": "()", "35": "{}"}
 """Brackets that replace ANSI colours: a background marks the player's position; blue and magenta mark objects."""
 
 
+_MAX_NUMBERS = 1000
+"""Longest observation of numbers; NumPy cuts the text of a longer array."""
+
+
+def _has_pixels(space: Any) -> bool:
+    """Return True if observations of a space are, or contain, an array that is too long for text."""
+    inner = getattr(space, "spaces", None)
+    if inner is not None:
+        return any(map(_has_pixels, inner.values() if isinstance(inner, Mapping) else inner))
+    return math.prod(getattr(space, "shape", None) or ()) > _MAX_NUMBERS
+
+
 class GymnasiumEnv:
     """Makes episodes of a Gymnasium environment, one action per turn.
 
@@ -45,7 +58,7 @@ class GymnasiumEnv:
 
     Raises:
         ConfigError: Gymnasium is not installed, there is no such environment, or its action space is neither discrete
-            nor text.
+            nor text, or it shows images or long arrays.
     """
 
     def __init__(
@@ -70,7 +83,13 @@ class GymnasiumEnv:
         self._held_out = held_out
         env = self.make()
         space = env.action_space
+        seen, draws = env.observation_space, env.render_mode == "ansi"
         env.close()
+        if not draws and _has_pixels(seen):
+            raise ConfigError(
+                f"{name} shows {seen}, which as text would be cut to a few numbers",
+                hint="wrap it so that it describes what is seen as text, or renders as ansi",
+            )
         kind = type(space).__name__
         if kind not in ("Discrete", "Text"):
             raise ConfigError(

@@ -23,6 +23,16 @@ _AGAIN_S = 0.5
 _HINT = "write --env 'mcp:COMMAND' or --env mcp:http://HOST:PORT/mcp"
 
 
+def _block_text(block: Any) -> str:
+    """Return what the model sees of one part of a tool's result: text, also a resource's, and addresses."""
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource":
+        text = getattr(block.resource, "text", None)
+        return f"{block.resource.uri}\n{text}" if text is not None else f"[resource {block.resource.uri}]"
+    return f"[{block.type} {block.uri}]" if block.type == "resource_link" else f"[{block.type}]"
+
+
 @dataclass(frozen=True, eq=False)
 class McpEnv(ToolSettings):
     """Makes environments with the tools of an MCP server; a completion without a tool call is the answer, which the
@@ -126,7 +136,7 @@ class McpConnection:
         except OSError as error:
             self._stop.set()
             raise self._gone(name, f"{type(error).__name__}: {error}") from error
-        parts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
+        parts = [_block_text(block) for block in result.content]
         text = "\n".join(parts) or (json.dumps(result.structured_content) if result.structured_content else "")
         return f"error: {text}" if result.is_error and not text.lower().startswith("error") else text
 

@@ -23,8 +23,10 @@ _MAX_BYTES = 100 << 20
 """Maximum message size, the same as in OpenEnv's own client."""
 _AGAIN_S = (0.2, 5.0)
 """Minimum and maximum delay between connection attempts, in seconds."""
-_SHOWN = ("text", "prompt", "message", "response", "output", "result")
-"""Observation fields that, if text, are shown instead of the whole observation."""
+_MAIN_FIELDS = ("text", "prompt", "message", "response", "output", "result")
+"""Observation fields that, if text, are shown first and without their name."""
+_STEP_FIELDS = ("reward", "done")
+"""Observation fields that repeat what a step returns beside the observation."""
 _HINT = "write --env openenv:ws://HOST:PORT"
 
 
@@ -38,7 +40,8 @@ class OpenEnvFactory:
 
     The server's action schema determines how the model acts. If an action is a tool call, the model gets the server's
     tools, and a completion without a call ends the episode. If an action has exactly one required text field, the
-    completion is that field. Otherwise the completion is the action as JSON; the reply to an invalid one is an error.
+    completion is that field. Otherwise the completion is the action as JSON, whose schema the model is shown; the reply
+    to an invalid one is an error.
 
     Rewards come from the server, per turn. While the server is full, connecting is retried until a session is free. If
     the server goes away during an episode, that is an infrastructure error, and the episode is retried.
@@ -49,7 +52,7 @@ class OpenEnvFactory:
     action: str = ""
     """Action field that receives the completion; inferred from the schema by default."""
     show: str = ""
-    """Observation field shown to the model; by default a text field, or else the whole observation as JSON."""
+    """Observation field shown to the model; by default all that are not empty."""
     prompt: str = ""
     """System message of tasks made from seeds."""
     tasks: int = 1000
@@ -147,6 +150,11 @@ class OpenEnvSession:
                 for tool in listed["observation"].get("tools", ())
             ]
         shown = self._shown(data)
+        if not self._by_tools and not self._field:
+            form = {name: field for name, field in fields.items() if name != "metadata"}
+            required = [name for name in schema.get("required", ()) if name in form]
+            schema_text = json.dumps({"properties": form, "required": required}, ensure_ascii=False)
+            shown += f"\n\nAnswer with an action: a JSON object of this schema. {schema_text}"
         messages = self._task.messages
         asked = bool(messages) and messages[-1]["role"] == "user"
         if not (self._by_tools and asked):  # a tool environment has little to show, and the question is enough
@@ -219,8 +227,16 @@ class OpenEnvSession:
             return f"error: {error.get('message')}"
         if isinstance(result := seen.get("result"), dict) and isinstance(content := result.get("content"), list):
             return "\n".join(part.get("text") or f"[{part.get('type')}]" for part in content)
-        text = next((seen[name] for name in _SHOWN if isinstance(seen.get(name), str)), None)
-        return text if text is not None else json.dumps(seen or about or {}, ensure_ascii=False)
+        fields = {name: value for name, value in seen.items() if value not in ("", [], {}) and name not in _STEP_FIELDS}
+        main = next((name for name in _MAIN_FIELDS if isinstance(fields.get(name), str)), "")
+        if not main:
+            return json.dumps(fields or about or {}, ensure_ascii=False)
+        others = {name: value for name, value in fields.items() if name != main}
+        labelled = (
+            f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+            for name, value in others.items()
+        )
+        return "\n".join([fields[main], *labelled])
 
     async def _schema(self) -> dict[str, Any]:
         import httpx

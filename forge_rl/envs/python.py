@@ -66,6 +66,11 @@ class PythonEnv:
         instruction = ("" if self.tool else _IN_BLOCKS) if self.instruction is None else self.instruction
         object.__setattr__(self, "settings", block_settings("python", self, instruction))
 
+    @property
+    def runs_blocks(self) -> bool:
+        """Whether a completion with a block of Python is run, and so cannot be the answer."""
+        return not self.tool
+
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_sessions": []}  # sessions belong to one process
 

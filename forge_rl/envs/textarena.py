@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import io
@@ -76,14 +77,21 @@ class TextArenaGame:
         seed = task.truth.get("seed")
         if not isinstance(seed, int):
             raise TaskError(f"the task {task.id!r} has no game seed", hint="omit --tasks: textarena has its own")
-        self._config, self._game, self._turns = config, config.start(seed), 0
+        self._config, self._seed, self._turns = config, seed, 0
+        self._game: Any = None
 
     async def reset(self) -> Observation:
+        self._game = await asyncio.to_thread(self._config.start, self._seed)  # some games load data
         return Observation(messages=({"role": "user", "content": self._said()},))
 
     async def step(self, completion: str) -> Step:
         self._turns += 1
-        done, _ = self._game.step(completion)
+        try:
+            done, _ = self._game.step(completion)
+        except ValueError as error:  # of a move that the game cannot read
+            last = self._turns >= self._config.max_turns
+            told = ({"role": "user", "content": f"error: {error}"},)
+            return Step(done=last, messages=() if last else told, reward=0.0 if last else None)
         if not done and self._turns < self._config.max_turns:
             return Step(done=False, messages=({"role": "user", "content": self._said() or "Go on."},))
         rewards, _ = self._game.close() if done else ({0: 0.0}, {})

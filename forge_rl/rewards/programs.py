@@ -54,6 +54,8 @@ class Programs:
     """Score the share of inputs with the right output, instead of 1.0 if all have it."""
     deadline_s: ClassVar[float] = 3600.0
     """Deadline of one score, including time in the queue."""
+    scores_code: ClassVar[bool] = True
+    """The answer is a block of code."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--reward programs:", least={"tolerance": 0}, above={"timeout_s": 0})

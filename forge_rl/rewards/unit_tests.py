@@ -55,6 +55,8 @@ class UnitTests:
     """Score the share of the list's tests that pass, instead of 1.0 if all do."""
     deadline_s: ClassVar[float] = 3600.0
     """Deadline of one score, including time in the queue."""
+    scores_code: ClassVar[bool] = True
+    """The answer is a block of code."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--reward unit_tests:", above={"timeout_s": 0})

@@ -89,6 +89,12 @@ class Starting(Generic[C]):
             self.agent, self.reward = self.environment.agent, self.environment.reward
         if self.reward is not None:
             self.reward = as_reward(self.reward)
+            scores_code = any(getattr(part, "scores_code", False) for part in parts_of(self.reward).values())
+            if scores_code and getattr(self.environment, "runs_blocks", False):
+                raise ConfigError(
+                    "the environment runs each block of Python as a tool, and the reward scores blocks of Python",
+                    hint="set --env python:tool=true, or leave --env out: the reward runs the code",
+                )
         if self.examples is None and self.reward is None:
             raise ConfigError("start() has nothing to train on", hint="give it a reward, or examples")
         if self.examples is not None and self.teachers is not None:

@@ -248,6 +248,11 @@ def result_of(episode: Any) -> dict:
         for name, value in values.items():
             parts[seat + name] = float(value)
     total = sum(trace.reward for trace in traces) / len(traces)
+    if len(traces) > 1 and abs(total) < 1e-9 < max(abs(trace.reward) for trace in traces):
+        names = ", ".join(trace.agent.name for trace in traces)
+        raise RuntimeError(
+            f"the rewards of {names} add up to 0, so their mean teaches nothing: let the environment train one of them"
+        )
     return {"reward": float(total), "parts": parts, "answer": traces[-1].last_reply}
 
 
