@@ -328,6 +328,27 @@ def test_tasks_that_are_evaluated_and_trained_on_are_refused_with_their_number(
     assert len({mixture.draw_from("train").id for _ in range(100)}) == 35
 
 
+@pytest.mark.parametrize(
+    ("tasks", "evaluated"),
+    [("train.jsonl", "code.py:ROWS"), ("code.py:ROWS", "train.jsonl"), ("code.py:generate", "code.py:ROWS")],
+)
+def test_tasks_from_code_are_compared_with_what_is_evaluated(
+    tasks: str, evaluated: str, users_folder: Path, tokenizer: Tokenizer
+) -> None:
+    write(users_folder / "train.jsonl", *(f"What is {n}?" for n in range(10)))
+    rows = [{"question": f"What IS {n}?"} for n in range(5, 12)]
+    code = f"ROWS = {rows!r}\ndef generate():\n    return iter([*ROWS, {{'question': 'What is left?'}}])\n"
+    (users_folder / "code.py").write_text(code)
+    check = partial(check_tasks, make_lengths=lambda: PromptLengths(tokenizer, 200), cache=users_folder)
+    with pytest.raises(TaskError, match="are also in the evaluation 'test'"):
+        check(DataConfig().build([tasks], seed=0, eval_tasks=[f"test={evaluated}"]))
+    mixture = DataConfig(overlap="leave-out").build([tasks], seed=0, eval_tasks=[f"test={evaluated}"])
+    check(mixture)
+    (name,) = mixture
+    prompts = {mixture.draw_from(name).prompt.lower() for _ in range(30)}
+    assert not prompts & {task.prompt.lower() for task in mixture.eval_sets(100)["test"]}
+
+
 def test_a_scan_of_a_large_file_is_kept_until_the_file_changes(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

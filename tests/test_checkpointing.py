@@ -170,6 +170,7 @@ def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_from_i
         assert state.pop("seconds") == pytest.approx(first.seconds, abs=60)
         assert state == {"step": 2, "updates": 4, "rollouts": {"batches": 2}} | {
             "scores": {"0": 0.25},
+            "scores_by": {},
             "evaluation": None,
             "live": UNCHANGED,
         }
@@ -284,6 +285,11 @@ def test_the_checkpoint_with_the_highest_score_is_the_best_also_where_the_score_
 
         note_score(checkpointer_of(Parts(), tmp_path, keeps_best=False), 5, 9.0)
         assert best() == 2, "it is not asked for"
+
+        other = checkpointer_of(Parts(), tmp_path)
+        other._evaluator.restore({"scores": {"4": 0.9}, "scores_by": {"4": "another reward"}, "evaluation": None})
+        other.mark_best()
+        assert best() == 2, "scores by another reward decide nothing"
 
     asyncio.run(check())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+from forge_rl.data.data_config import DataConfig
 from forge_rl.envs import env_flag as config
 from forge_rl.envs.by_source import BySource
 from forge_rl.envs.env_flag import build_environment, sources_of
@@ -18,6 +19,7 @@ from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.run.run_dir import code_digests
 from forge_rl.services.environment import Environment
 from forge_rl.types import Task
+from recipes.grpo import Config
 
 TASK = Task(id="1", source="toy", messages=({"role": "user", "content": "q"},))
 
@@ -203,6 +205,18 @@ def test_a_game_comes_with_its_options_and_its_tasks():
     game = build_environment("game:highest=9,max_turns=4")
     assert game == GuessNumber(highest=9, max_turns=4)
     assert list(sources_of(game, seed=0)) == ["game"]
+
+
+def test_eval_tasks_are_used_beside_an_environments_own_and_unused_flags_of_data_are_refused(users_folder: Path):
+    (users_folder / "test.jsonl").write_text('{"question": "Guess.", "answer": "5"}\n')
+    settings = Config(env="game", eval_tasks=("test=test.jsonl",))
+    mixture = settings.sources(build_environment("game"))
+    assert list(mixture) == ["game"]
+    assert {name: len(tasks) for name, tasks in mixture.eval_sets(5).items()} == {"test": 1}
+    assert [*Config(env="game").sources(build_environment("game")).eval_sets(5)] == ["held_out"]
+    unused = Config(env="game", data=DataConfig(system="Play.", held_out_share=0.5))
+    with pytest.raises(ConfigError, match=r"--data.system, --data.held-out-share has no effect"):
+        unused.sources(build_environment("game"))
 
 
 def test_adapters_get_the_first_plain_word_and_the_options(monkeypatch: pytest.MonkeyPatch):

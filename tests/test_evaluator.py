@@ -179,3 +179,18 @@ def test_settings_that_cannot_be_name_their_flag(changes: dict[str, Any], flag: 
     with pytest.raises(ConfigError, match=flag) as caught:
         RunConfig(evaluation=EvalConfig(**changes), generator=Generator.Config(max_model_len=512))
     assert caught.value.hint
+
+
+def test_scores_by_another_reward_are_kept_and_not_compared() -> None:
+    rewards = ["exact"]
+    rollouts = Rollouts({("sums", "1"): [(0.25, "")]})
+    evaluations = RolloutEvaluations(EvalConfig(episodes=1), cast(RolloutExecutor, rollouts), max_tokens=16, warn=print)
+    evaluator = Evaluator({"held_out": tasks("sums", "1")}, evaluations, lambda: rewards[-1])
+    evaluated(evaluator, step=4)
+    rewards.append("brief")
+    assert (evaluator.scores, evaluator.comparable) == ({4: 0.25}, {})
+    again = Evaluator({}, evaluations, lambda: rewards[-1])
+    again.restore(evaluator.state())
+    assert (again.scores, again.comparable) == ({4: 0.25}, {})
+    again.restore({"scores": {"4": 0.25}, "evaluation": None})  # of a run that did not record it
+    assert again.comparable == {4: 0.25}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forge_rl.envs.protocol import Step
+from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ForgeError, ReplicaError, ServiceError
 from forge_rl.rollout.evaluation import EvalConfig, Evaluation, score_set
@@ -338,5 +338,42 @@ def test_an_evaluations_episodes_are_scored_with_their_group_where_the_reward_ne
         good, bad = evaluation.results("held_out")
         assert sorted(episode.reward for episode in good) == [0, 0, 1]
         assert {episode.outcome for episode in bad} == {Outcome.JUDGE_ERROR}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fails_last", [False, True])
+def test_a_failed_episode_of_an_evaluation_leaves_its_mates_a_score_whichever_ends_last(fails_last: bool) -> None:
+    async def main() -> None:
+        failed, others = asyncio.Event(), asyncio.Semaphore(0)
+        worlds = list[object]()
+
+        class World:
+            def __init__(self, task: Task) -> None:
+                self.task, self.number = task, len(worlds)
+                worlds.append(self)
+
+            async def reset(self) -> Observation:
+                return Observation(messages=self.task.messages)
+
+            async def step(self, completion: str) -> Step:
+                if self.number != 2:
+                    await (asyncio.sleep(0) if fails_last else failed.wait())
+                    others.release()
+                    return Step(done=True)
+                for _ in range(2 if fails_last else 0):
+                    await others.acquire()
+                failed.set()
+                raise OSError("broken")
+
+        reward = StagedReward(lambda task, episodes: [1.0 for _ in episodes], form="group")
+        executor = rollouts(environment=StagedEnvironment(World), reward=reward)
+        evaluation = evaluation_of({"held_out": sets_of(1)["held_out"]}, episodes=3, temperature=1.0)
+        executor.start_evaluation(evaluation)
+        await executor.finish_evaluation()
+        [results] = evaluation.results("held_out")
+        outcomes = sorted(str(episode.outcome) for episode in results)
+        assert outcomes == ["completed", "completed", "environment_error"]
+        assert [episode.reward for episode in results if episode.outcome.scored] == [1.0, 1.0]
 
     asyncio.run(main())

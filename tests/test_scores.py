@@ -216,3 +216,12 @@ def test_parts_whose_values_do_not_fit_together_are_named(one: Score, other: Sco
     with pytest.raises(ForgeError, match=said):
         reward.combine({"a": one, "b": other})
     assert reward.combine({"a": one, "b": Score(total=2.0)}).total == 3.0
+
+
+def test_turns_that_a_total_includes_are_counted_once_beside_parts_without_turns():
+    reward = WeightedSum({"a": (of_episode, 1.0), "b": (of_episode, 1.0)})
+    steps = Score(total=3.0, turns=(1.0, 2.0), turns_in_total=True)
+    assert reward.combine({"a": steps, "b": Score(total=0.5)}).turns_in_total
+    assert not reward.combine({"a": Score(total=0.5), "b": Score(total=1.0)}).turns_in_total
+    with pytest.raises(ForgeError, match="include `turns` in their total and others do not"):
+        reward.combine({"a": steps, "b": Score(total=1.0, turns=(1.0, 0.0))})

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from forge_rl.data.adaptive import Adapting
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
-from forge_rl.types import Task
+from forge_rl.types import Episode, Group, Score, Task
 from tests.test_mixture import Counting
 
 
@@ -35,6 +36,20 @@ def test_undelivered_batches_are_drawn_again(delivered: int) -> None:
     pending = [task for batch in batches[delivered:] for task in batch]
     resumed = _resumed(stream, pending)
     assert [_batch(resumed) for _ in range(3 - delivered)] == [*batches[delivered:], _batch(stream)]
+
+
+def test_an_adapting_mixture_sees_the_groups_that_are_replaced() -> None:
+    def group_of(source: str, *rewards: float) -> Group:
+        task = Task(id="1", source=source, messages=())
+        return Group(task=task, episodes=tuple(Episode(task=task, turns=(), score=Score(total=r)) for r in rewards))
+
+    mixture = _mixture()
+    mixture.adapt(Adapting(adapt="success", momentum=0.5))
+    stream = ResumableTaskStream(mixture)
+    _batch(stream)
+    stream.observe([group_of("a", 1.0, 1.0) for _ in range(8)])
+    stream.batch_delivered([group_of("a", 1.0, 0.0), group_of("b", 1.0, 0.0)])
+    assert mixture.shares["a"] < mixture.shares["b"]  # nearly all of its groups teach nothing
 
 
 def test_a_consumed_task_is_passed_over_however_often_the_run_stops() -> None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from forge_rl.data.mixture import Mixture
+from forge_rl.data.sources.iterable import IterableSource
 from forge_rl.data.sources.table_source import ReadRow, TableSource
 from forge_rl.errors import ForgeError, ModelError, TaskError
 from forge_rl.models.cache import Progress
@@ -33,6 +34,8 @@ _BIG_BYTES = 1 << 25
 """Minimum total size of files for which progress is shown."""
 _CACHED_BYTES = 1 << 22
 """Minimum total size of files for which the findings are cached."""
+_MAX_COMPARED = 100_000
+"""Items of a source made by code that are compared with the evaluation sets before a run."""
 _MESSAGE_TOKENS = 32
 """Maximum tokens that a chat template adds around a message."""
 
@@ -110,8 +113,9 @@ def check_tasks(
 
         found = check_tasks(mixture, lambda: PromptLengths(Tokenizer(model), 1008), cache=default_cache())
 
-    From then on, the sources and evaluation sets leave out overlong tasks. Sources that are not files are not
-    scanned. Findings for large files are cached.
+    From then on, the sources and evaluation sets leave out overlong tasks. Of sources made by code, only the first
+    100,000 items are compared with the evaluation sets; later ones are left out as they come. Generated tasks hold out
+    their own. Findings for large files are cached.
 
     Args:
         make_lengths: called if there are files.
@@ -121,27 +125,31 @@ def check_tasks(
         TaskError: too many bad rows; the chat template refuses a row; no row is left; or evaluation problems are also
             trained on and the mixture's overlap is "refuse".
     """
-    if not any(isinstance(source, TableSource) for source in (*mixture.sources.values(), *mixture.evaluation.values())):
-        return {}
-    lengths = make_lengths()
+    all_sources = (*mixture.sources.values(), *mixture.evaluation.values())
+    has_files = any(isinstance(source, TableSource) for source in all_sources)
+    lengths = make_lengths() if has_files else None
     problems: dict[str, set[int]] = {}
     found: dict[str, Scan] = {}
     for name, source in mixture.evaluation.items():
-        if isinstance(source, TableSource):
+        if isinstance(source, TableSource) and lengths is not None:
             problems[name] = set()
             scan = _scan(source, lengths, problems=problems[name], progress=progress)
             source.leave_out(scan.too_long)
             found[f"evaluation {name}"] = dataclasses.replace(scan, held_out=0)
+        elif isinstance(source, IterableSource):
+            problems[name] = set(source.problems(_MAX_COMPARED, held_out=True))
     for name, source in mixture.sources.items():
-        if isinstance(source, TableSource):
+        if isinstance(source, IterableSource) and any(problems.values()):
+            trained = set(source.problems(_MAX_COMPARED, held_out=False))
+            for other, evaluated in problems.items():
+                if mixture.overlap == "refuse" and (shared := trained & evaluated):
+                    raise _overlap(len(shared), name, other, "")
+            source.leave_out(set().union(*problems.values()))
+        elif isinstance(source, TableSource) and lengths is not None:
             scan = _cached(source, lengths, problems, cache, progress)
             for other, rows in scan.overlap.items():
                 if rows and mixture.overlap == "refuse":
-                    raise TaskError(
-                        f"{len(rows):,} tasks of {name!r} are also in the evaluation {other!r}, the first is "
-                        f"{source.describe(rows[0])}",
-                        hint="remove them from one of the two, or set --data.overlap leave-out",
-                    )
+                    raise _overlap(len(rows), name, other, f", the first is {source.describe(rows[0])}")
             if scan.trained <= 0:
                 raise TaskError(
                     f"no task of {name!r} can be trained on: {scan.describe(lengths.limit, lengths.measured)}",
@@ -150,6 +158,13 @@ def check_tasks(
             source.leave_out([*scan.too_long, *itertools.chain(*scan.overlap.values())])
             found[name] = scan
     return found
+
+
+def _overlap(count: int, source: str, evaluation: str, first: str) -> TaskError:
+    return TaskError(
+        f"{count:,} tasks of {source!r} are also in the evaluation {evaluation!r}{first}",
+        hint="remove them from one of the two, or set --data.overlap leave-out",
+    )
 
 
 class PromptLengths:

@@ -59,7 +59,6 @@ class ResumableTaskStream:
             pending: unconsumed tasks, if batches take groups in order of completion; checkpoints before the oldest of
                 these tasks are dropped.
         """
-        self._mixture.observe(groups)
         self.observe(groups)
         if pending is None:
             del self._checkpoints[:1]
@@ -71,11 +70,14 @@ class ResumableTaskStream:
         self._checkpoints = [(state, drawn - keep_from) for state, drawn in self._checkpoints]
 
     def observe(self, groups: Sequence[Group]) -> None:
-        """Update the solve rates by scored groups, such as groups that are replaced because their rewards are equal.
+        """Update mixture and solve rates by scored groups, including those replaced because their rewards are equal.
+
+        An adaptive mixture that saw only the groups that are left would take every source for one that teaches.
 
         Raises:
             ConfigError: a reward lacks the part that the curriculum measures.
         """
+        self._mixture.observe(groups)
         if self._pools is not None:
             self._pools.observe(groups)
 

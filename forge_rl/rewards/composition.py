@@ -81,11 +81,17 @@ class WeightedSum:
         weighted = [(scores[name], weight) for name, (_, weight) in self.parts.items()]
         turns = [[weight * value for value in score.turns] for score, weight in weighted if len(score.turns)]
         tokens = [[weight * np.asarray(turn) for turn in score.tokens] for score, weight in weighted if score.tokens]
+        in_total = [score.turns_in_total for score, _ in weighted if len(score.turns)]
+        if any(in_total) and not all(in_total):
+            raise ForgeError(
+                "some parts of a reward include `turns` in their total and others do not, so their sum is undefined",
+                hint="set Score.turns_in_total alike in all parts that have turns",
+            )
         return Score(
             total=sum(weight * score.total for score, weight in weighted),
             parts=parts,
             turns=tuple(map(math.fsum, zip(*turns, strict=True))),
-            turns_in_total=all(score.turns_in_total for score, _ in weighted),
+            turns_in_total=bool(in_total) and all(in_total),
             tokens=tuple(map(_sum_of_values, zip(*tokens, strict=True))),
             answer=next((score.answer for score, _ in weighted if score.answer), ""),
             feedback="\n\n".join(score.feedback for score, _ in weighted if score.feedback),

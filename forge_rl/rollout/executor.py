@@ -466,6 +466,8 @@ class RolloutExecutor:
         try:
             record()
             if evaluation is not None and episode.state == "done":
+                if not result.outcome.scored:  # its mates are scored whichever of them ends last
+                    await self._score_group(episode, result)
                 evaluation.record(episode, result)
         except UnscoredError as error:
             self._wait_for_reward(error)
@@ -539,7 +541,7 @@ class RolloutExecutor:
         try:
             scored = await score_again(self._reward, given)
         except Exception as error:
-            return not_scored(result, error)
+            return not_scored(result, error) if result.outcome.scored else result
         for mate, mates_result in zip(waiting, scored, strict=False):
             mate.result = mates_result
             if episode.group.batch != EVALUATION:

@@ -86,7 +86,7 @@ async def assemble(
             policy = PolicyGateway(backend, tokenizer, log.warn)
             stack.push_async_callback(policy.close)
         batches, evaluations = _trained(checked, services, mixture, rollouts, examples, tokenizer, loss, log.warn)
-        evaluator = Evaluator(checked.sets, evaluations)
+        evaluator = Evaluator(checked.sets, evaluations, lambda: reward.description if reward is not None else "")
         settings = LiveSettings(
             rollouts, mixture, config.mixture, reward, services.trainer, log.event, scalable=_scalable(services.rollout)
         )

@@ -294,9 +294,15 @@ class Checkpointer:
         self._note()
 
     def mark_best(self) -> None:
-        """Mark the checkpoint with the best score; if the disk is full, the next checkpoint tries again."""
+        """Mark the checkpoint with the best score; if the disk is full, the next checkpoint tries again.
+
+        After a change of the reward, the one marked before stays until a checkpoint has a score by the new reward.
+        """
+        scores = self._evaluator.comparable
+        if not scores and self._evaluator.scores:
+            return
         try:
-            self.checkpoints.mark_best(self._evaluator.scores)
+            self.checkpoints.mark_best(scores)
         except CheckpointError as error:
             self._warn(str(error))
 

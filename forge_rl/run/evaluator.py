@@ -144,15 +144,25 @@ class Evaluator:
     Args:
         sets: tasks by set name; the first set's score is the run's. Sets without tasks are left out.
         evaluations: carries them out.
+        measure: describes the current reward; scores by another one are not compared with those by it.
     """
 
-    def __init__(self, sets: Sets, evaluations: Evaluates) -> None:
+    def __init__(self, sets: Sets, evaluations: Evaluates, measure: Callable[[], str] = lambda: "") -> None:
         self.sets = {name: tasks for name, tasks in sets.items() if tasks}
         self.scores: dict[int, float] = {}
         """Score of the first set, by step."""
+        self._measure = measure
+        self._measures: dict[int, str] = {}
+        """What measured each score; scores of older runs, which did not record it, have none."""
         self._evaluations = evaluations
         self._pending: tuple[int, int] | None = None
         """Step and version being evaluated."""
+
+    @property
+    def comparable(self) -> dict[int, float]:
+        """Scores by the current reward, by step."""
+        now = self._measure()
+        return {step: score for step, score in self.scores.items() if self._measures.get(step, now) == now}
 
     @property
     def step(self) -> int | None:
@@ -188,13 +198,18 @@ class Evaluator:
             return None
         step, self._pending = self._pending[0], None
         result = self._evaluations.pop(self.sets, step)
-        self.scores[step] = result.score
+        self.scores[step], self._measures[step] = result.score, self._measure()
         return result
 
     def state(self) -> dict[str, object]:
         """Return the scores and the pending evaluation, as JSON."""
         scores = {str(step): score for step, score in self.scores.items()}
-        return {"scores": scores, "evaluation": list(self._pending) if self._pending else None}
+        measures = {str(step): measure for step, measure in self._measures.items()}
+        return {
+            "scores": scores,
+            "scores_by": measures,
+            "evaluation": list(self._pending) if self._pending else None,
+        }
 
     def restore(self, state: Mapping[str, object]) -> None:
         """Take over the scores and the pending evaluation of an earlier process; `restart` starts it.
@@ -206,6 +221,8 @@ class Evaluator:
             case {"scores": dict(scores), "evaluation": None | [int(), int()] as pending}:
                 try:
                     self.scores = {int(step): float(score) for step, score in scores.items()}
+                    measures = state.get("scores_by", {})
+                    self._measures = {int(step): str(measure) for step, measure in dict(measures).items()}  # type: ignore[call-overload]
                 except (TypeError, OverflowError) as error:
                     raise ValueError(f"the scores are malformed: {error}") from error
                 self._pending = (pending[0], pending[1]) if pending else None
@@ -216,6 +233,7 @@ class Evaluator:
     def rollback(self, step: int) -> None:
         """Forget the scores of later steps, and a pending evaluation of one; its episodes were cancelled."""
         self.scores = {at: score for at, score in self.scores.items() if at <= step}
+        self._measures = {at: measure for at, measure in self._measures.items() if at <= step}
         self._evaluations.cancel()
         if self._pending is not None and self._pending[0] > step:
             self._pending = None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
 
 from forge_rl.data.data_config import ONE_DIGIT_ADDITION, DataConfig
-from forge_rl.data.mixture import Mixture
+from forge_rl.data.mixture import Mixture, as_mixture
 from forge_rl.envs.env_flag import sources_of
 from forge_rl.envs.protocol import EnvFactory
+from forge_rl.errors import ConfigError
 from forge_rl.rewards.reward_flag import RewardTexts
 from forge_rl.run.run_config import RunConfig
 
@@ -37,16 +36,28 @@ class TaskConfig(RunConfig):
     """Environment, as MODULE:CLASS, FILE.py:CLASS or NAME[:KEY=VALUE,...]; by default the model answers once."""
     rewards: RewardTexts = ("auto",)
 
-    def sources(self, environment: EnvFactory) -> Mixture | Mapping[str, Any]:
+    def sources(self, environment: EnvFactory) -> Mixture:
         """Return the sources of the tasks: built from `tasks`, or else provided by the environment that `env` names.
 
         Args:
             environment: the result of `build_environment(config.env)`.
 
         Raises:
-            ConfigError: no tasks are given, or a source cannot be built.
+            ConfigError: no tasks are given, a source cannot be built, or --data is set for tasks that it does not make.
         """
         tasks = self.tasks or (() if self.env else (ONE_DIGIT_ADDITION,))
         if not tasks:
-            return sources_of(environment, self.seed)
+            unused = [
+                f"--data.{field.name.replace('_', '-')}"
+                for field in fields(self.data)
+                if getattr(self.data, field.name) != field.default and not self.eval_tasks
+            ]
+            if unused:
+                raise ConfigError(
+                    f"{', '.join(unused)} has no effect on the environment's own tasks",
+                    hint="leave it out, or name the tasks with --tasks",
+                )
+            mixture = as_mixture(sources_of(environment, self.seed), seed=self.seed)
+            evaluation = self.data.eval_sources(self.eval_tasks, seed=self.seed)
+            return Mixture(mixture.sources, evaluation=evaluation, holds_out=not evaluation) if evaluation else mixture
         return self.data.build(tasks, seed=self.seed, eval_tasks=self.eval_tasks)

@@ -109,6 +109,11 @@ class Reward:
             raise
         return reward
 
+    @property
+    def description(self) -> str:
+        """The current function, as a user named it."""
+        return described(self.function)
+
     async def score(self, episodes: Sequence[Episode]) -> Sequence[Score]:
         """Score episodes of one task, on another replica if one dies meanwhile.
 
@@ -210,7 +215,7 @@ class Reward:
 
     def __repr__(self) -> str:
         own = "".join(f", {len(pool.service.replicas)} of {pool.service.name}" for pool in self._own.values())
-        return f"Reward  {described(self.function)}  {len(self._shared.service.replicas)} replica(s){own}"
+        return f"Reward  {self.description}  {len(self._shared.service.replicas)} replica(s){own}"
 
 
 def parts_of(function: RewardFunction) -> dict[str, protocol.RewardFunction]:

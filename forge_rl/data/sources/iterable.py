@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from forge_rl.data.sources.order import key_of, permuted
@@ -52,6 +52,7 @@ class IterableSource:
                 f"the source {self.name!r} is a {type(self.items).__name__}, not rows or tasks",
                 hint='give a list such as [{"question": "2+3?", "answer": "5"}]; pass files to --tasks',
             )
+        self._left_out: frozenset[int] = frozenset()
         self._begun: Iterator[Item] | None = None
         self._epoch = self._index = 0
 
@@ -62,6 +63,21 @@ class IterableSource:
     def epoch(self) -> float:
         """Number of completed passes, plus the fraction of the current one if its length is known."""
         return self._epoch + (self._index / len(self.items) if isinstance(self.items, Sequence) else 0.0)
+
+    def leave_out(self, problems: Collection[int]) -> None:
+        """Do not draw tasks of these problems, given by their keys."""
+        self._left_out = frozenset(problems)
+
+    def problems(self, max_items: int, *, held_out: bool) -> Iterator[int]:
+        """Yield the keys of the problems that are held out, or of the others, of the first `max_items` items.
+
+        A bare iterator, which can be read only once, yields none.
+        """
+        if not self._once:
+            for item in itertools.islice(self._pass(None), max_items):
+                _, problem = self._task(item)
+                if self._is_held_out(problem) == held_out:
+                    yield problem
 
     def draw(self) -> Task:
         """Return the next task to train on.
@@ -76,7 +92,7 @@ class IterableSource:
             for item in self._begun:
                 self._index += 1
                 task, problem = self._task(item)
-                if not self._is_held_out(problem):
+                if not self._is_held_out(problem) and problem not in self._left_out:
                     return task
             if self._once:
                 raise TaskError(
@@ -85,7 +101,7 @@ class IterableSource:
                 )
             if whole:
                 raise TaskError(
-                    f"the source {self.name!r} has nothing to train on: {self._index} items, all held out",
+                    f"the source {self.name!r} has nothing to train on: {self._index} items, all held out or evaluated",
                     hint="add items, or lower the held-out share",
                 )
             self._epoch, self._index, self._begun = self._epoch + 1, 0, None
