@@ -76,6 +76,35 @@ def test_a_restored_state_goes_on_with_the_same_batches() -> None:
     asyncio.run(main())
 
 
+def test_a_straggler_that_over_sampling_carries_over_is_drawn_again_by_a_resumed_run() -> None:
+    async def main() -> None:
+        class Slow:
+            def __init__(self, task: Task) -> None:
+                self.task = task
+
+            async def reset(self) -> Observation:
+                return Observation(messages=self.task.messages)
+
+            async def step(self, completion: str) -> Step:
+                await (asyncio.Event().wait() if self.task.id == "1" else asyncio.sleep(0))
+                return Step(done=True, reward=1.0)
+
+        schedule = ScheduleConfig(max_lag=1, over_sampling=2.0)
+        whole = rollouts(environment=StagedEnvironment(Slow), schedule=schedule)
+        batch = await whole.next_batch()
+        assert "1" not in [group.task.id for group in batch.groups]
+        state = json.loads(json.dumps(whole.state()))
+        await whole.close()
+        restored = rollouts(schedule=schedule)
+        await restored.restore(state)
+        again = await restored.next_batch()
+        delivered = {group.task.id for group in (*batch.groups, *again.groups)}
+        assert "1" in delivered
+        assert len(delivered) == 6, "nothing comes twice"
+
+    asyncio.run(main())
+
+
 def test_engines_are_listed_when_they_change_and_not_for_every_episode() -> None:
     async def main() -> None:
         class Listed(StagedGenerator):

@@ -153,7 +153,10 @@ class RolloutExecutor:
         made = tuple(Group(task=group.task, episodes=group.results) for group in groups)
         for group in groups:
             group.episodes.clear()  # the reference cycle would hold tokens until garbage collection
-        pending = None if self.config.exact else [group.task for group in self._scheduler.planner.groups()]
+        planner = self._scheduler.planner
+        # A group that over-sampling carried over was drawn for an earlier batch, and must be drawn again by a resume.
+        is_in_order = self.config.exact and all(group.place[0] >= planner.next_batch for group in planner.groups())
+        pending = None if is_in_order else [group.task for group in planner.groups()]
         self._scheduler.tasks.batch_delivered(made, pending=pending)
         if not self.config.decodes_while_training:
             self._scheduler.capacity.set_paused(True)
