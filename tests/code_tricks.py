@@ -50,6 +50,7 @@ CALLED = {
     "__reduce__ that runs code": (
         "class Bomb:\n    def __reduce__(self): return (eval, ('2',))\ndef answer(n): return Bomb()"
     ),
+    "NaN from a replaced encoder": "forge_solution.encode = lambda value: 'NaN'\ndef answer(n): return 0",
     "sys.exit": "import sys\nsys.exit(0)",
     "sys.exit in the call": "import sys\ndef answer(n): sys.exit(0)",
     "os._exit": "import os\nos._exit(0)",

@@ -80,6 +80,20 @@ PASS = """import pytest
 def pytest_runtest_makereport():
     (yield).get_result().outcome = "passed"
 """
+SUBPROCESS = r"""
+import json, os, re
+STDOUT, DEVNULL, PIPE = -2, -3, -1
+class Done: returncode = 0; stdout = stderr = b""
+def run(command, **named):
+    if "pass_fds" in named:
+        arguments = json.loads(command[-1])[2]
+        *tests, hidden = [each for each in arguments if each.endswith(".py") or "::" in each]
+        outcomes = {test if "::" in test else test + "::test_x": "passed" for test in tests}
+        for name, left, right in re.findall(r"def (test_\w+)\(\):\s+assert (\d+) \+ 1 == (\d+)", open(hidden).read()):
+            outcomes[f"{hidden}::{name}"] = "passed" if int(left) + 1 == int(right) else "failed"
+        os.write(named["pass_fds"][0], json.dumps(outcomes).encode())
+    return Done()
+"""
 TRICKS = {
     "exit": {"package/add.py": "import os; os._exit(0)"},
     "SystemExit": {"package/add.py": "raise SystemExit(0)"},
@@ -93,6 +107,13 @@ TRICKS = {
         "pytest.ini": "[pytest]\n",
         **dict.fromkeys(("sitecustomize.py", "usercustomize.py"), "import os; os._exit(0)"),
         "x-1.dist-info/entry_points.txt": "[pytest11]\nx = plug",
+        "package/add.py": WRONG,
+    },
+    "subprocess that answers in pytest's place": {"subprocess.py": SUBPROCESS, "package/add.py": WRONG},
+    "a plugin in metadata of another case": {
+        "evil-1.Dist-Info/METADATA": "Metadata-Version: 2.1\nName: evil\nVersion: 1\n",
+        "evil-1.Dist-Info/entry_points.txt": "[pytest11]\nevil = evilplug\n",
+        "evilplug.py": PASS,
         "package/add.py": WRONG,
     },
     "shadowed pytest": {"pytest.py": FORGED, "_pytest/__init__.py": FORGED, "pluggy.py": FORGED, "json.py": FORGED},
@@ -115,6 +136,43 @@ def test_changes_of_tests_and_of_what_configures_them_do_not_count():
         ),
     ]
     assert [change.path for change in tests.counted(changes)] == ["src/a.py", "deep"]
+
+
+def test_a_module_added_in_place_of_pythons_own_does_not_count_and_one_that_was_there_does():
+    file = Entry(mode=0o100644, data=b"")
+    paths = ("subprocess.py", "Json/__init__.py", "pluggy/x.py", "package/json.py", "own.py")
+    changes = [Change(path=path, before=None, after=file) for path in paths]
+    changes.append(Change(path="types.py", before=file, after=file))
+    counted = RepositoryTests(command="true").counted(changes)
+    assert [change.path for change in counted] == ["package/json.py", "own.py", "types.py"]
+
+
+@pytest.mark.parametrize("test", ["./spec//check_add.py::test_add", "spec/../spec/check_add.py"])
+def test_ids_of_tests_are_compared_however_they_are_written(test: str):
+    file = Entry(mode=0o100644, data=b"")
+    assert not RepositoryTests(tests=[test]).counted([Change(path="spec/check_add.py", before=file, after=file)])
+
+
+def test_a_test_outside_of_the_repository_is_refused():
+    with pytest.raises(ConfigError, match="is not in the repository"):
+        RepositoryTests(tests=["a/../../other/test_a.py"])
+
+
+def test_a_solution_cannot_make_its_own_score_an_error_of_the_task(pool: SharedPool, base: Path):
+    """By what it puts where the task's files go, or into the way of the task's patch."""
+    patch = "--- /dev/null\n+++ b/extra/data.txt\n@@ -0,0 +1 @@\n+x\n"
+    tests = replace(TESTS, files={**TESTS.files, "deep/data/case.txt": "1"}, patch=patch)
+    clashes = (
+        {"deep": "a file"},
+        {"deep/data/case.txt/inner": "a folder"},
+        {"extra": "a file"},
+        {"extra/data.txt/x": ""},
+    )
+
+    async def main():
+        return await asyncio.gather(*(verdict(pool, base, files, tests) for files in clashes))
+
+    assert [each.all_passed for each in pool.run(main())] == [False] * len(clashes)
 
 
 def test_tricks_do_not_pass(pool: SharedPool, base: Path):

@@ -119,6 +119,13 @@ def test_a_share_of_the_tests_counts_if_asked_for(loop: asyncio.Runner):
         ("assert all(map(answer, [1, 5]))", "def answer(n): raise StopIteration"),
         ("assert not abs(answer(1) - 2) > 1e-6", "def answer(n): return float('nan')"),
         (
+            "assert not abs(answer(1) - 2) > 1e-6",
+            "forge_solution.encode = lambda value: 'NaN'\ndef answer(n): return 0",
+        ),
+        ("assert eval(answer(1)) == 2", "def answer(n): return 'undefined'"),
+        ("assert eval(answer(1)) == 2", "def answer(n): return '('"),
+        ("assert __import__(answer(1)).sep == '/'", "def answer(n): return 'no_such_module'"),
+        (
             "assert not any(each != 2 for each in [answer(1)])",
             "class A(int):\n    __ne__ = lambda *a: False\nanswer = A",
         ),
@@ -146,6 +153,8 @@ def test_a_helper_of_the_tests_is_the_setups_also_if_the_solution_has_one_of_its
         ({"tests": "assert answer(1 == 2"}, "SyntaxError"),
         ({"tests": TESTS, "setup": "1 / 0"}, "ZeroDivisionError"),
         ({"tests": "assert answer(missing) == 2", "entry_point": "answer"}, "'missing' is not defined"),
+        ({"tests": "assert missing(answer(1)) == 2", "entry_point": "answer"}, "'missing' is not defined"),
+        ({"tests": "found = answer(1)\nassert missing == found", "entry_point": "answer"}, "'missing' is not defined"),
         ({"tests": "assert answer(print) == 2"}, "an argument that cannot cross"),
         ({"tests": "while True: answer"}, "CellOverrun"),
     ],
@@ -177,7 +186,18 @@ def test_plain_data_comes_back_equal_and_of_its_own_class():
 
 
 @pytest.mark.parametrize(
-    "text", ["{}", "[]", '["eval", "1"]', '["int"]', '["dict", 1]', '["set", ["list"]]', "[" * 9999]
+    "text",
+    [
+        "{}",
+        "[]",
+        "NaN",
+        '["list", Infinity]',
+        '["eval", "1"]',
+        '["int"]',
+        '["dict", 1]',
+        '["set", ["list"]]',
+        "[" * 9999,
+    ],
 )
 def test_a_text_that_is_no_plain_data_is_refused(text: str):
     with pytest.raises((ValueError, TypeError, LookupError, RecursionError)):

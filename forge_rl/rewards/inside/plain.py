@@ -35,7 +35,11 @@ def decode(text: str) -> Any:
     Raises:
         ValueError, TypeError, LookupError, RecursionError: the text is not from `encode`.
     """
-    return _unpacked(json.loads(text))
+    return _unpacked(json.loads(text, parse_constant=_refused))
+
+
+def _refused(name: str) -> object:
+    raise ValueError(f"{name} is not plain data")
 
 
 def _packed(value: Any, depth: int, left: list[int]) -> object:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from forge_rl.rewards.inside.plain import NotPlain, decode, encode
 
 _MOST_TOLD = 500
+_FILES = ("<setup>", "<test ")
+"""Beginnings of the file names under which the task's code is compiled."""
 _NEVER = (StopIteration, StopAsyncIteration, Warning)
 """Exceptions that end a loop quietly in the tests, or are none."""
 
@@ -87,10 +89,25 @@ class Tests:
         except Broken:
             raise
         except BaseException as error:
-            if isinstance(error, ImportError | NameError | SyntaxError) and error not in self.from_solution:
+            if error not in self.from_solution and self.is_own(error):
                 raise Broken(described(error)) from error
             return described(error)[:_MOST_TOLD] or "it failed"
         return ""
+
+    def is_own(self, error: BaseException) -> bool:
+        """Return True if an error shows that the tests lack a name or a module, whatever the solution answers.
+
+        A test may evaluate, or import, a text that the solution returned: what is wrong with it is the solution's.
+        """
+        if isinstance(error, SyntaxError):
+            return error.filename is not None and error.filename.startswith(_FILES)
+        if not isinstance(error, ImportError | NameError):
+            return False
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        is_in_tests = trace is not None and trace.tb_frame.f_code.co_filename.startswith(_FILES)
+        return is_in_tests and any((error.name or "") in text for text in (self.setup, *self.tests))
 
     def run_one(self, test: str, name: str, names: list[str]) -> None:
         space = self.module.__dict__

@@ -13,7 +13,10 @@ import fnmatch
 import json
 import posixpath
 import random
+import re
 import stat
+import sys
+import unicodedata
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,11 +34,17 @@ PROTECTED = (
     *("tests", "test", "testing"),
 )
 """Names of files and folders, as patterns, in which a solution's changes don't count."""
+_FROM_SITE = ("pytest", "pluggy", "iniconfig", "packaging", "pygments", "exceptiongroup", "tomli")
+_IMPORTED = frozenset(sys.stdlib_module_names) | frozenset(_FROM_SITE)
+"""Modules that pytest imports: a solution may change such a file of the repository, and add none."""
+_PATCHED = re.compile(r"(?:\+\+\+ b/|--- a/|rename from |rename to |copy to )(.+?)(?:\t.*)?")
 _INSIDE = Path(__file__).with_name("pytest_inside.py")
 _OPTIONS = ("-p", "no:cacheprovider", "--rootdir=.", "--tb=short", "-q", "-o", "addopts=")
 _HIDDEN_TESTS = 6
 _MOST_TOLD = 2000
-_CELL = """import json, os, signal, subprocess, sys
+_CELL = """import sys
+sys.path[:] = [each for each in sys.path if each.startswith((sys.prefix, sys.base_prefix))]  # none of the workspace
+import os, signal, subprocess
 def _tests(command, results):
     file = os.memfd_create("outcomes", 0)
     command = [each.replace("DESCRIPTOR", str(file)) for each in command]
@@ -81,23 +90,26 @@ class RepositoryTests:
         for path in self.files:
             if posixpath.isabs(path) or ".." in path.split("/"):
                 raise ConfigError(f"the test file {path!r:.200} is not in the repository", hint="give a relative path")
+        for test in self.tests:
+            path = _normal(test).partition("::")[0]
+            if posixpath.isabs(path) or path.startswith(".."):
+                raise ConfigError(f"the test {test!r:.200} is not in the repository", hint="give a relative path")
 
     def counted(self, changes: Sequence[Change]) -> list[Change]:
         """Return the changes that touch neither tests nor their configuration."""
-        own = [*self.files, *(each.partition("::")[0] for each in self.tests)]
-        named = [line for line in self.patch.splitlines() if line.startswith(("+++ b/", "--- a/"))]
-        own += [line[6:].partition("\t")[0] for line in named]
-        return [change for change in changes if not (self._is_protected(change.path) or self._is_above(change, own))]
+        test_paths = [*map(posixpath.normpath, self.files), *(_normal(test).partition("::")[0] for test in self.tests)]
+        patched = (_PATCHED.fullmatch(line) for line in self.patch.splitlines())
+        test_paths += [match[1] for match in patched if match]
+        return [
+            change
+            for change in changes
+            if not (self._is_protected(change) or _shadows(change) or _touches(change, test_paths))
+        ]
 
-    def _is_protected(self, path: str) -> bool:
-        return any(
-            fnmatch.fnmatchcase(part, pattern) for part in path.split("/") for pattern in (*PROTECTED, *self.protected)
-        )
-
-    def _is_above(self, change: Change, own: Sequence[str]) -> bool:
-        """Return True if a change is to a test file, or puts something else in place of a folder of one."""
-        is_folder = change.after is not None and stat.S_ISDIR(change.after.mode)
-        return any(path == change.path or (path.startswith(f"{change.path}/") and not is_folder) for path in own)
+    def _is_protected(self, change: Change) -> bool:
+        patterns = [_folded(pattern) for pattern in (*PROTECTED, *self.protected)]
+        parts = map(_folded, change.path.split("/"))
+        return any(fnmatch.fnmatchcase(part, pattern) for part in parts for pattern in patterns)
 
     async def run(self, session: Session, changes: Sequence[Change]) -> Verdict:
         """Run the tests on changes in a new session whose workspace is the base.
@@ -105,17 +117,18 @@ class RepositoryTests:
         Raises:
             SandboxError: the sandbox failed, or the tests cannot be put in place.
         """
+        # The task's files come first: what does not fit then is the task's fault, and afterwards the solution's.
+        for path, text in self.files.items():
+            await session.put(path, text.encode())
+        if self.patch:
+            await session.put("../0/tests.patch", self.patch.encode())
+            await self._succeed(session, "git apply --whitespace=nowarn ../0/tests.patch", "the tests' patch")
         try:
             await session.apply(self.counted(changes))
         except SandboxError:
             if session.lost:
                 raise
             return Verdict(passed=dict.fromkeys(self.tests or (self.command,), False), told="the changes do not apply")
-        for path, text in self.files.items():
-            await session.put(path, text.encode())
-        if self.patch:
-            await session.put("../0/tests.patch", self.patch.encode())
-            await self._succeed(session, "git apply --whitespace=nowarn ../0/tests.patch", "the tests' patch")
         return await (self._run_pytest(session) if self.tests else self._run_command(session))
 
     async def _succeed(self, session: Session, command: str, what: str) -> None:
@@ -133,7 +146,7 @@ class RepositoryTests:
         hidden, text, wanted = _hidden_tests()
         await session.put(hidden, text.encode())
         await session.put("../0/run_tests.py", _INSIDE.read_bytes())
-        arguments = json.dumps(["DESCRIPTOR", list(self.packages), [*_OPTIONS, *self.tests, hidden]])
+        arguments = json.dumps(["DESCRIPTOR", list(self.packages), [*_OPTIONS, *map(_normal, self.tests), hidden]])
         command = ["PYTHON", "-I", "../0/run_tests.py", arguments.replace('"DESCRIPTOR"', "DESCRIPTOR")]
         results = f"../0/{uuid.uuid4().hex}"
         code = _CELL.format(command=command, results=results).replace("'PYTHON'", "sys.executable")
@@ -156,6 +169,29 @@ class Verdict:
     @property
     def all_passed(self) -> bool:
         return all(self.passed.values())
+
+
+def _normal(test: str) -> str:
+    """Return the id of a test with its path normalised: `./a//b.py::test` is `a/b.py::test`."""
+    path, colons, name = test.partition("::")
+    return f"{posixpath.normpath(path)}{colons}{name}"
+
+
+def _folded(name: str) -> str:
+    """Fold a name as file systems that ignore case do, and importlib where it looks for metadata."""
+    return unicodedata.normalize("NFKC", name).casefold()
+
+
+def _touches(change: Change, test_paths: Sequence[str]) -> bool:
+    """Return True if a change is to a test file, or puts something else in place of it or of a folder of it."""
+    is_folder = change.after is not None and stat.S_ISDIR(change.after.mode)
+    return any(path == change.path or (path.startswith(f"{change.path}/") and not is_folder) for path in test_paths)
+
+
+def _shadows(change: Change) -> bool:
+    """Return True if a change adds a module to the repository's root that would be imported instead of Python's own."""
+    name, _, rest = change.path.partition("/")
+    return change.before is None and _folded(name if rest else name.partition(".")[0]) in _IMPORTED
 
 
 def _hidden_tests() -> tuple[str, str, dict[str, str]]:
@@ -182,7 +218,7 @@ def _outcomes(data: bytes) -> dict[str, str]:
 
 def _passed(test: str, outcomes: Mapping[str, str]) -> bool:
     """Return True if a test passed, or at least one of a file or folder, and none failed."""
-    test = test.removeprefix("./").rstrip("/")
+    test = _normal(test)
     found = [
         outcome for name, outcome in outcomes.items() if name == test or name.startswith((f"{test}::", f"{test}/"))
     ]
