@@ -26,7 +26,7 @@ from forge_rl.metrics.episode_files import EpisodeFile, RecordedEpisode
 from forge_rl.metrics.recorder import recorded_files
 from forge_rl.run.launch import launch
 from forge_rl.system.terminal import clipped, visible
-from forge_rl.types import Message, Outcome, Turn
+from forge_rl.types import Message, Outcome, Score, Turn
 
 _NUMBERS = ("reward", "advantage", "turns", "tokens", "time")
 """Columns of the list that are aligned to the right."""
@@ -163,7 +163,8 @@ def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
         facts["reward"] = number(episode.reward) + parts
     if (advantage := _range(record.advantages, record.trained)) is not None:
         facts["advantage"] = advantage
-    facts |= {"problem": episode.problem, "answer": episode.score.answer if episode.score else ""}
+    score = episode.score or Score(total=0.0)
+    facts |= {"problem": episode.problem, "answer": score.answer, "feedback": score.feedback}
     facts |= {
         f"truth {key}": value if isinstance(value, str) else json.dumps(value)
         for key, value in episode.task.truth.items()

@@ -150,6 +150,7 @@ def _schema() -> pa.Schema:
         "reward": real,
         "parts": pa.map_(text, real),
         "answer": text,
+        "feedback": text,
         "asked": text,
         "said": text,
         "turns_in_total": pa.bool_(),
@@ -221,6 +222,7 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
             for episode in episodes
         ],
         "answer": [episode.score.answer if episode.score else "" for episode in episodes],
+        "feedback": [_encodable(episode.score.feedback) if episode.score else "" for episode in episodes],
         "asked": [_asked(episode.task) for episode in episodes],
         "said": [_last_words(episode.text) for episode in episodes],
         "turns_in_total": [episode.score is not None and episode.score.turns_in_total for episode in episodes],
@@ -379,7 +381,10 @@ class EpisodeFile:
             groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
         except (OSError, ValueError, pa.ArrowException) as error:
             raise self._broken(str(error)) from error
-        if not schema.equals(_schema()):
+        expected = _schema()
+        if "feedback" not in schema.names:  # of a run before it was kept
+            expected = expected.remove(expected.get_field_index("feedback"))
+        if not schema.equals(expected):
             raise self._broken("it has other columns than a file of episodes")
         if metadata.num_rows > _MOST_ROWS or any(group.total_byte_size > _MOST_GROUP_BYTES for group in groups):
             raise self._broken("it is larger than any that a run writes")
@@ -505,6 +510,7 @@ def _record(row: Mapping[str, Any]) -> RecordedEpisode:
             turns_in_total=row["turns_in_total"],
             tokens=() if values is None else tuple(np.split(values, ends[1:-1])),
             answer=row["answer"],
+            feedback=row.get("feedback", ""),
         )
     _check(row["kind"] in KINDS, "it is of no known kind")
     return RecordedEpisode(

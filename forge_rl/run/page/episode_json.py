@@ -51,6 +51,7 @@ def episode_json(name: str, record: RecordedEpisode, pieces: Sequence[bytes]) ->
         "reward": None if score is None else rounded(score.total),
         "parts": [] if score is None else [[_clipped(key), rounded(value)] for key, value in score.parts.items()],
         "answer": "" if score is None else _clipped(score.answer),
+        "feedback": "" if score is None else _clipped(score.feedback),
         "truth": [[_clipped(key), _clipped(_text(value))] for key, value in episode.task.truth.items()],
         "tools": _clipped(json.dumps(episode.task.tools, ensure_ascii=False)) if episode.task.tools else "",
         "messages": [] if turns and turns[0]["messages"] else [_message(each) for each in episode.task.messages],

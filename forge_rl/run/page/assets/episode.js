@@ -160,6 +160,7 @@ function factsOf(episode, place, run) {
     ["advantage", num(advantage)],
     ["problem", episode.problem && el("span", { class: "bad" }, episode.problem)],
     ["answer", episode.answer],
+    ["feedback", episode.feedback],
     ...episode.truth.map((/** @type {any} */ [name, value]) => [`truth ${name}`, value]),
     ["tools", episode.tools && folded("schemas", episode.tools)],
   ];
