@@ -300,13 +300,14 @@ DANGEROUS = {
     "lookup_dcookie": (212, 18), "fanotify_init": (300, 262), "name_to_handle_at": (303, 264), "seccomp": (317, 277),
     "vmsplice": (278, 75), "setsockopt": (54, 208), "sethostname": (170, 161), "clock_settime": (227, 112),
     "settimeofday": (164, 170), "adjtimex": (159, 171), "vhangup": (153, 58), "setdomainname": (171, 162),
-    "landlock_restrict_self": (446, 446),
+    "landlock_restrict_self": (446, 446), "inotify_init": (253, -1), "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
 }  # fmt: skip
 
 
 def test_dangerous_system_calls_are_refused(sandbox: SharedPool):
     column = list(seccomp.ARCHITECTURES).index(os.uname().machine)
-    numbers = {name: pair[column] for name, pair in DANGEROUS.items()}
+    numbers = {name: pair[column] for name, pair in DANGEROUS.items() if pair[column] >= 0}
     code = f"{CALL}{{name: call(n, 0, 0, 0, 0, 0, 0) for name, n in {numbers}.items()}}"
     result = ast.literal_eval(sandbox.value(code))
     assert {name for name, answer in result.items() if answer != (-1, 1)} == set()
