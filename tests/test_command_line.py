@@ -102,6 +102,7 @@ def test_values_are_checked_once_file_and_command_line_are_joined(file: Path) ->
         ("engine = 3", r"run.toml:1: engine is 3\n  hint: write it as a table, \[engine\]"),
         ("engine.slot = 3", r"run.toml:1: engine.slot is unknown\n  hint: did you mean slots"),
         ("steps = \n", r"run.toml is not TOML: .*line 1"),
+        (f"steps = {'[' * 100_000}", r"run.toml is not TOML: "),
     ],
 )
 def test_a_wrong_file_is_one_clear_message(text: str, message: str, file: Path) -> None:

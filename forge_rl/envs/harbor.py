@@ -212,7 +212,7 @@ def _read(folder: Path) -> HarborTask:
     file = folder / "task.toml"
     try:
         config = tomllib.loads(file.read_text())
-    except (OSError, ValueError) as error:  # the TOML error has line and column
+    except (OSError, ValueError, RecursionError) as error:  # the TOML error has line and column
         raise TaskError(f"{file} cannot be read: {error}", hint="fix the file") from None
     steps = config.get("steps") or []
     try:

@@ -46,7 +46,7 @@ def read(path: Path, kind: type[C]) -> C:
         table = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}", hint="name an existing file") from None
-    except ValueError as error:  # not UTF-8, or not TOML
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or too deep
         raise ConfigError(f"--config {path} is not TOML: {error}", hint="fix it; --dump-config shows one") from None
     return _ConfigFile(path, text, tuple(flags_of(kind))).filled(kind, None, table, ())
 

@@ -75,7 +75,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
         table = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"--placement {path}: {error.strerror or error}", hint="name an existing file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--placement {path} is not TOML: {error}", hint=_FORM) from None
     for key, value in table.items():
         values: Sequence[object] = value if isinstance(value, list) else [value]
