@@ -205,13 +205,13 @@ def test_a_judge_that_fails_is_told_from_one_that_dies(error: Exception, outcome
 def test_an_agent_that_catches_its_cancellation_is_left_behind_and_many_end_the_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(agents_module, "_GRACE_S", 0.01)
     monkeypatch.setattr(agents_module, "_MOST_LEFT", 2)
-    over, client = asyncio.Event(), PolicyClient(FakeBackend())
+    end, client = asyncio.Event(), PolicyClient(FakeBackend())
 
     async def agent(task: Task, session: Session) -> str:
         client.own_s = 1.0
-        while not over.is_set():
+        while not end.is_set():
             with contextlib.suppress(BaseException):
-                await over.wait()
+                await end.wait()
         return "at last"
 
     async def check() -> None:
@@ -225,11 +225,11 @@ def test_an_agent_that_catches_its_cancellation_is_left_behind_and_many_end_the_
             running.cancel()
             async with asyncio.timeout(60):
                 assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], asyncio.CancelledError)
-            assert ["goes on although it was cancelled" in warning for warning in warnings] == [True, True]
-            with pytest.raises(ForgeError, match="2 agents go on although they were cancelled") as caught:
+            assert ["ignores its cancellation" in warning for warning in warnings] == [True, True]
+            with pytest.raises(ForgeError, match="2 agents ignore their cancellation") as caught:
                 await attempts(TASK, PolicyClient(FakeBackend()))
             assert "agent='FILE.py:FUNCTION'" in caught.value.hint
-            over.set()
+            end.set()
             await asyncio.wait(set(attempts._left))
             assert not attempts._left
 

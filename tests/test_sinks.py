@@ -183,10 +183,10 @@ def test_late_values_and_rollbacks_touch_only_the_end_of_a_long_file(tmp_path: P
         sink.log(step, {"held_out": step / 4000})
     sink.rollback(3999)
     assert path.stat().st_ino == inode
-    written = {row["step"]: row for row in map(json.loads, path.read_bytes().splitlines()[1:])}
-    assert [*written] == [*range(2, 4000)]
+    row_by_step = {row["step"]: row for row in map(json.loads, path.read_bytes().splitlines()[1:])}
+    assert [*row_by_step] == [*range(2, 4000)]
     late = {3000: 0.75, 3990: 0.9975}
-    assert {step: row["held_out"] for step, row in written.items() if "held_out" in row} == late
+    assert {step: row["held_out"] for step, row in row_by_step.items() if "held_out" in row} == late
     sink.rollback(1)
     assert path.stat().st_size == 0, "no line before it is whole"
 
@@ -205,10 +205,10 @@ def test_an_amendment_that_a_kill_tore_is_finished_at_the_next_start(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(path, range(1, 3))
-    whole = path.read_bytes()
-    first, second = whole.splitlines(keepends=True)
+    content = path.read_bytes()
+    first, second = content.splitlines(keepends=True)
     journal = journal.replace(
-        b"26 26 43", b"%d %d %d" % (len(first), len(whole), len(second) + len(b', "held_out": 0.5'))
+        b"26 26 43", b"%d %d %d" % (len(first), len(content), len(second) + len(b', "held_out": 0.5'))
     )
     (tmp_path / ".metrics.jsonl.tail").write_bytes(journal)
     if amended:

@@ -189,7 +189,7 @@ class EpisodeRecorder(Sink):
             later = [path for recorded, _, path in recorded_files(self._run) if recorded > step]
         else:
             steps = range(step + 1, self._last_step + 1)
-            later = [self._folder / f"{each:06d}-{kind}.parquet" for each in steps for kind in get_args(Kind)]
+            later = [self._folder / f"{number:06d}-{kind}.parquet" for number in steps for kind in get_args(Kind)]
         for path in later:
             self._delete(path)
         self._last_step = step

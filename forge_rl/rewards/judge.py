@@ -345,13 +345,13 @@ def _tokens_of(completion: Any, request: Mapping[str, Any]) -> int:
 
 def _asked_wait_s(headers: Mapping[str, str]) -> float:
     """Return the seconds in Retry-After, or until its date by the endpoint's own clock; 0 if there is neither."""
-    asked = headers.get("retry-after", "")
+    header = headers.get("retry-after", "")
     try:
-        return max(0.0, float(asked))
+        return max(0.0, float(header))
     except ValueError:
         pass
     try:
-        until, now = parsedate_to_datetime(asked), parsedate_to_datetime(headers.get("date", ""))
-        return max(0.0, (until - now).total_seconds())
+        end, start = parsedate_to_datetime(header), parsedate_to_datetime(headers.get("date", ""))
+        return max(0.0, (end - start).total_seconds())
     except (ValueError, TypeError, OverflowError):  # not dates, or only one with a time zone
         return 0.0

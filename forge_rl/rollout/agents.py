@@ -96,7 +96,7 @@ class AgentEpisodeRunner:
     warn: Callable[[str], None] = lambda text: None
     """Called with a line for the user."""
     _left: set[asyncio.Task[str | Score | None]] = field(default_factory=set)
-    """Agents that go on although they were cancelled."""
+    """Agents that ignore their cancellation."""
 
     async def __call__(self, task: Task, client: PolicyClient) -> Episode:
         """Run one episode. Failures of the agent or of a service become its outcome.
@@ -106,10 +106,10 @@ class AgentEpisodeRunner:
             PoisonError: a request of the agent crashed several engines.
             SpendingError: a judge's budget is spent.
             AgentStartError: the agent's processes keep failing at start.
-            ForgeError: too many agents go on although they were cancelled.
+            ForgeError: too many agents ignore their cancellation.
         """
         if len(self._left) >= _MOST_LEFT:
-            raise ForgeError(f"{len(self._left)} agents go on although they were cancelled", hint=_LEFT_HINT)
+            raise ForgeError(f"{len(self._left)} agents ignore their cancellation and keep running", hint=_LEFT_HINT)
         began, began_at = time.monotonic(), time.time()
         session = self.gateway.open(task.id, sampling=client.sampling)
         with self.backend.connected(session, client):
@@ -161,7 +161,7 @@ class AgentEpisodeRunner:
         return Outcome.TRUNCATED if last.truncated else Outcome.COMPLETED, last.text if text is None else text, ""
 
     async def _agent_of(self, task: Task, session: Session) -> str | Score | None:
-        """Run the agent; if it goes on although it is cancelled, leave it behind."""
+        """Run the agent, and leave it behind if it ignores its cancellation."""
         working = asyncio.ensure_future(self.agent(task, session))
         try:
             return await left_behind_late(working, _GRACE_S)
@@ -169,7 +169,9 @@ class AgentEpisodeRunner:
             if not working.done():
                 self._left.add(working)
                 working.add_done_callback(self._left.discard)
-                self.warn(f"the agent of {task.source} {task.id} goes on although it was cancelled; {_LEFT_HINT}")
+                self.warn(
+                    f"the agent of {task.source} {task.id} ignores its cancellation and keeps running; {_LEFT_HINT}"
+                )
 
 
 class _OwnTime:

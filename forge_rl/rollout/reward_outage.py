@@ -67,7 +67,7 @@ class RewardOutage:
             )
 
     def end(self) -> None:
-        """Stop asking, as another reward is set or the rollouts begin anew."""
+        """Stop asking, because another reward is set or the rollouts restart."""
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
@@ -78,7 +78,7 @@ class RewardOutage:
         Returns False if the reward fails on these episodes only or has never worked, or if the time is up.
         """
         assert self._reward is not None, "only a reward's score fails"
-        told = False
+        is_warned = False
         for pause_s in self._pauses():
             await asyncio.sleep(pause_s)
             try:
@@ -91,10 +91,10 @@ class RewardOutage:
                 # A judge that is away is known by its error. Its cached replies would still score other episodes.
                 if not isinstance(error, JudgeError) and (not self.scored or await self._scores(self.scored)):
                     return bool(self.scored) and await self._scores(episodes)  # it may be back since
-                if not told:
+                if not is_warned:
                     wait = f"{self._wait_s / 60:g} minutes"
                     self._warn(f"scores of an evaluation fail, and are asked for again for up to {wait}: {error}")
-                told = True
+                is_warned = True
             else:
                 return True
         return False

@@ -95,7 +95,7 @@ class Control:
 
     async def chat(self, message: str | list[Any], max_tokens: int | None = None, temperature: float = 0.0) -> str:
         """Chat with the current policy."""
-        if not isinstance(message, str) and not (message and all(isinstance(each, dict) for each in message)):
+        if not isinstance(message, str) and not (message and all(isinstance(item, dict) for item in message)):
             raise ConfigError(
                 f"the message is {message!r:.60}", hint='send a text, or messages: [{"role": "user", "content": "Hi"}]'
             )
@@ -342,18 +342,18 @@ def _check_types(name: str, method: Callable[..., object], arguments: Mapping[st
     for argument, value in arguments.items():
         kind = kinds.get(argument, Any)
         if not _fits(value, kind):
-            wanted = kind.__name__ if isinstance(kind, type) and not get_origin(kind) else str(kind)
+            type_name = kind.__name__ if isinstance(kind, type) and not get_origin(kind) else str(kind)
             raise ConfigError(
-                f"the request {name!r}: {argument} is {value!r:.60}", hint=f"make it {wanted.replace('typing.', '')}"
+                f"the request {name!r}: {argument} is {value!r:.60}", hint=f"make it {type_name.replace('typing.', '')}"
             )
 
 
 def _fits(value: object, kind: Any) -> bool:
-    """Return whether a JSON value has a type; a whole number is a float, and a bool is no number."""
+    """Return whether a JSON value has a type. Whole numbers count as floats, and booleans as no numbers."""
     if kind is Any:
         return True
     if get_origin(kind) in (Union, UnionType):
-        return any(_fits(value, each) for each in get_args(kind))
+        return any(_fits(value, choice) for choice in get_args(kind))
     if kind in (int, float):
         return not isinstance(value, bool) and isinstance(value, int if kind is int else (int, float))
     return isinstance(value, get_origin(kind) or kind)

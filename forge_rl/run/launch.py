@@ -125,12 +125,12 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
             return
         # Two different signals count as one request: systemd sends SIGHUP with SIGTERM. So do several notices of a
         # scheduler, one of each host.
-        again = number in received and number != signal.SIGUSR1
-        if again:
+        is_second = number in received and number != signal.SIGUSR1
+        if is_second:
             exiting = threading.Timer(_LAST_S, os._exit, [128 + number])
             exiting.daemon = True
             exiting.start()
-        if again or not received:
+        if is_second or not received:
             loop.call_soon_threadsafe(task.cancel)
         received.append(signal.Signals(number))
 

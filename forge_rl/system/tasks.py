@@ -78,8 +78,8 @@ def in_own_task(work: Awaitable[T]) -> asyncio.Future[T]:
 
 
 async def left_behind_late(task: asyncio.Task[T], grace_s: float) -> T:
-    """Await a user's task. If the caller is cancelled, cancel it, and leave it behind if it goes on for `grace_s`, as
-    code that catches its own cancellation does."""
+    """Await a user's task. If the caller is cancelled, cancel it, and leave it behind if it has not ended after
+    `grace_s`, which happens if its code catches CancelledError."""
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:

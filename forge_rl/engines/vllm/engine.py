@@ -290,8 +290,8 @@ class VLLMEngine:
     async def _all_workers(self, method: str, *args: object) -> list[Any]:
         """Call a method of WorkerExtension on each worker; returns the answers in order, or raises the first error."""
         with self._at_work():
-            found = await call_workers(self._llm, f"forge_rl_{method}", *args)
-        answers = [pickle.loads(answer) for answer in found]
+            pickled = await call_workers(self._llm, f"forge_rl_{method}", *args)
+        answers = [pickle.loads(answer) for answer in pickled]
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
