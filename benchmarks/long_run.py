@@ -91,7 +91,7 @@ def make_past(folder: Path, steps: int) -> None:
 
 
 class StagedRun:
-    """A run that goes on after the steps whose files are in its folder."""
+    """A run that continues after the steps whose files are in its folder."""
 
     def __init__(self, folder: Path, past: int, config: Config) -> None:
         self.step = past
@@ -197,10 +197,12 @@ async def _measure(config: Config, report: Report) -> None:
     report.measure(f"cost_{late}_over_{early}", [slow / fast for slow, fast in pairs])
     third = max(1, len(costs["late"]) // 3)
     report.results["last_third_over_first"] = median(costs["late"][-third:]) / median(costs["late"][:third])
-    taken = 2 * _STEPS_IN_TURN * (turns - 1) / 1000
+    measured_thousands = 2 * _STEPS_IN_TURN * (turns - 1) / 1000
     # The allocators of TensorBoard and Arrow fill up during the first turns.
     settled = memory[len(memory) // 2 :]
-    report.results["mib_per_1000_steps"] = (settled[-1] - settled[0]) / (taken * (len(settled) - 1) / (turns - 1))
+    report.results["mib_per_1000_steps"] = (settled[-1] - settled[0]) / (
+        measured_thousands * (len(settled) - 1) / (turns - 1)
+    )
 
 
 def _held_mib() -> float:
