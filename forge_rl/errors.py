@@ -129,6 +129,10 @@ class JudgeError(ForgeError):
     """A judge that returned no score even after retries: the episode's outcome is a judge error."""
 
 
+class UngradedError(JudgeError):
+    """A judge that works, but has no grade for this episode; it may have one for others."""
+
+
 class SpendingError(JudgeError):
     """A spending limit was reached; ends the run."""
 

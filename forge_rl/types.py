@@ -12,6 +12,8 @@ Shape legend, used in every docstring and as dim names:
 from __future__ import annotations
 
 import enum
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from forge_rl.errors import ConfigError
 from forge_rl.system.terminal import clipped
 from forge_rl.token_arrays import ByValue, Compact, Segment, TokenArray, from_values
 
@@ -483,3 +486,15 @@ class Sampling(Compact):
     extra: Mapping[str, object] = field(default_factory=dict, hash=False)
     """Engine-specific settings by the engine's names: `{"top_p": 0.9, "structured_outputs": {"json": schema}}`. A
     completion with any of these is not resumed on another engine once it has begun."""
+
+    def __post_init__(self) -> None:
+        # An engine in another process may be brought down by a number of another type, or never answer.
+        for name in ("max_tokens", "seed", "top_logprobs"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not (hasattr(value, "__index__") or (name == "seed" and value is None)):
+                raise ConfigError(f"{name} of a completion is {value!r:.60}", hint=f"set {name} to a whole number")
+            object.__setattr__(self, name, None if value is None else operator.index(value))
+        heat = self.temperature
+        if isinstance(heat, bool) or not hasattr(heat, "__float__") or not 0 <= float(heat) < math.inf:
+            raise ConfigError(f"temperature of a completion is {heat!r:.60}", hint="set it to 0 or more")
+        object.__setattr__(self, "temperature", float(heat))

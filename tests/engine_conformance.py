@@ -265,6 +265,10 @@ async def a_request_that_cannot_be_served_is_a_config_error(decoder: Decoder) ->
         await decoder.complete(completion(0, max_tokens=8, top_logprobs=5000))
     with pytest.raises(ConfigError, match=r"does not take the request: .*temperature must be in \[0, 2\]"):
         await decoder.complete(completion(0, max_tokens=8, temperature=2.5))
+    for extra in ({"min_tokens": "x"}, {"stop_token_ids": 5}, {"priority": []}):  # which would end vLLM's only reader
+        with pytest.raises(ConfigError, match="does not take the request"):
+            await decoder.complete(completion(0, max_tokens=8, extra=extra))
+    assert len((await decoder.complete(completion(0, max_tokens=8))).token_ids) == 8
 
 
 async def given_tokens_are_scored_as_transformers_does_at_any_temperature(decoder: Decoder) -> None:

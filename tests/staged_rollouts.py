@@ -182,7 +182,7 @@ def rollouts(**changes: Any) -> RolloutExecutor:
         "environment": StagedEnvironment(SingleTurn),
         "reward": StagedReward(lambda task, text: float(len(text) % 2 + int(text) % 7)),
         "seed": 0,
-        "reward_wait_s": 0.0,
+        "reward_wait_s": 1800.0,
         "hold": None,
         "warn": lambda text: None,
         "on_episode": lambda episode: None,

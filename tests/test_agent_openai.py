@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,8 +14,9 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from forge_rl.errors import ContextError, PoisonError, ReplicaError, ServiceError
+from forge_rl.errors import ContextError, ForgeError, PoisonError, ReplicaError, ServiceError
 from forge_rl.gateway import GatewayConfig, Session
+from forge_rl.rollout import agents as agents_module
 from forge_rl.rollout.agents import Agent, AgentEpisodeRunner, serving_agents
 from forge_rl.services.completion import Observer
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task
@@ -196,6 +198,40 @@ def test_a_judge_that_fails_is_told_from_one_that_dies(error: Exception, outcome
         judge.error = error
         async with attempts_of(agent, judge) as attempts:
             assert (await attempts(TASK, PolicyClient(FakeBackend()))).outcome is outcome
+
+    asyncio.run(check())
+
+
+def test_an_agent_that_catches_its_cancellation_is_left_behind_and_many_end_the_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agents_module, "_GRACE_S", 0.01)
+    monkeypatch.setattr(agents_module, "_MOST_LEFT", 2)
+    end, client = asyncio.Event(), PolicyClient(FakeBackend())
+
+    async def agent(task: Task, session: Session) -> str:
+        client.own_s = 1.0
+        while not end.is_set():
+            with contextlib.suppress(BaseException):
+                await end.wait()
+        return "at last"
+
+    async def check() -> None:
+        warnings = list[str]()
+        async with attempts_of(agent) as served:
+            attempts = replace(served, deadline_s=0.1, warn=warnings.append)
+            episode = await attempts(TASK, client)
+            assert (episode.outcome, "took longer than" in episode.problem) == (Outcome.ENVIRONMENT_ERROR, True)
+            running = asyncio.ensure_future(replace(attempts, deadline_s=600.0)(TASK, PolicyClient(FakeBackend())))
+            await asyncio.sleep(0.05)
+            running.cancel()
+            async with asyncio.timeout(60):
+                assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], asyncio.CancelledError)
+            assert ["ignores its cancellation" in warning for warning in warnings] == [True, True]
+            with pytest.raises(ForgeError, match="2 agents ignore their cancellation") as caught:
+                await attempts(TASK, PolicyClient(FakeBackend()))
+            assert "agent='FILE.py:FUNCTION'" in caught.value.hint
+            end.set()
+            await asyncio.wait(set(attempts._left))
+            assert not attempts._left
 
     asyncio.run(check())
 

@@ -8,6 +8,7 @@ from rich.cells import cell_len
 
 from forge_rl.errors import Fault
 from forge_rl.metrics import Histogram
+from forge_rl.metrics.display.curve import Curve
 from forge_rl.metrics.display.format import duration, number, sparkline
 from tests.test_display import STEP, Bench
 
@@ -52,9 +53,9 @@ def test_episodes_that_were_lost_stand_beside_the_faults() -> None:
     bench.display.log(2, STEP | {"outcomes/judge_error": 1.0})
     bench.display.summary()
     assert bench.lines()[-1] == "faults     0; episodes lost: 6 environment errors, 1 judge error"
-    bench.display.rollback(1, [(1, STEP | lost)])
+    bench.display.rollback(1)
     bench.display.summary()
-    assert bench.lines()[-1] == "faults     0; episodes lost: 3 environment errors"
+    assert bench.lines()[-1] == "faults     0; episodes lost: 6 environment errors, 1 judge error"
 
 
 @pytest.mark.parametrize("width", [60, 80])
@@ -86,6 +87,20 @@ def test_the_summary_tells_before_after_and_where_things_lie() -> None:
         f"checkpoint  {place}",
         f"see curves  {command}",
     ]
+
+
+def test_a_curve_of_any_length_is_a_few_points_of_its_whole_length() -> None:
+    curve = Curve()
+    for step in range(1, 100_001):
+        curve = curve.extended(step, math.nan if step % 10 == 0 else step / 1000)
+    assert (curve.first, curve.low, curve.high) == (0.001, 0.001, 99.999)
+    assert math.isnan(curve.last)
+    assert 256 <= len(curve.means) <= 512
+    assert sparkline(curve.means, 8) == "▁▂▃▄▅▆▇█"
+    before = curve.cut(40_000)
+    assert before.high == pytest.approx(40.0, abs=0.3)
+    assert len(before.extended(40_001, 7.0).means) - len(before.means) in (0, 1)
+    assert Curve().extended(3, 1.0).cut(2) == Curve()
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:

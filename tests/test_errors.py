@@ -22,6 +22,7 @@ PLAIN = [
     errors.AttestationError,
     errors.LossError,
     errors.JudgeError,
+    errors.UngradedError,
     errors.SpendingError,
 ]
 SERVICES = [ServiceError, DeadlineError, errors.HangError, errors.ReplicaError, errors.ReplayError, errors.PoisonError]

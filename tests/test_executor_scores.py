@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,15 +11,20 @@ import pytest
 from forge_rl.errors import (
     CheckpointError,
     DeadlineError,
+    ForgeError,
     JudgeError,
     ServiceError,
+    SpendingError,
     TaskError,
+    UngradedError,
     UnscoredError,
 )
 from forge_rl.rewards.protocol import Form
+from forge_rl.rollout.evaluation import Evaluation
 from forge_rl.rollout.state import ScheduleConfig
-from forge_rl.types import Episode, Outcome, Score, Task
+from forge_rl.types import Episode, Outcome, Sampling, Score, Task
 from tests.staged_rollouts import (
+    CountingSource,
     StagedGenerator,
     StagedReward,
     rollouts,
@@ -115,7 +121,12 @@ def test_a_rollout_whose_reward_is_broken_names_it_and_goes_on_once_it_is_mended
     async def main() -> None:
         warnings: list[str] = []
         reward = BrokenReward()
-        executor = rollouts(reward=StagedReward(reward.score), schedule=ScheduleConfig(max_lag=1), warn=warnings.append)
+        executor = rollouts(
+            reward=StagedReward(reward.score),
+            schedule=ScheduleConfig(max_lag=1),
+            warn=warnings.append,
+            reward_wait_s=0.0,
+        )
         for _ in range(2):  # also a second time
             with pytest.raises(
                 TaskError, match=r"counting yielded 13 unusable groups in a row.*KeyError: 'answer'"
@@ -141,7 +152,7 @@ def test_a_rollout_whose_reward_is_broken_waits_for_another_and_tells_so() -> No
         await run_until_idle()
         assert not coming.done()
         assert not executor._running
-        assert executor.waiting_for() == "another reward, as all scores fail"
+        assert executor.waiting_for() == "the reward to work again, or another one, as all scores fail"
         (told,) = [warning for warning in warnings if "waits 10 minutes for another reward" in warning]
         assert "KeyError: 'answer'" in told
         (unscored,) = executor.samples()
@@ -151,13 +162,102 @@ def test_a_rollout_whose_reward_is_broken_waits_for_another_and_tells_so() -> No
         batch = await coming
         assert {episode.outcome for episode in batch.episodes} == {Outcome.COMPLETED}
         assert executor.samples() == [batch.groups[0].episodes]
-        reward.broken = True
-        coming = asyncio.create_task(executor.next_batch())
-        await run_until_idle()
-        assert executor._giving_up is not None
-        executor._give_up(UnscoredError("no reward came"))
-        with pytest.raises(UnscoredError, match="no reward came"):
-            await coming
+        await executor.close()
+
+    asyncio.run(main())
+
+
+class AwayReward(StagedReward):
+    """A reward that fails for a while, or on one task."""
+
+    def __init__(self, error: type[ForgeError], fails_on: str = "", form: Form = "text") -> None:
+        super().__init__(lambda task, text: float(len(str(text)) % 2), form)
+        self.away, self.error, self.fails_on = 0, error, fails_on
+        """How often it fails before it is back, and on which task it always does."""
+
+    async def score(self, episodes: Sequence[Episode]) -> list[Score]:
+        if self.away or episodes[0].task.id == self.fails_on:
+            self.away = max(0, self.away - 1)
+            raise self.error("503")
+        return [Score(total=float(place % 2)) for place, _ in enumerate(episodes)]
+
+
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forge_rl.rollout.reward_outage._FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("forge_rl.rollout.reward_outage._LONGEST_PAUSE_S", 0.001)
+
+
+@pytest.mark.parametrize("form", ["text", "group"])
+@pytest.mark.parametrize("error", [JudgeError, ForgeError])
+def test_a_reward_that_is_away_for_a_while_is_asked_again_in_training_and_evaluation(
+    error: type[ForgeError], form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        no_pauses(monkeypatch)
+        warnings, reward = list[str](), AwayReward(error, form=form)
+        executor = rollouts(reward=reward, warn=warnings.append)
+        await executor.next_batch()
+        evaluation = Evaluation(
+            {"one": [CountingSource().draw()]}, episodes=4, sampling=Sampling(max_tokens=4), version=0
+        )
+        for work in (executor.next_batch, executor.next_batch, executor.finish_evaluation):
+            if work == executor.finish_evaluation:
+                executor.start_evaluation(evaluation)
+            reward.away = 200
+            async with asyncio.timeout(60):
+                await work()
+            assert not reward.away
+        assert any(re.search("all scores fail, so the run waits 30 minutes .*503", warning) for warning in warnings)
+        assert "scores come again, so the run goes on" in warnings
+        assert any(
+            re.search("evaluation fail, and are asked for again for up to 30 minutes.*503", text) for text in warnings
+        )
+        assert {episode.outcome for (*episodes,) in evaluation.results("one") for episode in episodes} == {
+            Outcome.COMPLETED
+        }
+        await executor.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [UngradedError, ForgeError])
+def test_an_evaluation_waits_for_no_score_that_fails_while_others_come(
+    error: type[ForgeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        no_pauses(monkeypatch)
+        source = CountingSource()
+        tasks = [source.draw() for _ in range(3)]
+        executor = rollouts(reward=AwayReward(error, fails_on="3"))
+        await executor.next_batch() if error is ForgeError else None
+        evaluation = Evaluation({"one": tasks}, episodes=1, sampling=Sampling(max_tokens=4), version=0)
+        executor.start_evaluation(evaluation)
+        async with asyncio.timeout(60):
+            await executor.finish_evaluation()
+        outcomes = [episode.outcome for (episode,) in evaluation.results("one")]
+        assert outcomes == [Outcome.COMPLETED, Outcome.COMPLETED, Outcome.JUDGE_ERROR]
+        await executor.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [JudgeError, SpendingError])
+def test_a_reward_that_stays_away_ends_the_run_when_its_time_is_up(
+    error: type[ForgeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        no_pauses(monkeypatch)
+        reward = AwayReward(JudgeError)
+        reward.away = sys.maxsize
+
+        def warn(text: str) -> None:
+            if "all scores fail" in text:
+                reward.error = error
+
+        executor = rollouts(reward=reward, warn=warn, reward_wait_s=0.05 if error is JudgeError else 600.0)
+        async with asyncio.timeout(60):
+            with pytest.raises(UnscoredError if error is JudgeError else SpendingError, match="503"):
+                await executor.next_batch()
         await executor.close()
 
     asyncio.run(main())

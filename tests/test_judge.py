@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from forge_rl.errors import ConfigError, ForgeError, JudgeError, SpendingError, TaskError
+from forge_rl.errors import ConfigError, ForgeError, JudgeError, SpendingError, TaskError, UngradedError
 from forge_rl.rewards import judge as judge_module
-from forge_rl.rewards.judge import Judge
+from forge_rl.rewards.judge import Judge, _asked_wait_s
 from forge_rl.types import Episode, Score, Task
 from tests.judge_server import drip, hang_up, judge_server, raw, reply
 
@@ -101,6 +101,10 @@ MISBEHAVIOUR = {
     "no completion": raw(200, '{"choices": null}'),
     "no choices": raw(200, '{"choices": []}'),
     "no object": raw(200, "[1]"),
+    "no list of choices": raw(200, '{"choices": {"a": 1}}'),
+    "nested too deeply": raw(200, "[" * 100_000),
+    "an endless time to wait": raw(429, "{}", Retry_After="nan"),
+    "a lone surrogate": raw(200, '{"choices": [{"message": {"content": "\\ud800"}}]}'),
     "no content": reply(""),
     "no grade": reply("I cannot say."),
     "a grade out of range": reply("Score: 11"),
@@ -122,6 +126,48 @@ def test_what_goes_on_misbehaving_is_a_judge_error_that_says_how(name: str):
             grade(judge_of(server.url, timeout_s=0.4 if name == "drips for ever" else 60.0, retries=1), "5")
         assert len(server.requests) == 2
     assert not isinstance(caught.value, SpendingError)
+
+
+def test_any_text_can_be_sent_read_and_kept(tmp_path: Path):
+    content = '{"choices": [{"message": {"content": "\\ud800 Score: 4"}}], "usage": {"total_tokens": 1%s}}' % (
+        "0" * 400
+    )
+    with judge_server(raw(200, content)) as server:
+        for _ in range(2):  # the second time from the cache
+            [score] = grade(judge_of(server.url, max_spent_tokens=10_000), "\ud800 five", folder=tmp_path)
+            assert score.total == 0.4
+        assert len(server.requests) == 1
+    with judge_server(reply('{"reason": "", "score": %s}' % ("9" * 400)), reply('{"score": 7}')) as server:
+        [score] = grade(judge_of(server.url, structured=True), "5")
+        assert score.total == 0.7
+
+
+@pytest.mark.parametrize(
+    ("headers", "wait_s"),
+    [
+        ({"retry-after": "3"}, 3),
+        ({"retry-after": "-3"}, 0),
+        ({"retry-after": "soon"}, 0),
+        ({}, 0),
+        ({"retry-after": "Wed, 21 Oct 2015 07:28:30 GMT", "date": "Wed, 21 Oct 2015 07:28:00 GMT"}, 30),
+        ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT", "date": "Wed, 21 Oct 2015 07:28:30 GMT"}, 0),
+        ({"retry-after": "Wed, 21 Oct 2015 07:28:30 GMT", "date": "Wed, 21 Oct 2015 07:28:00"}, 0),
+        ({"retry-after": "Wed, 21 Oct 2015 07:28:30 GMT"}, 0),
+        ({"retry-after": "Wed, 21 Oct 99999999999999999999 07:28:30 GMT", "date": "x"}, 0),
+    ],
+)
+def test_the_endpoint_may_ask_for_a_wait_in_seconds_or_until_a_date(headers: dict[str, str], wait_s: float):
+    assert _asked_wait_s(headers) == wait_s
+
+
+@pytest.mark.parametrize(
+    ("answer", "of_this_episode"),
+    [(reply("fine"), True), (raw(400, "{}"), True), (raw(401, "{}"), False), (raw(503, "{}"), False)],
+)
+def test_an_error_tells_an_endpoint_that_fails_from_an_answer_that_it_cannot_grade(answer: Any, of_this_episode: bool):
+    with judge_server(answer) as server, pytest.raises(JudgeError) as caught:
+        grade(judge_of(server.url, retries=0), "5")
+    assert isinstance(caught.value, UngradedError) == of_this_episode
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ pytest.importorskip("mcp", reason="the mcp package is not installed")
 
 TASK = Task(id="1", source="s", messages=({"role": "user", "content": "Hi"},))
 SERVER = """
-import asyncio, os, sys
+import asyncio, os, sys, time
 from mcp.server.mcpserver import MCPServer
 from mcp_types import EmbeddedResource, ResourceLink, TextContent, TextResourceContents
 server, counted = MCPServer("tests", log_level="CRITICAL"), []
@@ -51,6 +51,11 @@ def read() -> list:
         EmbeddedResource(type="resource", resource=inside),
         ResourceLink(type="resource_link", name="b", uri="file:///b.py"),
     ]
+
+@server.tool()
+async def block() -> str:
+    time.sleep(1000)
+    return ""
 
 @server.tool()
 def die() -> str:
@@ -126,6 +131,26 @@ def test_an_episode_may_have_a_server_of_its_own_and_late_calls_are_told(server:
             await session.close()
             assert not lives(pid)
         assert pids[0] != pids[1]
+
+    asyncio.run(check())
+
+
+def test_a_shared_server_that_hangs_is_replaced_and_one_that_is_only_slow_is_not(server: str):
+    env = McpEnv(server, timeout_s=2.0)
+
+    async def check() -> None:
+        session = await opened(env)
+        first = (await call(session, "count")).split()[1]
+        assert await call(session, "wait") == "error: wait took longer than 2 s"
+        assert (await call(session, "count")).split()[:2] == ["2", first]
+        assert await call(session, "block") == "error: block took longer than 2 s"
+        other = await opened(env)
+        assert (await call(other, "count")).split()[0] == "1"
+        number, second = (await call(session, "count")).split()[:2]
+        assert number == "2", "the episode goes on, with the same new server"
+        assert second != first
+        await env._shared[0].close()
+        assert not psutil.pid_exists(int(first))
 
     asyncio.run(check())
 

@@ -297,6 +297,29 @@ def test_flags_bound_what_is_kept(tmp_path: Path) -> None:
     assert next(step for step, _ in kept(tmp_path)) > 4
 
 
+def test_a_step_lists_no_files_of_other_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record(sink := recorder(tmp_path), 1, batch_of())
+    size = (tmp_path / "episodes" / "000001-trained.parquet").stat().st_size
+    sink.close()
+    listings = list[Path]()
+
+    def listed(run: Path) -> list[tuple[int, str, Path]]:
+        listings.append(run)
+        return recorded_files(run)
+
+    sink = recorder(tmp_path, step=1, gib=5.5 * size / 2**30)
+    sink.flush()
+    monkeypatch.setattr("forge_rl.metrics.recorder.recorded_files", listed)
+    for step in range(2, 8):
+        record(sink, step, batch_of())
+    sink.rollback(5)
+    for step in (6, 7, 8):
+        record(sink, step, batch_of())
+    sink.close()
+    assert kept(tmp_path) == [(step, "trained") for step in range(4, 9)]
+    assert len(listings) <= 2, "once at the start, and once for the files to delete"
+
+
 def test_a_full_disk_costs_episodes_and_one_error_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = recorder(tmp_path)
     full = True

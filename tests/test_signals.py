@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import Any
@@ -98,3 +99,39 @@ def test_a_process_that_outlives_stop_signals_and_what_it_starts(
     done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(said)
+
+
+_STUBBORN = """
+import asyncio, contextlib, dataclasses, sys, time
+from forge_rl.run import launch
+launch._LAST_S = 0.5
+
+async def goes_on():
+    while True:
+        with contextlib.suppress(BaseException):
+            await asyncio.sleep(60)
+
+async def main(_):
+    beside = asyncio.create_task(goes_on())
+    print("ready", flush=True)
+    match sys.argv[1]:
+        case "task": await asyncio.sleep(60)
+        case "main": await goes_on()
+        case "loop": time.sleep(60)
+
+@dataclasses.dataclass(frozen=True)
+class Config: ...
+
+launch.launch(Config, main, prog="x", args=[])
+"""
+
+
+@pytest.mark.parametrize(("stuck", "signals"), [("task", 1), ("main", 2), ("loop", 2)])
+def test_a_program_ends_at_the_latest_with_its_second_signal(stuck: str, signals: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", _STUBBORN, stuck], stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == b"ready\n"
+        for _ in range(signals):
+            time.sleep(0.1)  # two at once are one
+            program.send_signal(signal.SIGTERM)
+        assert program.wait(60) == 143

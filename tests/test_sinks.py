@@ -69,7 +69,7 @@ def test_what_is_not_finite_is_null_in_the_file_and_nan_in_the_history(tmp_path:
     assert rows(path) == [{"step": 1, "a": None, "b": None, "c": None, "d": 1.0}]
     sink.close()
     again = write_steps(path, range(0), resume_from=1)
-    (step, values) = again.history[0]
+    (step, values) = next(iter(again.history()))
     assert (step, values["d"], math.isnan(values["a"])) == (1, 1.0, True)
 
 
@@ -81,7 +81,7 @@ def test_a_histogram_is_an_object_in_the_file_and_left_out_of_the_history(tmp_pa
     sink.close()
     assert rows(path) == [{"step": 1, "loss": 0.5, "lag/hist": {"0": 512, "2": 40}}]
     sink = write_steps(path, range(2, 3), resume_from=1)
-    assert sink.history == [(1, {"loss": 0.5})]
+    assert next(iter(sink.history())) == (1, {"loss": 0.5})
     assert rows(path)[0]["lag/hist"] == {"0": 512, "2": 40}
 
 
@@ -110,7 +110,7 @@ def test_a_resumed_run_drops_the_steps_that_it_repeats(tmp_path: Path) -> None:
         (5, 2),
         (6, 2),
     ]
-    assert [step for step, _ in sink.history] == [0, 1, 2, 3]
+    assert [step for step, _ in sink.history()] == [*range(7)]
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b'{"step": 3, "loss": 1.0}', b"\0\0\0\0", b'{"step": 3,\n'])
@@ -160,7 +160,7 @@ def test_values_that_come_late_are_added_to_their_step_in_the_file_and_in_every_
     assert rows(path)[2]["held_out"] == 0.6
     assert not list(tmp_path.glob(".*"))
     sink.rollback(3)
-    assert [step for step, _ in sink.history] == [0, 1, 2, 3]
+    assert [step for step, _ in sink.history()] == [0, 1, 2, 3]
 
     curves = TensorBoardSink(tmp_path / "curves")
     display = Display("none", phase_clock=PhaseClock())
@@ -170,8 +170,54 @@ def test_values_that_come_late_are_added_to_their_step_in_the_file_and_in_every_
         each.log(6, {"loss": 1.0})
         each.log(4, {"held_out": 0.5})
     assert (curves._step, display._state.step) == (6, 6)
-    assert display._state.held_out == {"": (0.5,)}
+    assert display._state.held_out[""].means == (0.5,)
     curves.close()
+
+
+def test_late_values_and_rollbacks_touch_only_the_end_of_a_long_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = write_steps(path, range(1, 4001), loss=0.25)
+    first, inode = b'{"step": 1, "loss": 0.25}\n', path.stat().st_ino
+    path.write_bytes(path.read_bytes().replace(first, b"#" * 25 + b"\n"))
+    for step in (3990, 3990, 4000, 3000):
+        sink.log(step, {"held_out": step / 4000})
+    sink.rollback(3999)
+    assert path.stat().st_ino == inode
+    row_by_step = {row["step"]: row for row in map(json.loads, path.read_bytes().splitlines()[1:])}
+    assert [*row_by_step] == [*range(2, 4000)]
+    late = {3000: 0.75, 3990: 0.9975}
+    assert {step: row["held_out"] for step, row in row_by_step.items() if "held_out" in row} == late
+    sink.rollback(1)
+    assert path.stat().st_size == 0, "no line before it is whole"
+
+
+@pytest.mark.parametrize(
+    ("journal", "amended"),
+    [
+        (b'26 26 43\n{"step": 2, "loss": 1.0, "held_out": 0.5}\n', True),
+        (b'26 26 43\n{"step": 2, "loss": 1.0, "held', False),  # torn itself
+        (b"", False),
+        (b'0 1 26\n{"step": 1, "loss": 2.0}\n\n', False),  # left by a process that went on to write step 2
+    ],
+)
+def test_an_amendment_that_a_kill_tore_is_finished_at_the_next_start(
+    tmp_path: Path, journal: bytes, amended: bool
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_steps(path, range(1, 3))
+    content = path.read_bytes()
+    first, second = content.splitlines(keepends=True)
+    journal = journal.replace(
+        b"26 26 43", b"%d %d %d" % (len(first), len(content), len(second) + len(b', "held_out": 0.5'))
+    )
+    (tmp_path / ".metrics.jsonl.tail").write_bytes(journal)
+    if amended:
+        path.write_bytes(first + b'{"step": 2, "loss": 1.0, "hel')
+    write_steps(path, range(3, 4), resume_from=2)
+    assert [row["step"] for row in rows(path)] == [1, 2, 3]
+    assert rows(path)[1].get("held_out") == (0.5 if amended else None)
+    assert rows(path)[0] == {"step": 1, "loss": 1.0}
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_full_disk_is_told_with_a_hint(tmp_path: Path) -> None:

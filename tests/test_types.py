@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from forge_rl.envs.protocol import Observation, Step
+from forge_rl.errors import ConfigError
 from forge_rl.token_arrays import Chunk
 from forge_rl.types import Batch, Episode, Group, Outcome, Sampling, Score, Task, Turn
 
@@ -232,3 +233,20 @@ def test_batch_rewards_have_one_row_for_each_group():
 def test_batch_episodes_come_group_by_group():
     batch = Batch(groups=(group(0.0, 1.0), group(0.5, 0.25)), version=3)
     assert [episode.reward for episode in batch.episodes] == [0.0, 1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"max_tokens": value} for value in (50.0, True, "5", None, float("nan"))]
+    + [{"seed": 1.5}, {"top_logprobs": None}]
+    + [{"temperature": value} for value in (True, "1", None, -0.5, float("nan"), float("inf"), 1j)],
+)
+def test_a_sampling_setting_of_another_type_is_refused(setting: dict[str, Any]):
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"{name} of a completion is "):
+        Sampling(**{"max_tokens": 5} | setting)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    sampling = Sampling(max_tokens=np.int64(5), temperature=np.float32(0.5), seed=np.uint32(7))  # type: ignore[arg-type]
+    assert (type(sampling.max_tokens), type(sampling.seed)) == (int, int)

@@ -41,8 +41,10 @@ class McpEnv(ToolSettings):
         McpEnv("python server.py", instruction="Use the tools.")  # --env "mcp:python server.py"
         McpEnv("http://127.0.0.1:8000/mcp")
 
-    The model sees tool results, including errors, as text. If a server dies, its episodes are infrastructure errors and
-    are retried with a new server. A command gets only MCP's default environment variables, such as HOME and PATH.
+    The model sees tool results, including errors, as text. If a server dies during a call, its episode is an
+    infrastructure error and is retried with a new server. A shared server that hangs, so that after a late call it does
+    not even list its tools within timeout_s, is replaced before the next call. A command gets only MCP's default
+    environment variables, such as HOME and PATH.
     """
 
     server: str
@@ -83,6 +85,8 @@ class McpEnv(ToolSettings):
         """
         if self.per == "session":
             return await McpConnection(self).opened()
+        if self._shared:
+            await self._shared[0].checked()
         if not self._shared or self._shared[0].is_over:
             self._shared[:] = [McpConnection(self)]
         return await self._shared[0].opened()
@@ -98,6 +102,8 @@ class McpConnection:
         self._client: Any = None
         self._ready = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
+        self._checking: asyncio.Task[None] | None = None
+        """Check whether the server answers, after a late call."""
         self._holding = asyncio.get_running_loop().create_task(self._hold())
 
     @property
@@ -110,10 +116,15 @@ class McpConnection:
         await asyncio.shield(self._ready)
         return self
 
+    async def checked(self) -> None:
+        """Wait until it is known whether the server still answers, if a call was late."""
+        if self._checking is not None:
+            await asyncio.wait([self._checking])
+
     async def close(self) -> None:
         """Close the connection, and stop the server if it is a command."""
         self._stop.set()
-        await asyncio.wait([self._holding])
+        await asyncio.wait([self._holding] if self._checking is None else [self._holding, self._checking])
 
     async def call(self, name: str, arguments: dict[str, object], timeout_s: float) -> str:
         """Call a tool and return its result as text.
@@ -128,6 +139,8 @@ class McpConnection:
             result = await self._client.call_tool(name, arguments, read_timeout_seconds=timeout_s)
         except MCPError as error:
             if error.error.code == REQUEST_TIMEOUT:
+                if self._config.per == "process" and (self._checking is None or self._checking.done()):
+                    self._checking = asyncio.get_running_loop().create_task(self._check(timeout_s))
                 return f"error: {name} took longer than {timeout_s:g} s"
             if error.error.code != CONNECTION_CLOSED:
                 return f"error: {error.error.message}"
@@ -139,6 +152,14 @@ class McpConnection:
         parts = [_block_text(block) for block in result.content]
         text = "\n".join(parts) or (json.dumps(result.structured_content) if result.structured_content else "")
         return f"error: {text}" if result.is_error and not text.lower().startswith("error") else text
+
+    async def _check(self, timeout_s: float) -> None:
+        """End the connection if the server does not even list its tools any more, so that it hangs."""
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(timeout_s):
+                await self._client.list_tools()
+            return
+        self._stop.set()
 
     def _gone(self, name: str, cause: str) -> ReplicaError:
         return ReplicaError(f"it died during a call of {name}: {cause}", service=f"MCP server {self._config.server}")
@@ -215,19 +236,17 @@ class McpConnection:
 class _RemoteTool:
     """A tool of the server."""
 
-    connection: McpConnection
+    session: McpSession
     name: str
-
-    @property
-    def schema(self) -> Mapping[str, object]:
-        return self.connection.schemas[self.name]
+    schema: Mapping[str, object]
 
     async def call(self, arguments: str, *, timeout_s: float) -> str:
         try:
             given = read_arguments(self.name, arguments)
         except ValueError as error:
             return f"error: {error}"
-        return await self.connection.call(self.name, given, timeout_s)
+        connection = await self.session.connected()
+        return await connection.call(self.name, given, timeout_s)
 
 
 class McpSession:
@@ -242,9 +261,15 @@ class McpSession:
     async def reset(self) -> Observation:
         """Connect and show the tools; raises ForgeError if the server does not start."""
         self._connection = await self._config.connect()
-        tools = {name: _RemoteTool(self._connection, name) for name in self._connection.schemas}
+        tools = {name: _RemoteTool(self, name, schema) for name, schema in self._connection.schemas.items()}
         self._use = ToolUse(self._config, self._task, tools)
         return await self._use.reset()
+
+    async def connected(self) -> McpConnection:
+        """Return the connection for the next call; the shared one may have been replaced."""
+        if self._connection is None or self._config.per == "process":
+            self._connection = await self._config.connect()
+        return self._connection
 
     @property
     def replayable(self) -> bool:

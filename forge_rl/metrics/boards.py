@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge_rl.errors import check_installed
-from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, episode_sample, writing
+from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, episode_sample
+from forge_rl.metrics.step_lines import writing
 from forge_rl.metrics.values import Histogram
 from forge_rl.system.terminal import visible
 from forge_rl.types import Batch

@@ -10,7 +10,7 @@ from forge_rl.errors import ForgeError
 from forge_rl.metrics.advisories import Advisories
 from forge_rl.metrics.display.console import Display
 from forge_rl.metrics.episode_files import Kind, RecordedEpisode
-from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, RunOutcome, Sink, Steps
+from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, RunOutcome, Sink
 from forge_rl.system.redaction import without_credentials
 from forge_rl.types import Batch, Episode
 
@@ -55,13 +55,14 @@ class RunLog:
         """Open all; on a resumed run, drop entries after `info.step`."""
         for sink in self._sinks:
             sink.start(info)
-        self.display.start(info, self._history)
+        history = next((sink.history() for sink in self._sinks if isinstance(sink, JSONLSink)), ())
+        self.display.start(info, history)
 
     def rollback(self, step: int) -> None:
         """Return to an earlier step, dropping the entries after it."""
         self._each(self._sinks, "rollback", step)
         self._advisories.rollback()
-        self.display.rollback(step, self._history)
+        self.display.rollback(step)
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         """Log the values of a step, and its training batch to keep samples of.
@@ -125,10 +126,6 @@ class RunLog:
     def _tell(self, text: str, level: Level) -> None:
         told = without_credentials(text)
         self._each((self.display, *self._sinks), "event", told, level)
-
-    @property
-    def _history(self) -> Steps:
-        return next((sink.history for sink in self._sinks if isinstance(sink, JSONLSink)), [])
 
     def _each(self, sinks: Iterable[Sink], method: str, *args: object, **more: object) -> None:
         """Call a method of each sink; warn when one begins to fail and when it recovers."""

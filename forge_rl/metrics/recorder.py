@@ -8,13 +8,16 @@ import queue
 import re
 import shutil
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from forge_rl.errors import CheckpointError, check_flags
 from forge_rl.metrics.episode_files import Kind, RecordedEpisode, write_episodes
-from forge_rl.metrics.sinks import RunInfo, Sink, writing
+from forge_rl.metrics.sinks import RunInfo, Sink
+from forge_rl.metrics.step_lines import writing
 from forge_rl.types import Episode
 
 FOLDER = "episodes"
@@ -22,6 +25,8 @@ FOLDER = "episodes"
 _NAME = re.compile(r"(\d{6,})-(trained|evaluated|failed)\.parquet")
 _MOST_WAITING = 2
 """Batches that wait for the thread; while a disk is slower than the run, further ones are not kept."""
+_LISTED = 1000
+"""Files to delete that are remembered, so that not all are listed for each one."""
 _ROOM_BYTES = 1 << 30
 """Free disk space that is left to checkpoints and logs."""
 
@@ -68,6 +73,12 @@ class EpisodeRecorder(Sink):
         self._folder = run / FOLDER
         self._config = config
         self._step = 0
+        self._bytes: int | None = None
+        """Size of all files; None until they were counted."""
+        self._earliest: deque[Path] = deque()
+        """Some of the files, those to delete next."""
+        self._last_step: int | None = None
+        """Latest step with a file; None until one was written."""
         self._failed: list[RecordedEpisode] = []
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting = threading.Semaphore(_MOST_WAITING)
@@ -150,7 +161,7 @@ class EpisodeRecorder(Sink):
             self._write_failed(step, failed)
             chosen = _chosen(list(episodes()), self._config)
             if chosen:
-                write_episodes(self._folder / f"{step:06d}-{kind}.parquet", chosen)
+                self._write_file(step, kind, chosen)
             self._delete_earliest()
             self._problem = None
         finally:
@@ -158,7 +169,15 @@ class EpisodeRecorder(Sink):
 
     def _write_failed(self, step: int, failed: Sequence[RecordedEpisode]) -> None:
         if failed:
-            write_episodes(self._folder / f"{step:06d}-failed.parquet", failed)
+            self._write_file(step, "failed", failed)
+
+    def _write_file(self, step: int, kind: Kind, episodes: Sequence[RecordedEpisode]) -> None:
+        path = self._folder / f"{step:06d}-{kind}.parquet"
+        before = _size(path)
+        write_episodes(path, episodes)
+        if self._bytes is not None:
+            self._bytes += _size(path) - before
+        self._last_step = max(step, self._last_step or 0)
 
     def _check_room(self) -> None:
         free = shutil.disk_usage(self._folder).free
@@ -166,18 +185,40 @@ class EpisodeRecorder(Sink):
             raise CheckpointError(f"{self._folder} has only {free / 1e9:.2f} GB free, which are left to checkpoints")
 
     def _delete_after(self, step: int) -> None:
-        for recorded, _, path in recorded_files(self._run):
-            if recorded > step:
-                path.unlink()
+        if self._last_step is None:  # files of an earlier process
+            later = [path for recorded, _, path in recorded_files(self._run) if recorded > step]
+        else:
+            steps = range(step + 1, self._last_step + 1)
+            later = [self._folder / f"{number:06d}-{kind}.parquet" for number in steps for kind in get_args(Kind)]
+        for path in later:
+            self._delete(path)
+        self._last_step = step
+
+    def _delete(self, path: Path) -> None:
+        if self._bytes is not None:
+            self._bytes -= _size(path)
+        path.unlink(missing_ok=True)
 
     def _delete_earliest(self) -> None:
-        files = [(path, path.stat().st_size) for _, _, path in recorded_files(self._run)]
-        over = sum(size for _, size in files) - self._config.gib * 2**30
-        for path, size in files[:-1]:
-            if over <= 0:
+        """Delete the earliest files while all are too large together. Only lists all files if it does not know their
+        size, and to find the next thousand to delete."""
+        while self._bytes is None or self._bytes > self._config.gib * 2**30:
+            if self._bytes is not None and self._earliest:
+                self._delete(self._earliest.popleft())
+                continue
+            paths = [path for _, _, path in recorded_files(self._run)]
+            self._bytes = sum(map(_size, paths))
+            self._earliest.extend(paths[:-1][:_LISTED])
+            if not self._earliest:
                 break
-            path.unlink()
-            over -= size
+
+
+def _size(path: Path) -> int:
+    """Return a file's size; 0 if it does not exist."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _chosen(records: Sequence[RecordedEpisode], config: Recording) -> list[RecordedEpisode]:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
 import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from forge_rl.errors import CheckpointError
 from forge_rl.metrics.advisories import Advisory
 from forge_rl.metrics.episode_files import Kind, RecordedEpisode
+from forge_rl.metrics.step_lines import StepLines, append_bytes, encode
 from forge_rl.metrics.values import Histogram
 from forge_rl.types import Batch, Episode, Message
 
@@ -24,7 +21,8 @@ Level = Literal["info", "warning", "fault"]
 RunOutcome = Literal["finished", "stopped", "failed"]
 """How a run ended: at its last step, by a request or a signal, or by an error."""
 Metric = float | Histogram
-Steps = list[tuple[int, dict[str, float]]]
+Steps = Iterable[tuple[int, dict[str, float]]]
+"""Numbers of each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +97,18 @@ class JSONLSink(Sink):
     """
 
     def __init__(self, path: Path) -> None:
-        self._lines = _StepLines(path)
-        self.history: Steps = []
-        """Steps in the file up to the one the run resumed from, without histograms."""
+        self._lines = StepLines(path)
+
+    def start(self, info: RunInfo) -> None:
+        self._lines.check(info.step)
+        super().start(info)
 
     def rollback(self, step: int) -> None:
-        self.history = [(past, _floats(row)) for past, row in self._lines.rollback(step)]
+        self._lines.rollback(step)
+
+    def history(self) -> Steps:
+        """Yield the steps in the file, without histograms."""
+        return ((step, _floats(row)) for step, row in self._lines.rows())
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         row = {name: _as_json(value) for name, value in values.items()}
@@ -122,7 +126,7 @@ class EventSink(Sink):
         self._clock = clock
 
     def event(self, text: str, level: Level) -> None:
-        _append(self._path, _encode({"time": round(self._clock(), 3), "level": level, "text": text}))
+        append_bytes(self._path, encode({"time": round(self._clock(), 3), "level": level, "text": text}))
 
 
 class EpisodeSink(Sink):
@@ -130,9 +134,13 @@ class EpisodeSink(Sink):
     failed episodes per step; and, if a run ends before its first batch, the last episodes that ended."""
 
     def __init__(self, path: Path, episodes_per_step: int = 8) -> None:
-        self._lines = _StepLines(path)
+        self._lines = StepLines(path)
         self._episodes_per_step = episodes_per_step
         self._next(0)
+
+    def start(self, info: RunInfo) -> None:
+        self._lines.check(info.step)
+        super().start(info)
 
     def rollback(self, step: int) -> None:
         self._lines.rollback(step)
@@ -189,98 +197,6 @@ def episode_sample(episode: Episode) -> dict[str, object]:
 
 def _said(message: Message) -> str:
     return f"{message['role']}: {message.get('content') or ''}"
-
-
-class _StepLines:
-    """A file of JSON lines in step order, so that a rollback is one truncation."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.step = -1
-        """Step of the last line; -1 if there is none."""
-        self._end: int | None = None
-
-    def rollback(self, step: int) -> list[tuple[int, dict[str, object]]]:
-        """Drop rows after the step and return the rest. A crash can only have torn the last line."""
-        rows: list[tuple[int, dict[str, object]]] = []
-        self._end = 0
-        with writing(self._path):
-            lines = self._path.read_bytes().splitlines(keepends=True) if self._path.is_file() else []
-        for number, line in enumerate(lines, 1):
-            found = _decode(line)
-            if found is None and number < len(lines):
-                raise CheckpointError(
-                    f"line {number} of {self._path} is not a step: {line[:60]!r}",
-                    hint="move the file away, or correct the line, then run the same command again",
-                )
-            if found is None or found[0] > step:
-                break
-            rows.append(found)
-            self._end += len(line)
-        _append(self._path, b"", at=self._end)
-        self.step = rows[-1][0] if rows else -1
-        return rows
-
-    def append(self, step: int, row: Mapping[str, object]) -> None:
-        assert self._end is not None, "the sink was not started"
-        assert step >= self.step, f"step {step} was logged after step {self.step}"
-        assert "step" not in row, "a metric may not be named 'step'"
-        data = _encode({"step": step, **row})
-        _append(self._path, data, at=self._end)
-        self.step, self._end = step, self._end + len(data)
-
-    def amend(self, step: int, values: Mapping[str, object]) -> None:
-        """Add values to the last line of a step, inserting one if there is none; the whole file is replaced."""
-        partial = self._path.with_name(f".{self._path.name}.partial")
-        with writing(self._path):
-            lines = self._path.read_bytes()[: self._end].splitlines(keepends=True)
-            place = len(lines)
-            while place and (found := _decode(lines[place - 1])) is not None and found[0] > step:
-                place -= 1
-            same = _decode(lines[place - 1]) if place else None
-            before = same[1] if same is not None and same[0] == step else None
-            lines[place - (before is not None) : place] = [_encode({"step": step, **(before or {}), **values})]
-            partial.write_bytes(b"".join(lines))
-            partial.replace(self._path)
-        self._end = sum(map(len, lines))
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Convert an OSError in the body to a CheckpointError that names the file and the fix."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = "free some space" if full else "make the folder writable, or choose another run folder"
-        message = f"cannot write {path}: {'no space left' if full else error.strerror or error}"
-        raise CheckpointError(message, hint=f"{hint}, then run the same command again: it resumes") from error
-
-
-def _append(path: Path, data: bytes, *, at: int | None = None) -> None:
-    """Append to a file, first truncating it to `at` bytes: a write that hit a full disk leaves it longer."""
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            if at is not None and file.tell() > at:
-                file.truncate(at)
-            file.write(data)
-
-
-def _encode(row: Mapping[str, object]) -> bytes:
-    # A lone surrogate, which a model can produce, becomes a JSON escape.
-    return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
-
-
-def _decode(line: bytes) -> tuple[int, dict[str, object]] | None:
-    """Return a line's step and values; None if it is incomplete or malformed."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
-        return row.pop("step"), row
-    return None
 
 
 def _floats(row: Mapping[str, object]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forge_rl.errors import CheckpointError
-from forge_rl.metrics.sinks import writing
+from forge_rl.metrics.step_lines import writing
 
 _BEGIN = b"[\n"
 _FLUSH_S = 1.0

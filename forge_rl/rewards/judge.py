@@ -11,11 +11,20 @@ import re
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from forge_rl.criteria import Criterion, read_criteria
-from forge_rl.errors import ConfigError, JudgeError, SpendingError, TaskError, check_flags, check_installed
+from forge_rl.errors import (
+    ConfigError,
+    JudgeError,
+    SpendingError,
+    TaskError,
+    UngradedError,
+    check_flags,
+    check_installed,
+)
 from forge_rl.rewards.judge_store import JudgeStore
 from forge_rl.rewards.rubric import compile_rubric, read_rubric, render
 from forge_rl.system.redaction import without_credentials
@@ -30,6 +39,10 @@ _FIRST_WAIT_S = 1.0
 """Wait before the first retry, doubled for each further one."""
 _LONGEST_WAIT_S = 60.0
 """Maximum wait before a retry, even if the endpoint asks for more."""
+_REFUSES_REQUEST = (400, 413, 422)
+"""Statuses that say that this request is at fault, such as one that is too long, and not the endpoint or the key."""
+_MOST_TOKENS = 1 << 40
+"""Most tokens of a request that are believed."""
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?")
 _MOST_READ = 4000
 """Characters at the end of a reply that are searched for its grade; patterns take quadratic time at worst."""
@@ -131,7 +144,7 @@ class Judge:
         Raises:
             ForgeError: the rubric uses something that the task lacks.
             TaskError: the task's criteria are missing or malformed.
-            JudgeError: the judge returned no grade.
+            JudgeError: the judge returned no grade; an UngradedError if it works but has none for this episode.
             SpendingError: a limit is reached.
         """
         if self._live is None:
@@ -170,7 +183,7 @@ class Judge:
         """Return the grade for a prompt, scaled to 0 to 1, and whether it was cached."""
         live = self._live
         assert live is not None
-        request = self._request(prompt)
+        request = self._request(_encodable(prompt))
         key = _digest(self.base_url, request)
         async with live.locks.setdefault(key, asyncio.Lock()):
             reply = live.replies.reply(key)
@@ -211,8 +224,10 @@ class Judge:
             key = api_key("--reward judge", self.api_key_env) or "none"
             live.client = openai.AsyncOpenAI(base_url=self.base_url or None, api_key=key, max_retries=0)
         problem = ""
+        kind: type[JudgeError] = JudgeError
         for tries in range(self.retries + 1):
             self._reserve(live)
+            kind = JudgeError
             wait_s = _FIRST_WAIT_S * 2.0**tries
             try:
                 async with asyncio.timeout(self.timeout_s):
@@ -222,25 +237,27 @@ class Judge:
                 if self._grade(reply) is not None:
                     return reply
                 problem = f"its reply has no grade from {self.low:g} to {self.high:g}: {reply[-200:]!r}"
+                kind = UngradedError
             except (TimeoutError, openai.APITimeoutError):
                 problem = f"no reply within {self.timeout_s:g} s"
             except openai.APIStatusError as error:
                 problem = f"status {error.status_code}: {without_credentials(error.message)[:300]}"
                 if error.status_code not in (408, 409, 429) and error.status_code < 500:
-                    raise self._failed(problem) from None
+                    kind = UngradedError if error.status_code in _REFUSES_REQUEST else JudgeError
+                    raise self._failed(problem, kind) from None
                 if error.code == "insufficient_quota":
                     raise self._failed(problem) from None
                 wait_s = max(wait_s, _asked_wait_s(error.response.headers))
-            except (openai.OpenAIError, ValueError) as error:  # ValueError: not JSON
+            except (openai.OpenAIError, ValueError, RecursionError) as error:  # not JSON, or nested too deeply
                 cause = f": {error.__cause__}" if error.__cause__ else ""
                 problem = f"{type(error).__name__}: {str(error)[:200]}{cause}"
             if tries < self.retries:
                 await asyncio.sleep(min(wait_s, _LONGEST_WAIT_S) * random.uniform(0.75, 1))
-        raise self._failed(f"{problem} (asked {self.retries + 1} times)")
+        raise self._failed(f"{problem} (asked {self.retries + 1} times)", kind)
 
-    def _failed(self, problem: str) -> JudgeError:
+    def _failed(self, problem: str, kind: type[JudgeError] = JudgeError) -> JudgeError:
         where = without_credentials(self.base_url) or "OpenAI"
-        return JudgeError(
+        return kind(
             f"the judge {self.model} at {where} returned no grade: {problem}",
             hint="check the endpoint, and model, base_url and api_key_env in --reward judge:...",
         )
@@ -266,10 +283,10 @@ class Judge:
         None if there is none."""
         if self.structured:
             try:
-                found = json.loads(reply)["score"]
-            except (ValueError, KeyError, TypeError, RecursionError):
+                score = json.loads(reply)["score"]
+                candidates = [float(score)] if isinstance(score, int | float) and not isinstance(score, bool) else []
+            except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
                 return None
-            candidates = [float(found)] if isinstance(found, int | float) and not isinstance(found, bool) else []
         else:
             text = re.sub(rf"(?<=\d)\s*/\s*{re.escape(f'{self.high:g}')}\b", "", reply[-_MOST_READ:])  # 8/10
             labelled = _LABELLED.findall(text.replace("*", ""))
@@ -309,20 +326,32 @@ def _criteria_of(task: Task, entry: str) -> tuple[Criterion, ...]:
 def _text_of(completion: Any) -> str:
     try:
         text = completion.choices[0].message.content
-    except (AttributeError, IndexError, TypeError):
+    except (AttributeError, LookupError, TypeError):
         raise ValueError(f"its reply is not a chat completion: {completion!r:.100}") from None
-    return text if isinstance(text, str) else ""
+    return _encodable(text) if isinstance(text, str) else ""
+
+
+def _encodable(text: str) -> str:
+    """Replace lone surrogates, which a model can produce and no request, file or database can hold."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _tokens_of(completion: Any, request: Mapping[str, Any]) -> int:
     """Return the tokens that the endpoint reports, or an estimate if it reports none."""
     total = getattr(getattr(completion, "usage", None), "total_tokens", None)
     letters = len(request["messages"][0]["content"]) + len(_text_of(completion))
-    return total if isinstance(total, int) and total > 0 else letters // 4 + 1
+    return total if isinstance(total, int) and 0 < total < _MOST_TOKENS else letters // 4 + 1
 
 
 def _asked_wait_s(headers: Mapping[str, str]) -> float:
+    """Return the seconds in Retry-After, or until its date by the endpoint's own clock; 0 if there is neither."""
+    header = headers.get("retry-after", "")
     try:
-        return max(0.0, float(headers.get("retry-after", "")))
+        return max(0.0, float(header))
     except ValueError:
+        pass
+    try:
+        end, start = parsedate_to_datetime(header), parsedate_to_datetime(headers.get("date", ""))
+        return max(0.0, (end - start).total_seconds())
+    except (ValueError, TypeError, OverflowError):  # not dates, or only one with a time zone
         return 0.0

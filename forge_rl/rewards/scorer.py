@@ -35,14 +35,17 @@ class Scorer(Protocol):
 
 async def scored(episode: Episode, scorer: Scorer, own: Score | None) -> Episode:
     """Score an episode: with its own score, from its environment or agent, else by the scorer, unless that needs its
-    group. A failure becomes the episode's outcome.
+    group. A failure becomes the episode's outcome: an environment error if its own score is not finite or does not fit.
 
     Raises:
         SpendingError: a judge's spending limit is reached.
     """
-    try:
-        if own is not None:
+    if own is not None:
+        try:
             return with_score(episode, own)
+        except ForgeError as error:
+            return episode.updated(outcome=Outcome.ENVIRONMENT_ERROR, problem=str(error))
+    try:
         if scorer.form == "group":
             return episode
         return (await score_again(scorer, [episode]))[0]

@@ -7,11 +7,11 @@ import contextlib
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from forge_rl.errors import ContextError, PoisonError, ReplicaError
+from forge_rl.errors import ContextError, ForgeError, PoisonError, ReplicaError
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.errors import ENDS_ENGINES
 from forge_rl.gateway.gateway_config import GatewayConfig
@@ -21,7 +21,7 @@ from forge_rl.rewards.scorer import scored
 from forge_rl.rollout.agent_command import AgentCommand, AgentError, AgentFunction, AgentStartError
 from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.services.completion import Observer
-from forge_rl.system.tasks import in_own_task
+from forge_rl.system.tasks import left_behind_late
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task
@@ -29,13 +29,24 @@ from forge_rl.types import Episode, Outcome, Sampling, Score, Task
 if TYPE_CHECKING:
     from forge_rl.services.reward import Reward
 
+_GRACE_S = 1.0
+"""Time for an agent to end once it is cancelled."""
+_MOST_LEFT = 32
+"""Most agents left behind in this process before the run ends."""
 _LOOKS = 50
 """Number of checks of an episode's own time before its deadline."""
 
 Agent: TypeAlias = Callable[[Task, Session], Awaitable[str | Score | None]]
 """Function that works on a task with the policy at session.base_url, using session.key. Returns the text to score, None
 for the policy's last answer, or a Score that replaces the reward's. Blocking work must run in a thread or a process; a
-ReplicaError means that such a process died, and the episode is retried."""
+ReplicaError means that such a process died, and the episode is retried. It must end when it is cancelled; one that is
+named, as MODULE:FUNCTION, has a process of its own and is ended with it."""
+
+
+_LEFT_HINT = (
+    "let it raise CancelledError (`except Exception:` does, `except:` does not), or start it with "
+    "agent='FILE.py:FUNCTION': in a process of its own, which can be ended"
+)
 
 
 class SessionBackend:
@@ -82,6 +93,10 @@ class AgentEpisodeRunner:
     """Scores the text that the agent returns."""
     deadline_s: float
     """Maximum own time of an episode, in seconds."""
+    warn: Callable[[str], None] = lambda text: None
+    """Called with a line for the user."""
+    _left: set[asyncio.Task[str | Score | None]] = field(default_factory=set)
+    """Agents that ignore their cancellation."""
 
     async def __call__(self, task: Task, client: PolicyClient) -> Episode:
         """Run one episode. Failures of the agent or of a service become its outcome.
@@ -91,7 +106,10 @@ class AgentEpisodeRunner:
             PoisonError: a request of the agent crashed several engines.
             SpendingError: a judge's budget is spent.
             AgentStartError: the agent's processes keep failing at start.
+            ForgeError: too many agents ignore their cancellation.
         """
+        if len(self._left) >= _MOST_LEFT:
+            raise ForgeError(f"{len(self._left)} agents ignore their cancellation and keep running", hint=_LEFT_HINT)
         began, began_at = time.monotonic(), time.time()
         session = self.gateway.open(task.id, sampling=client.sampling)
         with self.backend.connected(session, client):
@@ -109,7 +127,7 @@ class AgentEpisodeRunner:
         try:
             with deadline:
                 async with deadline.limit:
-                    text = await in_own_task(self.agent(task, session))
+                    text = await self._agent_of(task, session)
         except AgentStartError:
             raise
         except AgentError as error:
@@ -141,6 +159,19 @@ class AgentEpisodeRunner:
         if failure or last is None:
             return Outcome.ENVIRONMENT_ERROR, "", failure or "the agent got no completion from the policy"
         return Outcome.TRUNCATED if last.truncated else Outcome.COMPLETED, last.text if text is None else text, ""
+
+    async def _agent_of(self, task: Task, session: Session) -> str | Score | None:
+        """Run the agent, and leave it behind if it ignores its cancellation."""
+        working = asyncio.ensure_future(self.agent(task, session))
+        try:
+            return await left_behind_late(working, _GRACE_S)
+        finally:
+            if not working.done():
+                self._left.add(working)
+                working.add_done_callback(self._left.discard)
+                self.warn(
+                    f"the agent of {task.source} {task.id} ignores its cancellation and keeps running; {_LEFT_HINT}"
+                )
 
 
 class _OwnTime:
@@ -213,4 +244,4 @@ async def serving_agents(
         agent = agent.logging_to(logs / "agent.log")
     backend = SessionBackend(outside)
     async with Gateway(config, backend, tokenizer, warn=warn) as gateway:
-        yield AgentEpisodeRunner(agent, gateway, backend, reward, config.agent_deadline_s)
+        yield AgentEpisodeRunner(agent, gateway, backend, reward, config.agent_deadline_s, warn)

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import itertools
 import math
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,6 +23,7 @@ from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import Dispatcher, PolicyClient
 from forge_rl.rollout.evaluation import Evaluation, describe_failure
 from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.reward_outage import RewardOutage
 from forge_rl.rollout.state import EVALUATION, InflightEpisode
 from forge_rl.runtime.hold import Hold
 from forge_rl.types import Batch, Episode, Group, Outcome, Task
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 _WAVE = 64
 """Maximum episodes started per event loop iteration, so that others get their turn."""
+_MOST_OUTAGES = 3
+"""Most outages of the reward after which an evaluation repeats an episode."""
 
 RunEpisode: TypeAlias = Callable[[Task, PolicyClient], Awaitable[Episode]]
 """Runs one episode of a task with its policy client, such as an EpisodeRunner."""
@@ -66,7 +70,7 @@ class RolloutExecutor:
         seed: sampling seed. The same seed yields the same batches if the schedule has no lag.
         version: returns the latest published version.
         listener: receives warnings and finished episodes.
-        reward_wait_s: seconds to wait for a replacement reward when all scores fail, before raising an error.
+        reward_wait_s: seconds to ask a failing reward again, or to wait for another one, before raising an error.
         hold: the run's pause, during which the engines hold their requests; never paused by default.
     """
 
@@ -98,11 +102,8 @@ class RolloutExecutor:
         self._seed = seed
         self._version = version
         self._listener = listener or NoListener()
-        self._reward_wait_s = reward_wait_s
-        self._giving_up: asyncio.TimerHandle | None = None
-        """Timer that ends the wait for a replacement reward; no episodes start meanwhile."""
-        self._unscored: tuple[Episode, ...] = ()
-        """The last episode whose score failed since the reward was replaced, with the results of its group."""
+        self._outage = RewardOutage(reward, reward_wait_s, warn=self._warn, on_end=self._advance, on_failure=self._fail)
+        """While it lasts, no episodes start."""
         self._generator.listeners.append(self._on_engines_changed)
         self._running: dict[InflightEpisode, asyncio.Task[None]] = {}
         self._episodes: dict[asyncio.Task[None], InflightEpisode] = {}
@@ -244,10 +245,9 @@ class RolloutExecutor:
 
     def reward_replaced(self) -> None:
         """Resume if the run was waiting for a new reward, and warn about scores of the old one that stay."""
-        self._unscored = ()
-        if self._giving_up is not None:
-            self._giving_up.cancel()
-            self._giving_up = None
+        self._outage.unscored = self._outage.scored = ()
+        if self._outage.lasts:
+            self._outage.end()
             self._advance()
         scored = sum(len(group.results) for group in self._scheduler.planner.groups())
         if scored:
@@ -256,7 +256,7 @@ class RolloutExecutor:
     def samples(self) -> list[tuple[Episode, ...]]:
         """Return a group of the last batch, and the last group that could not be scored, to try a reward on."""
         found = [self.last.groups[0].episodes] if self.last is not None else []
-        return [*found, self._unscored] if self._unscored else found
+        return [*found, self._outage.unscored] if self._outage.unscored else found
 
     async def close(self) -> None:
         """Cancel all episodes in flight."""
@@ -304,8 +304,8 @@ class RolloutExecutor:
         """Describe in words what the run is waiting for: the next batch, or an evaluation."""
         done, groups = self._scheduler.planner.progress()
         held = done == groups and self._held
-        if self._giving_up is not None:
-            return "another reward, as all scores fail"
+        if self._outage.lasts:
+            return "the reward to work again, or another one, as all scores fail"
         if self.evaluation is not None and (held or self._scheduler.capacity.evaluating):
             return f"the evaluation of version {self.evaluation.version} lacks {self.evaluation.left} episodes"
         return self._scheduler.describe_missing()
@@ -358,10 +358,10 @@ class RolloutExecutor:
         return f"Rollouts  {self.config.kind}  {done} of {groups} groups; {self._scheduler.describe_missing()}"
 
     async def _cancel_all(self) -> None:
-        for handle in (self._more, self._giving_up):
-            if handle is not None:
-                handle.cancel()
-        self._more = self._giving_up = None
+        if self._more is not None:
+            self._more.cancel()
+        self._more = None
+        self._outage.end()
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -406,7 +406,7 @@ class RolloutExecutor:
         scheduler, loop = self._scheduler, asyncio.get_running_loop()
         self._set_versions()
         try:
-            idle = self._failure is not None or self._giving_up is not None or self._more is not None
+            idle = self._failure is not None or self._outage.lasts or self._more is not None
             starts = [] if idle else scheduler.pop_starts(most=_WAVE)
             for episode in starts:
                 self._start(episode, self._run_episode)
@@ -444,12 +444,17 @@ class RolloutExecutor:
         evaluation = self.evaluation if episode.group.batch == EVALUATION else None
         record: Callable[[], None]
         try:
-            try:
-                result = await run(task, self._client(episode, evaluation))
-            except asyncio.CancelledError as error:
-                result = _not_cancelled(task, error)
-            if result.outcome.scored:
-                result = await self._score_group(episode, result)
+            for outages in itertools.count():
+                try:
+                    result = await run(task, self._client(episode, evaluation))
+                except asyncio.CancelledError as error:
+                    result = _not_cancelled(task, error)
+                if result.outcome.scored:
+                    result = await self._score_group(episode, result)
+                if evaluation is None or result.outcome is not Outcome.JUDGE_ERROR or outages == _MOST_OUTAGES:
+                    break
+                if not await self._outage.is_over_for(self._scored_with(episode, result)):
+                    break
             record = functools.partial(scheduler.record_result, episode, result)
             warning = f"{result.outcome}: {result.problem}" if result.problem else ""
             told = not result.unscored  # else told once it is scored
@@ -464,8 +469,10 @@ class RolloutExecutor:
             scheduler.restart(episode)
             self._fail(error)
             return
-        if evaluation is None and result.outcome is Outcome.JUDGE_ERROR:
-            self._unscored = (*episode.group.results, result)
+        if result.score is not None:
+            self._outage.scored = self._scored_with(episode, result)
+        elif evaluation is None and result.outcome is Outcome.JUDGE_ERROR:
+            self._outage.unscored = (*episode.group.results, result)
         try:
             record()
             if evaluation is not None and episode.state == "done":
@@ -473,7 +480,7 @@ class RolloutExecutor:
                     await self._score_group(episode, result)
                 evaluation.record(episode, result)
         except UnscoredError as error:
-            self._wait_for_reward(error)
+            self._outage.begin(error)
         except Exception as error:  # such as a source without usable groups
             self._fail(error)
         if evaluation is not None:
@@ -503,21 +510,12 @@ class RolloutExecutor:
         if self._running.get(episode) is task:
             del self._running[episode]
 
-    def _wait_for_reward(self, error: UnscoredError) -> None:
-        """Start nothing until the reward is replaced; fail after `reward_wait_s`."""
-        if not self._reward_wait_s:
-            self._fail(error)
-        elif self._giving_up is None:
-            loop = asyncio.get_running_loop()
-            self._giving_up = loop.call_later(self._reward_wait_s, self._give_up, error)
-            self._warn(
-                f"all scores fail, so the run waits {self._reward_wait_s / 60:g} minutes for another reward, such as "
-                f"`forge_rl.attach(FOLDER).reward = 'mine.py:score'`: {error.message}"
-            )
-
-    def _give_up(self, error: UnscoredError) -> None:
-        self._giving_up = None
-        self._fail(error)
+    def _scored_with(self, episode: InflightEpisode, result: Episode) -> tuple[Episode, ...]:
+        """Return the episodes that the reward scores together with one that ended with this result, and it."""
+        if self._reward is None or self._reward.form != "group":
+            return (result,)
+        mates = (mate.result for mate in episode.group.episodes if mate is not episode)
+        return (*(mate for mate in mates if mate is not None), result)
 
     def _warn(self, text: str) -> None:
         self._tell(self._listener.warn, text)

@@ -20,7 +20,8 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics.episode_files import write_episodes
@@ -94,6 +95,10 @@ class Control:
 
     async def chat(self, message: str | list[Any], max_tokens: int | None = None, temperature: float = 0.0) -> str:
         """Chat with the current policy."""
+        if not isinstance(message, str) and not (message and all(isinstance(item, dict) for item in message)):
+            raise ConfigError(
+                f"the message is {message!r:.60}", hint='send a text, or messages: [{"role": "user", "content": "Hi"}]'
+            )
         longest = self._run.generator.max_model_len
         if max_tokens is not None:
             _check("max_tokens", max_tokens, 1, longest)
@@ -322,8 +327,36 @@ class _Server:
                         inspect.signature(bound).bind(**arguments)
                     except TypeError as error:
                         raise ConfigError(f"the request {name!r}: {error}") from None
+                    _check_types(name, method, arguments)
                     return lambda: bound(**arguments)
         raise ConfigError("unknown request", hint="attach with the run's version of forge_rl")
+
+
+def _check_types(name: str, method: Callable[..., object], arguments: Mapping[str, object]) -> None:
+    """Check the arguments of a request against the annotations of its method.
+
+    Raises:
+        ConfigError: one has another type.
+    """
+    kinds = get_type_hints(method)
+    for argument, value in arguments.items():
+        kind = kinds.get(argument, Any)
+        if not _fits(value, kind):
+            type_name = kind.__name__ if isinstance(kind, type) and not get_origin(kind) else str(kind)
+            raise ConfigError(
+                f"the request {name!r}: {argument} is {value!r:.60}", hint=f"make it {type_name.replace('typing.', '')}"
+            )
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Return whether a JSON value has a type. Whole numbers count as floats, and booleans as no numbers."""
+    if kind is Any:
+        return True
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, choice) for choice in get_args(kind))
+    if kind in (int, float):
+        return not isinstance(value, bool) and isinstance(value, int if kind is int else (int, float))
+    return isinstance(value, get_origin(kind) or kind)
 
 
 def _encoded(reply: Mapping[str, object]) -> bytes:

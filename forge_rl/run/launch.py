@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -26,6 +27,9 @@ from forge_rl.runtime.private_network import enter, has_way_out, is_private
 from forge_rl.system.variables import hide
 
 C = TypeVar("C")
+
+_LAST_S = 20.0
+"""Time in which tasks that a run has left end, and a program that got a second signal; then it exits."""
 
 
 def launch(
@@ -72,7 +76,11 @@ def launch(
             if isolation.private_network and not (is_private() or has_way_out()):
                 enter([sys.executable, *sys.orig_argv[1:]])
             hide()
-            status = asyncio.run(_run(main, config))
+            runner = asyncio.Runner()  # never closed: that would wait for tasks that ignore their cancellation
+            try:
+                status = runner.run(_run(main, config))
+            finally:
+                runner.run(_end_tasks())
     except KeyboardInterrupt:
         _say("stopped by Ctrl-C")
         status = 130
@@ -109,18 +117,26 @@ def _show_plan(config: object) -> None:
 async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
     task = asyncio.current_task()
     assert task is not None
+    loop, process = asyncio.get_running_loop(), os.getpid()
     received: list[signal.Signals] = []
 
-    def stop(number: signal.Signals) -> None:
+    def stop(number: int, _: object) -> None:
+        if os.getpid() != process:  # a fork of this one
+            return
         # Two different signals count as one request: systemd sends SIGHUP with SIGTERM. So do several notices of a
         # scheduler, one of each host.
-        if not received or (number in received and number != signal.SIGUSR1):
-            task.cancel()
-        received.append(number)
+        is_second = number in received and number != signal.SIGUSR1
+        if is_second:
+            exiting = threading.Timer(_LAST_S, os._exit, [128 + number])
+            exiting.daemon = True
+            exiting.start()
+        if is_second or not received:
+            loop.call_soon_threadsafe(task.cancel)
+        received.append(signal.Signals(number))
 
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+            signal.signal(number, stop)  # unlike asyncio's handlers, also while the event loop is blocked
     try:
         await main(config)
     except asyncio.CancelledError:
@@ -129,6 +145,14 @@ async def _run(main: Callable[[C], Awaitable[None]], config: C) -> int:
         _say(f"stopped by {received[0].name}")
         return 128 + received[0]
     return 0
+
+
+async def _end_tasks() -> None:
+    """Cancel all tasks that are left, and wait for them for a while."""
+    if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=_LAST_S)
 
 
 def _submit(config: object, job: SubmittedJob, main: Callable[..., object]) -> int:

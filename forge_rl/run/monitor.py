@@ -23,8 +23,9 @@ from forge_rl.metrics import (
     merge_all,
     reduce,
 )
-from forge_rl.metrics.sinks import RunOutcome, writing
+from forge_rl.metrics.sinks import RunOutcome
 from forge_rl.metrics.status import event_of
+from forge_rl.metrics.step_lines import writing
 from forge_rl.run.checkpoints import Checkpoint
 from forge_rl.run.run_dir import write_json
 from forge_rl.runtime.faults import Faults

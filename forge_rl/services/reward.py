@@ -50,8 +50,8 @@ class Reward:
         deadline_s: float = 60.0
         """Timeout of one score, from the call of its function; time in the queue does not count."""
         wait_for_another_s: float = 1800.0
-        """Time that a run whose scores all fail waits for another reward, set by an attached client or with
-        run.reward.replace, before it ends; 0 ends it immediately."""
+        """Time for which a reward whose scores all fail is asked again, in training and in evaluations, before the run
+        ends; an attached client or run.reward.replace may set another meanwhile. 0 ends the run immediately."""
         restart: Restart = field(default_factory=Restart)
         """Policy for processes that die."""
 

@@ -77,6 +77,19 @@ def in_own_task(work: Awaitable[T]) -> asyncio.Future[T]:
     return asyncio.ensure_future(work)
 
 
+async def left_behind_late(task: asyncio.Task[T], grace_s: float) -> T:
+    """Await a user's task. If the caller is cancelled, cancel it, and leave it behind if it has not ended after
+    `grace_s`, which happens if its code catches CancelledError."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait([task], timeout=grace_s)
+        if task.done() and not task.cancelled():
+            task.exception()  # else asyncio would complain that nobody looked
+        raise
+
+
 @contextlib.contextmanager
 def interrupted_by(watch: Callable[[], Awaitable[None]]) -> Iterator[None]:
     """Run the body until it ends or the concurrent task `watch` raises, in which case the body ends with that error.

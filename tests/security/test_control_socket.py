@@ -22,7 +22,7 @@ import pytest
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.run import control as control_module
 from forge_rl.run.attach import ELSEWHERE, AttachedRun
-from forge_rl.run.control import MOST_BYTES, SOCKET, serving_control
+from forge_rl.run.control import MOST_BYTES, SOCKET, _check_types, serving_control
 from forge_rl.run.endpoints import check_reachable
 from forge_rl.runtime.local_socket import connect, listening
 from forge_rl.runtime.sealed import NONCE_BYTES, Sealed, nonce
@@ -247,6 +247,34 @@ def test_a_client_that_reads_slowly_gets_all_of_its_reply(tmp_path: Path):
 
     sizes = range(1 << 19, 1 << 20, 1 << 13)  # whatever a socket holds, some leave it almost empty at the end
     assert while_served(tmp_path, lambda: [*map(found, sizes)]) == [*sizes]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits", "differs"),
+    [
+        ("int", [1, 0, -1, 10**400], [1.0, True, None, "1", [1], {}]),
+        ("int | None", [1, None], [50.0, False]),
+        ("float", [1, 0.5, float("nan")], [True, "1", None]),
+        ("bool", [True], [1, None]),
+        ("str | list[Any]", ["", [1, {}]], [{}, 1]),
+        ("dict[str, Any]", [{}, {"a": 1}], [[], ""]),
+    ],
+)
+def test_an_argument_of_another_type_than_its_request_takes_is_refused(kind: str, fits: list[Any], differs: list[Any]):
+    async def request(value: object) -> None: ...
+
+    request.__annotations__["value"] = kind
+    for value in fits:
+        _check_types("chat", request, {"value": value})
+    for value in differs:
+        with pytest.raises(ConfigError, match="the request 'chat': value is ") as caught:
+            _check_types("chat", request, {"value": value})
+        assert caught.value.hint == f"make it {kind}"
+
+
+def test_a_request_with_a_number_of_another_type_is_answered_by_an_error(tmp_path: Path):
+    answer = while_served(tmp_path, lambda: send(tmp_path, b'{"do": "note", "with": {"number": 50.0}}\n'))
+    assert json.loads(answer) == {"error": "the request 'note': number is 50.0", "hint": "make it int"}
 
 
 def test_a_reply_that_is_cut_is_called_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

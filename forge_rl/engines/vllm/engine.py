@@ -8,11 +8,12 @@ import math
 import os
 import pickle
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from vllm import AsyncEngineArgs, SamplingParams
@@ -66,6 +67,7 @@ _QUANTIZATION = {"none": None, "fp8": "fp8_per_channel", "int8": "int8_per_chann
 """vLLM's names of online quantisation, which is repeated whenever weights are loaded."""
 _MOST_GATHERED = 32
 """Most tokens that vLLM keeps of a request before it hands them over."""
+_ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(SamplingParams)
 _CLOSE_S = 0.5
 """Seconds until vLLM's process is killed on shutdown: a graceful exit takes four, and saves nothing."""
 
@@ -85,6 +87,8 @@ class VLLMEngine:
         self._failure = ""
         self._paused = False
         self._asleep = False
+        self._working = 0
+        """Number of calls to the workers in progress, during which no step is taken."""
         self._changing = asyncio.Lock()
         """Held while vLLM's state (below) is brought to the requested state (above), and during loads."""
         self._stopped = False
@@ -154,7 +158,7 @@ class VLLMEngine:
         first = begun = 0.0
         self._requests += 1
         try:
-            generated = self._llm.generate(prompt, _parameters(sampling, interval), request_id=request)
+            generated = self._llm.generate(prompt, _checked_parameters(sampling, interval), request_id=request)
             async with contextlib.aclosing(generated) as outputs:
                 async for output in outputs:
                     (completion,) = output.outputs
@@ -285,7 +289,9 @@ class VLLMEngine:
 
     async def _all_workers(self, method: str, *args: object) -> list[Any]:
         """Call a method of WorkerExtension on each worker; returns the answers in order, or raises the first error."""
-        answers = [pickle.loads(answer) for answer in await call_workers(self._llm, f"forge_rl_{method}", *args)]
+        with self._at_work():
+            pickled = await call_workers(self._llm, f"forge_rl_{method}", *args)
+        answers = [pickle.loads(answer) for answer in pickled]
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
@@ -321,21 +327,32 @@ class VLLMEngine:
             self._released = ["kv_cache"]
         else:
             # Level 1 copies the weights to newly pinned host memory first: half a minute for 60 GB.
-            await self._llm.collective_rpc("sleep", kwargs={"level": 2 if self._loaded else 1})
+            with self._at_work():
+                await self._llm.collective_rpc("sleep", kwargs={"level": 2 if self._loaded else 1})
             self._dropped = self._loaded
             self._released = ["weights", "kv_cache"]
 
     async def _restore(self, what: Sequence[str]) -> None:
         back = [tag for tag in self._released if tag in what]
         if back and device_type() != "cpu":  # on CPU, pages are allocated again when written
-            await self._llm.collective_rpc("wake_up", kwargs={"tags": back})
+            with self._at_work():
+                await self._llm.collective_rpc("wake_up", kwargs={"tags": back})
         self._released = [tag for tag in self._released if tag not in back]
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Expect no step while the body runs."""
+        self._working += 1
+        try:
+            yield
+        finally:
+            self._working -= 1
 
     async def _watch(self, stall_s: float) -> None:
         """End this process, and with it the engine, once the engine hangs in a step."""
         await watch_steps(
             lambda: answer_between_steps(self._llm),
-            lambda: self._requests > 0 and not self._changing.locked(),
+            lambda: self._requests > 0 and not self._working,
             stall_s=stall_s,
         )
         if not self._closing:
@@ -451,6 +468,20 @@ def _parameters(sampling: Sampling, stream_interval: int = 1) -> SamplingParams:
         output_kind=RequestOutputKind.DELTA,
         **extra,
     )
+
+
+def _checked_parameters(sampling: Sampling, stream_interval: int) -> SamplingParams:
+    """Return vLLM's parameters, tried on its decoder: an error there ends the only thread that reads requests.
+
+    Raises:
+        ConfigError: they are malformed.
+    """
+    try:
+        parameters = _parameters(sampling, stream_interval)
+        _DECODER.decode(_ENCODER.encode(parameters))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"vLLM does not take the request: {error}", hint="change the sampling") from error
+    return parameters
 
 
 def _prompt_logprobs(positions: Sequence[Mapping[int, Logprob] | None]) -> PromptLogprobs:

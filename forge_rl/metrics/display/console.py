@@ -90,19 +90,20 @@ class Display(Sink):
         automatic: Mode = "live" if terminal and utf8 and not prompt else "plain"
         self.mode: Mode = automatic if mode == "auto" else mode
 
-    def start(self, info: RunInfo, history: Steps | None = None) -> None:
+    def start(self, info: RunInfo, history: Steps = ()) -> None:
         """Show the run's title and, in live mode, the panel; `history` extends a resumed run's curves to step 0."""
         self._state.info = info
-        self.rollback(info.step, history)
+        self._state.restore(info.step, history)
+        self._show_step()
         resumed = f"  resumed after step {info.step}" if info.step else ""
         self._print(f"{info.recipe}  {info.model}  {info.folder}  {info.steps} steps{resumed}")
         if self.mode == "live" and self._live is None:
             self._live = Live(self.panel, console=self._console, refresh_per_second=4)
             self._live.start(refresh=True)
 
-    def rollback(self, step: int, history: Steps | None = None) -> None:
-        """Return to an earlier step; `history` holds the entries up to it."""
-        self._state.rollback(step, history or [])
+    def rollback(self, step: int) -> None:
+        """Return to an earlier step."""
+        self._state.rollback(step)
         self._show_step()
 
     def startup(self, name: str, state: Literal["starting", "ready", "failed"], detail: str = "") -> None:

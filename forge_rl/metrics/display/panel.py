@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from statistics import fmean
 
@@ -15,6 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Column, Table
 from rich.text import Text
 
+from forge_rl.metrics.display.curve import Curve
 from forge_rl.metrics.display.format import duration, number, sparkline
 from forge_rl.metrics.display.state import UPDATE, RunState, phases
 from forge_rl.metrics.phases import PhaseClock
@@ -109,11 +109,11 @@ class RunPanel:
 def _results(state: RunState) -> Iterator[tuple[str, RenderableType]]:
     """Curves of reward and held-out scores, and the values of the last step."""
     last = state.last
-    if rewards := state.rewards:
-        finite = [reward for reward in rewards if math.isfinite(reward)] or [math.nan]
-        ends = f" min {min(finite):.2f} max {max(finite):.2f}"
-        curve = (sparkline(rewards, 24), "green")
-        yield "reward", Text.assemble((f"{rewards[-1]:.3f} ", "bold"), curve, (ends, "dim"))
+    rewards = state.rewards  # read once, see above
+    if rewards.points:
+        ends = f" min {rewards.low:.2f} max {rewards.high:.2f}"
+        line = (sparkline(rewards.means, 24), "green")
+        yield "reward", Text.assemble((f"{rewards.last:.3f} ", "bold"), line, (ends, "dim"))
     if state.held_out:
         yield "held-out", _flow({name: _score(scores) for name, scores in state.held_out.items()})
     for label, prefix in (("parts", "reward_parts/"), ("sources", "reward/")):
@@ -139,9 +139,9 @@ def _parts(values: Mapping[str, float], prefix: str) -> dict[str, str]:
     return few | ({"": f"and {len(found) - _MOST_PARTS} more"} if len(found) > _MOST_PARTS else {})
 
 
-def _score(scores: tuple[float, ...]) -> str:
-    before = f"{scores[0]:.2f} → " if len(scores) > 1 else ""
-    return f"{before}{scores[-1]:.2f}" + (f" {sparkline(scores, 12)}" if len(scores) > 2 else "")
+def _score(scores: Curve) -> str:
+    before = f"{scores.first:.2f} → " if len(scores.points) > 1 else ""
+    return f"{before}{scores.last:.2f}" + (f" {sparkline(scores.means, 12)}" if len(scores.points) > 2 else "")
 
 
 def _busy(values: Mapping[str, float]) -> dict[str, str]:

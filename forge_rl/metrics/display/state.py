@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from forge_rl.metrics.display.curve import Curve
 from forge_rl.metrics.display.format import duration, number
 from forge_rl.metrics.sinks import RunInfo, Steps
 from forge_rl.metrics.status import RolloutStatus
@@ -44,9 +45,9 @@ class RunState:
 
     info: RunInfo | None = None
     step: int = 0
-    rewards: tuple[float, ...] = ()
+    rewards: Curve = field(default_factory=Curve)
     """Mean reward of each step."""
-    held_out: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    held_out: Mapping[str, Curve] = field(default_factory=dict)
     """Scores so far by source; "" for the overall score."""
     last: Mapping[str, float] = field(default_factory=dict)
     """Values of the last step, and those logged since."""
@@ -70,9 +71,9 @@ class RunState:
         """Add values of a step, which may come in several calls."""
         self.step, self.waiting = max(self.step, step), None  # an evaluation's values come late
         if REWARD in values:
-            self.rewards = (*self.rewards, values[REWARD])
+            self.rewards = self.rewards.extended(step, values[REWARD])
         for name, score in held_out_scores(values).items():
-            self.held_out = {**self.held_out, name: (*self.held_out.get(name, ()), score)}
+            self.held_out = {**self.held_out, name: self.held_out.get(name, Curve()).extended(step, score)}
         if step > 0 and "seconds/step" in values:
             self.step_seconds = (*self.step_seconds, values["seconds/step"])[-10:]
             self.last = dict(values)
@@ -89,13 +90,20 @@ class RunState:
         text = " ".join(episode.text[:_ANSWER_LETTERS].split()) + ("…" if len(episode.text) > _ANSWER_LETTERS else "")
         self.sample = title, text
 
-    def rollback(self, step: int, history: Steps) -> None:
-        """Return to an earlier step; `history` holds the entries up to it."""
-        self.rewards, self.held_out, self.last, self.step_seconds, self.errors = (), {}, {}, (), {}
-        self.sample = None
+    def restore(self, step: int, history: Steps) -> None:
+        """Continue an earlier process after a step; `history` holds the entries up to it."""
+        self.rewards, self.held_out, self.step_seconds, self.errors = Curve(), {}, (), {}
+        self.last, self.sample = {}, None
         for past, values in history:
             self.log(past, values)
         self.step = step
+
+    def rollback(self, step: int) -> None:
+        """Return to an earlier step. Failed episodes after it stay counted, as they failed."""
+        self.rewards = self.rewards.cut(step)
+        curves = {name: curve.cut(step) for name, curve in self.held_out.items()}
+        self.held_out = {name: curve for name, curve in curves.items() if curve.points}
+        self.last, self.sample, self.step = {}, None, step
 
     def eta_s(self, elapsed_s: float = 0.0) -> float | None:
         """Estimate the remaining seconds from the median of recent steps, less `elapsed_s`; None if unknown."""

@@ -25,7 +25,7 @@ def print_summary(
         console.print()
     rows: list[tuple[str, Text]] = []
     for name, scores in state.held_out.items():
-        first, last = scores[0], scores[-1]
+        first, last = scores.first, scores.last
         change = (f" ({last - first:+.2f})", "green" if last > first else "")
         rows.append((f"held-out {name}".strip(), Text.assemble((f"{first:.2f} -> {last:.2f}", "bold"), change)))
     rows.append(("steps", Text(f"{state.step} of {state.info.steps}" if state.info else str(state.step))))
