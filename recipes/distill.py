@@ -49,10 +49,8 @@ async def step(run: rl.Run[Config]) -> None:
         scores = await run.teachers.score(batch, temperature=temperature, top_k=k, hint=run.config.hint)
     with run.phase("train"):
         advantages = rl.teacher_advantages(batch, scores.logprobs, reward_coef=run.config.reward_coef)
-        drop, columns = not run.loss.keeps_uniform, scores.columns(run.loss)
-        packed = await asyncio.to_thread(
-            rl.pack, batch, advantages, run.trainer.layout, drop_uniform=drop, columns=columns
-        )
+        columns = scores.columns(run.loss)
+        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, columns=columns)
         stats = await run.trainer.step(packed, run.loss, temperature=temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)

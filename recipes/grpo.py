@@ -44,8 +44,7 @@ async def step(run: rl.Run[Config]) -> None:
         batch = await run.rollouts.next_batch()
     with run.phase("train"):
         advantages = rl.batch_advantages(batch, estimator=run.config.advantages)
-        drop = not run.loss.keeps_uniform
-        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=drop)
+        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout)
         stats = await run.trainer.step(packed, run.loss, temperature=run.generator.sampling.temperature)
     with run.phase("publish"):
         version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)

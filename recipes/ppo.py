@@ -52,8 +52,8 @@ async def step(run: rl.Run[Config]) -> None:
         found, returns = rl.gae(values, rl.token_rewards(batch.episodes), run.config.gae)
         advantages = rl.by_group(batch, found)
     with run.phase("train"):
-        drop, stats = not run.loss.keeps_uniform, dict[str, float]()
-        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=drop)
+        stats = dict[str, float]()
+        packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout)
         if run.step >= run.config.value_pretraining_steps:
             stats = await run.trainer.step(packed, run.loss, temperature=run.generator.sampling.temperature)
     with run.phase("train_critic"):

@@ -39,7 +39,7 @@ async def step(run: rl.Run[Config]) -> None:
         batch = await run.examples.next_batch()
     with run.phase("train"):
         no_advantages = batch.rewards
-        packed = await asyncio.to_thread(rl.pack, batch, no_advantages, run.trainer.layout, drop_uniform=False)
+        packed = await asyncio.to_thread(rl.pack, batch, no_advantages, run.trainer.layout)
         stats = await run.trainer.step(packed, run.loss)
     run.log(stats, batch, packed)
 

@@ -87,9 +87,9 @@ def random_batch(seed: int, *, vocab: int, groups: int = 2, group_size: int = 3,
 
 
 def packed(batch: Batch, *, seq_len: int = 64, drop_uniform: bool = True, **layout: Any) -> Packed:
-    """Packed with centered rewards as advantages."""
+    """Packed with centered rewards as advantages; without groups of equal rewards if drop_uniform."""
     advantages = batch.rewards - batch.rewards.mean(dim=1, keepdim=True)
-    return pack(batch, advantages, Layout(seq_len=seq_len, **layout), drop_uniform=drop_uniform)
+    return pack(batch, advantages, Layout(seq_len=seq_len, **layout), drop_uniform=drop_uniform).without_uniform
 
 
 def train_batch(

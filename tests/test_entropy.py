@@ -25,8 +25,13 @@ def test_a_loss_gets_the_coefficient_and_its_needs():
     assert not entropy.loss(Cispo(ratio_max=4.0)).needs
     entropy.update(0.0)
     loss = entropy.loss(Cispo(ratio_max=4.0))
-    assert loss == Cispo(ratio_max=4.0, entropy_coef=0.01)
+    assert loss == Cispo(ratio_max=4.0, entropy_coef=0.01, measures_uniform=True)
     assert list(loss.needs) == ["entropy_gradient"]
+    entropy.update(9.0)
+    assert entropy.loss(Cispo()).keeps_uniform, "what adapts it is the entropy of all tokens"
+    coefficient = entropy.coefficient
+    entropy.update({}.get("entropy"))
+    assert entropy.coefficient == coefficient, "a step without trained tokens has no entropy"
     with pytest.raises(ConfigError, match="CrossEntropy has no entropy_coef"):
         entropy.loss(CrossEntropy())
 

@@ -197,16 +197,29 @@ def test_segments_of_little_in_common_do_not_shorten_the_prefix_of_the_others():
     assert row.until.tolist() == [61] + [31] * 28 + [30, 31] + [61] * 30
 
 
-def test_uniform_groups_are_left_out_and_the_others_keep_their_index():
+def test_uniform_groups_lie_in_rows_that_can_be_spared_and_the_others_keep_their_index():
     prompt = [10, 11]
-    uniform = [(0.1, [turn(prompt, [20])]), (0.1, [turn(prompt, [21])])]
+    uniform = [(0.1, [turn(prompt, [20])]), (0.1, [turn(prompt, [21, 24])])]
     batch = batch_of(uniform, simple([[22], [23]], prompt))
-    result = packed(batch, drop_uniform=True)
-    assert (result.trained_tokens, result.uniform_share) == (2, 0.5)
-    (minibatch,) = result.minibatches
-    assert (minibatch.tokens, minibatch.sequences) == (4, 4), "the mean is over all"
-    assert set(unpack(result, [row.targets for row in result.rows])) == {2, 3}
-    assert packed(batch).trained_tokens == 4
+    whole = packed(batch, drop_uniform=True)
+    spared = whole.without_uniform
+    assert (whole.trained_tokens, spared.trained_tokens, whole.uniform_share, spared.uniform_share) == (5, 2, 0.5, 0.5)
+    assert (whole.sequence_tokens, spared.sequence_tokens) == (2 + 3 + 2 + 2, 2 + 2)
+    for minibatch in (*whole.minibatches, *spared.minibatches):
+        assert (minibatch.tokens, minibatch.sequences) == (5, 4), "the mean is over all"
+    assert set(unpack(whole, [row.targets for row in whole.rows])) == {0, 1, 2, 3}
+    assert set(unpack(spared, [row.targets for row in spared.rows])) == {2, 3}
+    assert whole.without_uniform is spared
+    together = packed(batch)
+    assert (len(together.rows), together.without_uniform.trained_tokens) == (1, 5)
+
+
+def test_what_lies_in_several_rows_is_told_of_the_rows_that_are_left():
+    long = [(1.0, [turn([10, 11], [20] * 5)]), (1.0, [turn([10, 11], [21] * 5)])]
+    batch = batch_of(long, simple([[22], [23]], [10, 11]))
+    whole = packed(batch, Layout(seq_len=7), drop_uniform=True)
+    assert whole.minibatches[0].scattered == {"group"}
+    assert whole.without_uniform.minibatches[0].scattered == frozenset()
 
 
 def test_a_group_is_uniform_by_its_advantages_not_by_its_rewards():
@@ -214,7 +227,7 @@ def test_a_group_is_uniform_by_its_advantages_not_by_its_rewards():
     batch = batch_of(constant, simple([[22], [23]], [10, 11]))
     advantages = torch.tensor([[-0.5, 0.25], [0.0, 0.0]])
     result = pack(batch, advantages, Layout())
-    (row,) = result.rows
+    (row,) = result.without_uniform.rows
     assert row.episodes[row.mask].tolist() == [0, 1]
     assert row.advantages[row.mask].tolist() == [-0.5, 0.25]
     assert result.uniform_share == 0.5
@@ -223,7 +236,7 @@ def test_a_group_is_uniform_by_its_advantages_not_by_its_rewards():
 def test_minibatches_are_of_whole_groups_and_count_those_left_out():
     groups = [simple([[20 + p] * (p + 1), [30]], [10, 11, p]) for p in range(5)]
     groups[2] = [(1.0, turns) for _, turns in groups[2]]
-    result = packed(batch_of(*groups), Layout(minibatches=3, shares=2), drop_uniform=True)
+    result = packed(batch_of(*groups), Layout(minibatches=3, shares=2), drop_uniform=True).without_uniform
     # 4 groups are trained: one of three gets two, and the uniform one, of 4 tokens, goes to one of the others
     assert sorted(minibatch.sequences for minibatch in result.minibatches) == [2, 4, 4]
     found = [trained_groups(part) for part in result.minibatches]
@@ -287,7 +300,7 @@ def test_the_length_of_an_episode_counts_all_its_segments_and_turns_keep_their_i
 
 def test_nothing_to_learn_gives_no_rows():
     uniform = [(1.0, [turn([10, 11], [20])])] * 2
-    result = packed(batch_of(uniform, version=9), Layout(shares=4), drop_uniform=True)
+    result = packed(batch_of(uniform, version=9), Layout(shares=4), drop_uniform=True).without_uniform
     assert (result.rows, result.trained_tokens, result.sequence_tokens, result.version) == ((), 0, 0, 9)
     assert unpack(result, []) == {}
 

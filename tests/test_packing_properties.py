@@ -53,6 +53,10 @@ layouts = st.builds(
 def test_each_trained_token_is_a_target_once_and_sees_exactly_what_came_before_it(batch, layout, drop_uniform):
     advantages = centered(batch)
     result = pack(batch, advantages, layout, drop_uniform=drop_uniform)
+    spared = [row for part in result.minibatches for row in part.rows[len(part.rows) - part.uniform_rows :]]
+    assert len(spared) % layout.shares == 0
+    assert not any(row.advantages.any() for row in spared)
+    result = result.without_uniform
     size = advantages.shape[1]
     expected: Counter[tuple[object, ...]] = Counter()
     for e, episode in enumerate(batch.episodes):

@@ -122,7 +122,7 @@ def test_a_failed_episode_without_a_turn_comes_back(tmp_path: Path) -> None:
 def test_advantages_and_trainer_logprobs_find_their_tokens(tmp_path: Path) -> None:
     batch = batch_of(groups=2, size=2)
     layout, advantages = Layout(seq_len=64), torch.tensor([[-1.0, 1.0], [0.0, 0.0]])
-    packed = pack(batch, advantages, layout)
+    packed = pack(batch, advantages, layout).without_uniform
     # The trainer scores each token a hundredth of its id above the engine.
     scored = [
         rounded_scores(row, torch.stack([row.behaviour + row.targets / 100, row.targets / 10], dim=1))

@@ -53,7 +53,7 @@ class Case:
             batch_advantages(self.batch, estimator=self.estimator),
             replace(self.layout, **parallel),
             drop_uniform=not self.loss.kl_coef,
-        )
+        ).without_uniform
         return replace(laid, minibatches=tuple(each for each in laid.minibatches if each.rows))
 
 

@@ -43,6 +43,12 @@ class Custom(Loss):
         return self.body(inputs)
 
 
+class Sparing(Custom):
+    """One that says that it can do without groups of equal rewards."""
+
+    keeps_uniform = False
+
+
 class Held(Loss):
     """What cannot be sent."""
 
@@ -62,6 +68,7 @@ class Held(Loss):
         ),
         ClippedSurrogate(kl_coef=0.1, kl_kind="k3"),
         Custom(lambda inputs: (torch.where(inputs.mask, -inputs.logprobs * inputs.advantages, 0.0).sum(), {"one": 1})),
+        Sparing(lambda inputs: (torch.where(inputs.mask, -inputs.logprobs * inputs.advantages, 0.0).sum(), {})),
     ],
 )
 def test_a_loss_that_works_passes(loss: Any):
@@ -84,6 +91,13 @@ def test_a_loss_that_cannot_work_says_why(body: Callable[[LossInputs], Any], sai
     with pytest.raises(LossError, match=said) as caught:
         try_loss(Custom(body))
     assert caught.value.hint
+
+
+def test_a_loss_that_says_it_can_spare_what_has_a_gradient_is_refused():
+    supervised = Sparing(lambda inputs: (torch.where(inputs.mask, -inputs.logprobs, 0.0).sum(), {}))
+    assert Custom(supervised.body).keeps_uniform, "nothing is spared unless a loss says so"
+    with pytest.raises(LossError, match="advantage of 0 has a gradient, though its keeps_uniform is False"):
+        try_loss(supervised)
 
 
 @pytest.mark.parametrize(

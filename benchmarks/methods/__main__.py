@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -266,11 +265,10 @@ async def _run(run: rl.Run[Any], name: str, method: Method, seed: int, before: f
                 else await method.valued(run, batch)
             )
             loss = run.loss if entropy is None else entropy.loss(run.loss)
-            keep = loss.keeps_uniform
-            packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout, drop_uniform=not keep)
+            packed = await asyncio.to_thread(rl.pack, batch, advantages, run.trainer.layout)
             stats = await run.trainer.step(packed, loss, temperature=run.generator.sampling.temperature)
             if entropy is not None:
-                entropy.update(stats.get("entropy", math.nan))
+                entropy.update(stats.get("entropy"))
         with run.phase("publish"):
             version = await run.trainer.publish(run.weights, dtype=run.generator.dtype)
             await run.generator.load(run.weights, version)

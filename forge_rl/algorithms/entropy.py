@@ -18,7 +18,7 @@ class AdaptiveEntropy:
         run.keep("entropy", entropy)  # goes with checkpoints
         ...
         stats = await run.trainer.step(packed, entropy.loss(run.loss))
-        entropy.update(stats["entropy"])
+        entropy.update(stats.get("entropy"))
 
     After each step, a variable c grows by `delta` if the mean entropy of the step's tokens is at most `target`, else it
     shrinks by as much, within 0 and `largest`. The coefficient of the next step is c if that entropy was at most
@@ -51,7 +51,7 @@ class AdaptiveEntropy:
         return self._coefficient if self._is_low else 0.0
 
     def loss(self, loss: Loss) -> PolicyLoss:
-        """Return the loss with this coefficient as its entropy_coef.
+        """Return the loss with this coefficient as its entropy_coef; it measures groups of equal rewards, too.
 
         Raises:
             ConfigError: it is not a policy loss.
@@ -61,11 +61,11 @@ class AdaptiveEntropy:
                 f"a {type(loss).__name__} has no entropy_coef",
                 hint="adapt the entropy of a policy loss, such as clipped",
             )
-        return replace(loss, entropy_coef=self.coefficient)
+        return replace(loss, entropy_coef=self.coefficient, measures_uniform=True)
 
-    def update(self, entropy: float) -> None:
-        """Adapt to the mean entropy of a step; NaN, as of a step without trained tokens, changes nothing."""
-        if math.isnan(entropy):
+    def update(self, entropy: float | None) -> None:
+        """Adapt to the mean entropy of a step; None or NaN, as of a step without trained tokens, changes nothing."""
+        if entropy is None or math.isnan(entropy):
             return
         self._is_low = entropy <= self.target
         changed = self._coefficient + (self._delta if self._is_low else -self._delta)

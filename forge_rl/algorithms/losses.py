@@ -45,6 +45,8 @@ class PolicyLoss(Loss):
     top_entropy_quantile: float = 1.0
     """Share of the minibatch's trained tokens, those with the highest entropy, that have a policy gradient; 0.2 in
     "Beyond the 80/20 Rule" (arXiv 2506.01939). As there and in TRL, the loss is still averaged over all tokens."""
+    measures_uniform: bool = False
+    """Compute groups of equal rewards even if they have no gradient, so that metrics are about all tokens."""
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     def __post_init__(self) -> None:
@@ -81,7 +83,9 @@ class PolicyLoss(Loss):
 
     @property
     def keeps_uniform(self) -> bool:
-        return self.kl_coef > 0 or self.entropy_coef > 0
+        """True unless a token with an advantage of 0 has no part in the loss, nor in statistics of all tokens."""
+        has_gradient = self.kl_coef > 0 or self.entropy_coef > 0
+        return has_gradient or self.measures_uniform or self.scope == "minibatch"
 
     @property
     def scope(self) -> Scope:

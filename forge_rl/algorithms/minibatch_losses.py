@@ -40,6 +40,12 @@ class M2po(PolicyLoss):
     def scope(self) -> Scope:
         return "minibatch"
 
+    @property
+    def keeps_uniform(self) -> bool:
+        # A token with an advantage of 0 is never one that moves away: only the statistics of options need it.
+        has_gradient = self.kl_coef > 0 or self.entropy_coef > 0
+        return has_gradient or self.measures_uniform or self.top_entropy_quantile < 1
+
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
         log_ratio = log_ratios(tokens.logprobs, self.old_logprobs(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         away = (log_ratio * tokens.advantages > 0).nonzero()[:, 0]
@@ -123,8 +129,8 @@ class KlCov(PolicyLoss):
 
     The loss of a token is -r * A, plus `penalty` * |log r| for the share `cov_ratio` of the minibatch's tokens, at
     least one, that have the largest positive covariance of advantage and logprob, as `ClipCov` defines it: arXiv
-    2505.22617, equations 13 and 14, and verl's kl_cov. Unlike in verl, tokens with an advantage of 0, whose groups may
-    be left out of training, have no penalty. The sum "penalised" counts the tokens chosen.
+    2505.22617, equations 13 and 14, and verl's kl_cov. Unlike in verl, tokens with an advantage of 0 have no penalty.
+    The sum "penalised" counts the tokens chosen.
     """
 
     method = "kl_cov"

@@ -175,3 +175,10 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
             hint=f"compute it from inputs.{'values' if outputs is not logprobs else 'logprobs'}, without detach, and "
             "only where the mask is True",
         )
+    if not loss.keeps_uniform:
+        without, _ = call_loss(loss, replace(inputs, advantages=torch.zeros_like(inputs.advantages)))
+        if without.requires_grad and torch.autograd.grad(without, outputs)[0].any():
+            raise LossError(
+                "the loss of tokens with an advantage of 0 has a gradient, though its keeps_uniform is False",
+                hint="let keeps_uniform return True, so that groups of equal rewards are trained on",
+            )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -136,23 +137,33 @@ def _read_row(arrays: Mapping[str, npt.NDArray[Any]], columns: Mapping[str, npt.
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Minibatch:
-    """Rows of one update; empty if all advantages are 0, in which case the update is skipped."""
+    """Rows of one update, which is skipped if there are none."""
 
     rows: tuple[Row, ...]
     """Rows, a multiple of Layout.shares. Share s trains rows[s::shares]; rows of the same step have similar lengths."""
     tokens: int
-    """Number of trained tokens, including groups that were left out; turns that episodes have in common count once for
+    """Number of trained tokens, including rows that a loss spared; turns that episodes have in common count once for
     each."""
     sequences: int
-    """Number of episodes, including groups that were left out."""
+    """Number of episodes, including rows that a loss spared."""
     observations: int = 0
-    """Number of observation tokens, see `Row.observed`, including groups that were left out."""
+    """Number of observation tokens, see `Row.observed`, including rows that a loss spared."""
     group_size: int = 1
     """Episodes per group of the batch."""
     sources: tuple[str, ...] = ()
     """Source of each of the batch's groups."""
     scattered: frozenset[str] = frozenset()
     """"episode" if an episode's trained tokens lie in several rows, "group" if a group's do."""
+    uniform_rows: int = 0
+    """Number of rows at the end, a multiple of Layout.shares, in which all advantages are 0."""
+
+    def without_uniform(self) -> Minibatch:
+        """Return the minibatch without `uniform_rows`; what it counts stays."""
+        if not self.uniform_rows:
+            return self
+        rows = self.rows[: len(self.rows) - self.uniform_rows]
+        episodes = [set(np.unique(row.episodes.numpy()[row.mask.numpy()]).tolist()) for row in rows]
+        return replace(self, rows=rows, uniform_rows=0, scattered=_scattered(episodes, self.group_size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,10 +174,10 @@ class Packed:
     """Minibatches of all epochs, in order; one update each."""
     epochs: int
     """Number of epochs in `minibatches`."""
-    trained_tokens: int
-    """Number of targets with mask True, over all rows of an epoch."""
     sequence_tokens: int
     """Input tokens of all packed segments, before sharing and padding."""
+    uniform_tokens: int
+    """Those of `sequence_tokens` that lie in `Minibatch.uniform_rows`."""
     unscored_tokens: int
     """Completion tokens that are masked because the engine returned no finite logprob for them."""
     uniform_share: float
@@ -181,9 +192,26 @@ class Packed:
         return tuple(row for minibatch in first for row in minibatch.rows)
 
     @property
+    def trained_tokens(self) -> int:
+        """Number of targets with mask True, over all rows of an epoch."""
+        return sum(int(row.mask.sum()) for row in self.rows)
+
+    @property
     def packed_tokens(self) -> int:
         """Input tokens after sharing, padding included: the positions that the trainer computes per epoch."""
         return sum(len(row) for row in self.rows)
+
+    @cached_property
+    def without_uniform(self) -> Packed:
+        """The batch without the rows that a loss can spare, see `Loss.keeps_uniform`; the same object each time."""
+        if not self.uniform_tokens:
+            return self
+        return replace(
+            self,
+            minibatches=tuple(minibatch.without_uniform() for minibatch in self.minibatches),
+            sequence_tokens=self.sequence_tokens - self.uniform_tokens,
+            uniform_tokens=0,
+        )
 
 
 def attends(until: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -228,10 +256,13 @@ def pack(
     Tokens after the last trained token's predictor are dropped, as nothing depends on them. Completion tokens without a
     finite logprob are masked and counted in unscored_tokens.
 
+    Groups whose advantages are all 0 lie in rows of their own, which the trainer spares where the loss allows it, see
+    `Loss.keeps_uniform`: that saves time and changes no gradient, as they count in the loss's mean all the same.
+
     Args:
-        advantages: [P, G] float32, one per episode, shared by its segments; or one per token of each episode.
-        drop_uniform: leave out groups whose advantages are all 0, where the surrogate has no gradient. They still count
-            in the loss's mean. Keep them if another term (such as a KL penalty) should apply to them.
+        advantages: [P, G] float32, one per episode, shared by its segments: a tensor, an array, or lists; or one per
+            token of each episode.
+        drop_uniform: if False, all groups share rows, and none can be spared.
         columns: other values that the loss needs for each token; see `Loss.columns`.
 
     Raises:
@@ -239,11 +270,11 @@ def pack(
             match the batch.
     """
     shape = [len(batch.groups), len(batch.groups[0].episodes) if batch.groups else 0]
-    _check(batch, advantages, shape, layout)
+    advantages = _check(batch, advantages, shape, layout)
     groups = []
     for p, group in enumerate(batch.groups):
         own = {name: values[p] for name, values in columns.items()}
-        groups.append(_lay(group, p, advantages[p], layout, drop_uniform=drop_uniform, columns=own))
+        groups.append(_lay(group, p, advantages[p], layout, columns=own))
     packed = [branch for group in groups for tree in group.trees for branch in tree.branches]
     needed = max((branch.inputs for branch in packed), default=0)
     if needed > layout.longest:
@@ -254,40 +285,57 @@ def pack(
             hint=f"set --trainer.seq-len to at least {on_one}, or --trainer.context-parallel-degree to at least "
             f"{-(-needed // layout.seq_len)} to split each row over that many devices; or shorten episodes",
         )
-    sources, has_trees = [group.task.source for group in batch.groups], [bool(group.trees) for group in groups]
+    sources = [group.task.source for group in batch.groups]
+    learns = [bool(group.trees) and not group.uniform for group in groups]
     epochs = layout.epochs if layout.minibatches > 1 else 1
     seeds = [(layout.seed % 2**32, max(0, batch.version), epoch) for epoch in range(epochs)]
-    parts = [part for seed in seeds for part in deal(sources, has_trees, layout.minibatches, seed=seed)]
+    parts = [part for seed in seeds for part in deal(sources, learns, layout.minibatches, seed=seed)]
+    spared = [group for group in groups if drop_uniform and group.uniform]
     return Packed(
-        minibatches=tuple(_minibatch([groups[p] for p in part], layout, shape[1], tuple(sources)) for part in parts),
+        minibatches=tuple(
+            _minibatch([groups[p] for p in part], layout, shape[1], tuple(sources), drop_uniform) for part in parts
+        ),
         epochs=epochs,
-        trained_tokens=sum(int(branch.mask.sum()) for branch in packed),
         sequence_tokens=sum(branch.inputs for branch in packed),
+        uniform_tokens=sum(branch.inputs for group in spared for tree in group.trees for branch in tree.branches),
         unscored_tokens=sum(group.unscored for group in groups),
         uniform_share=sum(group.uniform for group in groups) / max(1, len(groups)),
         version=batch.version,
     )
 
 
-def _check(batch: Batch, advantages: Advantages, shape: list[int], layout: Layout) -> None:
-    given = list(advantages.shape) if isinstance(advantages, torch.Tensor) else [len(advantages), *map(len, advantages)]
-    if batch.groups and given[:2] != shape:
-        raise ConfigError(
-            f"the advantages have shape {given[:2]}, but the batch has shape [P, G] = {shape}",
-            hint="compute them from the batch, with batch_advantages",
-        )
+def _check(batch: Batch, advantages: Advantages, shape: list[int], layout: Layout) -> Advantages:
+    """Check that advantages fit the batch; returns them as a [P, G] tensor, or as an array for each episode."""
+    hint = "compute them from the batch, with batch_advantages"
     if not isinstance(advantages, torch.Tensor):
-        for each, episode in zip((own for group in advantages for own in group), batch.episodes, strict=True):
-            if len(each) != episode.response_tokens:
+        try:
+            of_episodes = all(np.ndim(value) == 0 for group in advantages for value in group)
+            advantages = (
+                torch.from_numpy(np.array(advantages, np.float32))
+                if of_episodes
+                else [[np.asarray(value, np.float32) for value in group] for group in advantages]
+            )
+        except (TypeError, ValueError, RuntimeError) as error:
+            kind = type(advantages).__name__
+            raise ConfigError(
+                f"the advantages, a {kind}, are no numbers of shape [P, G] = {shape}: {error}", hint=hint
+            ) from error
+    is_tensor = isinstance(advantages, torch.Tensor)
+    seen = list(advantages.shape) if is_tensor else [len(advantages), *map(len, advantages)][:2]
+    if batch.groups and seen != shape:
+        raise ConfigError(f"the advantages have shape {seen}, but the batch has shape [P, G] = {shape}", hint=hint)
+    if not isinstance(advantages, torch.Tensor):
+        for values, episode in zip((own for group in advantages for own in group), batch.episodes, strict=True):
+            if values.shape != (episode.response_tokens,):
                 raise ConfigError(
-                    f"an episode of {episode.response_tokens} tokens has {len(each)} advantages",
-                    hint="compute them from the batch, with batch_advantages",
+                    f"an episode of {episode.response_tokens} tokens has {list(values.shape)} advantages", hint=hint
                 )
     if batch.groups and len(batch.groups) < layout.minibatches:
         raise ConfigError(
             f"{len(batch.groups)} groups cannot be split into {layout.minibatches} minibatches",
             hint="lower --trainer.minibatches, or raise --groups-per-batch",
         )
+    return advantages
 
 
 def _of_segment(values: npt.NDArray[Any], episode: Episode, segment: Segment) -> npt.NDArray[Any]:
@@ -327,13 +375,12 @@ class _Group:
     """A group's trees and lengths, to be put into a minibatch."""
 
     trees: list[Tree]
-    """Trees; empty if the group is left out."""
     lengths: dict[int, int]
-    """Number of trained tokens of each episode, even if the group is left out."""
+    """Number of trained tokens of each episode."""
     observations: int
-    """Number of observation tokens, even if the group is left out."""
+    """Number of observation tokens."""
     repeated: int
-    """Number of tokens that an episode has in common with an earlier one, which trains them."""
+    """Number of trained tokens that an episode has in common with an earlier one, which trains them."""
     unscored: int
     """Number of completion tokens without a finite logprob."""
     uniform: bool
@@ -346,7 +393,6 @@ def _lay(
     advantages: torch.Tensor | Sequence[npt.NDArray[np.float32]],
     layout: Layout,
     *,
-    drop_uniform: bool,
     columns: Mapping[str, Sequence[npt.NDArray[Any]]],
 ) -> _Group:
     """Lay the segments of group `index` of a batch into trees."""
@@ -354,7 +400,7 @@ def _lay(
     lengths: dict[int, int] = {}
     holders = first_holders(group.episodes)
     summed = _summed(group.episodes, advantages, holders)
-    repeated = 0
+    repeated = unscored = 0
     for number, (episode, given) in enumerate(zip(group.episodes, summed, strict=True)):
         place = index * len(group.episodes) + number
         others_train = [turn for turn, (first, _) in enumerate(holders[number]) if first != number]
@@ -364,25 +410,31 @@ def _lay(
             others = {name: _of_segment(values[number], episode, segment) for name, values in columns.items()}
             own.append(make_branch(segment, place, at, of, others, others_train=others_train))
         lengths[place] = sum(int(branch.mask.sum()) for branch in own)
-        repeated += sum(len(episode.turns[turn].token_ids) for turn in others_train)
+        repeated += sum(int(np.isfinite(episode.turns[turn].logprobs).sum()) for turn in others_train)
+        in_others = sum(len(episode.turns[turn].token_ids) for turn in others_train)
+        unscored += episode.response_tokens - in_others - lengths[place]
         branches += [branch for branch in own if branch.mask.any()]
-    uniform = not any(bool(each.any()) for each in advantages)
-    left_out = drop_uniform and uniform
-    observations = sum(int(branch.observed.sum()) for branch in branches)
     return _Group(
-        trees=[] if left_out else build_trees(branches, index, share_prefixes=layout.share_prefixes),
+        trees=build_trees(branches, index, share_prefixes=layout.share_prefixes),
         lengths=lengths,
-        observations=observations,
+        observations=sum(int(branch.observed.sum()) for branch in branches),
         repeated=repeated,
-        unscored=sum(episode.response_tokens for episode in group.episodes) - sum(lengths.values()) - repeated,
-        uniform=uniform,
+        unscored=unscored,
+        uniform=not any(bool(each.any()) for each in advantages),
     )
 
 
-def _minibatch(groups: list[_Group], layout: Layout, group_size: int, sources: tuple[str, ...]) -> Minibatch:
+def _minibatch(
+    groups: list[_Group], layout: Layout, group_size: int, sources: tuple[str, ...], drop_uniform: bool
+) -> Minibatch:
     lengths = {episode: length for group in groups for episode, length in group.lengths.items()}
-    trees = [tree for group in groups for tree in group.trees]
-    rows = assign_rows(trees, seq_len=layout.longest, shares=layout.shares)
+    parts = [
+        [tree for group in groups if (drop_uniform and group.uniform) == spared for tree in group.trees]
+        for spared in (False, True)
+    ]
+    laid = [assign_rows(trees, seq_len=layout.longest, shares=layout.shares) for trees in parts]
+    rows, trees = laid[0] + laid[1], parts[0] + parts[1]
+    episodes = [{branch.episode for tree in row for branch in tree.branches} for row in rows]
     columns = trees[0].branches[0].columns if trees else {}
     multiple = math.lcm(layout.pad_multiple, layout.tensor_parallel_degree) * layout.context_parallel_degree
     least = layout.least_tokens * layout.context_parallel_degree
@@ -393,17 +445,17 @@ def _minibatch(groups: list[_Group], layout: Layout, group_size: int, sources: t
         observations=sum(group.observations for group in groups),
         group_size=group_size,
         sources=sources,
-        scattered=_scattered(rows, group_size),
+        scattered=_scattered(episodes, group_size),
+        uniform_rows=len(laid[1]),
     )
 
 
-def _scattered(rows: Sequence[Sequence[Tree]], group_size: int) -> frozenset[str]:
-    """Return what lies in several rows: "episode", "group"."""
-    held = [{branch.episode for tree in row for branch in tree.branches} for row in rows]
-    of_groups = [{episode // group_size for episode in episodes} for episodes in held]
+def _scattered(episodes: Sequence[set[int]], group_size: int) -> frozenset[str]:
+    """Return what lies in several rows, "episode" or "group", from the episodes that each row has."""
+    groups = [{episode // group_size for episode in row} for row in episodes]
     return frozenset(
         name
-        for name, parts in (("episode", held), ("group", of_groups))
+        for name, parts in (("episode", episodes), ("group", groups))
         if sum(map(len, parts)) > len(set().union(*parts))
     )
 

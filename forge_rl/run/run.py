@@ -245,6 +245,8 @@ class Run(Generic[C]):
         Returns:
             All metrics of the step.
         """
+        if packed is not None and self.trainer.spares_uniform:
+            packed = packed.without_uniform  # what was computed
         values = self._metrics.end_step(stats, batch, packed)
         self._checkpointer.end_step()
         self._metrics.warn(self.step, stats)
@@ -271,8 +273,7 @@ class Run(Generic[C]):
             advantages: [P, G] float32, or [P][G] arrays with one per token; see `pack`.
         """
         with self.phase("train"):
-            drop = not self.loss.keeps_uniform
-            packed = await asyncio.to_thread(pack, batch, advantages, self.trainer.layout, drop_uniform=drop)
+            packed = await asyncio.to_thread(pack, batch, advantages, self.trainer.layout)
             temperature = self.generator.sampling.temperature if self._generates else 1.0
             stats = await self.trainer.step(packed, self.loss, temperature=temperature)
         if self._generates:

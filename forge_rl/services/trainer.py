@@ -63,6 +63,8 @@ class Trainer:
         """For each skipped update of the last step, how to load its rows, or why they were not saved."""
         self.busy_s = 0.0
         """Seconds of computation since the controller last reset this to 0."""
+        self.spares_uniform = False
+        """Whether the last step's loss spared groups whose advantages are all 0."""
         self.keeps_logprobs = False
         """Whether each step also fetches the trained tokens' logprobs and entropies."""
         self.scored: tuple[Packed, list[npt.NDArray[np.uint16]]] | None = None
@@ -201,7 +203,8 @@ class Trainer:
     async def step(self, packed: Packed, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
         """Train on a batch packed with this trainer's layout; see `TrainEngine.train_batch`.
 
-        Each minibatch takes one update per epoch, or none if it has no rows because all its advantages are 0. An update
+        Groups whose advantages are all 0 are spared if the loss allows it, see `Loss.keeps_uniform`. Each minibatch
+        takes one update per epoch, or none if that leaves no rows. An update
         with a non-finite gradient is skipped, and its rows are saved in the folder `skipped`, if the disk has room.
 
         Returns:
@@ -212,6 +215,8 @@ class Trainer:
             LossError: the loss failed. Earlier updates of the batch stay and count.
             ForgeError: max_skipped_updates in a row were skipped.
         """
+        self.spares_uniform = not loss.keeps_uniform
+        packed = packed.without_uniform if self.spares_uniform else packed
         config, minibatches = self.config, packed.minibatches
         epochs = max(1, config.epochs // packed.epochs)
         version = self.version if self.updates == self._published else None
