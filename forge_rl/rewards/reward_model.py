@@ -66,6 +66,11 @@ class RewardModel:
                 hint="give the folder of an AutoModelForSequenceClassification, such as TRL's RewardTrainer writes",
             )
 
+    @property
+    def model_folder(self) -> Path:
+        """Folder whose files define the reward; a resumed run compares their digests."""
+        return self.path
+
     def __getstate__(self) -> Mapping[str, object]:
         return self.__dict__ | {"_scorer": None}
 

@@ -43,6 +43,7 @@ from forge_rl.run.placing import PlacedServices
 from forge_rl.run.plan import check_state_fits, plan_run, with_spares_that_fit
 from forge_rl.run.run_config import RunConfig
 from forge_rl.run.run_dir import as_flat_json, check_same, check_space, choose_folder, prepare_folder
+from forge_rl.run.started_from import keep_model
 from forge_rl.runtime.faults import Faults
 from forge_rl.runtime.hold import Hold
 from forge_rl.runtime.isolation import check_isolation
@@ -217,12 +218,20 @@ async def check(
     """
     log, progress = prepared.monitor.log, prepared.monitor.display.progress
     reference, values = "reference" in loss.needs, "values" in loss.needs
+    keep = partial(
+        keep_model,
+        prepared.folder,
+        resumes=prepared.checkpoint is not None,
+        force=config.force_continue,
+        tell=log.warn,
+    )
     model = (await asyncio.to_thread(resolve_model, config.model, config.cache, progress)).resolve()
+    model = await asyncio.to_thread(keep, "--model", config.model, model, weights=reference)
     drafts = await asyncio.to_thread(resolve_draft_model, config.generator.speculation, model, config.cache, progress)
     config = replace(config, generator=replace(config.generator, speculation=drafts))
     architecture = read_architecture(model)
     check_model(config.trainer, config.trainer.ranks, architecture)
-    critic, folders = await asyncio.to_thread(_resolved, config, model, critic, teachers, progress)
+    critic, folders = await asyncio.to_thread(_resolved, config, model, critic, teachers, progress, keep)
     choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
     config, critic, chosen = await asyncio.to_thread(choosing)
     if teachers is not None:
@@ -294,16 +303,22 @@ def _tell_of_model(config: RunConfig, model: Path, architecture: Architecture, l
 
 
 def _resolved(
-    config: RunConfig, model: Path, critic: CriticConfig | None, teachers: TeachersConfig | None, progress: Progress
+    config: RunConfig,
+    model: Path,
+    critic: CriticConfig | None,
+    teachers: TeachersConfig | None,
+    progress: Progress,
+    keep: Callable[..., Path],
 ) -> tuple[CriticConfig | None, dict[str, Path]]:
     """Return the critic's settings with the folder of its model, and the folder of each teacher."""
     if critic is not None and critic.model:
         folder = resolve_model(critic.model, config.cache, progress).resolve()
+        folder = keep("--critic.model", critic.model, folder, weights=False)
         if read_architecture(folder).quantized:
             folder = dequantized(folder, config.cache, progress)
         critic = replace(critic, model=str(folder))
     folders = {} if teachers is None else resolve_teachers(teachers, model, config.cache, progress)
-    return critic, folders
+    return critic, {name: keep(f"teacher {name}", name, folder, weights=True) for name, folder in folders.items()}
 
 
 async def _check_use(

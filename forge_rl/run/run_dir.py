@@ -22,9 +22,13 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from forge_rl.errors import CheckpointError, ConfigError, ForgeError
+from forge_rl.errors import CheckpointError, ConfigError
+from forge_rl.models.digests import file_digest, model_digests
+from forge_rl.models.resolve import model_in
+from forge_rl.run.json_files import read_object as read_object
+from forge_rl.run.json_files import write_json as write_json
+from forge_rl.run.started_from import read_records, record_model, where_moved
 from forge_rl.run.target import TargetConfig
 from forge_rl.runtime.isolation import Isolation
 from forge_rl.system.folders import make_private
@@ -108,7 +112,8 @@ def is_finished(folder: Path) -> bool:
 
 
 def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None = None) -> int:
-    """Create the folder, private to this user, lock it for this process, and write settings and versions to it.
+    """Create the folder, private to this user, lock it for this process, and write settings and versions to it; of a
+    new run, also what --model leads to, if that is a folder.
 
     Returns:
         File descriptor of the lock, which ends with the process.
@@ -127,7 +132,14 @@ def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None 
             f"the run folder {folder} cannot be written: {error.strerror or error}",
             hint="free space, or choose another --out",
         ) from error
+    model = str(getattr(config, "model", ""))
+    if model and Path(model).expanduser().is_dir() and not _has_checkpoints(folder):
+        record_model(folder, "--model", model, model_in(Path(model).expanduser()).resolve())
     return lock
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    return any((folder / "checkpoints").glob("step-*"))
 
 
 def _locked(folder: Path) -> int:
@@ -208,25 +220,22 @@ def as_flat_json(config: object, prefix: str = "") -> dict[str, object]:
     return {name: leaf for part in parts for name, leaf in part.items()}
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write a value as readable JSON, atomically: a killed process leaves the old file or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.replace(path)
-
-
 def code_digests(*objects: object) -> dict[str, str]:
     """Return digests of the files that define a user's objects, by file name, ignoring comments, layout and docstrings;
-    also digests of the full files that an object names as its `files`, such as a judge's rubric.
+    also digests of the full files that an object names as its `files`, such as a judge's rubric, and of the files in
+    its `model_folder`.
 
     Objects in other objects, such as the functions of a ToolEnv, are included. Installed packages, forge_rl itself
     except its recipes, and code typed at a prompt are left out.
     """
     installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-    found = {}
+    found, models = dict[str, str](), 0
     for value in itertools.chain.from_iterable(map(_held, objects)):
         for path in getattr(value, "files", ()):
-            found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+            found[path.name] = file_digest(path)
+        if (folder := getattr(value, "model_folder", None)) is not None:
+            models += 1
+            found |= {f"model {models} of a reward: {name}": digest for name, digest in model_digests(folder).items()}
         module = sys.modules.get(getattr(value, "__module__", ""))
         path = Path(getattr(module, "__file__", None) or "")
         if path.suffix != ".py" or (path.parent.name != "recipes" and {_LIBRARY, *installed} & {*path.parents}):
@@ -284,8 +293,10 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
         before = read_object(folder / "versions.json").get("code")
     before = before if isinstance(before, dict) else {}
     edited = [f"{name} was edited" for name, digest in code.items() if before.get(name, digest) != digest]
-    if any((folder / "checkpoints").glob("step-*")):  # else nothing was made by other code
+    moved: list[str] = []
+    if _has_checkpoints(folder):  # else nothing was made by other code, or from another model
         refused += edited
+        moved = [said for each in read_records(folder).items() if (said := where_moved(*each))]
     if refused and not getattr(config, "force_continue", False):
         raise ConfigError(
             f"{folder if flag == '--out' else flag} holds a run with other settings: {', '.join(refused)}",
@@ -300,7 +311,7 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
                 f"the run in {folder} is finished after {steps} steps",
                 hint="choose another --out, or continue it with more --steps",
             )
-    differs = [*changed.values(), *edited]
+    differs = [*changed.values(), *edited, *moved]
     return [f"the run is continued with changes: {', '.join(differs)}"] if differs else []
 
 
@@ -330,19 +341,6 @@ def _changed(folder: Path, config: object) -> dict[str, str]:
         for name in sorted(before.keys() & now.keys() - _UNSAID)
         if before[name] != now[name]
     }
-
-
-def read_object(
-    path: Path, *, error: type[ForgeError] = ConfigError, hint: str = "choose another --out"
-) -> dict[str, Any]:
-    """Read a JSON object from an existing run; raises `error` if the file does not exist or is invalid."""
-    try:
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("it does not hold a JSON object")
-    except (OSError, ValueError, RecursionError) as cause:
-        raise error(f"{path} cannot be read: {cause}", hint=hint) from cause
-    return found
 
 
 def defines_run(name: str) -> bool:

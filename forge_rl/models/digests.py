@@ -1,0 +1,35 @@
+"""Digests of a model's files, which tell whether a folder still holds the same model without reading all of it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from forge_rl.models.resolve import model_files
+
+_READ_WHOLE = 16 << 20
+"""Bytes up to which a file is read whole."""
+_BLOCKS, _BLOCK_BYTES = 1024, 4096
+"""Blocks that are read of a larger file, evenly spaced: any training changes nearly all of them."""
+
+
+def file_digest(path: Path) -> str:
+    """Return a digest of a file's content, and for a large one of its size, its beginning and evenly spaced blocks."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        found = hashlib.sha256(file.read(_READ_WHOLE))
+        if size > _READ_WHOLE:
+            found.update(str(size).encode())
+            for block in range(1, _BLOCKS + 1):
+                file.seek((size - _BLOCK_BYTES) * block // _BLOCKS)
+                found.update(file.read(_BLOCK_BYTES))
+    return found.hexdigest()[:16]
+
+
+def model_digests(folder: Path) -> dict[str, str]:
+    """Return a digest of each file of a model's folder that is used: weights, config, tokenizer and chat template.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return {path.name: file_digest(path) for path in model_files(folder)}

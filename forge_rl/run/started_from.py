@@ -1,0 +1,109 @@
+"""The models that a run began with, of `--model` and other flags: a resumed run keeps them, or refuses others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from forge_rl.errors import ConfigError
+from forge_rl.models.digests import model_digests
+from forge_rl.models.resolve import model_in
+from forge_rl.run.json_files import read_object, write_json
+
+_FILE = "models.json"
+
+
+@dataclass(frozen=True)
+class ModelRecord:
+    """A model that a run began with."""
+
+    name: str
+    """Value of its flag: a folder, a hub id or a bundled model."""
+    folder: str
+    """Folder that this led to, without links; of the hub, that of a revision."""
+    files: dict[str, str]
+    """Digest of each file."""
+
+
+def read_records(run: Path) -> dict[str, ModelRecord]:
+    """Return the models that a run began with, by flag; none for a run of before they were recorded.
+
+    Raises:
+        ConfigError: the record cannot be read.
+    """
+    path = run / _FILE
+    if not path.exists():
+        return {}
+    try:
+        return {flag: ModelRecord(**record) for flag, record in read_object(path).items()}
+    except TypeError as error:
+        raise ConfigError(f"{path} is malformed: {error}", hint="choose another --out") from error
+
+
+def record_model(run: Path, flag: str, name: str, folder: Path) -> None:
+    """Note in a run's folder what a flag led to."""
+    records = read_records(run) | {flag: ModelRecord(name, str(folder), model_digests(folder))}
+    write_json(run / _FILE, {key: asdict(record) for key, record in records.items()})
+
+
+def where_moved(flag: str, record: ModelRecord) -> str:
+    """Describe to which other model a flag leads now than when the run began; "" if to none, or if it is no folder."""
+    folder = Path(record.name).expanduser()
+    if not folder.is_dir():
+        return ""
+    folder = model_in(folder).resolve()
+    if not (changed := _changed(record, folder)):
+        return ""
+    before = f"led to {record.folder}" if str(folder) != record.folder else "had other files"
+    return f"{flag} {record.name} leads to {folder} and {before} when the run began: {changed}"
+
+
+def keep_model(
+    run: Path,
+    flag: str,
+    name: str,
+    folder: Path,
+    *,
+    weights: bool,
+    resumes: bool,
+    force: bool,
+    tell: Callable[[str], None],
+) -> Path:
+    """Return the folder for a flag that leads to `folder` now: the one that the run began with, where it is unchanged.
+
+    Args:
+        weights: whether a resumed run uses the weights, as a frozen reference or a teacher, or only the other files.
+        resumes: whether the run goes on from a checkpoint; else what the flag leads to is recorded.
+        force: whether a model that changed is taken, as by --force-continue.
+
+    Raises:
+        ConfigError: the run began with another model, which is not there any more.
+    """
+    record = read_records(run).get(flag) if resumes else None
+    if record is None or record.name != name:
+        record_model(run, flag, name, folder)
+        return folder
+    if not (changed := _changed(record, folder, weights=weights)):
+        return folder
+    original = Path(record.folder)
+    if original != folder and original.is_dir() and not _changed(record, original, weights=weights):
+        tell(f"{flag} {name} leads to {folder} now; the run keeps {original}, which it began with")
+        return original
+    if not force:
+        raise ConfigError(
+            f"{flag} {name} is not the model that this run began with, {original}: {changed}",
+            hint="put that model back, choose another --out for a new run, or go on with the new one: --force-continue",
+        )
+    tell(f"{flag} {name} is another model than the run began with: {changed}")
+    record_model(run, flag, name, folder)
+    return folder
+
+
+def _changed(record: ModelRecord, folder: Path, *, weights: bool = True) -> str:
+    """Name the files of a folder that differ from a record's, "" if none does."""
+    found = model_digests(folder)
+    names = sorted(name for name in found.keys() | record.files.keys() if found.get(name) != record.files.get(name))
+    names = [name for name in names if weights or ".safetensors" not in name]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more + (" changed" if names else "")
