@@ -196,7 +196,9 @@ def _parting(
     signs = []
     for step in common:
         a, b = rewards[step], others[step]
-        is_clear = abs(b.value - a.value) > 1.96 * math.hypot(a.stderr, b.stderr)
+        # Newcombe's interval of a difference (1998), from those of both.
+        towards = (a.high - a.value, b.value - b.low) if b.value > a.value else (a.value - a.low, b.high - b.value)
+        is_clear = abs(b.value - a.value) > math.hypot(*towards)
         signs.append(math.copysign(is_clear, b.value - a.value))
     for at, step in enumerate(common[: 1 - _CLEAR_STEPS]):
         if signs[at] and len({*signs[at : at + _CLEAR_STEPS]}) == 1:
@@ -236,7 +238,7 @@ def _scores(first: Path, second: Path) -> tuple[int, list[tuple[str, ...]]]:
         a, b = runs[0].get(key, {}), runs[1].get(key, {})
         difference = ""
         if both := sorted(a.keys() & b.keys()):
-            paired = compare_paired([a[task] for task in both], [b[task] for task in both], seed=0)
+            paired = compare_paired([a[task] for task in both], [b[task] for task in both])
             difference = f"{paired.difference:+.3f}  [{paired.low:+.3f}, {paired.high:+.3f}]  of {paired.tasks} tasks"
         scores.append((" ".join(key), *(_interval(mean_over_tasks([*each.values()])) for each in (a, b)), difference))
     return step, scores
@@ -245,7 +247,8 @@ def _scores(first: Path, second: Path) -> tuple[int, list[tuple[str, ...]]]:
 def _interval(estimate: Estimate) -> str:
     if math.isnan(estimate.value):
         return ""
-    return f"{estimate.value:.3f}" + (f" ± {1.96 * estimate.stderr:.3f}" if math.isfinite(estimate.stderr) else "")
+    bounds = f"  [{estimate.low:.3f}, {estimate.high:.3f}]" if math.isfinite(estimate.low) else ""
+    return f"{estimate.value:.3f}{bounds}"
 
 
 def _table(columns: Sequence[str], rows: Iterator[tuple[str, ...]] | Sequence[tuple[str, ...]]) -> Table:

@@ -132,7 +132,7 @@ class Config:
     success: float = 1.0
     """Minimum reward of a successful episode, for pass@k."""
     seed: int = 0
-    """Seed of the sampling and of the bootstrap."""
+    """Seed of the sampling."""
     lm_eval: Annotated[LmEvalConfig, tyro.conf.OmitArgPrefixes] = field(default_factory=LmEvalConfig)
     generator: Generator.Config = field(default_factory=Generator.Config)
     """The engines. Completions have up to --generator.max-tokens tokens. lm-eval's tasks set their own limit, and
@@ -230,7 +230,7 @@ async def main(config: Config) -> None:
             compared = [
                 (first, second, name, found)
                 for first, second in pairs_of(config.models)
-                for name, found in compare(sets, results[first], results[second], seed=config.seed).items()
+                for name, found in compare(sets, results[first], results[second]).items()
             ]
     short = short_names(config.models)
     print_scores(console, {short[name]: model["sets"] for name, model in models.items()}, caption)
@@ -310,14 +310,14 @@ def score(config: Config, sets: Sets, results: Results) -> dict[str, dict[str, f
     }
 
 
-def compare(sets: Sets, first: Results, second: Results, *, seed: int) -> dict[str, Comparison]:
+def compare(sets: Sets, first: Results, second: Results) -> dict[str, Comparison]:
     """Compare two models, by set, on their mean rewards of the tasks that both have scores for."""
     found = {}
     for name, tasks in sets.items():
         means = zip(*(map(_mean, each.of_set(name, tasks)) for each in (first, second)), strict=True)
         pairs = [(a, b) for a, b in means if a is not None and b is not None]
         if pairs:
-            found[name] = compare_paired([a for a, _ in pairs], [b for _, b in pairs], seed=seed)
+            found[name] = compare_paired([a for a, _ in pairs], [b for _, b in pairs])
     return found
 
 
@@ -325,7 +325,7 @@ def print_comparisons(console: Console, compared: Sequence[tuple[str, str, str, 
     """Print the table of differences, if there are any."""
     if not compared:
         return
-    table = plain_table("differences", "95% interval of a paired bootstrap over tasks; bold if it excludes 0")
+    table = plain_table("differences", "95% interval over tasks that both models have in common; bold if it excludes 0")
     for column in ("set", "from", "to"):
         table.add_column(column, overflow="fold")
     for column in ("difference", "95% interval", "won", "lost", "tasks"):

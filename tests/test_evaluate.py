@@ -82,11 +82,11 @@ def test_what_is_finished_is_kept_and_what_failed_or_was_torn_is_done_again(tmp_
 def test_two_models_are_compared_on_the_tasks_that_both_have_scores_of(tmp_path: Path) -> None:
     first = filled(tmp_path / "first.jsonl", [0.0, 0.0, 1.0])
     second = filled(tmp_path / "second.jsonl", [1.0, 1.0, 0.0])
-    found = compare(SETS, first, second, seed=0)
+    found = compare(SETS, first, second)
     assert (found["a"].difference, found["a"].won, found["a"].lost, found["a"].tasks) == (pytest.approx(1 / 3), 2, 1, 3)
     assert (found["b"].difference, found["b"].tasks) == (0.0, 1)
     second.episodes[_key("a", SETS["a"][0])] = [episode_of(SETS["a"][0], 0.0, Outcome.JUDGE_ERROR)]
-    assert compare(SETS, first, second, seed=0)["a"].tasks == 2
+    assert compare(SETS, first, second)["a"].tasks == 2
     config = Config(models=("x",), episodes=2, temperature=1.0)
     assert score(config, SETS, first)["a"]["avg@2"] == pytest.approx(1 / 3)
 

@@ -7,8 +7,10 @@ import math
 import random
 import statistics
 
+import numpy as np
 import pytest
 
+from benchmarks.intervals import coverage
 from forge_rl.algorithms.evaluation import avg_at_k, compare_paired, maj_at_k, mean_over_tasks, pass_at_k
 
 
@@ -60,30 +62,50 @@ def test_maj_at_k_takes_the_most_frequent_answer_and_shares_between_equals() -> 
     assert math.isnan(maj_at_k([[]], [[]]).value)
 
 
-def test_a_comparison_is_paired_seeded_and_counts_won_and_lost_tasks() -> None:
+def test_a_comparison_is_paired_and_counts_won_and_lost_tasks() -> None:
     first, second = [0.0, 0.0, 1.0, 0.5], [1.0, 0.0, 0.0, 1.0]
-    found = compare_paired(first, second, seed=3)
+    found = compare_paired(first, second)
     assert (found.difference, found.won, found.lost, found.tasks) == (0.125, 2, 1, 4)
-    assert found == compare_paired(first, second, seed=3)
-    turned = compare_paired(second, first, seed=3)
+    turned = compare_paired(second, first)
     assert (turned.difference, turned.won, turned.lost) == (-0.125, 1, 2)
-    # A constant difference has no spread, however different the tasks are: that is what pairs are for.
-    constant = compare_paired([0.0, 5.0, 9.0], [1.0, 6.0, 10.0], seed=0)
-    assert (constant.low, constant.difference, constant.high) == (1.0, 1.0, 1.0)
+    assert (turned.low, turned.high) == (-found.high, -found.low)
+    # The same differences have the same interval, however different the tasks are: that is what pairs are for.
+    levels = compare_paired([0.0, 5.0, 9.0], [1.0, 6.0, 10.0])
+    assert levels == compare_paired([2.0, 2.0, 2.0], [3.0, 3.0, 3.0], seed=1, resamples=10)
 
 
-def test_the_interval_is_that_of_all_possible_draws_and_of_the_normal_distribution() -> None:
-    differences = [0.0, 0.1, 0.3, 0.7, 0.4]
-    found = compare_paired([0.0] * 5, differences, seed=0)
-    draws = sorted(statistics.fmean(drawn) for drawn in itertools.product(differences, repeat=5))
-    assert found.low == pytest.approx(draws[round(0.025 * len(draws))], abs=0.011)
-    assert found.high == pytest.approx(draws[round(0.975 * len(draws))], abs=0.011)
+def test_an_interval_of_paired_proportions_is_bonett_and_prices_and_of_many_tasks_the_normal_distributions() -> None:
+    # 20 tasks: 4 won, 1 lost; the adjusted shares are 5/22 and 2/22
+    found = compare_paired([0.0] * 4 + [1.0] + [0.0] * 15, [1.0] * 4 + [0.0] * 16)
+    half = 1.959964 * math.sqrt((5 / 22 + 2 / 22 - (3 / 22) ** 2) / 22)
+    assert (found.low, found.high) == (pytest.approx(3 / 22 - half), pytest.approx(3 / 22 + half))
 
     rng = random.Random(5)
     first = [rng.random() for _ in range(400)]
     second = [score + rng.gauss(0.1, 0.5) for score in first]
     paired = [b - a for a, b in zip(first, second, strict=True)]
     half = 1.96 * statistics.stdev(paired) / math.sqrt(len(paired))
-    found = compare_paired(first, second, seed=0)
+    found = compare_paired(first, second)
     assert found.low == pytest.approx(statistics.fmean(paired) - half, abs=0.004)
     assert found.high == pytest.approx(statistics.fmean(paired) + half, abs=0.004)
+
+
+def test_intervals_have_a_width_where_all_scores_are_equal_and_stay_within_what_scores_can_be() -> None:
+    never, always = mean_over_tasks([0.0] * 10), mean_over_tasks([1.0] * 10)
+    assert (never.stderr, never.low, always.high) == (0.0, 0.0, 1.0)
+    assert 0.2 < never.high < 0.45, "ten failures leave room for a chance of a quarter"
+    assert always.low == pytest.approx(1 - never.high)
+    alike = compare_paired([0.0] * 10, [0.0] * 10)
+    assert 0.02 < alike.high == -alike.low < 0.3
+    assert compare_paired([0.0] * 3, [1.0] * 3).high == 1.0
+    rewards = mean_over_tasks([-5.0, 3.0, 9.0])
+    assert rewards.high == pytest.approx(rewards.value + 1.959964 * rewards.stderr), "no share: nothing bounds it"
+
+
+@pytest.mark.parametrize("tasks", [10, 30])
+@pytest.mark.parametrize("chance", [0.01, 0.5, 0.99])
+def test_intervals_cover_rare_and_common_successes_of_few_tasks(tasks: int, chance: float) -> None:
+    drawn = np.random.default_rng(1)
+    for episodes, varies in ((1, False), (4, True)):
+        shares = coverage(tasks, chance, episodes, varies=varies, draws=300, random=drawn)
+        assert min(shares) > 0.85, (episodes, shares)
