@@ -5,6 +5,7 @@ import contextlib
 import json
 import random
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from forge_rl.errors import WeightsError
 from forge_rl.weights.delta_codec import apply_change, decode_whole, encode, words_of
 from forge_rl.weights.deltas import DeltaPublisher, DeltaSubscriber
 from forge_rl.weights.fingerprints import fingerprint
-from forge_rl.weights.manifest import Manifest, TensorEntry
+from forge_rl.weights.manifest import Manifest, TensorEntry, draft
 from tests.conftest import edited
 from tests.s3 import S3
 
@@ -78,6 +79,30 @@ def equal(subscriber: DeltaSubscriber, tensors: dict[str, torch.Tensor]) -> bool
         found.shape == tensors[name].shape and bool((words_of(found) == words_of(tensors[name])).all())
         for name, found in subscriber.tensors.items()
     )
+
+
+def test_a_store_that_lacks_an_update_writes_what_that_changed_too(address: str):
+    publisher, follower = DeltaPublisher(address), DeltaSubscriber(address)
+    tensors = first()
+    publish(publisher, 1, tensors)
+    assert follower.update()
+    drafted = draft(follower.specs, version=1, dtype=torch.bfloat16)
+    known = Held(follower.tensors).manifest(1).tensors
+    base = replace(
+        drafted,
+        tensors=tuple(
+            replace(entry, fingerprint=own.fingerprint) for entry, own in zip(drafted.tensors, known, strict=True)
+        ),
+    )
+    early, late = list(tensors)[:2]
+    for version, name in ((2, early), (3, late)):  # the store did not get version 2
+        tensors = tensors | {name: tensors[name] + 1}
+        publish(publisher, version, tensors)
+        assert follower.update()
+    assert [spec.name for spec in follower.specs if spec.changed] == [late]
+    drafted = draft(follower.specs, version=3, dtype=torch.bfloat16, base=base)
+    written = {bucket.key for bucket in drafted.written}
+    assert {entry.name for entry in drafted.tensors if entry.bucket in written} >= {early, late}
 
 
 def test_each_version_is_put_together_bit_for_bit_from_what_changed(address: str):

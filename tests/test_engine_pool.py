@@ -8,7 +8,7 @@ import pytest
 
 from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.runtime.supervision import Restart
-from forge_rl.services.engine_pool import EnginePool
+from forge_rl.services.engine_pool import DesiredState, EnginePool
 from forge_rl.services.engine_spares import EngineSpares
 
 
@@ -48,3 +48,21 @@ def test_what_no_engine_can_load_is_an_error_and_ends_none():
     with pytest.raises(WeightsError, match="it is torn"):
         asyncio.run(pool.each("load", deadline_s=1.0))
     assert failed == []
+
+
+def test_an_engine_that_loads_during_a_rollback_loads_the_new_weights_of_that_number(monkeypatch: pytest.MonkeyPatch):
+    pool, _ = pool_of()
+    store: Any = object()
+    loaded: list[tuple[int, int]] = []
+
+    async def load(replica: object, version: int, of: object) -> None:
+        loaded.append((version, pool._desired.epoch))
+        # Meanwhile the store rolled back, and the version of that number was published again.
+        pool._desired = DesiredState(version=5, epoch=1, store=store)
+
+    monkeypatch.setattr(pool, "_load", load)
+    pool._desired = DesiredState(version=5, epoch=0, store=store)
+    deadlines = SimpleNamespace(hold_streams=lambda held: None)
+    replica: Any = SimpleNamespace(index=0, link=SimpleNamespace(deadlines=deadlines))
+    asyncio.run(pool._bring(replica, DesiredState()))
+    assert loaded == [(5, 0), (5, 1)]

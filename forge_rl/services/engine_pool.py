@@ -46,6 +46,8 @@ class DesiredState:
 
     version: int | None = None
     """Version to serve, if any."""
+    epoch: int = 0
+    """Epoch of the store in which it was published: after a rollback, numbers are used again for other weights."""
     store: WeightStore | None = None
     """Store that holds the version; None for the weights in the model's folder."""
     paused: bool = False
@@ -166,7 +168,7 @@ class EnginePool:
         while now != (desired := self._desired):  # it may change meanwhile
             if (desired.paused, desired.asleep) != (now.paused, now.asleep):
                 whole = await self._hold(replica, desired) or desired.asleep
-            changed = (desired.version, desired.store) != (now.version, now.store)
+            changed = (desired.version, desired.epoch, desired.store) != (now.version, now.epoch, now.store)
             if desired.version is not None and (changed or not whole):
                 await self._load(replica, desired.version, desired.store)
             now = desired
@@ -174,7 +176,7 @@ class EnginePool:
         self._ready[replica.index] = replica  # no await since the comparison: `each` will not miss it
 
     @contextlib.asynccontextmanager
-    async def serving_next(self, version: int, store: WeightStore | None) -> AsyncIterator[None]:
+    async def serving_next(self, version: int, store: WeightStore | None, *, epoch: int = 0) -> AsyncIterator[None]:
         """Set the version to serve while the body loads it into living engines; new engines load it themselves.
 
         Meanwhile tokens may be from the old or the new version. If all engines die, this waits for a replacement,
@@ -184,7 +186,7 @@ class EnginePool:
             ServiceError: no engine is left.
         """
         self.versions.append(version)
-        self._desired = replace(self._desired, version=version, store=store)
+        self._desired = replace(self._desired, version=version, epoch=epoch, store=store)
         try:
             yield
             async with task_group() as group:

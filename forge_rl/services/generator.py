@@ -403,7 +403,7 @@ class Generator:
             if not self._pool.held:  # else nothing is decoded meanwhile, and loading overlaps with fetching
                 serving = [replica for replica in self._service.replicas if replica.serving]
                 await store.prefetch(manifest, {host for replica in serving for host in replica.hosts})
-            async with self._pool.serving_next(manifest.version, store):
+            async with self._pool.serving_next(manifest.version, store, epoch=manifest.epoch):
                 reports = await self._pool.load(manifest, store)
                 if any(report.version != manifest.version for report in reports):
                     read = [report.version for report in reports]

@@ -171,9 +171,18 @@ class DeltaSubscriber:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """The tensors, in the published order; those that the last update left alone are unchanged."""
+        """The tensors, in the published order; those that the last update left alone are unchanged.
+
+        A store here may lack an earlier update, whose publication failed or was skipped, so each has its fingerprint.
+        """
         return [
-            TensorSpec(name=entry.name, shape=entry.shape, dtype=entry.dtype, changed=entry.name in self._changed)
+            TensorSpec(
+                name=entry.name,
+                shape=entry.shape,
+                dtype=entry.dtype,
+                changed=entry.name in self._changed,
+                fingerprint=entry.fingerprint,
+            )
             for entry in self._entries
         ]
 

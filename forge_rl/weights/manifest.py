@@ -39,6 +39,8 @@ class TensorSpec:
     """False for a tensor that is unchanged since the latest version and not written again."""
     dtype: str = ""
     """Dtype that it is always published in; empty for the version's dtype."""
+    fingerprint: int | None = None
+    """Fingerprint of its values, if known: a tensor of the previous version with another one is written again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +259,8 @@ def draft(
         key = ""
         for spec in (spec for spec in specs if spec.changed is changed):
             old, name = before.get(spec.name), spec.dtype or default
-            if not changed and old is not None and (old.shape, old.dtype) == (spec.shape, name):
+            is_same = old is not None and spec.fingerprint in (None, old.fingerprint)
+            if not changed and is_same and old is not None and (old.shape, old.dtype) == (spec.shape, name):
                 placed[spec.name] = old
                 continue
             entry = TensorEntry(name=spec.name, shape=spec.shape, dtype=name, bucket=key, offset=sizes.get(key, 0))
