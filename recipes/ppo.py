@@ -28,6 +28,10 @@ class Config(rl.TaskConfig):
         super().__post_init__()
         rl.ValueLoss(clip=self.value_clip)  # refuses a clip of 0
 
+    @property
+    def policy_steps(self) -> int:
+        return max(1, self.steps - self.value_pretraining_steps)
+
 
 def start(config: Config) -> rl.Starting[Config]:
     """Start the services: `async with start(config) as run`, or `run = await start(config).open()`."""

@@ -99,10 +99,17 @@ class PlainTrainer:
             parameter.requires_grad_(frozen is None or not name.startswith(frozen))
         self._config = optimizer
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        named = [pair for pair in self.model.named_parameters() if pair[1].requires_grad]
+        decays = [parameter.ndim > 1 and "bias" not in name.split(".")[-1] for name, parameter in named]
         self._optimizer = torch.optim.AdamW(
-            self._trained,
+            [
+                {
+                    "params": [parameter for (_, parameter), own in zip(named, decays, strict=True) if own == decayed],
+                    "weight_decay": optimizer.weight_decay if decayed else 0.0,
+                }
+                for decayed in (True, False)
+            ],
             betas=(optimizer.beta1, optimizer.beta2),
-            weight_decay=optimizer.weight_decay,
             foreach=False,
             fused=False,
         )

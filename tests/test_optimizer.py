@@ -1,10 +1,17 @@
 """Optimizer settings: the course of the learning rate, worked by hand, and refused values."""
 
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.errors import ConfigError
+from forge_rl.run import services
+from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import CriticConfig, TrainerConfig
+from recipes import ppo
 
 
 def course(total_steps: int, **settings: object) -> list[float]:
@@ -26,6 +33,23 @@ def test_linear_decay_falls_by_equal_steps():
 
 def test_linear_decay_begins_after_the_warm_up():
     assert course(6, decay="linear", warmup_updates=2) == [4, 8, 8, 6, 4, 2]
+
+
+def test_the_policys_rate_decays_over_the_steps_that_train_it(monkeypatch: pytest.MonkeyPatch):
+    seen: dict[str, object] = {}
+
+    async def record(*_: object, **given: object) -> None:
+        seen.update(given)
+
+    monkeypatch.setattr(Trainer, "start", record)
+    monkeypatch.setattr(services, "_devices_free", lambda *_: None)
+    config = ppo.Config(steps=10, value_pretraining_steps=4)
+    checked = SimpleNamespace(config=config, model=Path(), reference=False, values=False)
+    hosts = SimpleNamespace(cluster=None, placed=SimpleNamespace(of=lambda name: None))
+    faults = SimpleNamespace(faults=None)
+    prepared = SimpleNamespace(monitor=faults, checkpoint=None, folder=Path())
+    asyncio.run(services._start_trainer(checked, hosts, prepared, after=None))  # type: ignore[arg-type]
+    assert seen["total_steps"] == 6, "the first four train the critic alone"
 
 
 def test_cosine_decay_is_half_way_at_half_time():

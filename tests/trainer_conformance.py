@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -145,6 +145,25 @@ def a_reset_engine_trains_as_a_new_one_bit_by_bit(trainers: Trainers) -> None:
     assert same(engine, new)
 
 
+OTHER = OptimizerConfig(
+    lr=3e-3, weight_decay=0.5, beta1=0.5, beta2=0.5, warmup_updates=3, decay="linear", max_grad_norm=1e-9
+)
+"""Each setting with another value than an engine under check starts with."""
+
+
+def a_reset_applies_every_setting_of_the_optimizer(trainers: Trainers) -> None:
+    engine, trained = trainers.make(), list[dict[tuple[str, TensorSlice], torch.Tensor]]()
+    names = [field.name for field in fields(OptimizerConfig)]
+    for changed in [{}, *({name: getattr(OTHER, name)} for name in names)]:
+        assert all(getattr(trainers.optimizer, name) != value for name, value in changed.items())
+        engine.reset(replace(trainers.optimizer, **changed))
+        step(engine, 0)
+        step(engine, 1)
+        trained.append(published(engine))
+    for name, weights in zip(names, trained[1:], strict=True):
+        assert any(not torch.equal(values, weights[key]) for key, values in trained[0].items()), f"{name} has no effect"
+
+
 TRAIN: dict[str, Callable[[Trainers], None]] = {
     check.__name__: check
     for check in (
@@ -154,5 +173,6 @@ TRAIN: dict[str, Callable[[Trainers], None]] = {
         state_that_leaves_comes_back_bit_by_bit,
         a_run_continues_bit_by_bit,
         a_reset_engine_trains_as_a_new_one_bit_by_bit,
+        a_reset_applies_every_setting_of_the_optimizer,
     )
 }

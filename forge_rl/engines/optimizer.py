@@ -28,7 +28,8 @@ class OptimizerConfig:
     lr: float = 3e-5
     """Peak learning rate."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of AdamW."""
+    """Decoupled weight decay of AdamW, of matrices: weights of layers and experts, embeddings and the output head.
+    Norms, biases and other vectors do not decay."""
     beta1: float = 0.9
     """AdamW's decay of the first moment."""
     beta2: float = 0.95

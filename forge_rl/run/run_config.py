@@ -120,6 +120,12 @@ class RunConfig:
         """Whether the recipe generates episodes, which takes engines."""
         return True
 
+    @property
+    def policy_steps(self) -> int:
+        """Number of steps that train the policy, over which its learning rate decays: all, unless a recipe begins with
+        others."""
+        return self.steps
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "cache", Path(self.cache))  # a string is welcome in an interactive session
         if self.out is not None:
@@ -177,7 +183,7 @@ class RunConfig:
         Raises:
             ConfigError: names the flags.
         """
-        updates = self.steps * self.trainer.updates_per_batch
+        updates = self.policy_steps * self.trainer.updates_per_batch
         if self.trainer.optimizer.warmup_updates > updates:
             raise ConfigError(
                 f"the warm-up of {self.trainer.optimizer.warmup_updates} updates is longer than the run of {updates}",

@@ -300,7 +300,7 @@ async def _start_trainer(
         reference=checked.reference,
         values=checked.values,
         seed=checked.config.seed,
-        total_steps=checked.config.steps,
+        total_steps=checked.config.policy_steps,
         skipped=prepared.folder / "skipped",
         deadline_s=_START_DEADLINE_S,
         hosts=hosts.placed.of("trainer"),

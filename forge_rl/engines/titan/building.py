@@ -75,18 +75,23 @@ def load_model(
 def make_optimizer(model: PolicyModel, settings: TrainSettings) -> torch.optim.Optimizer:
     """Make an optimizer of a model's weights, whose state it creates at the first step."""
     optimizer, kind = settings.optimizer, settings.optimizer_state
-    groups = [{"params": parameters} for parameters in _by_mesh(model)]
     betas, decay = (optimizer.beta1, optimizer.beta2), optimizer.weight_decay
+    groups = [
+        {"params": parameters} if decays else {"params": parameters, "weight_decay": 0.0}
+        for (_, decays), parameters in _grouped(model, decay).items()
+    ]
     if kind == "float32":
         return torch.optim.AdamW(groups, lr=optimizer.lr, betas=betas, weight_decay=decay, fused=True)
     return SmallAdamW(groups, kind=kind, lr=optimizer.lr, betas=betas, weight_decay=decay)
 
 
-def _by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
-    """Group trained parameters by mesh: AdamW handles one mesh at a time, and experts have their own."""
-    groups: dict[object, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+def _grouped(model: nn.Module, decay: float) -> dict[tuple[object, bool], list[nn.Parameter]]:
+    """Group trained parameters by mesh, as AdamW handles one mesh at a time and experts have their own, and by whether
+    they decay: vectors, such as norms, and biases, which of experts are matrices, do not."""
+    groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-            groups.setdefault(mesh, []).append(parameter)
-    return list(groups.values())
+            is_matrix = parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
+            groups.setdefault((mesh, is_matrix or not decay), []).append(parameter)
+    return groups

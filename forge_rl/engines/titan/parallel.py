@@ -160,22 +160,21 @@ class Parallelism:
         row: torch.Tensor = _Gather.apply(part, self._cp, given.own, given.order)
         return row
 
-    def clip(self, model: PolicyModel) -> torch.Tensor:
+    def clip(self, model: PolicyModel, max_norm: float) -> torch.Tensor:
         """Add up the gradients of a weight that two stages hold, and scale all gradients to the maximum norm, if it is
         exceeded; returns the norm before, over all ranks, in which that weight counts once."""
         tied = self._tied(model)
         if tied is not None and tied.grad is not None:
             dist.all_reduce(local(tied.grad), group=self._ends)
         copy = tied if model.copies_embedding else None
-        most = self._settings.optimizer.max_grad_norm
         norm: torch.Tensor = clip_grad_norm_(
             [weight for weight in model.parameters() if weight is not copy],
-            most,
+            max_norm,
             pp_mesh=None if self.stages is None else self._dims.get_mesh("pp"),
             ep_enabled=self._settings.expert_parallel_degree > 1,
         )
         if copy is not None:
-            nn.utils.clip_grads_with_norm_([copy], most, norm)
+            nn.utils.clip_grads_with_norm_([copy], max_norm, norm)
         return norm
 
     def copy_tied(self, model: PolicyModel) -> None:

@@ -296,7 +296,7 @@ class TitanEngine:
             waits = self._stage.count - 1
             measures.add("pipeline/idle_share", Mean, float(waits), float(len(minibatch.rows) + waits))
         counts, routing = self._routing(len(minibatch.rows), routed, loads)
-        norm = self._parallelism.clip(self.model)
+        norm = self._parallelism.clip(self.model, self._settings.optimizer.max_grad_norm)
         metrics, (norm_found,) = measures.read(norm)
         if not math.isfinite(norm_found):
             self._raise_if_failed(failed)
