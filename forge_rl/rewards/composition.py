@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
@@ -57,7 +57,7 @@ class WeightedSum:
         """Shape and combine the scores of a task's episodes, given by part; see `Shaping` and `combine`."""
         count = len(next(iter(scores.values())))
         plain = [name for name, (function, _) in self.parts.items() if not isinstance(function, Shaping)]
-        sums = [sum(self.parts[name][1] * scores[name][place].total for name in plain) for place in range(count)]
+        sums = [_sum(self.parts[name][1] * scores[name][place].total for name in plain) for place in range(count)]
         found = dict(scores)
         for name, (function, _) in self.parts.items():
             if isinstance(function, Shaping):
@@ -88,7 +88,7 @@ class WeightedSum:
                 hint="set Score.turns_in_total alike in all parts that have turns",
             )
         return Score(
-            total=sum(weight * score.total for score, weight in weighted),
+            total=_sum(weight * score.total for score, weight in weighted),
             parts=parts,
             turns=tuple(map(math.fsum, zip(*turns, strict=True))),
             turns_in_total=bool(in_total) and all(in_total),
@@ -106,6 +106,12 @@ def _check_lengths(field: str, lengths: Mapping[str, Sequence[int]]) -> None:
             f"parts of a reward have different numbers of values in `{field}`: {found}",
             hint=f"set Score.{field} to one entry per turn of the episode in each part, or leave it empty",
         )
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Sum with one rounding: 0.7 + 0.2 + 0.1 is 1. What is not finite adds up as it does elsewhere."""
+    found = list(values)
+    return math.fsum(found) if all(map(math.isfinite, found)) else sum(found)
 
 
 def _sum_of_values(values: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
