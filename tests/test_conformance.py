@@ -11,12 +11,13 @@ import pytest
 
 from benchmarks.conformance import __main__ as conformance
 from benchmarks.conformance.batches import GROUP_SIZE, KINDS, draw
-from benchmarks.conformance.ours import loss_of
+from benchmarks.conformance.ours import LossOf, loss_of, minibatch_deviation
+from benchmarks.conformance.packed import packed_batch
 from benchmarks.conformance.table import COMPARISONS, TRL_DIVERGENCES, TRL_LOSSES, VERL_LOSSES, Comparison
 from benchmarks.peer_environments import TRL, Peer, set_up
 from benchmarks.peers.exchange import Job, read_batch, read_jobs, read_result, write_jobs, write_result
 from benchmarks.report import BenchmarkConfig, BenchmarkError, Report
-from forge_rl.algorithms.losses import ClippedSurrogate
+from forge_rl.algorithms.losses import ClippedSurrogate, PolicyLoss
 
 SEEDS = (0, 1)
 
@@ -33,6 +34,40 @@ def test_our_side_of_every_comparison_is_finite_and_reproducible(comparison: Com
     found = conformance.compare(comparison, SEEDS, theirs(comparison))
     assert set(found.values()) == {0.0}
     assert found.keys() >= {"loss", "gradient"} or found.keys() >= {"advantages"}
+
+
+@pytest.mark.parametrize(
+    "comparison",
+    [each for each in COMPARISONS if isinstance(each.ours, LossOf)],
+    ids=lambda each: f"{each.method} {each.peer} {each.function}",
+)
+def test_each_of_two_minibatches_is_as_if_its_groups_were_alone(comparison: Comparison) -> None:
+    assert isinstance(comparison.ours, LossOf)
+    batch = draw(comparison.batches[-1], 0)
+    assert minibatch_deviation(comparison.ours, batch, conformance.deviation) < conformance.BOUND
+
+
+def test_groups_of_equal_rewards_change_no_number_where_they_are_spared_and_keep_theirs_where_not() -> None:
+    batch, compared = draw("token_advantages", 0), 0
+    for comparison in TRL_LOSSES + VERL_LOSSES:
+        loss = comparison.ours.loss if isinstance(comparison.ours, LossOf) else None
+        if isinstance(loss, PolicyLoss) and not loss.keeps_uniform:
+            spared, whole = (loss_of(each)(batch) for each in (loss, replace(loss, measures_uniform=True)))
+            assert conformance.deviation(spared["gradient"], whole["gradient"]) < 1e-9, comparison.method
+            compared += 1
+    assert compared > 20
+
+
+def test_batches_become_episodes_of_several_turns_with_tokens_that_have_no_logprob() -> None:
+    batch, loss = draw("masked", 0), ClippedSurrogate()
+    packed = packed_batch(batch, loss, {}, group_size=GROUP_SIZE, minibatches=1)
+    (minibatch,) = packed.minibatches
+    assert minibatch.tokens == batch["mask"].sum() == packed.trained_tokens
+    assert minibatch.sequences == len(batch["mask"])
+    assert 0 < minibatch.uniform_rows < len(minibatch.rows)
+    assert minibatch.observations > 0
+    assert packed.unscored_tokens > 0
+    assert {int(turn) for row in minibatch.rows for turn in row.turns[row.mask]} == {0, 1}
 
 
 def test_batches_hold_what_methods_stumble_over() -> None:

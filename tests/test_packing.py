@@ -3,6 +3,7 @@
 import pickle
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -364,6 +365,22 @@ def test_unpack_returns_each_episode_in_token_order():
 def test_advantages_of_another_batch_are_refused():
     with pytest.raises(ConfigError, match=r"\[2, 3\]"):
         pack(batch_of(simple([[20], [30]], [10, 11])), torch.zeros(2, 3), Layout())
+
+
+def test_advantages_may_be_arrays_or_lists_and_anything_else_is_named():
+    batch = batch_of(simple([[20], [30, 31]], [10, 11]))
+    expected = [row.advantages.tolist() for row in pack(batch, torch.tensor([[1.0, -1.0]]), Layout()).rows]
+    for advantages in (np.array([[1.0, -1.0]]), [[1.0, -1.0]], [[np.float32(1), -1]], [[[1.0], [-1.0, -1.0]]]):
+        assert [row.advantages.tolist() for row in pack(batch, advantages, Layout()).rows] == expected
+    for advantages, said in (
+        ([["much", "little"]], "a list, are no numbers of shape"),
+        ([1.0, -1.0], "a list, are no numbers of shape"),
+        (np.zeros((1, 2, 5)), r"an episode of 1 tokens has \[5\] advantages"),
+        (torch.zeros(1, 2, 5), r"shape \[1, 2, 5\]"),
+        ([[[1.0], 2.0]], r"an episode of 2 tokens has \[\] advantages"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            pack(batch, advantages, Layout())
 
 
 @pytest.mark.parametrize(

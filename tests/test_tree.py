@@ -271,11 +271,16 @@ def test_equal_rewards_give_exactly_zero_and_episodes_without_a_score_are_in_no_
     assert not more[4].any()
 
 
-@pytest.mark.parametrize("by", ["nodes", "episodes"])
-def test_a_tree_is_computed_once_and_its_gradient_is_that_of_separate_episodes(by: str) -> None:
+@pytest.mark.parametrize(("by", "unscored"), [("nodes", 0), ("episodes", 0), ("nodes", 1), ("episodes", 1)])
+def test_a_tree_is_computed_once_and_its_gradient_is_that_of_separate_episodes(by: str, unscored: int) -> None:
     torch.manual_seed(0)
     batch, model = tree(), TinyModel().double()
     (group,) = batch.groups
+    if unscored:  # a token of the root, which three episodes share
+        holed = [replace(each.turns[0], logprobs=[-1.0, math.nan, -1.0]) for each in group.episodes[:3]]
+        episodes = (replace(e, turns=(turn, *e.turns[1:])) for e, turn in zip(group.episodes, holed, strict=False))
+        group = replace(group, episodes=(*episodes, group.episodes[3]))
+        batch = Batch(groups=(group,), version=0)
     apart = tuple(
         replace(each, turns=tuple(replace(turn, branch=()) for turn in each.turns)) for each in group.episodes
     )
@@ -291,7 +296,8 @@ def test_a_tree_is_computed_once_and_its_gradient_is_that_of_separate_episodes(b
         (minibatch,) = laid.minibatches
         gradients.append(torch.autograd.grad(loss / minibatch.tokens, list(model.parameters())))
         if given is batch:
-            assert (laid.trained_tokens, laid.unscored_tokens, laid.packed_tokens) == (12, 0, 15)
+            assert (laid.trained_tokens, laid.unscored_tokens) == (12 - unscored, unscored)
+            assert laid.packed_tokens == 15
             assert decoded_tokens(batch) == 12
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-6)

@@ -4,8 +4,10 @@ python -m benchmarks.conformance --json out.json
 
 Each library has an environment of its own under .bench, and runs its own code there: a real TRL trainer, of which only
 forward passes, generation and rewards are replaced, and verl's functions. Batches have uneven lengths, equal rewards,
-masked tokens and episodes, extreme ratios, and are split differently on each side: ours into packed rows, theirs into
-micro-batches of two ranks (for TRL, two processes). All in float64, as far as a peer allows it.
+masked tokens and episodes, extreme ratios, and are split differently on each side: ours into episodes of several turns,
+some tokens of which have no logprob, packed into rows and given to the loss by the trainer's own functions; theirs into
+micro-batches of two ranks (for TRL, two processes). All in float64, as far as a peer and the rows' float32 allow it.
+Of two minibatches, each must be as if its groups were alone.
 
 A deviation is the largest of any element on any batch, relative to its size, or to the median size of the elements that
 are not 0 if that is larger.
@@ -28,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.conformance.batches import draw
+from benchmarks.conformance.ours import LossOf, minibatch_deviation
 from benchmarks.conformance.table import COMPARISONS, Comparison
 from benchmarks.peer_environments import ROOT, TRL, VERL, set_up
 from benchmarks.peers.exchange import Job, read_result, read_versions, write_jobs
@@ -146,6 +149,16 @@ def measure(config: Config, report: Report, comparisons: Sequence[Comparison] = 
     report.results["methods_compared"] = float(len({each.method for each, _ in equal}))
     report.results["comparisons_equal"] = float(len(equal))
     report.results["comparisons_different_on_purpose"] = float(len(found) - len(equal))
+    losses = [(each.ours, each.batches) for each in comparisons if isinstance(each.ours, LossOf)]
+    report.results["worst_deviation_of_minibatches"] = max(
+        (
+            minibatch_deviation(ours, draw(kind, seed), deviation)
+            for ours, kinds in losses
+            for kind in kinds
+            for seed in seeds
+        ),
+        default=0.0,
+    )
     report.results["worst_deviation"] = max(max(deviations.values()) for _, deviations in equal)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -11,16 +11,15 @@ import numpy.typing as npt
 import torch
 
 from benchmarks.conformance.batches import GROUP_SIZE, Batch
+from benchmarks.conformance.packed import minibatch_loss, packed_batch
 from forge_rl.algorithms.advantages import Estimator, batch_advantages, gdpo_advantages
-from forge_rl.algorithms.aggregation import Counts
 from forge_rl.algorithms.baselines import remax_advantages
 from forge_rl.algorithms.distillation import teacher_advantages
 from forge_rl.algorithms.gae import GaeConfig, gae
 from forge_rl.algorithms.pass_at_k import pass_at_k_advantages
 from forge_rl.algorithms.policy_losses import Reinforce
-from forge_rl.algorithms.protocol import Loss, LossInputs
+from forge_rl.algorithms.protocol import Loss
 from forge_rl.algorithms.returns import reinforce_pp_advantages, token_rewards
-from forge_rl.algorithms.user_loss import call_loss, call_statistics, spread
 from forge_rl.types import Batch as Episodes
 from forge_rl.types import Episode, Group, Score, Task, Turn
 
@@ -32,43 +31,62 @@ Ours = Callable[[Batch], Result]
 """forge_rl's side of a comparison."""
 _LEAVES = ("logprobs", "entropy", "values", "student")
 """What a loss may have a gradient by."""
-_ROWS = 3
-"""Rows into which a batch is packed, which are not the shares of the peers' ranks."""
 
 
-def loss_of(loss: Loss, *, group_size: int = GROUP_SIZE, support: Literal["student", "teacher"] = "teacher") -> Ours:
-    """Compute a loss as the trainer does: a sum for each packed row, divided by one number for the whole minibatch.
+@dataclass(frozen=True, kw_only=True)
+class LossOf:
+    """Computes a loss as the trainer does: of packed rows, whose groups of equal rewards it spares if it can."""
 
-    Args:
-        loss: the loss.
-        group_size: episodes per group.
-        support: policy whose most likely tokens a loss of distributions is about.
-    """
+    loss: Loss
+    group_size: int
+    """Episodes per group."""
+    support: Literal["student", "teacher"]
+    """Policy whose most likely tokens a loss of distributions is about."""
 
-    def compute(batch: Batch) -> Result:
+    def __call__(self, batch: Batch) -> Result:
+        ((_, result),) = self.minibatches(batch, 1)
+        return result
+
+    def minibatches(self, batch: Batch, count: int) -> list[tuple[npt.NDArray[np.int64], Result]]:
+        """Compute the loss of each of several minibatches; returns the indexes of its episodes, and the result."""
+        loss = self.loss
         leaves = {name: torch.from_numpy(batch[name]).clone().requires_grad_() for name in _LEAVES}
-        given = leaves | _distributions(loss, leaves["student"], torch.from_numpy(batch["teacher"]), support)
-        logprobs = leaves["logprobs"]
-        whole = _inputs(batch, group_size, loss, torch.arange(len(logprobs)), given)
-        trained = whole.mask.nonzero()[:, 0]
-        # The trainer gathers the tokens that statistics are about from all rows, whatever the rows are.
-        found = call_statistics(loss, whole.at(trained)) if loss.scope else {}
-        placed = spread(found, trained, len(whole.mask))
-        order = torch.randperm(len(logprobs), generator=torch.Generator().manual_seed(len(logprobs)))
-        total = logprobs.new_zeros(())
-        for episodes in order.tensor_split(_ROWS):
-            row = _inputs(batch, group_size, loss, episodes, given)
-            own = {
-                name: each.reshape(logprobs.shape)[episodes].flatten() if each.ndim else each
-                for name, each in placed.items()
-            }
-            total = total + call_loss(loss, replace(row, statistics=own))[0] / loss.divisor(row.counts)
-        of = "values" if "values" in loss.needs else "student" if "top_ids" in loss.columns else "logprobs"
-        gradients = torch.autograd.grad(total, [leaves[of], leaves["entropy"]], materialize_grads=True)
-        result = {"loss": total.detach().numpy(), "gradient": gradients[0].numpy()}
-        return result | ({"entropy_gradient": gradients[1].numpy()} if "entropy_gradient" in loss.needs else {})
+        others = {name: torch.from_numpy(batch[name]) for name in ("reference", "proximal")}
+        tops = _distributions(loss, leaves["student"], torch.from_numpy(batch["teacher"]), self.support)
+        columns = {name: tops[name].detach().numpy() if name in tops else batch[name] for name in loss.columns}
+        seen = leaves | others | {name: tops[name] for name in ("top_logprobs",) if name in tops}
+        packed = packed_batch(batch, loss, columns, group_size=self.group_size, minibatches=count)
+        of = "values" if "values" in loss.needs else "student" if tops else "logprobs"
+        results = []
+        for minibatch in packed.minibatches:
+            groups = {int(e) // self.group_size for row in minibatch.rows for e in row.episodes[row.mask]}
+            episodes = np.array([n for n in range(len(batch["mask"])) if n // self.group_size in groups])
+            total = minibatch_loss(minibatch, loss, seen)
+            gradients = torch.autograd.grad(
+                total, [leaves[of], leaves["entropy"]], materialize_grads=True, retain_graph=True
+            )
+            result = {"loss": total.detach().numpy(), "gradient": gradients[0].numpy()}
+            result |= {"entropy_gradient": gradients[1].numpy()} if "entropy_gradient" in loss.needs else {}
+            results.append((episodes, result))
+        return results
 
-    return compute
+
+def loss_of(loss: Loss, *, group_size: int = GROUP_SIZE, support: Literal["student", "teacher"] = "teacher") -> LossOf:
+    """Return our side of a comparison of losses; see `LossOf`."""
+    return LossOf(loss=loss, group_size=group_size, support=support)
+
+
+def minibatch_deviation(ours: LossOf, batch: Batch, deviation: Callable[..., float]) -> float:
+    """Return the largest deviation of two minibatches' results from those of batches of their groups alone."""
+    worst = 0.0
+    for episodes, result in ours.minibatches(batch, 2):
+        alone = ours({name: values[episodes] for name, values in batch.items()})
+        rest = np.delete(np.arange(len(batch["mask"])), episodes)
+        for name, values in result.items():
+            own = values[episodes] if values.ndim else values
+            assert not values.ndim or not values[rest].any(), "no other episode has a gradient"
+            worst = max(worst, deviation(own, alone[name]))
+    return worst
 
 
 def _distributions(loss: Loss, student: torch.Tensor, teacher: torch.Tensor, support: str) -> dict[str, torch.Tensor]:
@@ -77,38 +95,7 @@ def _distributions(loss: Loss, student: torch.Tensor, teacher: torch.Tensor, sup
         return {}
     policy, other = student.log_softmax(-1), teacher.log_softmax(-1)
     ids = (policy if support == "student" else other).topk(loss.columns["top_ids"]).indices
-    return {"top_logprobs": policy.gather(-1, ids), "top_teacher": other.gather(-1, ids), "top_ids": ids.double()}
-
-
-def _inputs(
-    batch: Batch, group_size: int, loss: Loss, episodes: torch.Tensor, given: Mapping[str, torch.Tensor]
-) -> LossInputs:
-    """Lay episodes one behind the other in a row; values that are not trained become NaN, and must have no effect."""
-    mask = torch.from_numpy(batch["mask"])[episodes]
-
-    def column(name: str) -> torch.Tensor:
-        values = (given[name] if name in given else torch.from_numpy(batch[name]))[episodes]
-        return values.where(mask if values.ndim == 2 else mask[..., None], torch.nan).flatten(0, 1)
-
-    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1).double().expand(mask.shape).flatten()
-    zeros = torch.zeros(mask.numel(), dtype=torch.int32)
-    names = ("logprobs", "entropy", "behaviour", "advantages", "reference", "proximal")
-    by_name: dict[str, Any] = {name: column(name) for name in names}
-    by_name |= {"values": column("values")} if "values" in loss.needs else {}
-    by_name |= {"top_logprobs": column("top_logprobs")} if "top_ids" in loss.columns else {}
-    return LossInputs(
-        **by_name,
-        lengths=lengths,
-        counts=Counts(tokens=int(batch["mask"].sum()), sequences=len(batch["mask"])),
-        group_size=group_size,
-        columns={name: column(name) for name in loss.columns},
-        weights=loss.aggregation.weights(lengths),
-        mask=mask.flatten(),
-        versions=zeros,
-        episodes=episodes.to(torch.int32)[:, None].expand(mask.shape).flatten(),
-        turns=zeros,
-        segments=zeros,
-    )
+    return {"top_logprobs": policy.gather(-1, ids), "top_teacher": other.gather(-1, ids), "top_ids": ids}
 
 
 def reverse_kl() -> Ours:

@@ -1,0 +1,136 @@
+"""A comparison's batch as episodes of several turns, packed into rows and given to a loss as the trainer does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from benchmarks.conformance.batches import Batch
+from forge_rl.algorithms.logprobs import TokenScores
+from forge_rl.algorithms.protocol import Loss, LossInputs
+from forge_rl.algorithms.user_loss import call_loss
+from forge_rl.engines.titan.inputs import RowInputs, minibatch_statistics
+from forge_rl.packing.rows import Layout, Minibatch, Packed, Row, pack
+from forge_rl.types import Batch as Episodes
+from forge_rl.types import Episode, Group, Task, Turn
+
+_SEQ_LEN = 100
+"""Tokens of a row: a batch fills several, which are not the shares of the peers' ranks."""
+
+
+def packed_batch(batch: Batch, loss: Loss, columns: Mapping[str, Any], *, group_size: int, minibatches: int) -> Packed:
+    """Pack a batch: token t of episode n is n * T + t + 1, so that rows lead back to it.
+
+    Tokens of the batch that are not trained are the world's, between two turns, in every other episode, and in the
+    others the model's, without a finite logprob.
+
+    Args:
+        columns: [N, T] or [N, T, k] by name, what the loss needs of each token.
+    """
+    lengths = [int(own.nonzero()[0].max(initial=0)) + 1 for own in batch["mask"]]
+    episodes = [_episode(batch, number, length) for number, length in enumerate(lengths)]
+    answered = [np.array([token - 1 for turn in each.turns for token in turn.token_ids]) for each in episodes]
+
+    def of_tokens(values: npt.NDArray[Any]) -> list[list[npt.NDArray[Any]]]:
+        flat = values.reshape(-1, *values.shape[2:])
+        own = [flat[places] for places in answered]
+        return [own[first : first + group_size] for first in range(0, len(own), group_size)]
+
+    firsts = range(0, len(episodes), group_size)
+    groups = tuple(Group(task=_TASK, episodes=tuple(episodes[first : first + group_size])) for first in firsts)
+    return pack(
+        Episodes(groups=groups, version=0),
+        of_tokens(batch["advantages"]),
+        Layout(seq_len=_SEQ_LEN, minibatches=minibatches),
+        columns={name: of_tokens(values) for name, values in columns.items()},
+    )
+
+
+_TASK = Task(id="1", source="random", messages=({"role": "user", "content": "go"},))
+
+
+def _episode(batch: Batch, number: int, length: int) -> Episode:
+    mask, size = batch["mask"][number, :length], batch["mask"].shape[1]
+    ids = number * size + np.arange(length) + 1
+    logprobs = np.where(mask, batch["behaviour"][number, :length], np.nan)
+    runs = np.split(np.arange(length), np.diff(mask).nonzero()[0] + 1)
+    if number % 2 or not mask.any():
+        runs = [np.arange(length)]
+    turns = [
+        Turn(
+            prompt_ids=(batch["mask"].size + 1, *ids[: run[0]].tolist()),
+            token_ids=ids[run],
+            logprobs=logprobs[run],
+            versions=np.zeros(len(run), np.int32),
+            text="",
+        )
+        for run in runs
+        if len(runs) == 1 or mask[run[0]]
+    ]
+    return Episode(task=_TASK, turns=tuple(turns))
+
+
+def minibatch_loss(minibatch: Minibatch, loss: Loss, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the loss of a minibatch as the trainer computes it: a sum over rows, divided by one number.
+
+    Args:
+        leaves: float64 with gradient, [N, T], or [N, T, k] of "top_logprobs", what a model would have found of each
+            token. Rows see NaN where nothing is trained.
+    """
+    if not loss.keeps_uniform:
+        minibatch = minibatch.without_uniform()
+    inputs_of = RowInputs(minibatch, loss, 0.0)
+    needed, total = loss.scope == "minibatch" or loss.scope in minibatch.scattered, torch.zeros((), dtype=torch.float64)
+    statistics: list[Mapping[str, torch.Tensor]] = [{} for _ in minibatch.rows]
+    if needed and minibatch.rows:
+        places = [(row.mask.nonzero()[:, 0], len(row)) for row in minibatch.rows]
+        parts = [
+            _inputs(inputs_of, row, leaves, {}).at(tokens)
+            for row, (tokens, _) in zip(minibatch.rows, places, strict=True)
+        ]
+        with _alone(), torch.no_grad():
+            statistics = minibatch_statistics(loss, parts, places, peers=1)
+    for row, found in zip(minibatch.rows, statistics, strict=True):
+        total = total + call_loss(loss, _inputs(inputs_of, row, leaves, found))[0]
+    return total / loss.divisor(inputs_of.counts)
+
+
+def _inputs(
+    inputs_of: RowInputs, row: Row, leaves: Mapping[str, torch.Tensor], statistics: Mapping[str, torch.Tensor]
+) -> LossInputs:
+    tokens = torch.where(row.mask, row.targets - 1, 0)
+
+    def looked_up(name: str) -> torch.Tensor:
+        values = leaves[name].flatten(0, 1)[tokens]
+        return values.where(row.mask if values.ndim == 1 else row.mask[:, None], torch.nan)
+
+    logprobs = looked_up("logprobs")
+    if "top_logprobs" in leaves:
+        logprobs = torch.cat([logprobs[:, None], looked_up("top_logprobs")], dim=1)
+    values = looked_up("values") if "values" in inputs_of.loss.needs else None
+    return inputs_of.of(
+        row,
+        TokenScores(logprobs, looked_up("entropy"), None, values),
+        looked_up("reference") if "reference" in inputs_of.loss.needs else None,
+        looked_up("proximal") if "proximal" in inputs_of.loss.needs else None,
+        statistics,
+    )
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Have a process group, of this process alone, as statistics are gathered from all ranks."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
