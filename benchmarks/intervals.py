@@ -3,8 +3,8 @@
 python -m benchmarks.intervals --json out.json
 
 Each task has k episodes and a chance of success, the same for all or drawn from a wide beta distribution, of parameters
-that add up to 1. The second model's chances are 0.96 times the first's plus 0.02, a fifth of them those of other tasks.
-A table's cell is the lowest coverage over k and distributions.
+that add up to 1. The second model's chances are 0.96 times the first's plus 0.02, a fifth of them drawn again. Each
+table cell is the lowest coverage over k and distributions.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def coverage(
 ) -> tuple[float, float]:
     """Return how often the intervals of the first model's score, and of the difference, hold the true values."""
 
-    def chances() -> npt.NDArray[np.float64]:
+    def draw_chances() -> npt.NDArray[np.float64]:
         return random.beta(chance, 1 - chance, tasks) if varies else np.full(tasks, chance)
 
     hits = np.zeros(2)
     for _ in range(draws):
-        first = chances()
-        second = 0.96 * np.where(random.random(tasks) < 0.2, chances(), first) + 0.02
-        scores, others = (random.binomial(episodes, each) / episodes for each in (first, second))
-        score, difference = mean_over_tasks(scores.tolist()), compare_paired(scores.tolist(), others.tolist())
+        first = draw_chances()
+        second = 0.96 * np.where(random.random(tasks) < 0.2, draw_chances(), first) + 0.02
+        scores, second_scores = (random.binomial(episodes, chances) / episodes for chances in (first, second))
+        score, difference = mean_over_tasks(scores.tolist()), compare_paired(scores.tolist(), second_scores.tolist())
         hits += score.low <= chance <= score.high, difference.low <= 0.02 - 0.04 * chance <= difference.high
     return float(hits[0] / draws), float(hits[1] / draws)
 

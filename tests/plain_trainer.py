@@ -104,7 +104,9 @@ class PlainTrainer:
         self._optimizer = torch.optim.AdamW(
             [
                 {
-                    "params": [parameter for (_, parameter), own in zip(named, decays, strict=True) if own == decayed],
+                    "params": [
+                        parameter for (_, parameter), decay in zip(named, decays, strict=True) if decay == decayed
+                    ],
                     "weight_decay": optimizer.weight_decay if decayed else 0.0,
                 }
                 for decayed in (True, False)

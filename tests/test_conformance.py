@@ -38,8 +38,8 @@ def test_our_side_of_every_comparison_is_finite_and_reproducible(comparison: Com
 
 @pytest.mark.parametrize(
     "comparison",
-    [each for each in COMPARISONS if isinstance(each.ours, LossOf)],
-    ids=lambda each: f"{each.method} {each.peer} {each.function}",
+    [comparison for comparison in COMPARISONS if isinstance(comparison.ours, LossOf)],
+    ids=lambda comparison: f"{comparison.method} {comparison.peer} {comparison.function}",
 )
 def test_each_of_two_minibatches_is_as_if_its_groups_were_alone(comparison: Comparison) -> None:
     assert isinstance(comparison.ours, LossOf)
@@ -52,8 +52,8 @@ def test_groups_of_equal_rewards_change_no_number_where_they_are_spared_and_keep
     for comparison in TRL_LOSSES + VERL_LOSSES:
         loss = comparison.ours.loss if isinstance(comparison.ours, LossOf) else None
         if isinstance(loss, PolicyLoss) and not loss.keeps_uniform:
-            spared, whole = (loss_of(each)(batch) for each in (loss, replace(loss, measures_uniform=True)))
-            assert conformance.deviation(spared["gradient"], whole["gradient"]) < 1e-9, comparison.method
+            spared, full = (loss_of(form)(batch) for form in (loss, replace(loss, measures_uniform=True)))
+            assert conformance.deviation(spared["gradient"], full["gradient"]) < 1e-9, comparison.method
             compared += 1
     assert compared > 20
 

@@ -87,11 +87,12 @@ def test_a_store_that_lacks_an_update_writes_what_that_changed_too(address: str)
     publish(publisher, 1, tensors)
     assert follower.update()
     drafted = draft(follower.specs, version=1, dtype=torch.bfloat16)
-    known = Held(follower.tensors).manifest(1).tensors
+    entries = Held(follower.tensors).manifest(1).tensors
     base = replace(
         drafted,
         tensors=tuple(
-            replace(entry, fingerprint=own.fingerprint) for entry, own in zip(drafted.tensors, known, strict=True)
+            replace(entry, fingerprint=attested.fingerprint)
+            for entry, attested in zip(drafted.tensors, entries, strict=True)
         ),
     )
     early, late = list(tensors)[:2]
@@ -101,8 +102,8 @@ def test_a_store_that_lacks_an_update_writes_what_that_changed_too(address: str)
         assert follower.update()
     assert [spec.name for spec in follower.specs if spec.changed] == [late]
     drafted = draft(follower.specs, version=3, dtype=torch.bfloat16, base=base)
-    written = {bucket.key for bucket in drafted.written}
-    assert {entry.name for entry in drafted.tensors if entry.bucket in written} >= {early, late}
+    new_buckets = {bucket.key for bucket in drafted.written}
+    assert {entry.name for entry in drafted.tensors if entry.bucket in new_buckets} >= {early, late}
 
 
 def test_each_version_is_put_together_bit_for_bit_from_what_changed(address: str):

@@ -55,14 +55,14 @@ def test_an_engine_that_loads_during_a_rollback_loads_the_new_weights_of_that_nu
     store: Any = object()
     loaded: list[tuple[int, int]] = []
 
-    async def load(replica: object, version: int, of: object) -> None:
+    async def load(replica: object, version: int, source: object) -> None:
         loaded.append((version, pool._desired.epoch))
         # Meanwhile the store rolled back, and the version of that number was published again.
         pool._desired = DesiredState(version=5, epoch=1, store=store)
 
     monkeypatch.setattr(pool, "_load", load)
     pool._desired = DesiredState(version=5, epoch=0, store=store)
-    deadlines = SimpleNamespace(hold_streams=lambda held: None)
+    deadlines = SimpleNamespace(hold_streams=lambda is_held: None)
     replica: Any = SimpleNamespace(index=0, link=SimpleNamespace(deadlines=deadlines))
     asyncio.run(pool._bring(replica, DesiredState()))
     assert loaded == [(5, 0), (5, 1)]

@@ -36,10 +36,10 @@ def test_linear_decay_begins_after_the_warm_up():
 
 
 def test_the_policys_rate_decays_over_the_steps_that_train_it(monkeypatch: pytest.MonkeyPatch):
-    seen: dict[str, object] = {}
+    arguments: dict[str, object] = {}
 
-    async def record(*_: object, **given: object) -> None:
-        seen.update(given)
+    async def record(*_: object, **named: object) -> None:
+        arguments.update(named)
 
     monkeypatch.setattr(Trainer, "start", record)
     monkeypatch.setattr(services, "_devices_free", lambda *_: None)
@@ -49,7 +49,7 @@ def test_the_policys_rate_decays_over_the_steps_that_train_it(monkeypatch: pytes
     faults = SimpleNamespace(faults=None)
     prepared = SimpleNamespace(monitor=faults, checkpoint=None, folder=Path())
     asyncio.run(services._start_trainer(checked, hosts, prepared, after=None))  # type: ignore[arg-type]
-    assert seen["total_steps"] == 6, "the first four train the critic alone"
+    assert arguments["total_steps"] == 6, "the first four train the critic alone"
 
 
 def test_cosine_decay_is_half_way_at_half_time():

@@ -202,15 +202,20 @@ def test_uniform_groups_lie_in_rows_that_can_be_spared_and_the_others_keep_their
     prompt = [10, 11]
     uniform = [(0.1, [turn(prompt, [20])]), (0.1, [turn(prompt, [21, 24])])]
     batch = batch_of(uniform, simple([[22], [23]], prompt))
-    whole = packed(batch, drop_uniform=True)
-    spared = whole.without_uniform
-    assert (whole.trained_tokens, spared.trained_tokens, whole.uniform_share, spared.uniform_share) == (5, 2, 0.5, 0.5)
-    assert (whole.sequence_tokens, spared.sequence_tokens) == (2 + 3 + 2 + 2, 2 + 2)
-    for minibatch in (*whole.minibatches, *spared.minibatches):
+    full = packed(batch, drop_uniform=True)
+    spared = full.without_uniform
+    assert (full.trained_tokens, spared.trained_tokens, full.uniform_share, spared.uniform_share) == (
+        5,
+        2,
+        0.5,
+        0.5,
+    )
+    assert (full.sequence_tokens, spared.sequence_tokens) == (2 + 3 + 2 + 2, 2 + 2)
+    for minibatch in (*full.minibatches, *spared.minibatches):
         assert (minibatch.tokens, minibatch.sequences) == (5, 4), "the mean is over all"
-    assert set(unpack(whole, [row.targets for row in whole.rows])) == {0, 1, 2, 3}
+    assert set(unpack(full, [row.targets for row in full.rows])) == {0, 1, 2, 3}
     assert set(unpack(spared, [row.targets for row in spared.rows])) == {2, 3}
-    assert whole.without_uniform is spared
+    assert full.without_uniform is spared
     together = packed(batch)
     assert (len(together.rows), together.without_uniform.trained_tokens) == (1, 5)
 
@@ -218,9 +223,9 @@ def test_uniform_groups_lie_in_rows_that_can_be_spared_and_the_others_keep_their
 def test_what_lies_in_several_rows_is_told_of_the_rows_that_are_left():
     long = [(1.0, [turn([10, 11], [20] * 5)]), (1.0, [turn([10, 11], [21] * 5)])]
     batch = batch_of(long, simple([[22], [23]], [10, 11]))
-    whole = packed(batch, Layout(seq_len=7), drop_uniform=True)
-    assert whole.minibatches[0].scattered == {"group"}
-    assert whole.without_uniform.minibatches[0].scattered == frozenset()
+    full = packed(batch, Layout(seq_len=7), drop_uniform=True)
+    assert full.minibatches[0].scattered == {"group"}
+    assert full.without_uniform.minibatches[0].scattered == frozenset()
 
 
 def test_a_group_is_uniform_by_its_advantages_not_by_its_rewards():
@@ -372,14 +377,14 @@ def test_advantages_may_be_arrays_or_lists_and_anything_else_is_named():
     expected = [row.advantages.tolist() for row in pack(batch, torch.tensor([[1.0, -1.0]]), Layout()).rows]
     for advantages in (np.array([[1.0, -1.0]]), [[1.0, -1.0]], [[np.float32(1), -1]], [[[1.0], [-1.0, -1.0]]]):
         assert [row.advantages.tolist() for row in pack(batch, advantages, Layout()).rows] == expected
-    for advantages, said in (
-        ([["much", "little"]], "a list, are no numbers of shape"),
-        ([1.0, -1.0], "a list, are no numbers of shape"),
+    for advantages, message in (
+        ([["much", "little"]], "a list, are not numbers of shape"),
+        ([1.0, -1.0], "a list, are not numbers of shape"),
         (np.zeros((1, 2, 5)), r"an episode of 1 tokens has \[5\] advantages"),
         (torch.zeros(1, 2, 5), r"shape \[1, 2, 5\]"),
         ([[[1.0], 2.0]], r"an episode of 2 tokens has \[\] advantages"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             pack(batch, advantages, Layout())
 
 

@@ -127,7 +127,7 @@ def test_texts_name_rewards_and_weights(texts: list[str], total: float, parts: d
 @pytest.mark.parametrize("weights", [(0.7, 0.2, 0.1), (0.8, 0.1, 0.1), (0.333, 0.333, 0.334), (0.1,) * 10])
 def test_full_marks_in_every_part_are_a_success_whatever_the_weights(weights: tuple[float, ...]):
     parts = {str(place): Score(total=1.0) for place in range(len(weights))}
-    rewards = WeightedSum({name: (lambda task, text: 1.0, own) for name, own in zip(parts, weights, strict=True)})
+    rewards = WeightedSum({name: (lambda task, text: 1.0, weight) for name, weight in zip(parts, weights, strict=True)})
     total = rewards.combine(parts).total
     assert pass_at_k([[total, 0.0]], 2).value == 1.0
     assert pass_at_k([[total - 1e-6, 0.0]], 2).value == 0.0

@@ -42,10 +42,10 @@ def started(tmp_path: Path) -> tuple[Path, Path, Settings]:
     return run, link, settings
 
 
-def kept(run: Path, link: Path, said: list[str], *, weights: bool = True, force: bool = False) -> Path:
-    now = (link / "model").resolve()
+def kept(run: Path, link: Path, lines: list[str], *, weights: bool = True, force: bool = False) -> Path:
+    current = (link / "model").resolve()
     return keep_model(
-        run, "--model", str(link), now, weights=weights, resumes=True, force=force, tell=said.append
+        run, "--model", str(link), current, weights=weights, resumes=True, force=force, tell=lines.append
     ).parent
 
 
@@ -54,9 +54,9 @@ def test_a_resumed_run_keeps_the_folder_that_a_link_led_to(tmp_path: Path):
     (line,) = check_same(run, settings, {})
     assert f"--model {link} leads to {tmp_path}/step-2/model and led to {tmp_path}/step-1/model" in line
     os.close(prepare_folder(run, settings))
-    said: list[str] = []
-    assert kept(run, link, said) == tmp_path / "step-1"
-    assert "the run keeps" in said[0]
+    lines: list[str] = []
+    assert kept(run, link, lines) == tmp_path / "step-1"
+    assert "the run keeps" in lines[0]
     assert read_records(run)["--model"].folder == str(tmp_path / "step-1" / "model"), "also the next time"
 
 
@@ -70,10 +70,10 @@ def test_a_reference_that_is_gone_is_refused_unless_forced_and_other_files_count
     (tmp_path / "step-2" / "model" / "chat_template.jinja").write_text("{{ tools }}")
     with pytest.raises(ConfigError, match=r"chat_template\.jinja changed"):
         kept(run, link, [], weights=False)
-    assert kept(run, link, said := [], force=True) == tmp_path / "step-2"
-    assert "is another model than the run began with" in said[0]
-    assert kept(run, link, said := []) == tmp_path / "step-2"
-    assert not said, "it is the run's from now on"
+    assert kept(run, link, lines := [], force=True) == tmp_path / "step-2"
+    assert "is another model than the run began with" in lines[0]
+    assert kept(run, link, lines := []) == tmp_path / "step-2"
+    assert not lines, "it is the run's from now on"
 
 
 def test_a_model_that_was_moved_or_never_recorded_is_taken(tmp_path: Path):
@@ -82,12 +82,12 @@ def test_a_model_that_was_moved_or_never_recorded_is_taken(tmp_path: Path):
     link.unlink()
     link.symlink_to(tmp_path / "elsewhere")
     assert check_same(run, settings, {}) == []
-    assert kept(run, link, said := []) == tmp_path / "elsewhere"
+    assert kept(run, link, lines := []) == tmp_path / "elsewhere"
     (run / "models.json").unlink()  # a run of before
     link.unlink()
     link.symlink_to(tmp_path / "step-2")
-    assert kept(run, link, said) == tmp_path / "step-2"
-    assert not said
+    assert kept(run, link, lines) == tmp_path / "step-2"
+    assert not lines
 
 
 def test_a_large_file_is_told_from_another_by_blocks(tmp_path: Path):
@@ -106,6 +106,6 @@ def test_the_files_of_a_rewards_model_are_part_of_what_a_run_is(tmp_path: Path):
         model_folder: Path
 
     rewards = Reward(model_folder(tmp_path / "a", "1") / "model"), Reward(model_folder(tmp_path / "b", "2") / "model")
-    found = code_digests(*rewards)
-    weights = [digest for name, digest in found.items() if name.endswith("of a reward: model.safetensors")]
+    digests = code_digests(*rewards)
+    weights = [digest for name, digest in digests.items() if name.endswith("of a reward: model.safetensors")]
     assert len(set(weights)) == 2

@@ -277,7 +277,7 @@ def test_a_tree_is_computed_once_and_its_gradient_is_that_of_separate_episodes(b
     batch, model = tree(), TinyModel().double()
     (group,) = batch.groups
     if unscored:  # a token of the root, which three episodes share
-        holed = [replace(each.turns[0], logprobs=[-1.0, math.nan, -1.0]) for each in group.episodes[:3]]
+        holed = [replace(e.turns[0], logprobs=[-1.0, math.nan, -1.0]) for e in group.episodes[:3]]
         episodes = (replace(e, turns=(turn, *e.turns[1:])) for e, turn in zip(group.episodes, holed, strict=False))
         group = replace(group, episodes=(*episodes, group.episodes[3]))
         batch = Batch(groups=(group,), version=0)

@@ -149,7 +149,7 @@ def measure(config: Config, report: Report, comparisons: Sequence[Comparison] = 
     report.results["methods_compared"] = float(len({each.method for each, _ in equal}))
     report.results["comparisons_equal"] = float(len(equal))
     report.results["comparisons_different_on_purpose"] = float(len(found) - len(equal))
-    losses = [(each.ours, each.batches) for each in comparisons if isinstance(each.ours, LossOf)]
+    losses = [(item.ours, item.batches) for item in comparisons if isinstance(item.ours, LossOf)]
     report.results["worst_deviation_of_minibatches"] = max(
         (
             minibatch_deviation(ours, draw(kind, seed), deviation)

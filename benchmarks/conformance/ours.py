@@ -51,19 +51,19 @@ class LossOf:
         """Compute the loss of each of several minibatches; returns the indexes of its episodes, and the result."""
         loss = self.loss
         leaves = {name: torch.from_numpy(batch[name]).clone().requires_grad_() for name in _LEAVES}
-        others = {name: torch.from_numpy(batch[name]) for name in ("reference", "proximal")}
+        compared = {name: torch.from_numpy(batch[name]) for name in ("reference", "proximal")}
         tops = _distributions(loss, leaves["student"], torch.from_numpy(batch["teacher"]), self.support)
         columns = {name: tops[name].detach().numpy() if name in tops else batch[name] for name in loss.columns}
-        seen = leaves | others | {name: tops[name] for name in ("top_logprobs",) if name in tops}
+        inputs = leaves | compared | {name: tops[name] for name in ("top_logprobs",) if name in tops}
         packed = packed_batch(batch, loss, columns, group_size=self.group_size, minibatches=count)
-        of = "values" if "values" in loss.needs else "student" if tops else "logprobs"
+        leaf = "values" if "values" in loss.needs else "student" if tops else "logprobs"
         results = []
         for minibatch in packed.minibatches:
             groups = {int(e) // self.group_size for row in minibatch.rows for e in row.episodes[row.mask]}
             episodes = np.array([n for n in range(len(batch["mask"])) if n // self.group_size in groups])
-            total = minibatch_loss(minibatch, loss, seen)
+            total = minibatch_loss(minibatch, loss, inputs)
             gradients = torch.autograd.grad(
-                total, [leaves[of], leaves["entropy"]], materialize_grads=True, retain_graph=True
+                total, [leaves[leaf], leaves["entropy"]], materialize_grads=True, retain_graph=True
             )
             result = {"loss": total.detach().numpy(), "gradient": gradients[0].numpy()}
             result |= {"entropy_gradient": gradients[1].numpy()} if "entropy_gradient" in loss.needs else {}
@@ -77,15 +77,15 @@ def loss_of(loss: Loss, *, group_size: int = GROUP_SIZE, support: Literal["stude
 
 
 def minibatch_deviation(ours: LossOf, batch: Batch, deviation: Callable[..., float]) -> float:
-    """Return the largest deviation of two minibatches' results from those of batches of their groups alone."""
+    """Return the largest deviation of two minibatches from batches of their groups alone."""
     worst = 0.0
     for episodes, result in ours.minibatches(batch, 2):
         alone = ours({name: values[episodes] for name, values in batch.items()})
         rest = np.delete(np.arange(len(batch["mask"])), episodes)
         for name, values in result.items():
-            own = values[episodes] if values.ndim else values
+            part = values[episodes] if values.ndim else values
             assert not values.ndim or not values[rest].any(), "no other episode has a gradient"
-            worst = max(worst, deviation(own, alone[name]))
+            worst = max(worst, deviation(part, alone[name]))
     return worst
 
 

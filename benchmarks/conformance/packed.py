@@ -33,14 +33,14 @@ def packed_batch(batch: Batch, loss: Loss, columns: Mapping[str, Any], *, group_
     Args:
         columns: [N, T] or [N, T, k] by name, what the loss needs of each token.
     """
-    lengths = [int(own.nonzero()[0].max(initial=0)) + 1 for own in batch["mask"]]
+    lengths = [int(mask.nonzero()[0].max(initial=0)) + 1 for mask in batch["mask"]]
     episodes = [_episode(batch, number, length) for number, length in enumerate(lengths)]
-    answered = [np.array([token - 1 for turn in each.turns for token in turn.token_ids]) for each in episodes]
+    answered = [np.array([token - 1 for turn in episode.turns for token in turn.token_ids]) for episode in episodes]
 
     def of_tokens(values: npt.NDArray[Any]) -> list[list[npt.NDArray[Any]]]:
         flat = values.reshape(-1, *values.shape[2:])
-        own = [flat[places] for places in answered]
-        return [own[first : first + group_size] for first in range(0, len(own), group_size)]
+        rows = [flat[places] for places in answered]
+        return [rows[first : first + group_size] for first in range(0, len(rows), group_size)]
 
     firsts = range(0, len(episodes), group_size)
     groups = tuple(Group(task=_TASK, episodes=tuple(episodes[first : first + group_size])) for first in firsts)
@@ -96,8 +96,8 @@ def minibatch_loss(minibatch: Minibatch, loss: Loss, leaves: Mapping[str, torch.
         ]
         with _alone(), torch.no_grad():
             statistics = minibatch_statistics(loss, parts, places, peers=1)
-    for row, found in zip(minibatch.rows, statistics, strict=True):
-        total = total + call_loss(loss, _inputs(inputs_of, row, leaves, found))[0]
+    for row, of_row in zip(minibatch.rows, statistics, strict=True):
+        total = total + call_loss(loss, _inputs(inputs_of, row, leaves, of_row))[0]
     return total / loss.divisor(inputs_of.counts)
 
 

@@ -110,8 +110,8 @@ def compare_paired(first: Sequence[float], second: Sequence[float], *, seed: int
 
         compare_paired([0.0, 0.5, 1.0], [0.5, 0.5, 1.0]).low
 
-    The interval is that of the mean difference after one more task on each side, with the largest difference that was
-    seen (1 if all are 0): for scores of 0 and 1, Bonett and Price's adjusted interval of paired proportions (2012,
+    The interval is computed with one more task on each side, of the largest difference that was seen (1 if all are 0).
+    For scores of 0 and 1 it is Bonett and Price's adjusted interval of paired proportions (2012,
     doi:10.3102/1076998611411915). Unlike a bootstrap, it has a width where all differences are equal, and covers rare
     successes of few tasks; docs/running/evaluation.md has its coverage. Within -1 and 1 for scores within 0 and 1.
 
@@ -119,12 +119,12 @@ def compare_paired(first: Sequence[float], second: Sequence[float], *, seed: int
         seed, resamples: without effect; the interval is a formula.
     """
     assert len(first) == len(second) > 0, f"{len(first)} and {len(second)} tasks are no pairs"
-    scores, others = np.asarray(first, np.float64), np.asarray(second, np.float64)
-    differences = others - scores
+    first_scores, second_scores = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    differences = second_scores - first_scores
     largest = float(abs(differences).max()) or 1.0
     widened = np.array([*differences, largest, -largest])
     middle, half = float(widened.mean()), _Z * float(widened.std()) / math.sqrt(len(widened))
-    bound = 1.0 if _within_unit(scores) and _within_unit(others) else math.inf
+    bound = 1.0 if _within_unit(first_scores) and _within_unit(second_scores) else math.inf
     return Comparison(
         difference=float(differences.mean()),
         low=max(-bound, middle - half),

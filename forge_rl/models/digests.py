@@ -17,13 +17,13 @@ def file_digest(path: Path) -> str:
     """Return a digest of a file's content, and for a large one of its size, its beginning and evenly spaced blocks."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        found = hashlib.sha256(file.read(_READ_WHOLE))
+        digest = hashlib.sha256(file.read(_READ_WHOLE))
         if size > _READ_WHOLE:
-            found.update(str(size).encode())
+            digest.update(str(size).encode())
             for block in range(1, _BLOCKS + 1):
                 file.seek((size - _BLOCK_BYTES) * block // _BLOCKS)
-                found.update(file.read(_BLOCK_BYTES))
-    return found.hexdigest()[:16]
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def model_digests(folder: Path) -> dict[str, str]:

@@ -158,7 +158,7 @@ class Minibatch:
     """Number of rows at the end, a multiple of Layout.shares, in which all advantages are 0."""
 
     def without_uniform(self) -> Minibatch:
-        """Return the minibatch without `uniform_rows`; what it counts stays."""
+        """Return the minibatch without `uniform_rows`, with the same counts."""
         if not self.uniform_rows:
             return self
         rows = self.rows[: len(self.rows) - self.uniform_rows]
@@ -318,14 +318,16 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int], layout: Layou
         except (TypeError, ValueError, RuntimeError) as error:
             kind = type(advantages).__name__
             raise ConfigError(
-                f"the advantages, a {kind}, are no numbers of shape [P, G] = {shape}: {error}", hint=hint
+                f"the advantages, a {kind}, are not numbers of shape [P, G] = {shape}: {error}", hint=hint
             ) from error
     is_tensor = isinstance(advantages, torch.Tensor)
-    seen = list(advantages.shape) if is_tensor else [len(advantages), *map(len, advantages)][:2]
-    if batch.groups and seen != shape:
-        raise ConfigError(f"the advantages have shape {seen}, but the batch has shape [P, G] = {shape}", hint=hint)
+    given_shape = list(advantages.shape) if is_tensor else [len(advantages), *map(len, advantages)][:2]
+    if batch.groups and given_shape != shape:
+        raise ConfigError(
+            f"the advantages have shape {given_shape}, but the batch has shape [P, G] = {shape}", hint=hint
+        )
     if not isinstance(advantages, torch.Tensor):
-        for values, episode in zip((own for group in advantages for own in group), batch.episodes, strict=True):
+        for values, episode in zip((values for group in advantages for values in group), batch.episodes, strict=True):
             if values.shape != (episode.response_tokens,):
                 raise ConfigError(
                     f"an episode of {episode.response_tokens} tokens has {list(values.shape)} advantages", hint=hint
@@ -420,7 +422,7 @@ def _lay(
         observations=sum(int(branch.observed.sum()) for branch in branches),
         repeated=repeated,
         unscored=unscored,
-        uniform=not any(bool(each.any()) for each in advantages),
+        uniform=not any(bool(values.any()) for values in advantages),
     )
 
 

@@ -110,8 +110,8 @@ def _check_lengths(field: str, lengths: Mapping[str, Sequence[int]]) -> None:
 
 def _sum(values: Iterable[float]) -> float:
     """Sum with one rounding: 0.7 + 0.2 + 0.1 is 1. What is not finite adds up as it does elsewhere."""
-    found = list(values)
-    return math.fsum(found) if all(map(math.isfinite, found)) else sum(found)
+    summands = list(values)
+    return math.fsum(summands) if all(map(math.isfinite, summands)) else sum(summands)
 
 
 def _sum_of_values(values: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

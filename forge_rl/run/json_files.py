@@ -21,9 +21,9 @@ def read_object(
 ) -> dict[str, Any]:
     """Read a JSON object from an existing run; raises `error` if the file does not exist or is invalid."""
     try:
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict):
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
             raise ValueError("it does not hold a JSON object")
     except (OSError, ValueError, RecursionError) as cause:
         raise error(f"{path} cannot be read: {cause}", hint=hint) from cause
-    return found
+    return content

@@ -229,13 +229,13 @@ def code_digests(*objects: object) -> dict[str, str]:
     except its recipes, and code typed at a prompt are left out.
     """
     installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-    found, models = dict[str, str](), 0
+    digests, models = dict[str, str](), 0
     for value in itertools.chain.from_iterable(map(_held, objects)):
         for path in getattr(value, "files", ()):
-            found[path.name] = file_digest(path)
+            digests[path.name] = file_digest(path)
         if (folder := getattr(value, "model_folder", None)) is not None:
             models += 1
-            found |= {f"model {models} of a reward: {name}": digest for name, digest in model_digests(folder).items()}
+            digests |= {f"model {models} of a reward: {name}": digest for name, digest in model_digests(folder).items()}
         module = sys.modules.get(getattr(value, "__module__", ""))
         path = Path(getattr(module, "__file__", None) or "")
         if path.suffix != ".py" or (path.parent.name != "recipes" and {_LIBRARY, *installed} & {*path.parents}):
@@ -244,8 +244,8 @@ def code_digests(*objects: object) -> dict[str, str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 node.body = [part for part in node.body if not _is_docstring(part)]
-        found[path.name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
-    return found
+        digests[path.name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+    return digests
 
 
 def _held(value: object) -> Iterator[object]:
@@ -296,7 +296,7 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
     moved: list[str] = []
     if _has_checkpoints(folder):  # else nothing was made by other code, or from another model
         refused += edited
-        moved = [said for each in read_records(folder).items() if (said := where_moved(*each))]
+        moved = [change for record in read_records(folder).items() if (change := where_moved(*record))]
     if refused and not getattr(config, "force_continue", False):
         raise ConfigError(
             f"{folder if flag == '--out' else flag} holds a run with other settings: {', '.join(refused)}",

@@ -21,13 +21,13 @@ class ModelRecord:
     name: str
     """Value of its flag: a folder, a hub id or a bundled model."""
     folder: str
-    """Folder that this led to, without links; of the hub, that of a revision."""
+    """Folder that this led to, without links; for a hub id, the folder of a revision."""
     files: dict[str, str]
     """Digest of each file."""
 
 
 def read_records(run: Path) -> dict[str, ModelRecord]:
-    """Return the models that a run began with, by flag; none for a run of before they were recorded.
+    """Return the models that a run began with, by flag; none for a run without a record.
 
     Raises:
         ConfigError: the record cannot be read.
@@ -48,7 +48,7 @@ def record_model(run: Path, flag: str, name: str, folder: Path) -> None:
 
 
 def where_moved(flag: str, record: ModelRecord) -> str:
-    """Describe to which other model a flag leads now than when the run began; "" if to none, or if it is no folder."""
+    """Describe how the model that a flag leads to changed since the run began; "" if it did not, or is not a folder."""
     folder = Path(record.name).expanduser()
     if not folder.is_dir():
         return ""
@@ -74,7 +74,7 @@ def keep_model(
 
     Args:
         weights: whether a resumed run uses the weights, as a frozen reference or a teacher, or only the other files.
-        resumes: whether the run goes on from a checkpoint; else what the flag leads to is recorded.
+        resumes: whether the run resumes from a checkpoint; otherwise the folder is recorded.
         force: whether a model that changed is taken, as by --force-continue.
 
     Raises:
@@ -102,8 +102,9 @@ def keep_model(
 
 def _changed(record: ModelRecord, folder: Path, *, weights: bool = True) -> str:
     """Name the files of a folder that differ from a record's, "" if none does."""
-    found = model_digests(folder)
-    names = sorted(name for name in found.keys() | record.files.keys() if found.get(name) != record.files.get(name))
+    digests = model_digests(folder)
+    every = digests.keys() | record.files.keys()
+    names = sorted(name for name in every if digests.get(name) != record.files.get(name))
     names = [name for name in names if weights or ".safetensors" not in name]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more + (" changed" if names else "")
