@@ -320,8 +320,10 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int], layout: Layou
             raise ConfigError(
                 f"the advantages, a {kind}, are not numbers of shape [P, G] = {shape}: {error}", hint=hint
             ) from error
-    is_tensor = isinstance(advantages, torch.Tensor)
-    given_shape = list(advantages.shape) if is_tensor else [len(advantages), *map(len, advantages)][:2]
+    if isinstance(advantages, torch.Tensor):
+        given_shape = list(advantages.shape)
+    else:
+        given_shape = [len(advantages), *map(len, advantages)][:2]
     if batch.groups and given_shape != shape:
         raise ConfigError(
             f"the advantages have shape {given_shape}, but the batch has shape [P, G] = {shape}", hint=hint
