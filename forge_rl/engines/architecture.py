@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.family import Architecture, ConfigFile
 from forge_rl.errors import ModelError
-from forge_rl.models.hf_folder import tensor_files
+from forge_rl.models.hf_folder import has_own_head, tensor_files
 
 __all__ = ["Architecture", "predicting_layers", "read_architecture", "stored_bytes"]
 
@@ -32,7 +33,7 @@ def predicting_layers(folder: Path, architecture: Architecture) -> int:
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read config.json.
+    """Read config.json, and whether the files agree with it that the embedding is also the output projection.
 
     Raises:
         ModelError: the file is missing or broken, or describes an unsupported model.
@@ -57,4 +58,6 @@ def read_architecture(folder: Path) -> Architecture:
             f"{path} describes a model of {architecture.weights} weights, and its files have {stored} bytes",
             hint="download or export the model again",
         )
+    if architecture.tied and stored and has_own_head(folder):
+        architecture = replace(architecture, tied=False, untied_by_files=True)
     return architecture

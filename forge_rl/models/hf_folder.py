@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 _AGAIN = "download or export the model again"
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _INDEX = "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_ROWS = 8192
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -49,8 +52,56 @@ def open_weights(path: Path) -> safe_open:
         raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
 
 
+def has_own_head(folder: Path) -> bool:
+    """Return True if a model's files hold an output projection that differs from the input embedding.
+
+    Such a head is used, whatever tie_word_embeddings says, and one that is a copy of the embedding is not: so decide
+    transformers and vLLM. Files of tied models often hold a copy, as those of Qwen3 do.
+
+    Raises:
+        ModelError: the folder holds no weights, or they cannot be read.
+    """
+    files = tensor_files(folder)
+    if not {EMBEDDING, HEAD} <= files.keys():
+        return False
+    paths = files[EMBEDDING], files[HEAD]
+    try:
+        return _differ(*paths, *(path.stat().st_mtime_ns for path in paths))
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read: {error}", hint=_AGAIN) from error
+
+
+@functools.lru_cache(maxsize=16)
+def _differ(embedding: Path, head: Path, *modified_ns: int) -> bool:
+    """Compare embedding and head, gigabytes of large models; once for each state of the files."""
+    import torch
+    from safetensors import SafetensorError
+
+    with open_weights(embedding) as embeddings, open_weights(head) as heads:
+        try:
+            pair = embeddings.get_slice(EMBEDDING), heads.get_slice(HEAD)
+        except SafetensorError as error:
+            raise ModelError(f"{embedding.parent} cannot be read: {error}", hint=_AGAIN) from error
+        shape = pair[0].get_shape()
+        if pair[1].get_shape() != shape or not shape:
+            return True
+        for first in range(0, shape[0], _COMPARED_ROWS):
+            left, right = (stored[first : first + _COMPARED_ROWS] for stored in pair)
+            wide = torch.promote_types(left.dtype, right.dtype)
+            if not torch.equal(left.to(wide), right.to(wide)):
+                return True
+    return False
+
+
 def complete_folder(
-    source: Path, target: Path, *, dtype: str, placed: Mapping[str, str], total_bytes: int, valued: bool = False
+    source: Path,
+    target: Path,
+    *,
+    dtype: str,
+    placed: Mapping[str, str],
+    total_bytes: int,
+    valued: bool = False,
+    untied: bool = False,
 ) -> None:
     """Copy config and tokenizer of another folder with the same model, and write an index of several files.
 
@@ -59,6 +110,7 @@ def complete_folder(
         placed: name of the file that holds each weight.
         total_bytes: bytes of all weights.
         valued: the weights are a value model's, which transformers reads with AutoModelForSequenceClassification.
+        untied: the weights have an output projection of their own, whatever the other folder's config.json says.
     """
     for path in source.iterdir():
         if path.is_file() and path.suffix in _COPIED and path.name != _INDEX:
@@ -70,6 +122,8 @@ def complete_folder(
         classes = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures", [])]
         labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # of which transformers takes their number
         config |= {"architectures": classes, "tie_word_embeddings": False, **labels}
+    if untied:
+        config["tie_word_embeddings"] = False
     (target / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
     if len(set(placed.values())) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": placed}

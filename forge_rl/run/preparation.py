@@ -220,7 +220,7 @@ async def check(
     model = (await asyncio.to_thread(resolve_model, config.model, config.cache, progress)).resolve()
     drafts = await asyncio.to_thread(resolve_draft_model, config.generator.speculation, model, config.cache, progress)
     config = replace(config, generator=replace(config.generator, speculation=drafts))
-    architecture = read_architecture(model)
+    architecture = await asyncio.to_thread(read_architecture, model)
     check_model(config.trainer, config.trainer.ranks, architecture)
     critic, folders = await asyncio.to_thread(_resolved, config, model, critic, teachers, progress)
     choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
@@ -278,11 +278,16 @@ def rounded_rollouts(quantization: str, loss: Loss) -> str:
 
 
 def _tell_of_model(config: RunConfig, model: Path, architecture: Architecture, loss: Loss, log: RunLog) -> None:
-    """Say that multi-token-prediction layers are kept as they are, that files lack some of those that config.json
-    lists, and that engines decode with weights whose rounding the loss does not correct."""
+    """Say what of the model is not as its config.json says or is not trained, and that engines decode with weights
+    whose rounding the loss does not correct."""
     name = config.model
     if unlike := rounded_rollouts(config.generator.quantization, loss):
         log.warn(unlike)
+    if architecture.untied_by_files:
+        log.warn(
+            f"config.json of {name} has tie_word_embeddings, but its files hold an lm_head.weight that differs from "
+            "the embedding: that head is used and trained, and config.json of checkpoints will say so"
+        )
     listed, found = architecture.predicting_layers, predicting_layers(model, architecture)
     if found:
         log.event(f"{name} has {found} multi-token-prediction layers: not trained, exported unchanged")

@@ -114,6 +114,8 @@ class Architecture:
     rope: Mapping[str, float | str | bool]
     tied: bool
     """True if the input embedding is also the output projection."""
+    untied_by_files: bool = False
+    """True if config.json ties the two, but the files hold an output projection that differs."""
     experts: Experts | None = None
     """None if every layer is dense."""
     latent: LatentAttention | None = None
