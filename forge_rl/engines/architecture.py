@@ -10,10 +10,12 @@ from pathlib import Path
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.family import Architecture, ConfigFile
 from forge_rl.errors import ModelError
-from forge_rl.models.hf_folder import has_own_head, tensor_files
+from forge_rl.models.hf_folder import EMBEDDING, HEAD, has_own_head, tensor_files
+from forge_rl.weights.names import VALUE_HEAD
 
-__all__ = ["Architecture", "predicting_layers", "read_architecture", "stored_bytes"]
+__all__ = ["Architecture", "check_weights", "predicting_layers", "read_architecture", "stored_bytes"]
 
+_TRAINED = (".weight", ".bias")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -30,6 +32,58 @@ def predicting_layers(folder: Path, architecture: Architecture) -> int:
     """
     layers = {int(match[1]) for match in map(_OF_LAYER.match, tensor_files(folder)) if match}
     return len([layer for layer in layers if layer >= architecture.layers])
+
+
+def check_weights(folder: Path, architecture: Architecture, *, values: bool = False) -> list[str]:
+    """Check the names of a folder's weights, which need not be what its config.json describes.
+
+    Args:
+        values: a value model is trained on, which needs no head.
+
+    Returns:
+        Names of weights that are not used, other than multi-token-prediction layers and copies.
+
+    Raises:
+        ModelError: the files lack weights, or layers hold some that change what the model computes.
+    """
+    needed = _weight_names(architecture) - ({HEAD} if values else set())
+    there = tensor_files(folder).keys()
+    if lacking := sorted(needed - there):
+        raise ModelError(
+            f"{folder} lacks {len(lacking)} weights that its config.json describes, such as {lacking[0]!r}",
+            hint="download or export the model again; a reward model or an adapter cannot be trained as a policy",
+        )
+    others = sorted(name for name in there - needed - {HEAD, VALUE_HEAD} if not name.endswith(".rotary_emb.inv_freq"))
+    layer_of = {name: int(match[1]) for name in others if (match := _OF_LAYER.match(name))}
+    strange = [name for name, layer in layer_of.items() if layer < architecture.layers and name.endswith(_TRAINED)]
+    if strange:
+        raise ModelError(
+            f"{folder} holds {len(strange)} weights that a {architecture.family.model_type!r} of its config.json does "
+            f"not have, such as {strange[0]!r:.120}",
+            hint="use a model of the plain architecture, or correct config.json",
+        )
+    return [name for name in others if layer_of.get(name, 0) < architecture.layers]
+
+
+def _weight_names(architecture: Architecture) -> set[str]:
+    """Return the names of all weights of a model."""
+    a, family = architecture, architecture.family
+    assert family.names.head == HEAD
+    found = {EMBEDDING, "model.norm.weight"} | (set() if a.tied else {HEAD})
+    for layer in range(a.layers):
+        sparse = a.experts is not None and layer in a.experts.layers
+        absent = ["feed_forward."] if sparse else ["moe."]
+        if a.experts is not None and not a.experts.shared_dim:
+            absent.append("moe.shared_experts.")
+        if a.latent is not None:
+            absent += (
+                ["attention.wq."] if a.latent.q_rank else ["attention.wq_a.", "attention.q_norm.", "attention.wq_b."]
+            )
+        for ours, theirs in family.names.layer.items():
+            if not ours.startswith(tuple(absent)):
+                experts = range(a.experts.count) if a.experts is not None and "{}" in theirs else [0]
+                found |= {f"model.layers.{layer}.{theirs.format(expert)}" for expert in experts}
+    return found
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -49,7 +103,11 @@ def read_architecture(folder: Path) -> Architecture:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         known = ", ".join(map(repr, sorted(FAMILIES)))
-        raise ModelError(f"{path} has model_type {model_type!r:.80}", hint=f"use one of the supported types: {known}")
+        sees = "vision_config" in values or "audio_config" in values
+        more = ": the model also takes images or sound, and only text models are supported" if sees else ""
+        raise ModelError(
+            f"{path} has model_type {model_type!r:.80}{more}", hint=f"use one of the supported types: {known}"
+        )
     architecture = family.read(ConfigFile(path=path, values=values, family=family))
     stored = stored_bytes(folder)
     # Lower bounds: 4 bits per weight if quantised, 8 if not.

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 _AGAIN = "download or export the model again"
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _INDEX = "model.safetensors.index.json"
+TEMPLATES = "additional_chat_templates/*.jinja"
+"""Named chat templates other than the default one."""
+OTHER_FORMATS = "consolidated*"
+"""Files with the same weights by the names of Llama's or Mistral's authors."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_ROWS = 8192
 
@@ -35,6 +39,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise ModelError(f"{index} cannot be read: {error}", hint=_AGAIN) from error
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
+        if path.match(OTHER_FORMATS):
+            continue
         with open_weights(path) as file:
             found |= dict.fromkeys(file.keys(), path)
     if not found:
@@ -112,9 +118,11 @@ def complete_folder(
         valued: the weights are a value model's, which transformers reads with AutoModelForSequenceClassification.
         untied: the weights have an output projection of their own, whatever the other folder's config.json says.
     """
-    for path in source.iterdir():
+    for path in (*source.iterdir(), *source.glob(TEMPLATES)):
         if path.is_file() and path.suffix in _COPIED and path.name != _INDEX:
-            shutil.copy(path, target / path.name)
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(path, copy)
     config = json.loads((target / "config.json").read_text())
     for stale in ("torch_dtype", "quantization_config"):
         config.pop(stale, None)

@@ -15,7 +15,13 @@ from typing import Generic, TypeVar
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.scan import Lengths, PromptLengths, check_tasks
-from forge_rl.engines.architecture import Architecture, predicting_layers, read_architecture, stored_bytes
+from forge_rl.engines.architecture import (
+    Architecture,
+    check_weights,
+    predicting_layers,
+    read_architecture,
+    stored_bytes,
+)
 from forge_rl.engines.context import check_context
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
@@ -221,6 +227,7 @@ async def check(
     drafts = await asyncio.to_thread(resolve_draft_model, config.generator.speculation, model, config.cache, progress)
     config = replace(config, generator=replace(config.generator, speculation=drafts))
     architecture = await asyncio.to_thread(read_architecture, model)
+    unused = [] if architecture.quantized else check_weights(model, architecture, values=values)
     check_model(config.trainer, config.trainer.ranks, architecture)
     critic, folders = await asyncio.to_thread(_resolved, config, model, critic, teachers, progress)
     choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
@@ -237,6 +244,13 @@ async def check(
     if architecture.quantized:
         log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
         model = await asyncio.to_thread(dequantized, model, config.cache, progress)
+        architecture = await asyncio.to_thread(read_architecture, model)
+        unused = check_weights(model, architecture, values=values)
+    if unused:
+        log.warn(
+            f"{config.model} holds {len(unused)} weights that are not used, such as {unused[0]!r:.120}: checkpoints "
+            "keep them unchanged"
+        )
     _tell_of_model(config, model, architecture, loss, log)
     await _check_use(config, prepared, mixture, model, architecture, examples)
     return Checked(
@@ -306,6 +320,7 @@ def _resolved(
         folder = resolve_model(critic.model, config.cache, progress).resolve()
         if read_architecture(folder).quantized:
             folder = dequantized(folder, config.cache, progress)
+        check_weights(folder, read_architecture(folder), values=True)
         critic = replace(critic, model=str(folder))
     folders = {} if teachers is None else resolve_teachers(teachers, model, config.cache, progress)
     return critic, folders

@@ -76,6 +76,7 @@ def read(config: ConfigFile) -> Architecture:
         latent=latent,
         head_dim=latent.nope_dim + latent.rope_dim,
         rope_types=("default", "yarn"),
+        scales=("mscale", "mscale_all_dim"),
         refused={
             "fewer key heads than heads": config.whole("num_key_value_heads", heads) != heads,
             f"moe_layer_freq {values.get('moe_layer_freq')!r}": values.get("moe_layer_freq", 1) != 1,
@@ -84,7 +85,6 @@ def read(config: ConfigFile) -> Architecture:
             ),
             "YaRN whose mscale and mscale_all_dim are not the same number": scaled
             and not (rope.get("mscale") and rope["mscale"] == rope.get("mscale_all_dim")),
-            "YaRN with attention_factor": scaled and rope.get("attention_factor") is not None,
         },
     )
 

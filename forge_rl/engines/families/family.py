@@ -17,10 +17,15 @@ from forge_rl.weights.names import Names
 _AGAIN = "download or export the model again"
 _SCALING = {
     "default": (),
+    "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 """RoPE types, with the parameters that each needs."""
+
+
+SCALES = ("attention_factor", "mscale", "mscale_all_dim")
+"""Parameters of YaRN that change the factor on attention scores, 0.1 ln(factor) + 1 without them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +206,8 @@ class ConfigFile:
         self,
         *,
         refused: Mapping[str, bool] | None = None,
-        rope_types: Collection[Literal["default", "llama3", "yarn"]] = ("default", "llama3"),
+        rope_types: Collection[Literal["default", "linear", "llama3", "yarn"]] = tuple(_SCALING),
+        scales: Collection[str] = (),
         **own: Any,
     ) -> Architecture:
         """Read the values that all families share.
@@ -210,15 +216,20 @@ class ConfigFile:
             refused: unsupported options by name, True if config.json sets them; extends or overrides the list of
                 options that no family supports.
             rope_types: RoPE types that the family supports.
+            scales: those of SCALES that the family supports.
             own: fields of Architecture that the family reads itself.
         """
         values, rope = self.values, self.rope
+        partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
         asked = {
             "attention_bias": bool(values.get("attention_bias")),
             "mlp_bias": bool(values.get("mlp_bias")),
             "use_sliding_window": bool(values.get("use_sliding_window")),
             f"hidden_act {values.get('hidden_act')!r}": values.get("hidden_act", "silu") != "silu",
-            f"rope_type {rope['rope_type']!r}": rope["rope_type"] not in rope_types,
+            f"rope_type {rope['rope_type']!r:.80}": rope["rope_type"] not in rope_types,
+            f"partial_rotary_factor {partial!r:.80}": partial not in (None, 1),
+            "dual_chunk_attention_config": bool(values.get("dual_chunk_attention_config")),
+            **{f"YaRN with {name}": rope.get(name) is not None for name in SCALES if name not in scales},
             **(refused or {}),
         }
         unread = refusal(values.get("quantization_config"), self.family.model_type)

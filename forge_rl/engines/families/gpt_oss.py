@@ -43,9 +43,6 @@ def read(config: ConfigFile) -> Architecture:
         or not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}
     ):
         raise config.wrong("layer_types", "not sliding_attention or full_attention for each layer")
-    own_scale = {"attention_factor", "mscale", "mscale_all_dim"} & {
-        name for name, value in config.rope.items() if value is not None
-    }
     return config.architecture(
         experts=Experts(
             layers=tuple(range(config.layers)),
@@ -62,7 +59,6 @@ def read(config: ConfigFile) -> Architecture:
             "attention_bias": False,
             "attention_bias false": not values.get("attention_bias", True),
             f"swiglu_alpha {values.get('swiglu_alpha')!r}": values.get("swiglu_alpha", 1.702) != 1.702,
-            f"YaRN with {', '.join(sorted(own_scale))}": bool(own_scale),
         },
     )
 
