@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -102,21 +103,106 @@ def test_weights_that_config_json_does_not_describe_are_refused_or_told(
         check_weights(folder, read_architecture(folder), values=True)
 
 
+PUBLISHED_FILES = {
+    "config.json": True,
+    "generation_config.json": True,
+    "model-00001-of-00002.safetensors": True,
+    "model.safetensors.index.json": True,
+    "tokenizer.json": True,
+    "chat_template.jinja": True,
+    "additional_chat_templates/tool_use.jinja": True,
+    "original/model.safetensors": False,  # gpt-oss: all weights once more
+    "original/params.json": False,
+    "original/tokenizer.model": False,
+    "original/consolidated.00.pth": False,  # Llama 3
+    "metal/model.bin": False,
+    "consolidated.safetensors": False,  # Mistral
+    "onnx/config.json": False,
+    "runs/events.out.tfevents": False,
+    "modeling_deepseek.py": False,
+    "pytorch_model-00001-of-00002.bin": False,
+}
+"""Files of published folders, and whether they are needed."""
+
+
+def test_only_the_files_that_are_needed_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    fetched: list[str] = []
+
+    def snapshot(name: str, **patterns: list[str]) -> str:
+        fetched.extend(filter_repo_objects(PUBLISHED_FILES, **patterns))
+        return str(write("Qwen/Qwen3-0.6B", tmp_path / "hf"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    resolve_model("org/name", tmp_path)
+    assert fetched == [name for name, needed in PUBLISHED_FILES.items() if needed]
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "said"),
+    [
+        ("model.safetensors", "pytorch_model.bin", "pytorch_model.bin is a pickle"),
+        ("tokenizer.json", "tiktoken.model", "tiktoken.model needs Python code of the model, which is never run"),
+        ("tokenizer.json", "qwen.tiktoken", "qwen.tiktoken needs Python code"),
+        ("config.json", "adapter_config.json", "this is an adapter: merge it"),
+    ],
+)
+def test_a_folder_of_another_kind_is_refused_with_what_makes_it_one(
+    removed: str, added: str, said: str, tmp_path: Path
+):
+    folder = write("Qwen/Qwen3-0.6B", tmp_path / "hf")
+    (folder / removed).unlink()
+    (folder / added).write_text("")
+    with pytest.raises(ModelError, match="is not a complete model: it lacks") as caught:
+        resolve_model(str(folder), tmp_path)
+    assert said in caught.value.hint
+
+
+def test_a_token_without_an_embedding_is_refused_by_name(tmp_path: Path):
+    folder = write("NousResearch/Hermes-3-Llama-3.1-8B", tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 1}))
+    with pytest.raises(ModelError, match=r"'<\|im_end\|>' is token 257 .* has embeddings of 257 tokens"):
+        Tokenizer(folder).render([{"role": "user", "content": "?"}])
+
+
+OFTEN = (
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen2.5-7B",
+    "meta-llama/Llama-3.2-1B-Instruct",
+    "meta-llama/Llama-2-7b-hf",
+    "a fine-tuned Llama-3.2-1B whose head was changed",
+    "Qwen/Qwen3-30B-A3B",
+    "openai/gpt-oss-20b",
+    "deepseek-ai/DeepSeek-V3",
+)
+"""Checkpoints that differ most for an engine."""
+
+
 @pytest.mark.long
-def test_a_published_folder_goes_the_whole_way(tmp_path: Path):
-    for number, name in enumerate(CHECKPOINTS):
-        prepare(name, tmp_path / str(number))
-    folders = [tmp_path / str(number) for number in range(len(CHECKPOINTS))]
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(OFTEN, id="often"),
+        pytest.param([name for name in CHECKPOINTS if name not in OFTEN], id="others", marks=pytest.mark.nightly),
+    ],
+)
+def test_published_folders_go_the_whole_way(names: Sequence[str], tmp_path: Path):
+    folders = [tmp_path / str(number) for number in range(len(names))]
+    for name, folder in zip(names, folders, strict=True):
+        prepare(name, folder)
     ended = subprocess.run(
         [sys.executable, "-m", "tests.zoo.engine", *map(str, folders)],
         env=os.environ | decode_environment(0, replicas=1),
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
         check=False,
     )
     lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"started"')]
-    gaps = dict(zip(CHECKPOINTS, lines, strict=False))
+    gaps = dict(zip(names, lines, strict=False))
     assert ended.returncode == 0, f"after {list(gaps)}: {ended.stderr[-4000:]}{ended.stdout[-2000:]}"
     wrong = {
         name: found for name, found in gaps.items() if max(found[gap] for gap in ("started", "loaded", "restarted")) > 1

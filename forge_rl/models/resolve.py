@@ -127,13 +127,21 @@ def _checked(folder: Path) -> Path:
     if not any((folder / tokenizer).is_file() for tokenizer in _TOKENIZERS):
         missing.append(f"a tokenizer ({' or '.join(_TOKENIZERS)})")
     if missing:
-        raise ModelError(
-            f"{folder} is not a complete model: it lacks {', '.join(missing)}",
-            hint="give a folder to which save_pretrained wrote both the model and its tokenizer",
-        )
+        raise ModelError(f"{folder} is not a complete model: it lacks {', '.join(missing)}", hint=_completion(folder))
     for part in weights:
         _check_header(folder / part)
     return folder
+
+
+def _completion(folder: Path) -> str:
+    """Say how a folder becomes a complete model."""
+    if pickled := sorted(path.name for path in folder.glob("*.bin") if path.name.startswith("pytorch_model")):
+        return f"{pickled[0]} is a pickle, which is never loaded: load it in transformers and call save_pretrained"
+    if ranks := [*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]:
+        return f"{ranks[0].name} needs Python code of the model, which is never run: convert it to tokenizer.json"
+    if (folder / "adapter_config.json").is_file():
+        return "this is an adapter: merge it into its base model, with merge_and_unload() of peft, and save that"
+    return "give a folder to which save_pretrained wrote both the model and its tokenizer"
 
 
 def _check_links(folder: Path, files: Sequence[Path]) -> None:

@@ -148,8 +148,8 @@ class Checkpoint:
     template: Literal["file", "inline", "list", "folder", "none"] = "inline"
     """Where the chat template is: chat_template.jinja, tokenizer_config.json as text or as a list of named ones, or
     chat_template.jinja with others in additional_chat_templates; base models have none."""
-    tokenizer: Literal["tokenizer.json", "vocab.json"] = "tokenizer.json"
-    """File of the vocabulary, the latter with merges.txt."""
+    tokenizer: Literal["tokenizer.json", "vocab.json", "tokenizer.model"] = "tokenizer.json"
+    """File of the vocabulary: vocab.json has merges.txt with it, tokenizer.model is SentencePiece's."""
 
 
 CHECKPOINTS: dict[str, Checkpoint] = {
@@ -204,6 +204,9 @@ CHECKPOINTS: dict[str, Checkpoint] = {
         shards=2,
         buffers=True,
         template="none",
+    ),
+    "lmsys/vicuna-7b-v1.5, with a template": Checkpoint(
+        family="llama", config={"num_key_value_heads": 2}, dtype="float16", tokenizer="tokenizer.model"
     ),
     "lmsys/longchat-7b-v1.5-32k": Checkpoint(
         family="llama", config={"rope_scaling": {"type": "linear", "factor": 8.0}}, dtype="float16", template="none"

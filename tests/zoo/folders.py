@@ -163,12 +163,35 @@ def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> dict[str, int]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": None,
     }
-    if checkpoint.tokenizer == "vocab.json":
+    if checkpoint.tokenizer == "tokenizer.model":
+        config |= {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "unk_token": "<unk>", "legacy": False}
+        config.pop("added_tokens_decoder")
+        tokens = _train_sentencepiece(folder / "tokenizer.model")
+    elif checkpoint.tokenizer == "vocab.json":
         config["tokenizer_class"] = "Qwen2Tokenizer"
         (folder / "vocab.json").write_text(json.dumps(vocabulary))
         (folder / "merges.txt").write_text("#version: 0.2\n")
     else:
         tokenizer.save(str(folder / "tokenizer.json"))
+    _write_template(checkpoint, folder, config)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False))
+    return tokens
+
+
+def _train_sentencepiece(path: Path) -> dict[str, int]:
+    import sentencepiece
+
+    settings = {"model_type": "bpe", "byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2}
+    with path.open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["user assistant 2+3?"]), model_writer=file, vocab_size=280, **settings
+        )
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    return {processor.id_to_piece(token): token for token in range(processor.vocab_size())}
+
+
+def _write_template(checkpoint: Checkpoint, folder: Path, config: dict[str, Any]) -> None:
+    """Write the chat template to the folder, or into the tokenizer's config."""
     template = TEMPLATE.replace("STOP", checkpoint.stops[0])
     tools = "{{ tools | tojson }}" + template
     match checkpoint.template:
@@ -183,5 +206,3 @@ def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> dict[str, int]:
             (folder / "chat_template.jinja").write_text(template)
             (folder / "additional_chat_templates").mkdir()
             (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tools)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False))
-    return tokens
