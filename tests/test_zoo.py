@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forge_rl.engines.architecture import check_weights, read_architecture
+from forge_rl.engines.architecture import Architecture, check_weights, read_architecture
 from forge_rl.engines.factory import decode_environment
 from forge_rl.engines.optimizer import OptimizerConfig
 from forge_rl.engines.protocol import TrainSettings
@@ -101,6 +102,31 @@ def test_weights_that_config_json_does_not_describe_are_refused_or_told(
             show_plan(Config(model=str(folder)))
     if "lm_head.weight" not in state:
         check_weights(folder, read_architecture(folder), values=True)
+
+
+SEEN_IN_SHAPES = {"head_dim", "num_key_value_heads", "num_nextn_predict_layers", "q_lora_rank"}
+"""Keys whose absence shows in the names and shapes of the weights."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_absent_key_of_config_json_means_what_it_means_to_transformers(family: str, tmp_path: Path):
+    from transformers import AutoConfig
+
+    def read(config: dict[str, Any]) -> Architecture | None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with contextlib.suppress(ModelError):
+            return read_architecture(tmp_path)
+        return None
+
+    whole = {**SIZES, "vocab_size": 300, **FAMILIES[family], "model_type": family}
+    assert read(whole) is not None
+    for key in whole.keys() - SEEN_IN_SHAPES - {"model_type", "rope_scaling"}:
+        absent = {name: value for name, value in whole.items() if name != key}
+        if (found := read(absent)) is None:
+            continue
+        defaults = AutoConfig.from_pretrained(tmp_path)
+        default = defaults.rope_parameters["rope_theta"] if key == "rope_theta" else getattr(defaults, key, None)
+        assert read({**absent, key: default}) in (None, found), f"{key} is {default} by default"
 
 
 PUBLISHED_FILES = {

@@ -319,6 +319,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4096},
         "use_sliding_window",
     ),
+    "a Mistral as a Llama": ({"model_type": "llama", "sliding_window": 4096}, "sliding_window"),
     "internlm's Llama with biases": ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
     "RedHatAI/Llama-3.1-8B-Instruct-quantized.w4a16": (
         {"model_type": "llama", "quantization_config": {"quant_method": "compressed-tensors"}},

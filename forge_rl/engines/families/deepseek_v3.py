@@ -33,6 +33,7 @@ def read(config: ConfigFile) -> Architecture:
     values = config.values
     config.need("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts")
     config.need("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
+    config.need("n_shared_experts", "norm_topk_prob", "routed_scaling_factor")
     for name, needed in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if values.get(name) != needed:
             raise ModelError(

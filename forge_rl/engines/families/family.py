@@ -225,6 +225,8 @@ class ConfigFile:
             "attention_bias": bool(values.get("attention_bias")),
             "mlp_bias": bool(values.get("mlp_bias")),
             "use_sliding_window": bool(values.get("use_sliding_window")),
+            # Of families without that switch, vLLM uses a window that transformers ignores.
+            "sliding_window": bool(values.get("sliding_window")) and not self.family.model_type.startswith("qwen"),
             f"hidden_act {values.get('hidden_act')!r}": values.get("hidden_act", "silu") != "silu",
             f"rope_type {rope['rope_type']!r:.80}": rope["rope_type"] not in rope_types,
             f"partial_rotary_factor {partial!r:.80}": partial not in (None, 1),
