@@ -61,8 +61,8 @@ def open_weights(path: Path) -> safe_open:
 def has_own_head(folder: Path) -> bool:
     """Return True if a model's files hold an output projection that differs from the input embedding.
 
-    Such a head is used, whatever tie_word_embeddings says, and one that is a copy of the embedding is not: so decide
-    transformers and vLLM. Files of tied models often hold a copy, as those of Qwen3 do.
+    Transformers and vLLM use such a head even if config.json has tie_word_embeddings, and ignore one that is a copy of
+    the embedding. The files of tied models often hold a copy, such as those of Qwen3.
 
     Raises:
         ModelError: the folder holds no weights, or they cannot be read.
@@ -116,7 +116,7 @@ def complete_folder(
         placed: name of the file that holds each weight.
         total_bytes: bytes of all weights.
         valued: the weights are a value model's, which transformers reads with AutoModelForSequenceClassification.
-        untied: the weights have an output projection of their own, whatever the other folder's config.json says.
+        untied: the weights have an output projection of their own, even if the other folder's config.json ties it.
     """
     for path in (*source.iterdir(), *source.glob(TEMPLATES)):
         if path.is_file() and path.suffix in _COPIED and path.name != _INDEX:

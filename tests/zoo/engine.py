@@ -95,7 +95,7 @@ class Engine:
         return answers
 
 
-def gap(found: torch.Tensor, folder: Path, dtype: Dtype) -> float:
+def gap(measured: torch.Tensor, folder: Path, dtype: Dtype) -> float:
     """Distance of logprobs from those of transformers on a folder, in units of what rounding explains."""
     from transformers import AutoModelForCausalLM
 
@@ -107,7 +107,7 @@ def gap(found: torch.Tensor, folder: Path, dtype: Dtype) -> float:
         with torch.no_grad():
             logprobs = model(torch.tensor([IDS])).logits[0].float().log_softmax(-1)
         by_dtype[name] = logprobs[:-1].gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
-    distances = (found - by_dtype["float32"]).abs()
+    distances = (measured - by_dtype["float32"]).abs()
     if dtype == "float32":
         return float(distances.max()) / 1e-3
     return float(distances.mean() / (by_dtype[dtype] - by_dtype["float32"]).abs().mean()) / 2
@@ -119,18 +119,18 @@ def try_folder(folder: Path) -> dict[str, float]:
     latent = json.loads((model / "config.json").read_text())["model_type"] == "deepseek_v3"
     dtype: Dtype = "bfloat16" if latent else "float32"  # vLLM's latent attention has no float32 on CPUs with AMX
     scratch.mkdir()
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     engine = Engine(model, dtype)
-    found["started"] = gap(first := engine.logprobs(), model, dtype)
+    measured["started"] = gap(first := engine.logprobs(), model, dtype)
     for version in (1, 2):
         engine.load(folder / f"{version}.safetensors", scratch, version, dtype)
-    found["loaded"] = gap(engine.logprobs(), saved, dtype)
-    found["changed"] = gap(first, saved, dtype)
+    measured["loaded"] = gap(engine.logprobs(), saved, dtype)
+    measured["changed"] = gap(first, saved, dtype)
     engine.close()
     engine = Engine(saved, dtype)
-    found["restarted"] = gap(engine.logprobs(), saved, dtype)
+    measured["restarted"] = gap(engine.logprobs(), saved, dtype)
     engine.close()
-    return found
+    return measured
 
 
 if __name__ == "__main__":

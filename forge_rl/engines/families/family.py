@@ -216,7 +216,7 @@ class ConfigFile:
             refused: unsupported options by name, True if config.json sets them; extends or overrides the list of
                 options that no family supports.
             rope_types: RoPE types that the family supports.
-            scales: those of SCALES that the family supports.
+            scales: the parameters in SCALES that the family supports.
             own: fields of Architecture that the family reads itself.
         """
         values, rope = self.values, self.rope
