@@ -206,7 +206,7 @@ class ConfigFile:
         self,
         *,
         refused: Mapping[str, bool] | None = None,
-        rope_types: Collection[Literal["default", "linear", "llama3", "yarn"]] = tuple(_SCALING),
+        rope_types: Collection[str] = tuple(_SCALING),
         scales: Collection[str] = (),
         **own: Any,
     ) -> Architecture:
