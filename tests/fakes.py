@@ -207,6 +207,15 @@ def add_predicting_layer(folder: Path) -> dict[str, torch.Tensor]:
     return added
 
 
+def add_head(folder: Path, *, equal: bool) -> None:
+    """Add an output projection to the file of a saved tied model: the embedding, or another one."""
+    state = load_file(folder / "model.safetensors")
+    head = state["model.embed_tokens.weight"].clone()
+    if not equal:
+        head[-1, -1] += 0.5
+    save_file(state | {"lm_head.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def empty_row() -> Row:
     """Rows of a rank where there are fewer trees than ranks: one token of padding."""
     fields = {"trees": -1, "versions": -1, "episodes": -1, "segments": -1, "turns": -1, "lengths": 1, "until": 1}

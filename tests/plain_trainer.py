@@ -43,7 +43,8 @@ def share_angles(model: Any, titan: torch.nn.Module) -> None:
 
     Both compute them in float32, which is what the model was trained with, by functions that round differently.
     """
-    cache = next(module.cache for module in titan.modules() if hasattr(module, "cache"))
+    rope: Any = next(module for module in titan.modules() if hasattr(module, "cache"))
+    cache = rope.cache
     if cache.is_complex():
         tables = cache.real, cache.imag
     else:
@@ -55,7 +56,7 @@ def share_angles(model: Any, titan: torch.nn.Module) -> None:
     def forward(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         found = []
         for table, theirs in zip(tables, original(x, position_ids), strict=True):
-            ours = table[position_ids].double() * rotary.attention_scaling
+            ours = table[position_ids].double() * (rotary.attention_scaling / getattr(rope.config, "amplitude", 1))
             ours = ours.repeat(1, 1, theirs.shape[-1] // ours.shape[-1])
             assert (ours - theirs).abs().max() < 1e-4, "the angles are others"
             found.append(ours)

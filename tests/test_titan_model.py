@@ -420,7 +420,8 @@ def test_a_row_without_targets_has_no_logprobs(tmp_path: Path):
         ({"mlp_bias": True}, "asks for mlp_bias"),
         ({"use_sliding_window": True}, "asks for use_sliding_window"),
         ({"hidden_act": "gelu"}, "asks for hidden_act 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "asks for rope_type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "asks for rope_type 'longrope'"),
+        ({"rope_parameters": YARN | {"mscale": 0.7}}, "asks for YaRN with mscale"),
         ({"quantization_config": {"quant_method": "hqq"}}, "asks for quant_method 'hqq'"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "asks for quant_method 'mxfp4'"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "asks for 3 bits"),
@@ -482,7 +483,7 @@ def test_an_unknown_family_is_refused_with_those_that_are_known(tmp_path: Path):
     assert all(repr(family) in caught.value.hint for family in FAMILIES)
 
 
-@pytest.mark.parametrize("old", [{"type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}])
+@pytest.mark.parametrize("old", [{"type": "dynamic", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}])
 def test_the_older_name_of_rope_scaling_is_read_too(old: dict, tmp_path: Path):
     make_model(tmp_path)
     path = tmp_path / "config.json"

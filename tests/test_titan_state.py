@@ -36,7 +36,7 @@ from forge_rl.weights.fingerprints import fingerprint
 from forge_rl.weights.manifest import Manifest, complete, draft
 from forge_rl.weights.slices import TensorSlice
 from tests.fake_host import forget, reserve, transport
-from tests.fakes import add_predicting_layer, hf_weights, make_model, packed, random_batch, train_batch
+from tests.fakes import add_head, add_predicting_layer, hf_weights, make_model, packed, random_batch, train_batch
 from tests.far_disk import answered
 from tests.read_slices import read_version
 
@@ -211,9 +211,12 @@ def test_a_training_state_of_another_model_is_refused(change: dict, tmp_path: Pa
         engine_of(tmp_path / "other").load_training_state(tmp_path / "saved" / "training")
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_export_opens_in_transformers_with_the_same_logits(tied: bool, tmp_path: Path):
-    make_model(tmp_path / "hf", "qwen3", tie_word_embeddings=tied)
+@pytest.mark.parametrize("head", ["untied", "tied", "tied, with a copy", "tied, with another"])
+def test_an_export_opens_in_transformers_with_the_same_logits(head: str, tmp_path: Path):
+    make_model(tmp_path / "hf", "qwen3", tie_word_embeddings=head != "untied")
+    if "with" in head:
+        add_head(tmp_path / "hf", equal=head == "tied, with a copy")
+    assert read_architecture(tmp_path / "hf").untied_by_files == (head == "tied, with another")
     (tmp_path / "hf" / "tokenizer.json").write_text("{}")
     (tmp_path / "hf" / "chat_template.jinja").write_text("template")
     engine = engine_of(tmp_path / "hf")
@@ -224,7 +227,9 @@ def test_an_export_opens_in_transformers_with_the_same_logits(tied: bool, tmp_pa
     folder = tmp_path / "after" / "model"
     assert (logits_of(folder) - logits_of(tmp_path / "hf")).abs().max() > 1e-2
     assert same(load_file(folder / "model.safetensors"), hf_weights(engine.model))
-    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dtype"] == "float32"
+    assert config["tie_word_embeddings"] == (head in ("tied", "tied, with a copy"))
     assert (folder / "chat_template.jinja").read_text() == "template"
     again = engine_of(folder)
     assert same(hf_weights(again.model), hf_weights(engine.model))

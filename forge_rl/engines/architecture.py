@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from forge_rl.engines.families import FAMILIES
 from forge_rl.engines.families.family import Architecture, ConfigFile
 from forge_rl.errors import ModelError
-from forge_rl.models.hf_folder import tensor_files
+from forge_rl.models.hf_folder import EMBEDDING, HEAD, has_own_head, tensor_files
+from forge_rl.weights.names import VALUE_HEAD
 
-__all__ = ["Architecture", "predicting_layers", "read_architecture", "stored_bytes"]
+__all__ = ["Architecture", "check_weights", "predicting_layers", "read_architecture", "stored_bytes"]
 
+_TRAINED = (".weight", ".bias")
 _OF_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -31,8 +36,60 @@ def predicting_layers(folder: Path, architecture: Architecture) -> int:
     return len([layer for layer in layers if layer >= architecture.layers])
 
 
+def check_weights(folder: Path, architecture: Architecture, *, values: bool = False) -> list[str]:
+    """Check the names of a folder's weights, which need not be what its config.json describes.
+
+    Args:
+        values: a value model is trained on, which needs no head.
+
+    Returns:
+        Names of weights that are not used, other than multi-token-prediction layers and copies.
+
+    Raises:
+        ModelError: the files lack weights, or layers hold some that change what the model computes.
+    """
+    stored = tensor_files(folder).keys()
+    names = (name for name in _weight_names(architecture) if not (values and name == HEAD))
+    needed = set(itertools.islice(names, len(stored) + 1))  # a crafted config.json can describe billions
+    if lacking := sorted(needed - stored):
+        raise ModelError(
+            f"{folder} lacks weights that its config.json describes, such as {lacking[0]!r}",
+            hint="download or export the model again; a reward model or an adapter cannot be trained as a policy",
+        )
+    unknown = sorted(name for name in stored - needed - {HEAD, VALUE_HEAD} if not name.endswith(".rotary_emb.inv_freq"))
+    layer_of = {name: int(match[1]) for name in unknown if (match := _OF_LAYER.match(name))}
+    strange = [name for name, layer in layer_of.items() if layer < architecture.layers and name.endswith(_TRAINED)]
+    if strange:
+        raise ModelError(
+            f"{folder} holds {len(strange)} weights that a {architecture.family.model_type!r} of its config.json does "
+            f"not have, such as {strange[0]!r:.120}",
+            hint="use a model of the plain architecture, or correct config.json",
+        )
+    return [name for name in unknown if layer_of.get(name, 0) < architecture.layers]
+
+
+def _weight_names(architecture: Architecture) -> Iterator[str]:
+    """List the names of all weights of a model."""
+    a, family = architecture, architecture.family
+    assert family.names.head == HEAD
+    yield from (EMBEDDING, "model.norm.weight") if a.tied else (EMBEDDING, "model.norm.weight", HEAD)
+    for layer in range(a.layers):
+        sparse = a.experts is not None and layer in a.experts.layers
+        absent = ["feed_forward."] if sparse else ["moe."]
+        if a.experts is not None and not a.experts.shared_dim:
+            absent.append("moe.shared_experts.")
+        if a.latent is not None:
+            absent += (
+                ["attention.wq."] if a.latent.q_rank else ["attention.wq_a.", "attention.q_norm.", "attention.wq_b."]
+            )
+        for ours, theirs in family.names.layer.items():
+            if not ours.startswith(tuple(absent)):
+                experts = range(a.experts.count) if a.experts is not None and "{}" in theirs else [0]
+                yield from (f"model.layers.{layer}.{theirs.format(expert)}" for expert in experts)
+
+
 def read_architecture(folder: Path) -> Architecture:
-    """Read config.json.
+    """Read config.json, and whether the files agree with it that the embedding is also the output projection.
 
     Raises:
         ModelError: the file is missing or broken, or describes an unsupported model.
@@ -48,7 +105,11 @@ def read_architecture(folder: Path) -> Architecture:
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         known = ", ".join(map(repr, sorted(FAMILIES)))
-        raise ModelError(f"{path} has model_type {model_type!r:.80}", hint=f"use one of the supported types: {known}")
+        sees = "vision_config" in values or "audio_config" in values
+        more = ": the model also takes images or sound, and only text models are supported" if sees else ""
+        raise ModelError(
+            f"{path} has model_type {model_type!r:.80}{more}", hint=f"use one of the supported types: {known}"
+        )
     architecture = family.read(ConfigFile(path=path, values=values, family=family))
     stored = stored_bytes(folder)
     # Lower bounds: 4 bits per weight if quantised, 8 if not.
@@ -57,4 +118,6 @@ def read_architecture(folder: Path) -> Architecture:
             f"{path} describes a model of {architecture.weights} weights, and its files have {stored} bytes",
             hint="download or export the model again",
         )
+    if architecture.tied and stored and has_own_head(folder):
+        architecture = replace(architecture, tied=False, untied_by_files=True)
     return architecture

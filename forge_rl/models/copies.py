@@ -36,7 +36,9 @@ def contents_of(folder: Path) -> Contents:
 
     paths = model_files(folder)
     with ThreadPoolExecutor(_THREADS) as threads:
-        return dict(zip((path.name for path in paths), threads.map(digest, paths), strict=True))
+        return dict(
+            zip((path.relative_to(folder).as_posix() for path in paths), threads.map(digest, paths), strict=True)
+        )
 
 
 def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Path | None = None) -> Path:
@@ -66,8 +68,9 @@ def copy_of(contents: Contents, open_file: Callable[[str], BinaryIO], cache: Pat
     with tempfile.TemporaryDirectory(prefix=".copy-", dir=folder) as place:
         made = Path(place, name)
         made.mkdir()
-        for each in contents:
-            with open_file(each) as source, (made / each).open("xb") as written:
+        for file in contents:
+            (made / file).parent.mkdir(exist_ok=True)
+            with open_file(file) as source, (made / file).open("xb") as written:
                 shutil.copyfileobj(source, written, _PIECE_BYTES)
         if contents_of(made) != contents:
             raise ModelError(f"the model changed while it was copied to {folder}", hint="start again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Mapping
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 _AGAIN = "download or export the model again"
 _COPIED = (".json", ".jinja", ".model", ".txt", ".tiktoken")
 _INDEX = "model.safetensors.index.json"
+TEMPLATES = "additional_chat_templates/*.jinja"
+"""Named chat templates other than the default one."""
+OTHER_FORMATS = "consolidated*"
+"""Files with the same weights by the names of Llama's or Mistral's authors."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_ROWS = 8192
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -32,6 +39,8 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             raise ModelError(f"{index} cannot be read: {error}", hint=_AGAIN) from error
     found: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
+        if path.match(OTHER_FORMATS):
+            continue
         with open_weights(path) as file:
             found |= dict.fromkeys(file.keys(), path)
     if not found:
@@ -49,8 +58,56 @@ def open_weights(path: Path) -> safe_open:
         raise ModelError(f"{path} cannot be read: {error}", hint=_AGAIN) from error
 
 
+def has_own_head(folder: Path) -> bool:
+    """Return True if a model's files hold an output projection that differs from the input embedding.
+
+    Transformers and vLLM use such a head even if config.json has tie_word_embeddings, and ignore one that is a copy of
+    the embedding. The files of tied models often hold a copy, such as those of Qwen3.
+
+    Raises:
+        ModelError: the folder holds no weights, or they cannot be read.
+    """
+    files = tensor_files(folder)
+    if not {EMBEDDING, HEAD} <= files.keys():
+        return False
+    paths = files[EMBEDDING], files[HEAD]
+    try:
+        return _differ(*paths, *(path.stat().st_mtime_ns for path in paths))
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read: {error}", hint=_AGAIN) from error
+
+
+@functools.lru_cache(maxsize=16)
+def _differ(embedding: Path, head: Path, *modified_ns: int) -> bool:
+    """Compare embedding and head, gigabytes of large models; once for each state of the files."""
+    import torch
+    from safetensors import SafetensorError
+
+    with open_weights(embedding) as embeddings, open_weights(head) as heads:
+        try:
+            pair = embeddings.get_slice(EMBEDDING), heads.get_slice(HEAD)
+        except SafetensorError as error:
+            raise ModelError(f"{embedding.parent} cannot be read: {error}", hint=_AGAIN) from error
+        shape = pair[0].get_shape()
+        if pair[1].get_shape() != shape or not shape:
+            return True
+        for first in range(0, shape[0], _COMPARED_ROWS):
+            left, right = (stored[first : first + _COMPARED_ROWS] for stored in pair)
+            wide = torch.promote_types(left.dtype, right.dtype)
+            if not torch.equal(left.to(wide), right.to(wide)):
+                return True
+    return False
+
+
 def complete_folder(
-    source: Path, target: Path, *, dtype: str, placed: Mapping[str, str], total_bytes: int, valued: bool = False
+    source: Path,
+    target: Path,
+    *,
+    dtype: str,
+    placed: Mapping[str, str],
+    total_bytes: int,
+    valued: bool = False,
+    untied: bool = False,
 ) -> None:
     """Copy config and tokenizer of another folder with the same model, and write an index of several files.
 
@@ -59,10 +116,13 @@ def complete_folder(
         placed: name of the file that holds each weight.
         total_bytes: bytes of all weights.
         valued: the weights are a value model's, which transformers reads with AutoModelForSequenceClassification.
+        untied: the weights have an output projection of their own, even if the other folder's config.json ties it.
     """
-    for path in source.iterdir():
+    for path in (*source.iterdir(), *source.glob(TEMPLATES)):
         if path.is_file() and path.suffix in _COPIED and path.name != _INDEX:
-            shutil.copy(path, target / path.name)
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(path, copy)
     config = json.loads((target / "config.json").read_text())
     for stale in ("torch_dtype", "quantization_config"):
         config.pop(stale, None)
@@ -70,6 +130,8 @@ def complete_folder(
         classes = [name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures", [])]
         labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # of which transformers takes their number
         config |= {"architectures": classes, "tie_word_embeddings": False, **labels}
+    if untied:
+        config["tie_word_embeddings"] = False
     (target / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
     if len(set(placed.values())) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": placed}

@@ -14,10 +14,13 @@ from pathlib import Path
 from forge_rl.errors import ModelError
 from forge_rl.models.bundled import BUNDLED, bundled_model
 from forge_rl.models.cache import Progress
+from forge_rl.models.hf_folder import OTHER_FORMATS, TEMPLATES
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-"""Files fetched from the hub: weights (safetensors only), configs, tokenizer and chat template."""
+_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken", TEMPLATES)
+"""Files fetched from the hub: weights (safetensors only), configs, tokenizer and chat templates."""
+_OTHERS = (OTHER_FORMATS, "*/*.json", "*/*.safetensors", "*/*.model", "*/*.txt", "*/*.tiktoken")
+"""Files that are not: the same weights in other formats, many gigabytes. On the hub "*" also matches "/"."""
 _INDEX = "model.safetensors.index.json"
 _OBJECTS = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -90,7 +93,7 @@ def model_in(folder: Path) -> Path:
 
 def model_files(folder: Path) -> list[Path]:
     """Return the files of a model's folder that are used, in the order of their names."""
-    return sorted({path for pattern in _FILES for path in folder.glob(pattern)})
+    return sorted({path for pattern in _FILES for path in folder.glob(pattern) if not path.match(OTHER_FORMATS)})
 
 
 def _newest_checkpoint(run: Path) -> Path | None:
@@ -124,13 +127,21 @@ def _checked(folder: Path) -> Path:
     if not any((folder / tokenizer).is_file() for tokenizer in _TOKENIZERS):
         missing.append(f"a tokenizer ({' or '.join(_TOKENIZERS)})")
     if missing:
-        raise ModelError(
-            f"{folder} is not a complete model: it lacks {', '.join(missing)}",
-            hint="give a folder to which save_pretrained wrote both the model and its tokenizer",
-        )
+        raise ModelError(f"{folder} is not a complete model: it lacks {', '.join(missing)}", hint=_completion(folder))
     for part in weights:
         _check_header(folder / part)
     return folder
+
+
+def _completion(folder: Path) -> str:
+    """Say how a folder becomes a complete model."""
+    if pickled := sorted(path.name for path in folder.glob("*.bin") if path.name.startswith("pytorch_model")):
+        return f"{pickled[0]} is a pickle, which is never loaded: load it in transformers and call save_pretrained"
+    if ranks := [*folder.glob("*.tiktoken"), *folder.glob("tiktoken.model")]:
+        return f"{ranks[0].name} needs Python code of the model, which is never run: convert it to tokenizer.json"
+    if (folder / "adapter_config.json").is_file():
+        return "this is an adapter: merge it into its base model, with merge_and_unload() of peft, and save that"
+    return "give a folder to which save_pretrained wrote both the model and its tokenizer"
 
 
 def _check_links(folder: Path, files: Sequence[Path]) -> None:
@@ -199,7 +210,7 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(hub_id, allow_patterns=list(_FILES), ignore_patterns=list(_OTHERS)))
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
         match error:
             case errors.GatedRepoError():

@@ -14,7 +14,7 @@ from rich.table import Table
 from forge_rl.algorithms.loss_flag import build_loss
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.algorithms.user_loss import try_loss
-from forge_rl.engines.architecture import Architecture, read_architecture
+from forge_rl.engines.architecture import Architecture, check_weights, read_architecture
 from forge_rl.engines.context import check_context, sequence_bytes
 from forge_rl.engines.devices import device_type
 from forge_rl.engines.factory import plan_training
@@ -82,6 +82,8 @@ def show_plan(config: object) -> None:
     assert isinstance(config, RunConfig), f"{type(config).__name__} has a flag --plan"
     loss, reference, values = tried_loss(config)
     model = resolve_model(config.model, config.cache).resolve()
+    if not (architecture := read_architecture(model)).quantized:
+        check_weights(model, architecture, values=values)
     drafts = resolve_draft_model(config.generator.speculation, model, config.cache)
     config = replace(config, generator=replace(config.generator, speculation=drafts))
     critic = getattr(config, "critic", None)

@@ -15,7 +15,13 @@ from typing import Generic, TypeVar
 from forge_rl.algorithms.protocol import Loss
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.scan import Lengths, PromptLengths, check_tasks
-from forge_rl.engines.architecture import Architecture, predicting_layers, read_architecture, stored_bytes
+from forge_rl.engines.architecture import (
+    Architecture,
+    check_weights,
+    predicting_layers,
+    read_architecture,
+    stored_bytes,
+)
 from forge_rl.engines.context import check_context
 from forge_rl.engines.decode_layout import check_decode_layout
 from forge_rl.engines.degrees import check_model
@@ -229,7 +235,8 @@ async def check(
     model = await asyncio.to_thread(keep, "--model", config.model, model, weights=reference)
     drafts = await asyncio.to_thread(resolve_draft_model, config.generator.speculation, model, config.cache, progress)
     config = replace(config, generator=replace(config.generator, speculation=drafts))
-    architecture = read_architecture(model)
+    architecture = await asyncio.to_thread(read_architecture, model)
+    unused = [] if architecture.quantized else check_weights(model, architecture, values=values)
     check_model(config.trainer, config.trainer.ranks, architecture)
     critic, folders = await asyncio.to_thread(_resolved, config, model, critic, teachers, progress, keep)
     choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
@@ -246,6 +253,13 @@ async def check(
     if architecture.quantized:
         log.event(f"{config.model} is quantised: engines and trainer use its weights in bfloat16")
         model = await asyncio.to_thread(dequantized, model, config.cache, progress)
+        architecture = await asyncio.to_thread(read_architecture, model)
+        unused = check_weights(model, architecture, values=values)
+    if unused:
+        log.warn(
+            f"{config.model} holds {len(unused)} weights that are not used, such as {unused[0]!r:.120}: checkpoints "
+            "keep them unchanged"
+        )
     _tell_of_model(config, model, architecture, loss, log)
     await _check_use(config, prepared, mixture, model, architecture, examples)
     return Checked(
@@ -287,11 +301,16 @@ def rounded_rollouts(quantization: str, loss: Loss) -> str:
 
 
 def _tell_of_model(config: RunConfig, model: Path, architecture: Architecture, loss: Loss, log: RunLog) -> None:
-    """Say that multi-token-prediction layers are kept as they are, that files lack some of those that config.json
-    lists, and that engines decode with weights whose rounding the loss does not correct."""
+    """Say what of the model is not as its config.json says or is not trained, and that engines decode with weights
+    whose rounding the loss does not correct."""
     name = config.model
     if unlike := rounded_rollouts(config.generator.quantization, loss):
         log.warn(unlike)
+    if architecture.untied_by_files:
+        log.warn(
+            f"config.json of {name} has tie_word_embeddings, but its files hold an lm_head.weight that differs from "
+            "the embedding: that head is used and trained, and config.json of checkpoints will say so"
+        )
     listed, found = architecture.predicting_layers, predicting_layers(model, architecture)
     if found:
         log.event(f"{name} has {found} multi-token-prediction layers: not trained, exported unchanged")
@@ -316,6 +335,7 @@ def _resolved(
         folder = keep("--critic.model", critic.model, folder, weights=False)
         if read_architecture(folder).quantized:
             folder = dequantized(folder, config.cache, progress)
+        check_weights(folder, read_architecture(folder), values=True)
         critic = replace(critic, model=str(folder))
     folders = {} if teachers is None else resolve_teachers(teachers, model, config.cache, progress)
     return critic, {name: keep(f"teacher {name}", name, folder, weights=True) for name, folder in folders.items()}

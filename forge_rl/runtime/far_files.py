@@ -30,7 +30,7 @@ _BUFFER_BYTES = 1 << 20
 class Request:
     """What a process asks of the controller about one file of the folder that is open to it."""
 
-    what: Literal["size", "read", "write", "rename"]
+    what: Literal["size", "read", "write", "rename", "mkdir"]
     name: str
     """Relative path of the file."""
     offset: int = 0
@@ -80,6 +80,9 @@ class OpenFolder:
                     return None
                 case "rename":
                     self._path(request.name).rename(self._path(request.to))
+                    return None
+                case "mkdir":
+                    self._path(request.name).mkdir(exist_ok=True)
                     return None
         except OSError as error:
             return OSError(error.errno, error.strerror or str(error))
@@ -192,6 +195,10 @@ class FarFolder:
         """Rename a file of this folder."""
         self.desk.ask(Request(what="rename", name=self._name(name), to=self._name(to)))
 
+    def mkdir(self, name: str) -> None:
+        """Make a folder in this one, unless it exists."""
+        self.desk.ask(Request(what="mkdir", name=self._name(name)))
+
     def open(self, name: str, mode: str) -> BinaryIO:
         """Open a file to read ("rb") or to write from its beginning ("wb")."""
         if mode == "rb":
@@ -217,8 +224,12 @@ def filled(folder: Folder) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as made:
         yield Path(made)
-        for path in sorted(Path(made).iterdir()):
-            with path.open("rb") as source, folder.open(path.name, "wb") as target:
+        for path in sorted(Path(made).rglob("*")):
+            name = path.relative_to(made).as_posix()
+            if path.is_dir():
+                folder.mkdir(name)
+                continue
+            with path.open("rb") as source, folder.open(name, "wb") as target:
                 shutil.copyfileobj(source, target, _PIECE_BYTES)
             path.unlink()
 

@@ -168,14 +168,21 @@ class Tokenizer:
         Text that looks like a control token becomes one: the author of raw text also writes the template's part.
 
         Raises:
-            ModelError: the text holds a lone surrogate.
+            ModelError: the text holds a lone surrogate, or becomes a token that the model has no embedding of.
         """
         if not text.isascii() and (lone := _LONE_SURROGATE.search(text)):
             raise ModelError(
                 f"the text has a lone surrogate, U+{ord(lone.group()):04X}, which stands for no character",
                 hint="decode the text with errors='replace'",
             )
-        return tuple(self.hf(text, add_special_tokens=add_special)["input_ids"])
+        ids = tuple(self.hf(text, add_special_tokens=add_special)["input_ids"])
+        if ids and max(ids) >= self.vocab_size:
+            raise ModelError(
+                f"{self.hf.convert_ids_to_tokens(max(ids))!r:.80} is token {max(ids)} of the tokenizer in "
+                f"{self.folder}, and the model has embeddings of {self.vocab_size} tokens",
+                hint="use the model's own tokenizer, or resize its embeddings and save it again",
+            )
+        return ids
 
     def decode(self, ids: TokenIds, skip_special: bool = True) -> str:
         """Return the text of token ids, by default without special tokens such as the end of a turn."""

@@ -33,6 +33,7 @@ def read(config: ConfigFile) -> Architecture:
     values = config.values
     config.need("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts")
     config.need("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
+    config.need("n_shared_experts", "norm_topk_prob", "routed_scaling_factor")
     for name, needed in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if values.get(name) != needed:
             raise ModelError(
@@ -76,6 +77,7 @@ def read(config: ConfigFile) -> Architecture:
         latent=latent,
         head_dim=latent.nope_dim + latent.rope_dim,
         rope_types=("default", "yarn"),
+        scales=("mscale", "mscale_all_dim"),
         refused={
             "fewer key heads than heads": config.whole("num_key_value_heads", heads) != heads,
             f"moe_layer_freq {values.get('moe_layer_freq')!r}": values.get("moe_layer_freq", 1) != 1,
@@ -84,7 +86,6 @@ def read(config: ConfigFile) -> Architecture:
             ),
             "YaRN whose mscale and mscale_all_dim are not the same number": scaled
             and not (rope.get("mscale") and rope["mscale"] == rope.get("mscale_all_dim")),
-            "YaRN with attention_factor": scaled and rope.get("attention_factor") is not None,
         },
     )
 

@@ -17,10 +17,15 @@ from forge_rl.weights.names import Names
 _AGAIN = "download or export the model again"
 _SCALING = {
     "default": (),
+    "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 """RoPE types, with the parameters that each needs."""
+
+
+SCALES = ("attention_factor", "mscale", "mscale_all_dim")
+"""Parameters of YaRN that change the factor on attention scores, 0.1 ln(factor) + 1 without them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +119,8 @@ class Architecture:
     rope: Mapping[str, float | str | bool]
     tied: bool
     """True if the input embedding is also the output projection."""
+    untied_by_files: bool = False
+    """True if config.json ties the two, but the files hold an output projection that differs."""
     experts: Experts | None = None
     """None if every layer is dense."""
     latent: LatentAttention | None = None
@@ -199,7 +206,8 @@ class ConfigFile:
         self,
         *,
         refused: Mapping[str, bool] | None = None,
-        rope_types: Collection[Literal["default", "llama3", "yarn"]] = ("default", "llama3"),
+        rope_types: Collection[str] = tuple(_SCALING),
+        scales: Collection[str] = (),
         **own: Any,
     ) -> Architecture:
         """Read the values that all families share.
@@ -208,15 +216,22 @@ class ConfigFile:
             refused: unsupported options by name, True if config.json sets them; extends or overrides the list of
                 options that no family supports.
             rope_types: RoPE types that the family supports.
+            scales: the parameters in SCALES that the family supports.
             own: fields of Architecture that the family reads itself.
         """
         values, rope = self.values, self.rope
+        partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
         asked = {
             "attention_bias": bool(values.get("attention_bias")),
             "mlp_bias": bool(values.get("mlp_bias")),
             "use_sliding_window": bool(values.get("use_sliding_window")),
+            # Of families without that switch, vLLM uses a window that transformers ignores.
+            "sliding_window": bool(values.get("sliding_window")) and not self.family.model_type.startswith("qwen"),
             f"hidden_act {values.get('hidden_act')!r}": values.get("hidden_act", "silu") != "silu",
-            f"rope_type {rope['rope_type']!r}": rope["rope_type"] not in rope_types,
+            f"rope_type {rope['rope_type']!r:.80}": rope["rope_type"] not in rope_types,
+            f"partial_rotary_factor {partial!r:.80}": partial not in (None, 1),
+            "dual_chunk_attention_config": bool(values.get("dual_chunk_attention_config")),
+            **{f"YaRN with {name}": rope.get(name) is not None for name in SCALES if name not in scales},
             **(refused or {}),
         }
         unread = refusal(values.get("quantization_config"), self.family.model_type)

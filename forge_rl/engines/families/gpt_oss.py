@@ -34,6 +34,8 @@ def read(config: ConfigFile) -> Architecture:
     config.need("num_local_experts", "num_experts_per_tok", "intermediate_size", "sliding_window")
     if not values.get("rope_scaling"):
         config.need("rope_parameters")
+    if "rope_theta" not in (values.get("rope_parameters") or {}):
+        config.need("rope_theta")
     kinds = values.get("layer_types")
     if kinds is None:
         kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config.layers)]
@@ -43,9 +45,6 @@ def read(config: ConfigFile) -> Architecture:
         or not set(map(str, kinds)) <= {"full_attention", "sliding_attention"}
     ):
         raise config.wrong("layer_types", "not sliding_attention or full_attention for each layer")
-    own_scale = {"attention_factor", "mscale", "mscale_all_dim"} & {
-        name for name, value in config.rope.items() if value is not None
-    }
     return config.architecture(
         experts=Experts(
             layers=tuple(range(config.layers)),
@@ -60,9 +59,9 @@ def read(config: ConfigFile) -> Architecture:
         rope_types=("default", "yarn"),
         refused={
             "attention_bias": False,
+            "sliding_window": False,
             "attention_bias false": not values.get("attention_bias", True),
             f"swiglu_alpha {values.get('swiglu_alpha')!r}": values.get("swiglu_alpha", 1.702) != 1.702,
-            f"YaRN with {', '.join(sorted(own_scale))}": bool(own_scale),
         },
     )
 

@@ -12,13 +12,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge_rl.engines.titan.blocks import Block, LoadPlanner
 from forge_rl.engines.titan.index import TensorReader
-from forge_rl.models.hf_folder import complete_folder, open_weights, tensor_files
+from forge_rl.models.hf_folder import HEAD, complete_folder, open_weights, tensor_files
 from forge_rl.runtime.far_files import Folder, filled
 from forge_rl.weights.names import VALUE_HEAD, Part
 from forge_rl.weights.slices import TensorSlice
 
 _FILE_BYTES = 2 << 30
-_REDUNDANT = {"lm_head.weight", VALUE_HEAD}
+_REDUNDANT = {HEAD, VALUE_HEAD}
 """Not exported unless trained: a tied head, and a value head that a policy lacks."""
 _BUFFER = ".rotary_emb.inv_freq"
 """Suffix of buffers that older files hold, computed from config.json."""
@@ -171,4 +171,12 @@ class Export:
                 names = [item.name] if isinstance(item, _Carried) else [part.name for part in self._parts_of(item)]
                 placed |= dict.fromkeys(names, self._name(at))
         dtype = str(self._dtype).removeprefix("torch.")
-        complete_folder(self._source, folder, dtype=dtype, placed=placed, total_bytes=total, valued=self._valued)
+        complete_folder(
+            self._source,
+            folder,
+            dtype=dtype,
+            placed=placed,
+            total_bytes=total,
+            valued=self._valued,
+            untied=HEAD in placed,
+        )

@@ -20,7 +20,7 @@ from forge_rl.engines.titan.index import TensorReader
 from forge_rl.engines.titan.shards import named_weights, names_of, slice_of, values_of
 from forge_rl.engines.titan.small_adamw import ROOT, Moment
 from forge_rl.errors import CheckpointError, ModelError
-from forge_rl.models.hf_folder import open_weights, tensor_files
+from forge_rl.models.hf_folder import EMBEDDING, HEAD, open_weights, tensor_files
 from forge_rl.runtime.far_files import Folder
 from forge_rl.weights.names import VALUE_HEAD
 
@@ -43,8 +43,8 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
             block = values_of(parameter)
             for part in names_of(model).parts(ours, parameter.shape, slice_of(parameter)):
                 name = part.name
-                if name == "lm_head.weight" and tied and name not in index:
-                    name = "model.embed_tokens.weight"
+                if name == HEAD and tied and name not in index:
+                    name = EMBEDDING
                 if name == VALUE_HEAD and name not in index:
                     block.zero_()
                     continue

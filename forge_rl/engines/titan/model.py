@@ -171,7 +171,7 @@ def gqa_layer(
         wqkv_param_init=LOADED,
         wo_param_init=LOADED,
         inner_attention=inner_attention(),
-        rope=half_rope(a, max_positions),
+        rope=half_rope(a, max_positions, scales_scores=True),
         qk_norm=norm(a, a.head_dim) if qk_norm else None,
     )
     attention.qkv_linear.wq.bias = attention.qkv_linear.wkv.bias = qkv_bias

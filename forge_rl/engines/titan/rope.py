@@ -16,9 +16,18 @@ from forge_rl.engines.families.family import Architecture
 from forge_rl.engines.titan.shards import local
 
 
-def half_rope(architecture: Architecture, max_positions: int) -> Any:
-    """Make the `Config` of RoPE in rotate-half order, scaled as the architecture says."""
-    return HalfRoPE.Config(dim=architecture.head_dim, **rope_fields(architecture, max_positions))
+def half_rope(architecture: Architecture, max_positions: int, *, scales_scores: bool = False) -> Any:
+    """Make the `Config` of RoPE in rotate-half order, scaled as the architecture says.
+
+    Args:
+        scales_scores: YaRN's factor on attention scores is applied to q and k here, not by the layer.
+    """
+    rope: Mapping[str, Any] = architecture.rope
+    amplitude = 1.0
+    if scales_scores and rope["rope_type"] == "yarn" and rope["factor"] > 1:
+        amplitude = 0.1 * math.log(rope["factor"]) + 1  # YaRN, arXiv:2309.00071, equation 22
+    fields = rope_fields(architecture, max_positions)
+    return HalfRoPE.Config(dim=architecture.head_dim, amplitude=amplitude, **fields)
 
 
 def rope_fields(architecture: Architecture, max_positions: int) -> dict[str, Any]:
@@ -32,6 +41,14 @@ def rope_fields(architecture: Architecture, max_positions: int) -> dict[str, Any
             "low_freq_factor": float(rope["low_freq_factor"]),
             "high_freq_factor": float(rope["high_freq_factor"]),
             "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
+        }
+    elif rope["rope_type"] == "linear":  # Llama 3's for wavelengths that are all long
+        fields |= {
+            "scaling": "llama",
+            "scaling_factor": float(rope["factor"]),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 0,
         }
     elif rope["rope_type"] == "yarn":
         fields |= {
@@ -66,17 +83,18 @@ class PairRoPE(ComplexRoPE):
 
 
 class HalfRoPE(CosSinRoPE):
-    """torchtitan's rotate-half RoPE, with Llama 3's frequency scaling, which it lacks."""
+    """torchtitan's rotate-half RoPE, with Llama 3's frequency scaling and a factor on q and k, which it lacks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
-        pass
+        amplitude: float = 1.0
+        """Factor on rotated q and k."""
 
     def _precompute_cache(self) -> torch.Tensor:
         config = self.config
         if config.scaling != "llama":
             cache: torch.Tensor = super()._precompute_cache()
-            return cache
+            return cache if config.amplitude == 1 else cache * config.amplitude
         frequencies = self._scale(1.0 / config.theta ** (torch.arange(0, config.dim, 2).float() / config.dim))
         angles = torch.outer(torch.arange(config.max_seq_len).float(), frequencies)
         angles = torch.cat([angles, angles], dim=-1)

@@ -212,10 +212,27 @@ def begin_reload(model: torch.nn.Module) -> None:
     check_names(get_layerwise_info(model), _OF_LAYER)
 
 
-def finish_reload(model: Any, model_config: Any) -> None:
-    """Write the collected weights to the parameters and restore the loaders."""
+def was_untied(model_config: Any) -> bool:
+    """Return True if config.json ties the output projection to the embedding, and the files hold one all the same.
+
+    vLLM's own tie_word_embeddings is False then, also if the two were equal and it has tied them again.
+    """
+    check_names(model_config, ("word_embeddings_untied_by_checkpoint",))
+    return bool(model_config.word_embeddings_untied_by_checkpoint)
+
+
+def finish_reload(model: Any, model_config: Any, *, tied: bool) -> None:
+    """Write the collected weights to the parameters and restore the loaders.
+
+    Args:
+        tied: the embedding is also the output projection.
+    """
     finalize_layerwise_reload(model, model_config)
-    if model_config.hf_config.tie_word_embeddings and next(model.parameters()).device.type == "cpu":
+    if not tied:
+        return
+    check_names(model, ("lm_head.tie_weights", "model.embed_tokens"))
+    model.lm_head = model.lm_head.tie_weights(model.model.embed_tokens)
+    if next(model.parameters()).device.type == "cpu":
         # vLLM reloads the embedding but not the output projection tied to it, which on CPU uses a repacked copy of the
         # old weights.
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

@@ -24,6 +24,7 @@ from forge_rl.engines.vllm.prompt_scores import scale_prompt_logits
 from forge_rl.engines.vllm.slicing import SliceWatch
 from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
+from forge_rl.models.hf_folder import HEAD
 from forge_rl.runtime.processes import when_process_ends
 from forge_rl.weights.fingerprints import warm_up
 from forge_rl.weights.manifest import ShardReport
@@ -193,9 +194,8 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         }
         internals.begin_reload(self.model)
         self._watch = SliceWatch(self.model, before)
-        self._expected = {name for name, _ in self.model.named_parameters()}
-        if self.model_config.hf_config.tie_word_embeddings:
-            self._expected.discard("lm_head.weight")
+        self._tied = HEAD not in before
+        self._expected = {name for name, _ in self.model.named_parameters()} - ({HEAD} if self._tied else set())
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         bucket: TensorBucket = pickle.loads(update_info.bucket)
@@ -226,7 +226,7 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
     def finish_weight_update(self) -> None:
         self._check_complete()
         with self._watch:
-            internals.finish_reload(self.model, self.model_config)
+            internals.finish_reload(self.model, self.model_config, tied=self._tied)
 
     def report(self) -> WorkerReport:
         """Report the last load, once its weights are in place."""
@@ -249,10 +249,16 @@ class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
         pass
 
     def _check_complete(self) -> None:
-        tied = self.model_config.hf_config.tie_word_embeddings
-        missing = sorted(self._expected - self._loaded)
+        if self._tied and HEAD in self._loaded:
+            raise WeightsError(
+                f"version {self._version} has an {HEAD!r} of its own, and the engine's model none",
+                hint='set "tie_word_embeddings" to false in config.json of the model that the engine starts with',
+            )
+        # The folder's head was not the embedding, against its config.json; that of this version is.
+        self._tied |= HEAD not in self._loaded and internals.was_untied(self.model_config)
+        missing = sorted(self._expected - self._loaded - ({HEAD} if self._tied else set()))
         layers = {name.rpartition(".")[0] for name in missing}
-        partly = internals.partly_loaded(self.model, tied=tied)
+        partly = internals.partly_loaded(self.model, tied=self._tied)
         missing += [f"part of {name}" for name in partly if name not in layers]
         if missing:
             raise WeightsError(

@@ -1,0 +1,272 @@
+"""Folders as published checkpoints have them: read as transformers does, or refused by name."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forge_rl.engines.architecture import Architecture, check_weights, read_architecture
+from forge_rl.engines.factory import decode_environment
+from forge_rl.engines.optimizer import OptimizerConfig
+from forge_rl.engines.protocol import TrainSettings
+from forge_rl.engines.titan.train import TitanEngine
+from forge_rl.errors import ModelError
+from forge_rl.models.dequantized import dequantized
+from forge_rl.models.resolve import resolve_model
+from forge_rl.run.plan import show_plan
+from forge_rl.tokens.tokenizer import Tokenizer
+from recipes.grpo import Config
+from tests.fakes import hf_weights, packed, random_batch, train_batch
+from tests.plain_trainer import in_float64, logits_of
+from tests.test_titan_model import engine_of, titan_logits
+from tests.zoo.checkpoints import CHECKPOINTS, FAMILIES, REFUSED
+from tests.zoo.folders import SIZES, write
+
+pytestmark = pytest.mark.usefixtures("process_group")
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_published_folder_is_read_as_transformers_does(name: str, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    checkpoint = CHECKPOINTS[name]
+    folder = resolve_model(str(write(name, tmp_path / "hf")), tmp_path)
+    if checkpoint.quantized:
+        folder = dequantized(folder, tmp_path / "cache")
+    architecture = read_architecture(folder)
+    assert not check_weights(folder, architecture)
+    titan = engine_of(folder, 150).model
+    token_ids = torch.randint(0, architecture.vocab, (150,), generator=torch.Generator().manual_seed(1))
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = logits_of(in_float64(reference, titan), token_ids)
+    assert expected.std() > 0.2, "the model must tell tokens apart for this to be a test"
+    assert (titan_logits(folder, token_ids, titan) - expected).abs().max() < 1e-9
+    tokens = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    if checkpoint.template == "none":
+        with pytest.raises(ModelError, match="has no chat template"):
+            Tokenizer(folder)
+        return
+    tokenizer = Tokenizer(folder)
+    assert set(tokenizer.stop_ids) == set(tokens)
+    ids = tokenizer.render([{"role": "user", "content": "2+3? é"}])
+    assert tokens[0] in ids
+    assert tokenizer.decode(ids, skip_special=False).startswith("<|start|>user\n2+3? é" + checkpoint.stops[0])
+    assert tokenizer.vocab_size == architecture.vocab
+    assert tokenizer.decode([architecture.vocab - 1, ids[0]]) is not None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_published_folder_that_is_not_supported_is_refused_by_name(name: str, tmp_path: Path):
+    config, message = REFUSED[name]
+    family = FAMILIES.get(config["model_type"], FAMILIES["llama"])
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, "vocab_size": 300, **family, **config}))
+    with pytest.raises(ModelError, match=message) as caught:
+        read_architecture(tmp_path)
+    assert str(tmp_path / "config.json") in caught.value.message
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "unused"),
+    [
+        (
+            {"model.layers.0.mlp.up_proj.weight": None},
+            "lacks weights .* such as 'model.layers.0.mlp.up_proj.weight'",
+            0,
+        ),
+        ({"lm_head.weight": None, "score.weight": torch.ones(1, 64)}, "lacks weights .* 'lm_head.weight'", 0),
+        ({"model.layers.1.self_attn.q_norm.weight": torch.ones(32)}, r"holds 1 weights .*q_norm\.weight", 0),
+        ({"model.layers.1.self_attn.o_proj.bias": torch.ones(64)}, r"a 'llama' of its config.json does not have", 0),
+        ({"v_head.summary.weight": torch.ones(1, 64), "visual.merger.weight": torch.ones(4)}, "", 2),
+    ],
+)
+def test_weights_that_config_json_does_not_describe_are_refused_or_told(
+    change: dict, message: str, unused: int, tmp_path: Path
+):
+    folder = write("TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T", tmp_path / "hf")
+    state = {key: value for key, value in (stored(folder) | change).items() if value is not None}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=message) if message else contextlib.nullcontext():
+        assert len(check_weights(folder, read_architecture(folder))) == unused
+    if message:
+        with pytest.raises(ModelError, match=message):
+            show_plan(Config(model=str(folder)))
+    if "lm_head.weight" not in state:
+        check_weights(folder, read_architecture(folder), values=True)
+
+
+SEEN_IN_SHAPES = {"head_dim", "num_key_value_heads", "num_nextn_predict_layers", "q_lora_rank"}
+"""Keys whose absence shows in the names and shapes of the weights."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_absent_key_of_config_json_means_what_it_means_to_transformers(family: str, tmp_path: Path):
+    from transformers import AutoConfig
+
+    def read(config: dict[str, Any]) -> Architecture | None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with contextlib.suppress(ModelError):
+            return read_architecture(tmp_path)
+        return None
+
+    complete = {**SIZES, "vocab_size": 300, **FAMILIES[family], "model_type": family}
+    assert read(complete) is not None
+    for key in complete.keys() - SEEN_IN_SHAPES - {"model_type", "rope_scaling"}:
+        absent = {name: value for name, value in complete.items() if name != key}
+        if (architecture := read(absent)) is None:
+            continue
+        defaults = AutoConfig.from_pretrained(tmp_path)
+        default = defaults.rope_parameters["rope_theta"] if key == "rope_theta" else getattr(defaults, key, None)
+        assert read({**absent, key: default}) in (None, architecture), f"{key} is {default} by default"
+
+
+PUBLISHED_FILES = {
+    "config.json": True,
+    "generation_config.json": True,
+    "model-00001-of-00002.safetensors": True,
+    "model.safetensors.index.json": True,
+    "tokenizer.json": True,
+    "chat_template.jinja": True,
+    "additional_chat_templates/tool_use.jinja": True,
+    "original/model.safetensors": False,  # gpt-oss: all weights once more
+    "original/params.json": False,
+    "original/tokenizer.model": False,
+    "original/consolidated.00.pth": False,  # Llama 3
+    "metal/model.bin": False,
+    "consolidated.safetensors": False,  # Mistral
+    "onnx/config.json": False,
+    "runs/events.out.tfevents": False,
+    "modeling_deepseek.py": False,
+    "pytorch_model-00001-of-00002.bin": False,
+}
+"""Files of published folders, and whether they are needed."""
+
+
+def test_only_the_files_that_are_needed_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    fetched: list[str] = []
+
+    def snapshot(name: str, **patterns: list[str]) -> str:
+        fetched.extend(filter_repo_objects(PUBLISHED_FILES, **patterns))
+        return str(write("Qwen/Qwen3-0.6B", tmp_path / "hf"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    resolve_model("org/name", tmp_path)
+    assert fetched == [name for name, needed in PUBLISHED_FILES.items() if needed]
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "message"),
+    [
+        ("model.safetensors", "pytorch_model.bin", "pytorch_model.bin is a pickle"),
+        ("tokenizer.json", "tiktoken.model", "tiktoken.model needs Python code of the model, which is never run"),
+        ("tokenizer.json", "qwen.tiktoken", "qwen.tiktoken needs Python code"),
+        ("config.json", "adapter_config.json", "this is an adapter: merge it"),
+    ],
+)
+def test_a_folder_of_another_kind_is_refused_with_what_makes_it_one(
+    removed: str, added: str, message: str, tmp_path: Path
+):
+    folder = write("Qwen/Qwen3-0.6B", tmp_path / "hf")
+    (folder / removed).unlink()
+    (folder / added).write_text("")
+    with pytest.raises(ModelError, match="is not a complete model: it lacks") as caught:
+        resolve_model(str(folder), tmp_path)
+    assert message in caught.value.hint
+
+
+def test_a_token_without_an_embedding_is_refused_by_name(tmp_path: Path):
+    folder = write("NousResearch/Hermes-3-Llama-3.1-8B", tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 1}))
+    with pytest.raises(ModelError, match=r"'<\|im_end\|>' is token 257 .* has embeddings of 257 tokens"):
+        Tokenizer(folder).render([{"role": "user", "content": "?"}])
+
+
+OFTEN = (
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen2.5-7B",
+    "meta-llama/Llama-3.2-1B-Instruct",
+    "meta-llama/Llama-2-7b-hf",
+    "a fine-tuned Llama-3.2-1B whose head was changed",
+    "Qwen/Qwen3-30B-A3B",
+    "openai/gpt-oss-20b",
+    "deepseek-ai/DeepSeek-V3",
+)
+"""Checkpoints that differ most for an engine."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(OFTEN, id="often"),
+        pytest.param([name for name in CHECKPOINTS if name not in OFTEN], id="others", marks=pytest.mark.nightly),
+    ],
+)
+def test_published_folders_go_the_whole_way(names: Sequence[str], tmp_path: Path):
+    folders = [tmp_path / str(number) for number in range(len(names))]
+    for name, folder in zip(names, folders, strict=True):
+        prepare(name, folder)
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.zoo.engine", *map(str, folders)],
+        env=os.environ | decode_environment(0, replicas=1),
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"started"')]
+    gaps = dict(zip(names, lines, strict=False))
+    assert ended.returncode == 0, f"after {list(gaps)}: {ended.stderr[-4000:]}{ended.stdout[-2000:]}"
+    for name, measured in gaps.items():
+        assert max(measured[gap] for gap in ("started", "loaded", "restarted")) < 1, name
+    assert min(measured["changed"] for measured in gaps.values()) > 5, "the versions must differ for this to be a test"
+
+
+def prepare(name: str, folder: Path) -> None:
+    """Write a folder, train on it twice, and save; see tests/zoo/engine.py for what is where."""
+    checkpoint = CHECKPOINTS[name]
+    folder.mkdir()
+    source = resolve_model(str(write(name, folder / "hf")), folder)
+    model = dequantized(source, folder / "cache") if checkpoint.quantized else source
+    (folder / "model").symlink_to(model)
+    engine = TitanEngine(model, TrainSettings(dtype="float32", seq_len=128, optimizer=OptimizerConfig(lr=1e-2)))
+    for version in (1, 2):
+        train_batch(engine, packed(random_batch(version, vocab=250)))
+        weights = {key: value.contiguous() for key, value in hf_weights(engine.model).items()}
+        save_file(weights, folder / f"{version}.safetensors")
+    for part in ("training", "model"):
+        (folder / "saved" / part).mkdir(parents=True)
+    engine.save(folder / "saved", model, version=2).result()
+    check_files(name, model, folder / "saved" / "model")
+
+
+def check_files(name: str, model: Path, saved: Path) -> None:
+    """Check that a saved model is what the run started from, but for the values and dtype of its weights."""
+    before, after = (stored(folder) for folder in (model, saved))
+    copied = {"lm_head.weight"} if CHECKPOINTS[name].head == "copy" else set()
+    assert after.keys() == {key for key in before if not key.endswith(".inv_freq")} - copied
+    assert all(after[key].shape == before[key].shape for key in after)
+    first, last = (json.loads((folder / "config.json").read_text()) for folder in (model, saved))
+    untied = {"tie_word_embeddings": False} if CHECKPOINTS[name].head == "own" else {}
+    assert last == {key: value for key, value in first.items() if key != "torch_dtype"} | {"dtype": "float32"} | untied
+    for path in model.rglob("*"):
+        if path.is_file() and "safetensors" not in path.name and path.name != "config.json":
+            assert (saved / path.relative_to(model)).read_bytes() == path.read_bytes(), path
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a folder's files."""
+    return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}

@@ -1,0 +1,141 @@
+"""vLLM engines on folders of the zoo, all in one process: python -m tests.zoo.engine FOLDER...
+
+Each folder holds `model`, as the run starts from it, `1.safetensors` and `2.safetensors`, which the trainer publishes,
+and `saved/model`, which it saves after the second.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file
+
+from forge_rl.engines.platform import resolve_dtype
+from forge_rl.engines.protocol import DecodeSettings, Dtype
+from forge_rl.weights.transports.protocol import TensorBucket
+from tests.engine_conformance import publish
+
+IDS = [(number * 37 + 11) % 250 for number in range(48)]
+
+
+class Published(torch.nn.Module):
+    """Weights by the names under which they are published."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._weights = load_file(path)
+
+    def named_parameters(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
+        return iter((name, torch.nn.Parameter(values)) for name, values in self._weights.items())
+
+
+class Engine:
+    """vLLM with the arguments of a run's engines, in this process."""
+
+    def __init__(self, folder: Path, dtype: Dtype) -> None:
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from forge_rl.engines.vllm import register
+        from forge_rl.engines.vllm.engine import engine_arguments
+
+        register()
+        # vLLM looks through the names of all modules, and those of this one cannot be listed.
+        sys.modules.pop("llvmlite.binding.ffi", None)
+        settings = DecodeSettings(dtype=dtype, max_model_len=128, kv_cache_gib=0.05)
+        self._llm = LLMEngine.from_engine_args(engine_arguments(folder, settings, 0), enable_multiprocessing=False)
+        self._llm.collective_rpc("init_weight_transfer_engine", args=({},))
+
+    def logprobs(self) -> torch.Tensor:
+        """Logprobs of IDS from the second on, by the engine."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        self._llm.add_request("1", {"type": "token", "prompt_token_ids": IDS}, sampling)
+        outputs: list[Any] = []
+        while self._llm.has_unfinished_requests():
+            outputs += [output for output in self._llm.step() if output.finished]
+        positions = outputs[-1].prompt_logprobs
+        return torch.tensor([positions[place][token].logprob for place, token in enumerate(IDS) if place])
+
+    def load(self, path: Path, scratch: Path, version: int, dtype: Dtype) -> None:
+        """Load and attest a version."""
+        from forge_rl.engines.vllm.engine import _joined
+
+        manifest = publish(Published(path), scratch, version, bucket_bytes=1 << 20, dtype=resolve_dtype(dtype))
+        self._answers("start_load")
+        for bucket in manifest.buckets:
+            assert bucket.segment is not None
+            from forge_rl.weights.segment import SegmentBucket
+
+            part: TensorBucket = SegmentBucket(segment=bucket.segment, entries=manifest.entries[bucket.key])
+            self._answers("load_bucket", version, pickle.dumps(part))
+        manifest.attest(_joined(self._answers("finish_load")).fingerprints, "the engine")
+        self._llm.reset_prefix_cache()
+
+    def close(self) -> None:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._llm.engine_core.shutdown()
+        del self._llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+    def _answers(self, method: str, *args: object) -> list[Any]:
+        answers = [pickle.loads(answer) for answer in self._llm.collective_rpc(f"forge_rl_{method}", args=args)]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+
+def gap(measured: torch.Tensor, folder: Path, dtype: Dtype) -> float:
+    """Distance of logprobs from those of transformers on a folder, in units of what rounding explains."""
+    from transformers import AutoModelForCausalLM
+
+    by_dtype = {}
+    for name in {"float32", dtype}:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=resolve_dtype(cast(Dtype, name)), attn_implementation="eager"
+        ).eval()
+        with torch.no_grad():
+            logprobs = model(torch.tensor([IDS])).logits[0].float().log_softmax(-1)
+        by_dtype[name] = logprobs[:-1].gather(1, torch.tensor(IDS[1:])[:, None])[:, 0]
+    distances = (measured - by_dtype["float32"]).abs()
+    if dtype == "float32":
+        return float(distances.max()) / 1e-3
+    return float(distances.mean() / (by_dtype[dtype] - by_dtype["float32"]).abs().mean()) / 2
+
+
+def try_folder(folder: Path) -> dict[str, float]:
+    """Try a folder; each gap should be below 1, but the one between the first and the last version far above."""
+    model, saved, scratch = folder / "model", folder / "saved" / "model", folder / "versions"
+    latent = json.loads((model / "config.json").read_text())["model_type"] == "deepseek_v3"
+    dtype: Dtype = "bfloat16" if latent else "float32"  # vLLM's latent attention has no float32 on CPUs with AMX
+    scratch.mkdir()
+    measured: dict[str, float] = {}
+    engine = Engine(model, dtype)
+    measured["started"] = gap(first := engine.logprobs(), model, dtype)
+    for version in (1, 2):
+        engine.load(folder / f"{version}.safetensors", scratch, version, dtype)
+    measured["loaded"] = gap(engine.logprobs(), saved, dtype)
+    measured["changed"] = gap(first, saved, dtype)
+    engine.close()
+    engine = Engine(saved, dtype)
+    measured["restarted"] = gap(engine.logprobs(), saved, dtype)
+    engine.close()
+    return measured
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        result: dict[str, object] = dict(try_folder(Path(argument)))
+        print(json.dumps(result), flush=True)
+    sys.stdout.flush()
+    os._exit(0)
