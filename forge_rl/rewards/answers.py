@@ -30,8 +30,8 @@ _QUOTES = str.maketrans({
     "\N{LEFT SINGLE QUOTATION MARK}": "'", "\N{RIGHT SINGLE QUOTATION MARK}": "'",
     "\N{MINUS SIGN}": "-", "\N{NO-BREAK SPACE}": " ",
 })  # fmt: skip
-_THOUSANDS = re.compile(r"(?<![\d,.(\[{])[1-9]\d{0,2}(?:,\d{3})+(?![\d,)\]}])")
-_INITIALS = re.compile(r"\b([a-z])\.(?=[a-z]\b)")
+_THOUSANDS = re.compile(r"(?<![\d,.(\[{:/])(?<!\w-)[1-9]\d{0,2}(?:,\d{3})+(?![\d,)\]}:/-])")
+_INITIALS = re.compile(r"(?<!\S)(?:[a-z]\.){2,}(?=[,;:!?\"']*(?!\S))")
 _AROUND_WORD = re.compile(
     r"(?<!\S)[\"'*_`]+(?=[^\W_])|(?<=[^\W_][^\W_])[.,;:!?\"'*_`]+(?!\S)|(?<=\w)[.,;:\"'*`]+(?!\S)"
 )
@@ -163,7 +163,7 @@ def normalised(text: str) -> str:
     """Lowercase and remove quotes, articles, punctuation between words and spaces, unless nothing else is left."""
     text = " ".join(plain(text).translate(_QUOTES).lower().split())
     text = _THOUSANDS.sub(lambda number: number.group().replace(",", ""), text)
-    text = re.sub(r"(?<=\d), (?=\d)", ",", _INITIALS.sub(r"\1", text))
+    text = re.sub(r"(?<=\d), (?=\d)", ",", _INITIALS.sub(lambda name: name.group().replace(".", ""), text))
     words = " ".join(_AROUND_WORD.sub("", text).split())
     return _ARTICLES.sub("", words) or words or text
 

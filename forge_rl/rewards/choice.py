@@ -87,7 +87,7 @@ def settled_letter(text: str) -> str:
     text = text[-_LONGEST:]
     if (answer := marked(text)) is not None:
         return letter_of(answer) or _letter_before_text(answer) or _stated(answer)
-    return _stated(text) or letter_of(text) or letter_of(text.strip().rpartition("\n")[2])
+    return _stated(text) or letter_of(text) or _letter_before_text(text) or letter_of(text.strip().rpartition("\n")[2])
 
 
 def _letter_before_text(text: str) -> str:

@@ -218,7 +218,9 @@ def _same_relation(true: Structure, answer: Structure) -> bool:
 def _same_value(true: Structure, answer: Structure) -> bool:
     import mpmath  # type: ignore[import-untyped]
 
-    names = symbols_of(true.tree) | symbols_of(answer.tree)
+    names = symbols_of(true.tree)
+    if names != symbols_of(answer.tree):
+        return False
     compared = 0
     with mpmath.workdps(_DIGITS):
         for values in points(names):

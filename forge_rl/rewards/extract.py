@@ -110,14 +110,15 @@ def boxed(text: str) -> str | None:
 
 
 def stated(text: str) -> str | None:
-    """Return what follows the last "answer is", "Answer:" or ####, up to the end of the clause; None without one."""
+    """Return what follows the last "answer is", "Answer:" or ####, up to the end of the clause; None without one, and
+    "" if it only says what the answer is not."""
     statements = list(_STATED.finditer(text[-_LONGEST:]))
     if not statements:
         return None
     rest = text[-_LONGEST:][statements[-1].end() :].strip(" \t*:")
     line = next((line for line in rest.split("\n") if line.strip()), "")
     clause = _CLAUSE_END.split(line, maxsplit=1)[0].strip().strip("*").strip()
-    return None if clause.lower().startswith("not ") else clause
+    return "" if clause.lower().startswith("not ") else clause
 
 
 def in_mathematics(text: str) -> str | None:
@@ -129,19 +130,23 @@ def in_mathematics(text: str) -> str | None:
 def answered_number(text: str) -> str | None:
     """Return the number that a completion answers with, as written, with its unit; None for an expression or a list."""
     answer = marked(text)
-    if answer is not None:
-        return number_in(answer)
-    return text if read_quantity(text) is not None else final_number(text)
+    return number_in(text if answer is None else answer)
 
 
 def number_in(answer: str) -> str | None:
     """Return the number that an answer is or, in prose or behind an equals sign, ends with, as written."""
     if read_quantity(answer) is not None:
         return answer
-    if "\\" in answer or "^" in answer or not re.search(r"[^\W\d_]{2}", plain(answer)):
-        left, equals, right = plain(answer).rpartition("=")
-        return right if equals and left.strip() and read_quantity(right) is not None else None
-    return final_number(answer)
+    words = answer.replace(in_mathematics(answer) or "\0", "")
+    is_prose = re.search(r"[^\W\d_]{2}", words) is not None and not re.search(r"\\[a-zA-Z]", words)
+    is_garbled = len(words.split()) <= 2 and re.match(r"\W*\d", words) is not None  # a number with a broken unit
+    if (is_prose and not is_garbled) or stated(answer) is not None:
+        return final_number(answer)
+    left, equals, right = plain(answer).rpartition("=")
+    other, quantity = read_quantity(left.rpartition("=")[2]), read_quantity(right)
+    if not equals or quantity is None or not re.search(r"\w", left):
+        return None
+    return right.strip() if other is None or other.value == quantity.value else None
 
 
 def final_number(text: str) -> str | None:
@@ -151,6 +156,8 @@ def final_number(text: str) -> str | None:
     """
     text = text[-_LONGEST:].translate(_MINUS)
     clause = stated(text)
+    if clause == "":
+        return None
     if clause is not None and any(map(str.isdigit, clause)):
         text = clause
     formula = in_mathematics(text)

@@ -68,7 +68,7 @@ def normalised_notation(text: str) -> str:
     text = re.sub(r"\\frac\s*(\d)\s*(\d)(?!\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"([\^_])\s*(\w)(?!\w)", r"\1{\2}", text)
     text = re.sub(r"\\sqrt\s*(\w)(?!\w)", r"\\sqrt{\1}", text)
-    text = re.sub(r"(?<=[A-Za-z])\s+(?=[A-Za-z])", "\0", text)  # between words, and behind a command
+    text = re.sub(r"(?<=[A-Za-z\d])\s+(?=[A-Za-z\d])", "\0", text)  # between words and digits, and behind a command
     return re.sub(r"\s+", "", text).replace("\0", " ")
 
 
@@ -204,6 +204,14 @@ class _Reader:
             return self._made("binom", self._argument(), self._argument())
         if name in _FUNCTIONS:
             return self._function(name)
+        if name in ("lfloor", "lceil"):
+            node = self.sum()
+            self._peek()
+            closing = f"\\r{name[1:]}"
+            if not self.text.startswith(closing, self.place):
+                raise ValueError(f"{closing} is missing")
+            self.place += len(closing)
+            return self._made("call", name[1:], node)
         if name == "pi":
             return ("const", "pi")
         if name == "infty":
@@ -229,6 +237,8 @@ class _Reader:
             while name != "sqrt" and self._begins_factor() and self._peek() not in ("(", "[", "{"):
                 if any(self.text.startswith(f"\\{other}", self.place) for other in _FUNCTIONS):
                     break
+                if self._peek().isdigit():
+                    raise ValueError("a number follows without an operator")
                 argument = self._made("*", argument, self.power())
         node = self._made("call", _FUNCTIONS[name], argument)
         if base is not None:
@@ -266,6 +276,8 @@ class _Reader:
         letter = self._peek()
         if letter == "|":
             return self._bars == 0
+        if self.text.startswith(("\\rfloor", "\\rceil"), self.place):
+            return False
         return bool(letter) and (letter.isalnum() or letter in "([{\\.")
 
     def _peek(self) -> str:
@@ -352,6 +364,8 @@ def _power(base: Any, exponent: Any) -> Any:
 def _called(name: str, value: Any) -> Any:
     import mpmath
 
+    if name in ("floor", "ceil"):
+        return getattr(mpmath, name)(value)
     if name in ("ln", "log"):
         if value == 0:
             raise ZeroDivisionError

@@ -9,6 +9,7 @@ from forge_rl.rewards.choice import letter_of
 from forge_rl.rewards.equality import read
 from forge_rl.rewards.formulas import normalised_notation
 from forge_rl.rewards.quantities import plain, read_quantity
+from forge_rl.types import Task
 
 Kind = Literal["choice", "number", "expression", "text"]
 
@@ -21,8 +22,8 @@ _OPERATOR = re.compile(
 )
 _RUN = re.compile(r"[A-Za-z]{2,}")
 _FUNCTIONS = frozenset(("sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp", "sqrt", "pi", "or", "and"))
-_CODE = re.compile(r"\d+(?:\s*[-:/.]\s*\d+)+")
-"""Dates, times, scores, versions and telephone numbers."""
+_CODE = re.compile(r"\d+(?:\s*[-/.]\s*\d+)+|\d{1,2}:\d{2}(?::\d{2})?")
+"""Dates, times, versions and telephone numbers."""
 _LEADING_ZERO = re.compile(r"(?<![\d.])0\d")
 _MOST_CHARS = 2000
 
@@ -53,16 +54,18 @@ def kind_of(truth: str) -> Kind:
     return "expression"
 
 
-def is_copy(answer: str, truth: str, question: str) -> bool:
+def is_copy(answer: str, truth: str, task: Task) -> bool:
     """Return whether an answer with an operator repeats an expression of the question, and is not written as the truth.
 
-    is_copy("123*456", "56088", "What is 123 * 456?")  # True
+    is_copy("123*456", "56088", task)  # True if task.prompt is "What is 123 * 456?"
     """
     written = notation(answer)
-    if not re.search(r"[-+*/^!\\(]", written[1:]) or written == notation(truth):
+    if not task.messages or not re.search(r"[-+*/^!\\(]", written[1:]) or written == notation(truth):
         return False
-    asked = normalised_notation(question[:20_000]).replace("\\$", "").replace("$", "")
-    return re.search(rf"(?<![\w.]){re.escape(written)}(?![\w]|\.\d)", asked) is not None
+    asked = normalised_notation(task.prompt[:20_000]).replace("\\$", "").replace("$", "")
+    before = r"(?<![\w.])" if written[0].isalnum() else ""
+    after = r"(?!\w|\.\d)" if written[-1].isalnum() else ""
+    return re.search(f"{before}{re.escape(written)}{after}", asked) is not None
 
 
 def notation(text: str) -> str:

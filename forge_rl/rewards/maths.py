@@ -23,8 +23,7 @@ _LONGEST = 1000
 """Maximum length of a reported answer, in characters."""
 _MOST_CHARS = 5000
 """Maximum length of a formula that is compared."""
-_COMPUTATION = re.compile(r"\\(?:i*nt|oint|sum|prod|lim)(?![a-z])")
-_BRACKETS = re.compile(r"\\[{}]|[()\[\]<>=%,]|\\(?:leq?|geq?|neq?|in|cup)(?![a-z])")
+_SIGN = re.compile(r"\\[a-zA-Z]+|[^\s{}]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ class Maths:
     async def _compared(self, task: Task, right: Sequence[str], text: str) -> Score:
         answer = _answer_in(text)
         written = notation(answer)
-        if not written or len(answer) > _MOST_CHARS or all(is_copy(answer, truth, task.prompt) for truth in right):
+        if not written or len(answer) > _MOST_CHARS or all(is_copy(answer, truth, task) for truth in right):
             return Score(total=0.0, parts={"late": 0.0}, answer=written[:_LONGEST])
         if any(written == notation(truth) for truth in right):
             return Score(total=1.0, parts={"late": 0.0}, answer=written[:_LONGEST])
@@ -97,7 +96,7 @@ def number_score(task: Task, right: Sequence[str], text: str, *, percent_is_unit
         return Score(total=0.0)
     truths = [truth for truth in map(read_quantity, right) if truth is not None]
     is_right = any(same_quantity(truth, quantity, percent_is_unit=percent_is_unit) for truth in truths)
-    if is_right and all(is_copy(written, truth, task.prompt) for truth in right):
+    if is_right and all(is_copy(written, truth, task) for truth in right):
         is_right = False
     return Score(total=float(is_right), answer=str(quantity))
 
@@ -116,12 +115,10 @@ def compare(right: list[str], answer: str) -> int:
 
 
 def _is_equal_by_math_verify(truth: str, answer: str) -> bool:
-    """Compare what `equality` does not read, such as integrals, floors and sums, if brackets and relations agree."""
+    """Compare what `equality` does not read, such as integrals and sums, if at most the order of the signs differs."""
     import math_verify
 
-    if _BRACKETS.findall(truth) != _BRACKETS.findall(answer) or (
-        _COMPUTATION.search(answer) and not _COMPUTATION.search(truth)
-    ):
+    if sorted(_SIGN.findall(notation(truth))) != sorted(_SIGN.findall(notation(answer))):
         return False
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that timeouts are disabled
     try:

@@ -147,7 +147,7 @@ def same_quantity(true: Quantity, answer: Quantity, *, percent_is_unit: bool = T
 
     Values are equal exactly, except that a decimal number of at least 6 significant digits may round the other one. A
     true number without a unit accepts any unit; a unit that the truth has may be left out, but not be another one. Of
-    percentages, 50% equals 0.5 and, as an answer only and if `percent_is_unit`, a true 50.
+    percentages, 50% equals 0.5 and, as an answer only and if `percent_is_unit`, a true 50; but 0.5% is never 0.5.
     """
     hundredths = Fraction(1, 100)
     match true.unit == "%", answer.unit == "%":
@@ -158,7 +158,8 @@ def same_quantity(true: Quantity, answer: Quantity, *, percent_is_unit: bool = T
         case False, True:
             if true.unit:
                 return False
-            return answer.value * hundredths == true.value or (percent_is_unit and _same_value(true, answer))
+            may_be_unit = percent_is_unit and true.decimals is not None and abs(true.value) > 1
+            return answer.value * hundredths == true.value or (may_be_unit and _same_value(true, answer))
     return (not true.unit or not answer.unit or true.unit == answer.unit) and _same_value(true, answer)
 
 
@@ -190,7 +191,7 @@ def plain(text: str) -> str:
     text = text[: 50 * _LONGEST].translate(_MINUS).strip()
     while True:
         before = text
-        if text.endswith(".") and not text.endswith(".."):
+        if text.endswith(".") and not re.search(r"\.\w?\.$", text):
             text = text[:-1].rstrip()
         for opening, closing in _DELIMITERS:
             inside = text[len(opening) : -len(closing)]
@@ -252,9 +253,9 @@ def _read_unit(rest: str, currency: str) -> tuple[int, str] | None:
         return None if currency else (1, "%")
     if degree := _DEGREE.fullmatch(rest):
         return None if currency else (1, "degree" + degree[1])
-    is_apart = rest[0].isspace() or rest.startswith(("\\text", "\\mathrm", "\\,", "\\ ", "~", "-"))
+    is_apart = rest[0].isspace() or rest.startswith(("\\text", "\\mathrm", "\\,", "\\ ", "~"))
     text = re.sub(r"\\(?:text|textbf|mathrm|mbox)\s*\{([^{}]*)\}", r" \1", rest.translate(_EXPONENTS))
-    text = re.sub(r"\\[,;: ]|~", " ", text).replace("{", "").replace("}", "").lstrip("- ").strip()
+    text = re.sub(r"\\[,;: ]|~", " ", text).replace("{", "").replace("}", "").strip()
     text = re.sub(r"\s*\^\s*", "^", text).removesuffix(".")
     if not is_apart and text not in _ATTACHED:
         return None
