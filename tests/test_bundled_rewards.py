@@ -133,7 +133,7 @@ def test_json_is_held_against_its_schema(tmp_path: Path):
         assert await reward(task(), '{"age": 5}') == Score(total=1.0, parts={"parsed": 1.0}, answer='{"age": 5}')
         assert (await reward(task(), 'Here it is:\n```json\n{"age": 5}\n```\n')).total == 1.0
         assert (await reward(task(), '{"age": "5"}')).total == 0.2
-        for text in ("age: 5", "", "[" * 50_000, "1" * 200_000):
+        for text in ("age: 5", "", "[" * 50_000, "1" * 200_000, '{"age": NaN}', '{"age": 5, "size": 1e400}'):
             assert await reward(task(), text) == Score(total=0.0, parts={"parsed": 0.0})
         # A pattern that backtracks for ever costs its completion alone.
         schema.write_text('{"pattern": "^(a|aa)+$"}')

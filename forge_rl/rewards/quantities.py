@@ -18,7 +18,9 @@ _DOUBLE_DIGITS = 15
 _INTEGER = r"(?:0|[1-9]\d*)"
 _GAPS = (r",", r"\{,\}", r"\\,", r"\\!", r",\\!", r"\\ ", "\N{THIN SPACE}", "\N{NARROW NO-BREAK SPACE}", " ")
 _THOUSANDS = "|".join(rf"[1-9]\d{{0,2}}(?:{gap}\d{{3}})+(?!\d)" for gap in _GAPS)
-_DECIMAL = rf"(?:(?P<whole>{_THOUSANDS}|{_INTEGER})(?P<decimals>\.\d+)?|(?P<point>\.\d+))"
+_PADDED = r"0\d{1,2}(?![\d.])"
+"""Up to three digits with leading zeros, as in the answers of AIME; longer ones are codes."""
+_DECIMAL = rf"(?:(?P<whole>{_THOUSANDS}|{_PADDED}|{_INTEGER})(?P<decimals>\.\d+)?|(?P<point>\.\d+))"
 _TEN = r"(?:\\times|\\cdot|\N{MULTIPLICATION SIGN}|\*|x)\s*10\s*\^\s*"
 _EXPONENT = (
     rf"(?:[eE](?P<e>[-+]?\d{{1,4}})|\s*{_TEN}(?:\{{\s*(?P<ten>[-+]?\d{{1,4}})\s*\}}|(?P<bare_ten>[-+]?\d{{1,4}})))"
@@ -105,7 +107,7 @@ def read_quantity(text: str) -> Quantity | None:
 
     read_quantity(r"-\\frac{1}{2}\\text{ cm}")  # Quantity(value=Fraction(-1, 2), unit="cm")
 
-    Sums, products, roots, several numbers and variables are no number. Leading zeros are none either: 007 is a name.
+    Sums, products, roots, several numbers and variables are no number, nor are codes such as 0101.
     """
     text = plain(text)
     if not text or len(text) > _LONGEST:
