@@ -166,8 +166,13 @@ async def tried(dataset: str, config: Config) -> dict[str, object]:
     false = {name: solved[name] - true[name] for name in solved}
     above = [name for name in solved if false[name] > _CHANCE * config.tasks or true[name] > _MOST_TRUE * config.tasks]
     best = max(solved, key=lambda name: (false[name], solved[name]), default="")
-    shares = {"solved": solved[best] / config.tasks, "not the true answer": false.get(best, 0) / config.tasks}
-    return {"data_set": dataset, "best_answer": best if len(best) < 60 else best[:57] + "...", **shares, "above": above}
+    shares = {"solved": solved[best] / config.tasks, "not_true": false.get(best, 0) / config.tasks}
+    return {
+        "data_set": dataset,
+        "best_answer": best if len(best) < 60 else best[:57] + "...",
+        **shares,
+        "above": "\n".join(above),
+    }
 
 
 def measure(config: Config, report: Report) -> None:
@@ -187,7 +192,7 @@ def measure(config: Config, report: Report) -> None:
             "wrong_scored_right": len(wrong),
             "right_scored_wrong": len(right),
         }
-        refused = 0
+        refused = tried_sets = 0
         above: list[str] = []
         for dataset in config.datasets or sorted(DATASETS):
             try:
@@ -195,12 +200,14 @@ def measure(config: Config, report: Report) -> None:
             except TaskError as error:
                 row = {"data_set": dataset, "refused": error.message}
                 refused += 1
-            above += [f"{dataset}: {name}" for name in json.loads(json.dumps(row.get("above", [])))]
-            report.rows.append(row)
-            print(json.dumps(row))
+            above += [f"{dataset}: {name}" for name in str(row.get("above", "")).splitlines()]
+            tried_sets += 1
+            if row.get("solved") != 0:
+                report.rows.append(row)
+            print(json.dumps(row), flush=True)
         report.results |= {
             "constants": len(CONSTANTS),
-            "data_sets": len(report.rows),
+            "data_sets": tried_sets,
             "data_sets_refused": refused,
             "constants_that_score": len(above),
         }

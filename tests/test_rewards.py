@@ -210,7 +210,7 @@ def test_a_score_outside_zero_to_one_raises(monkeypatch: pytest.MonkeyPatch, sco
 
     monkeypatch.setattr(verifiers, "shared_workers", lambda *given: score)
     task, value = _task("chain_sum", {"question": "2 + 3 =", "answer": "5"}), 1.5
-    with pytest.raises(TaskError, match="scored 1.5, not 0 to 1"):
+    with pytest.raises(TaskError, match=r"scored 1\.5, not 0 to 1"):
         scored(task, "6")
     value = float("nan")  # the distance of 5 to an answer that is no number
     assert scored(task, "6").total == 0.0
