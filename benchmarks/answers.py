@@ -89,7 +89,7 @@ async def misjudged(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
         for name, reward in (("auto", Auto()), ("match", Match()), ("math", Maths()), ("choice", Choice())):
             if name == "choice" and row.kind != "choice":
                 continue
-            scored = reward(task, row.answer)  # type: ignore[operator]
+            scored = reward(task, row.answer)
             score: Score = await scored if inspect.isawaitable(scored) else scored
             case = f"{name}: {row.answer!r} for {row.truth!r}"
             if not row.right and score.total > 0:

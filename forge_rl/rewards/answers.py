@@ -133,7 +133,7 @@ class Number:
         if self.tolerance <= _ROUNDING and truth.denominator == answer.denominator == 1:
             return truth == answer
         margin = Fraction(self.tolerance)
-        return abs(truth - answer) <= max(margin * abs(truth), min(margin, 1))
+        return abs(truth - answer) <= max(margin * abs(truth), min(margin, Fraction(1)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,7 +169,7 @@ def rounds(decimals: int | None, digits: int, rounded: Fraction, exact: Fraction
     """Return whether a decimal number of enough digits is the nearest one of its length to an exact number."""
     if decimals is None or digits < _LEAST_DIGITS or (rounded.denominator == exact.denominator == 1):
         return False
-    return 2 * abs(rounded - exact) * 10**decimals <= 1
+    return bool(2 * abs(rounded - exact) * 10**decimals <= 1)
 
 
 def canonical(value: Fraction) -> str:
