@@ -30,8 +30,8 @@ def asked(truth: object, question: str = "?") -> Task:
 
 def scored(reward: Any, task: Task, text: str) -> float:
     async def score() -> float:
-        found = reward(task, text)
-        return float((await found if inspect.isawaitable(found) else found).total)
+        result = reward(task, text)
+        return float((await result if inspect.isawaitable(result) else result).total)
 
     return asyncio.run(score())
 
@@ -93,11 +93,11 @@ def test_the_number_that_prose_ends_with(text: str, number: str | None):
 
 def test_choices_that_are_no_options_are_the_tasks_fault():
     for truth in ("Paris", "27", 27, True, "AB"):
-        with pytest.raises(TaskError, match="which is no option"):
+        with pytest.raises(TaskError, match="which is not an option"):
             Choice()(asked(truth), "B")
     with pytest.raises(TaskError, match="no answer to compare with"):
         Choice()(asked(float("nan")), "B")
-    with pytest.raises(TaskError, match="which is no option"):
+    with pytest.raises(TaskError, match="which is not an option"):
         Choice(first=1)(asked(0), "A")
 
 
@@ -156,7 +156,7 @@ def test_constants_and_copies_solve_no_tasks_of_reasoning_gym(dataset: str):
 
 
 def test_a_verifier_that_gives_nan_gives_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(verifiers, "_verifier", lambda *given: lambda answer, entry: float("nan"))
+    monkeypatch.setattr(verifiers, "_verifier", lambda *settings: lambda answer, entry: float("nan"))
     assert verify("chain_sum", {}, {"answer": "5", "metadata": {}}, "nan") == 0
 
 

@@ -149,7 +149,7 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
     ),
     "an answer that is no number": (
         lines('{"question": "?", "answer": NaN}\n'),
-        "line 2: column 'answer' is no finite number: nan",
+        "line 2: column 'answer' is not a finite number: nan",
     ),
     "a list without answers": (lines({"question": "?", "answer": []}), "line 2: column 'answer' is empty"),
     "a field that is missing in a column": (

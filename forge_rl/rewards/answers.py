@@ -85,7 +85,7 @@ class Match:
         return Score(total=float(answer in map(normalised, right)), answer=answer)
 
     def _answer(self, text: str) -> str:
-        """Return the answer by `extract`; of a text without marks, what it states as its answer."""
+        """Return the answer by `extract`, or the stated answer of a text without marks."""
         answer = extract(self.extract, text) or ""
         if self.extract != "auto" or marked(after_thought(text)) is not None:
             return answer

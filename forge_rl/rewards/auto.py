@@ -21,7 +21,7 @@ class Auto:
         Auto()(task, "so there are 5.")  # Score(total=1.0, answer="5") if task.truth is {"answer": "5"}
 
     A number must have the same value, in any notation, and no other unit; an expression the same parts and values, as
-    in `math`; an option the same letter; any other text the same words, as in `match`. Empty text is no answer.
+    in `math`; an option the same letter; any other text the same words, as in `match`. Empty text is not an answer.
     """
 
     key: str = "answer"
@@ -38,6 +38,6 @@ class Auto:
         if "expression" in kinds or "number" in kinds:
             return Maths(key=self.key, percent_is_unit=True)(task, text)
         if kinds == {"choice"}:
-            chosen = settled_letter(after_thought(text))
-            return Score(total=float(chosen in map(letter_of, right)), answer=chosen)
+            letter = settled_letter(after_thought(text))
+            return Score(total=float(letter in map(letter_of, right)), answer=letter)
         return Match(key=self.key)(task, text)

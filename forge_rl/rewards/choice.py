@@ -46,10 +46,10 @@ class Choice:
         check_flags(self, "--reward choice:", least={"first": 0}, most={"first": 1})
 
     def __call__(self, task: Task, text: str) -> Score:
-        """Raises TaskError for a task whose true answer is no letter or index."""
+        """Raises TaskError for a task whose true answer is not a letter or an index."""
         right = {self._letter(truth, task) for truth in true_answers(task, self.key, "choice")}
-        chosen = chosen_letter(after_thought(text))
-        return Score(total=float(chosen in right), answer=chosen)
+        letter = chosen_letter(after_thought(text))
+        return Score(total=float(letter in right), answer=letter)
 
     def _letter(self, truth: str, task: Task) -> str:
         letter = letter_of(truth) or _letter_before_text(truth)
@@ -59,7 +59,7 @@ class Choice:
         if not letter:
             raise TaskError(
                 f"--reward choice: the true answer of task {task.id!r} of {task.source!r} is {truth!r:.80}, which is "
-                "no option",
+                "not an option",
                 hint="give a letter, such as B, (B) or B), or an index, with --reward choice:first=1 if the first "
                 "option's is 1; for the text of an option, use --reward match",
             )
@@ -78,8 +78,8 @@ def chosen_letter(text: str) -> str:
     text = text[-_LONGEST:]
     if (answer := marked(text)) is not None:
         return letter_of(answer) or _letter_before_text(answer) or _stated(answer) or _only_letter(answer)
-    whole = letter_of(text) or _letter_before_text(text.strip().rpartition("\n")[2])
-    return _stated(text) or whole or _only_letter(text) or _only_letter(re.split(r"[.!\n]\s", text.strip())[-1])
+    lone_letter = letter_of(text) or _letter_before_text(text.strip().rpartition("\n")[2])
+    return _stated(text) or lone_letter or _only_letter(text) or _only_letter(re.split(r"[.!\n]\s", text.strip())[-1])
 
 
 def settled_letter(text: str) -> str:
@@ -96,7 +96,7 @@ def _letter_before_text(text: str) -> str:
 
 
 def _stated(text: str) -> str:
-    statements = [found for found in _STATED.finditer(text) if not (found["not"] or found["not2"])]
+    statements = [match for match in _STATED.finditer(text) if not (match["not"] or match["not2"])]
     return next(letter for letter in statements[-1].group(2, 4, 5) if letter).upper() if statements else ""
 
 

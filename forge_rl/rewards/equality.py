@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from forge_rl.rewards.formulas import Node, evaluate, points, read_formula, symbols_of
+from forge_rl.rewards.formula_values import evaluate, points
+from forge_rl.rewards.formulas import Node, read_formula, symbols_of
 from forge_rl.rewards.quantities import plain, rounds
 
 _DIGITS = 60
@@ -46,7 +47,8 @@ class Structure:
     operators: tuple[str, ...] = ()
     """Operators between the sides of a relation; the width of a matrix."""
     tree: Node = ()
-    written: str = ""
+    source: str = ""
+    """Text of a value, without blanks."""
 
 
 def equal(true: str, answer: str) -> bool:
@@ -79,7 +81,7 @@ def read(text: str, depth: int = 0) -> Structure:
         kind = "matrix" if matrix[1] in "pbB" else f"{matrix[1]}matrix"
         return Structure(kind, tuple(inner(cell) for row in rows for cell in row), (str(len(rows[0])),))
     if "\\begin" in text or not text:
-        raise ValueError("is no formula")
+        raise ValueError("the text is not a formula")
     if len(alternatives := _split(text, lambda token: False, _OR)) > 1:
         items = [item for part in alternatives for item in _split(part, lambda token: token == ",") if item.strip()]
         return Structure("any_order", tuple(map(inner, items)))
@@ -106,7 +108,7 @@ def read(text: str, depth: int = 0) -> Structure:
         text = text.replace("\N{PLUS-MINUS SIGN}", "\\pm ")
         signs = [text.replace("\\pm", a).replace("\\mp", b) for a, b in (("+", "-"), ("-", "+"))]
         return Structure("any_order", tuple(map(inner, signs)))
-    return Structure("value", tree=read_formula(text), written=text.replace(" ", ""))
+    return Structure("value", tree=read_formula(text), source=text.replace(" ", ""))
 
 
 def _split(
@@ -125,9 +127,9 @@ def _split(
             depth += 1
         elif word in _CLOSE:
             depth -= 1
-        elif depth == 0 and pattern is not None and (found := pattern.match(text, place)):
+        elif depth == 0 and pattern is not None and (separator := pattern.match(text, place)):
             parts.append(text[start:place])
-            start = end = found.end()
+            start = end = separator.end()
         elif depth == 0 and separates(word):
             parts.append(text[start:place])
             start = end
@@ -176,7 +178,7 @@ def _without_name(side: Structure, other: Structure) -> Structure:
         return side
     first, last = side.parts[0], side.parts[-1]
     names = symbols_of(first.tree) if first.kind == "value" else set()
-    is_name = first.kind == "value" and (first.tree[0] == "name" or re.fullmatch(r"[A-Za-z]\([a-z]\)", first.written))
+    is_name = first.kind == "value" and (first.tree[0] == "name" or re.fullmatch(r"[A-Za-z]\([a-z]\)", first.source))
     is_named = is_name and not (last.kind == "value" and first.tree[0] == "name" and names & symbols_of(last.tree))
     is_computed = all(part.kind == "value" and not symbols_of(part.tree) for part in side.parts)
     if set(side.operators) == {"in"} and len(side.parts) == 2 and is_named:
@@ -200,11 +202,13 @@ def _same_in_any_order(true: Sequence[Structure], answer: Sequence[Structure]) -
 def _same_relation(true: Structure, answer: Structure) -> bool:
     forms = [(answer.operators, answer.parts)]
     if all(operator in _FLIPPED for operator in answer.operators):
-        forms.append((tuple(_FLIPPED[each] for each in answer.operators[::-1]), answer.parts[::-1]))
+        forms.append((tuple(_FLIPPED[sign] for sign in answer.operators[::-1]), answer.parts[::-1]))
     if any(true.operators == operators and all(map(_same, true.parts, parts)) for operators, parts in forms):
         return True
-    (operator, *more), (other, *others) = true.operators, answer.operators
-    if more or others or operator not in _FLIPPED or other not in _FLIPPED:
+    if len(true.operators) > 1 or len(answer.operators) > 1:
+        return False
+    operator, other = true.operators[0], answer.operators[0]
+    if operator not in _FLIPPED or other not in _FLIPPED:
         return False
     sides = [*true.parts, *answer.parts]
     if any(side.kind != "value" for side in sides):
@@ -230,7 +234,7 @@ def _same_value(true: Structure, answer: Structure) -> bool:
                 continue
             right = evaluate(answer.tree, values)
             if not _is_near(left, right):
-                return not names and _is_rounded(answer.written, left)
+                return not names and _is_rounded(answer.source, left)
             compared += 1
             if not names:
                 return True
@@ -262,15 +266,15 @@ def _is_near(left: object, right: object) -> bool:
     return bool(distance <= mpmath.mpf(10) ** -_EQUAL_DIGITS * max(1, abs(left), abs(right)))  # type: ignore[arg-type]
 
 
-def _is_rounded(written: str, exact: object) -> bool:
+def _is_rounded(number: str, exact: object) -> bool:
     """Return whether a decimal number rounds an exact value, such as 1.414214 the root of 2."""
     import mpmath
 
-    if not _DECIMAL_FORM.fullmatch(written) or mpmath.im(exact) != 0:
+    if not _DECIMAL_FORM.fullmatch(number) or mpmath.im(exact) != 0:
         return False
-    decimals = _DECIMAL.fullmatch(written)
+    decimals = _DECIMAL.fullmatch(number)
     if decimals is None or abs(mpmath.re(exact)) > 10**15:
         return False
     digits = len((decimals[1] + decimals[2]).lstrip("0"))
     close = Fraction(int(mpmath.nint(mpmath.re(exact) * 10**40)), 10**40)
-    return rounds(len(decimals[2]), digits, Fraction(written), close)
+    return rounds(len(decimals[2]), digits, Fraction(number), close)

@@ -70,9 +70,9 @@ def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
             answer = text.strip() if answer is None else answer
             if gold is None or not is_number(gold):
                 return answer
-            written = answered_number(text)
-            quantity = read_quantity(written) if written is not None else None
-            return quantity.written if quantity is not None else None
+            number = answered_number(text)
+            quantity = read_quantity(number) if number is not None else None
+            return quantity.number if quantity is not None else None
 
 
 def after_thought(text: str) -> str:
@@ -163,17 +163,17 @@ def final_number(text: str) -> str | None:
     formula = in_mathematics(text)
     if formula is not None and any(map(str.isdigit, formula)) and not re.search(r"\d", text.rpartition(formula)[2]):
         return number_in(formula)
-    numbers = [number for number in _WRITTEN.finditer(text) if not _is_inside_word(text, number.start())]
+    numbers = [match for match in _WRITTEN.finditer(text) if not _is_inside_word(text, match.start())]
     if not numbers:
         return None
     last, before, after = numbers[-1], text[: numbers[-1].start()], text[numbers[-1].end() :]
-    written = last.group()
+    number = last.group()
     if operator := _OPERATOR.search(before):
         earlier = before[: operator.start()].rstrip()
         if earlier[-1:].isalnum() or earlier[-1:] in (")", "]", "}"):
             return None
         if earlier.endswith(("=", ":")) and operator.group().strip() == "-":
-            written = f"-{written}"
+            number = f"-{number}"
     elif last["sign"] and before and (before[-1].isalnum() or before[-1] in ")]}"):
         return None
     if len(numbers) > 1 and _LIST_GAP.fullmatch(text[numbers[-2].end() : last.start()]):
@@ -182,14 +182,14 @@ def final_number(text: str) -> str | None:
         return None
     word = re.match(r"\s*(?:\\?%|[^\W\d_]+(?:\^\{?\d\}?)?)", after)
     if word is None:
-        return written
-    quantity = read_quantity(written + word.group())
+        return number
+    quantity = read_quantity(number + word.group())
     if quantity is None:
         is_variable = not word.group()[0].isspace() or (
             len(word.group().strip()) == 1 and word.group().strip() not in "aI"
         )
-        return None if is_variable else written  # 5x, 3rd, 2 y
-    return written + word.group() if is_measure(quantity) and word.group().strip() != "in" else written
+        return None if is_variable else number  # 5x, 3rd, 2 y
+    return number + word.group() if is_measure(quantity) and word.group().strip() != "in" else number
 
 
 def last_number(text: str) -> str | None:

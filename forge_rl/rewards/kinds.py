@@ -59,13 +59,13 @@ def is_copy(answer: str, truth: str, task: Task) -> bool:
 
     is_copy("123*456", "56088", task)  # True if task.prompt is "What is 123 * 456?"
     """
-    written = notation(answer)
-    if not task.messages or not re.search(r"[-+*/^!\\(]", written[1:]) or written == notation(truth):
+    copied = notation(answer)
+    if not task.messages or not re.search(r"[-+*/^!\\(]", copied[1:]) or copied == notation(truth):
         return False
-    asked = normalised_notation(task.prompt[:20_000]).replace("\\$", "").replace("$", "")
-    before = r"(?<![\w.])" if written[0].isalnum() else ""
-    after = r"(?!\w|\.\d)" if written[-1].isalnum() else ""
-    return re.search(f"{before}{re.escape(written)}{after}", asked) is not None
+    question = normalised_notation(task.prompt[:20_000]).replace("\\$", "").replace("$", "")
+    before = r"(?<![\w.])" if copied[0].isalnum() else ""
+    after = r"(?!\w|\.\d)" if copied[-1].isalnum() else ""
+    return re.search(f"{before}{re.escape(copied)}{after}", question) is not None
 
 
 def notation(text: str) -> str:

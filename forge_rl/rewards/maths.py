@@ -32,10 +32,10 @@ class Maths:
 
     await Maths()(task, "so it is \\boxed{0.5}")  # Score(total=1.0, answer="0.5")
 
-    If the true answer is a number, the answer must be one: a fraction, a decimal number or a power, not a sum or an
-    integral. An expression that repeats the question's is no answer. Brackets, order and relations count. Formulas are
-    compared by value; what this does not read is compared by math-verify. That runs in separate processes; one that
-    times out is killed, and its answer counts as wrong.
+    If the true answer is a number, the answer must be one: a fraction, a decimal number or a power, but not a sum or
+    an integral. A copy of the question's expression is not an answer. Brackets, order and relations count. Formulas are
+    compared by value; others, such as integrals, by math-verify. That runs in separate processes; one that times out is
+    killed, and its answer counts as wrong.
     """
 
     key: str = "answer"
@@ -62,8 +62,8 @@ class Maths:
         if numbers := by_kind.get("number"):
             score = number_score(task, numbers, text, percent_is_unit=self.percent_is_unit)
         if score.total < 1 and (options := by_kind.get("choice")):
-            chosen = settled_letter(extract.after_thought(text))
-            score = Score(total=float(chosen in map(letter_of, options)), answer=chosen or score.answer)
+            letter = settled_letter(extract.after_thought(text))
+            score = Score(total=float(letter in map(letter_of, options)), answer=letter or score.answer)
         if score.total < 1 and (texts := by_kind.get("text")):
             words = normalised(_answer_in(text))
             score = Score(total=float(bool(words) and words in map(normalised, texts)), answer=words)
@@ -73,30 +73,30 @@ class Maths:
 
     async def _compared(self, task: Task, right: Sequence[str], text: str) -> Score:
         answer = _answer_in(text)
-        written = notation(answer)
-        if not written or len(answer) > _MOST_CHARS or all(is_copy(answer, truth, task) for truth in right):
-            return Score(total=0.0, parts={"late": 0.0}, answer=written[:_LONGEST])
-        if any(written == notation(truth) for truth in right):
-            return Score(total=1.0, parts={"late": 0.0}, answer=written[:_LONGEST])
+        signs = notation(answer)
+        if not signs or len(answer) > _MOST_CHARS or all(is_copy(answer, truth, task) for truth in right):
+            return Score(total=0.0, parts={"late": 0.0}, answer=signs[:_LONGEST])
+        if any(signs == notation(truth) for truth in right):
+            return Score(total=1.0, parts={"late": 0.0}, answer=signs[:_LONGEST])
         workers = shared_workers(__name__, "compare", self.processes, self.timeout_s, ("math_verify", "sympy"))
         matched = await workers(list(right), answer)
         if matched is None:
-            return Score(total=0.0, parts={"late": 1.0}, answer=written[:_LONGEST])
+            return Score(total=0.0, parts={"late": 1.0}, answer=signs[:_LONGEST])
         place = cast(int, matched)
         # Equal answers have the true one's notation, so that a majority counts them together.
-        shown = written if place < 0 else notation(right[place])
-        return Score(total=float(place >= 0), parts={"late": 0.0}, answer=shown[:_LONGEST])
+        reported = signs if place < 0 else notation(right[place])
+        return Score(total=float(place >= 0), parts={"late": 0.0}, answer=reported[:_LONGEST])
 
 
 def number_score(task: Task, right: Sequence[str], text: str, *, percent_is_unit: bool) -> Score:
     """Score a completion by true answers that are numbers, see `quantities.same_quantity`."""
-    written = extract.answered_number(extract.after_thought(text))
-    quantity = read_quantity(written) if written is not None else None
-    if written is None or quantity is None:
+    number = extract.answered_number(extract.after_thought(text))
+    quantity = read_quantity(number) if number is not None else None
+    if number is None or quantity is None:
         return Score(total=0.0)
     truths = [truth for truth in map(read_quantity, right) if truth is not None]
     is_right = any(same_quantity(truth, quantity, percent_is_unit=percent_is_unit) for truth in truths)
-    if is_right and all(is_copy(written, truth, task) for truth in right):
+    if is_right and all(is_copy(number, truth, task) for truth in right):
         is_right = False
     return Score(total=float(is_right), answer=str(quantity))
 

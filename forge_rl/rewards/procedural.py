@@ -95,7 +95,7 @@ def _is_finite(answer: str, entry: Mapping[str, Any]) -> bool:
 
 
 def _is_same_word(answer: str, entry: Mapping[str, Any]) -> bool:
-    """Compare words whose truth values reasoning-gym compares: that of any text is true, also of "False"."""
+    """Compare words: reasoning-gym compares their truth values, and any text is true, also "False"."""
     return answer.strip().rstrip(".").lower() == str(entry["answer"]).lower()
 
 

@@ -1,4 +1,4 @@
-"""Reads a number as it is written in an answer, exactly: sign, digits, fraction or power, and its unit."""
+"""Reads a number in an answer, exactly: sign, digits, fraction or power, and its unit."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Quantity:
     """Number of decimals of a decimal number; None for fractions and powers."""
     digits: int = 0
     """Number of significant digits of a decimal number."""
-    written: str = ""
+    number: str = ""
     """The number without currency, unit and thousands separators."""
 
     def __str__(self) -> str:
@@ -107,34 +107,34 @@ def read_quantity(text: str) -> Quantity | None:
 
     read_quantity(r"-\\frac{1}{2}\\text{ cm}")  # Quantity(value=Fraction(-1, 2), unit="cm")
 
-    Sums, products, roots, several numbers and variables are no number, nor are codes such as 0101.
+    Sums, products, roots, several numbers and variables are not numbers, nor are codes such as 0101.
     """
     text = plain(text)
     if not text or len(text) > _LONGEST:
         return None
-    found = _QUANTITY.match(text)
-    if found is None or (found["sign"] and found["late_sign"]):
+    match = _QUANTITY.match(text)
+    if match is None or (match["sign"] and match["late_sign"]):
         return None
-    value = _value(found)
+    value = _value(match)
     if value is None:
         return None
-    unit = _read_unit(text[found.end() :], found["currency"] or "")
+    unit = _read_unit(text[match.end() :], match["currency"] or "")
     if unit is None:
         return None
     scale, name = unit
-    decimals = found["decimals"] or found["point"]
-    is_decimal = found["whole"] is not None or found["point"] is not None
-    whole = re.sub(r"\D", "", found["whole"] or "")
-    negative = found["sign"] == "-" or bool(found["late_sign"])
-    number = text[found.end("late_sign") if found["late_sign"] else _start(found) : found.end()]
-    if found["whole"]:
-        number = number.replace(found["whole"], whole, 1)
+    decimals = match["decimals"] or match["point"]
+    is_decimal = match["whole"] is not None or match["point"] is not None
+    integer = re.sub(r"\D", "", match["whole"] or "")
+    negative = match["sign"] == "-" or bool(match["late_sign"])
+    signs = text[match.end("late_sign") if match["late_sign"] else _start(match) : match.end()]
+    if match["whole"]:
+        signs = signs.replace(match["whole"], integer, 1)
     return Quantity(
         value=(-value if negative else value) * scale,
         unit=name,
-        decimals=len(decimals or ".") - 1 if is_decimal and scale == 1 and not _exponent(found) else None,
-        digits=len((whole + (decimals or "").lstrip(".")).lstrip("0")),
-        written=("-" if negative else "") + (number.strip() if scale == 1 else canonical(value * scale)),
+        decimals=len(decimals or ".") - 1 if is_decimal and scale == 1 and not _exponent(match) else None,
+        digits=len((integer + (decimals or "").lstrip(".")).lstrip("0")),
+        number=("-" if negative else "") + (signs.strip() if scale == 1 else canonical(value * scale)),
     )
 
 
@@ -217,37 +217,37 @@ def _is_balanced(text: str) -> bool:
     return depth == 0
 
 
-def _start(found: re.Match[str]) -> int:
-    return max(found.start(), found.end("sign"), found.end("currency"))
+def _start(match: re.Match[str]) -> int:
+    return max(match.start(), match.end("sign"), match.end("currency"))
 
 
-def _exponent(found: re.Match[str]) -> str | None:
-    return found["e"] or found["ten"] or found["bare_ten"]
+def _exponent(match: re.Match[str]) -> str | None:
+    return match["e"] or match["ten"] or match["bare_ten"]
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
+def _value(match: re.Match[str]) -> Fraction | None:
     """Return the unsigned value; None for one that is too large or divides by zero."""
-    if found["base"] is not None:
-        base, power = int(found["base"]), int(found["power"] or found["bare_power"])
+    if match["base"] is not None:
+        base, power = int(match["base"]), int(match["power"] or match["bare_power"])
         if base.bit_length() * abs(power) > _MOST_BITS or (base == 0 and power <= 0):
             return None
         return Fraction(base) ** power
-    numerator = found["n"] or found["n1"] or found["over"]
+    numerator = match["n"] or match["n1"] or match["over"]
     if numerator is not None:
-        denominator = int(found["d"] or found["db"] or found["d1"] or found["under"])
-        whole = found["mixed"] or found["mixed_slash"]
-        if denominator == 0 or (whole is not None and (found["fs"] or int(numerator) >= denominator)):
+        denominator = int(match["d"] or match["db"] or match["d1"] or match["under"])
+        mixed = match["mixed"] or match["mixed_slash"]
+        if denominator == 0 or (mixed is not None and (match["fs"] or int(numerator) >= denominator)):
             return None
         value = Fraction(int(numerator), denominator)
-        return (-value if found["fs"] == "-" else value) + int(whole or 0)
-    whole = re.sub(r"\D", "", found["whole"] or "0")
-    value = Fraction(whole + (found["decimals"] or found["point"] or ""))
-    exponent = int(_exponent(found) or 0)
+        return (-value if match["fs"] == "-" else value) + int(mixed or 0)
+    integer = re.sub(r"\D", "", match["whole"] or "0")
+    value = Fraction(integer + (match["decimals"] or match["point"] or ""))
+    exponent = int(_exponent(match) or 0)
     return value * Fraction(10) ** exponent if abs(exponent) <= _MOST_EXPONENT else None
 
 
 def _read_unit(rest: str, currency: str) -> tuple[int, str] | None:
-    """Return the factor and the name of what follows a number; None if that is no unit."""
+    """Return the factor and the name of what follows a number; None if it is not a unit."""
     currency = currency.removeprefix("\\")
     if not rest.strip():
         return 1, currency

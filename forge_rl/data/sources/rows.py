@@ -381,7 +381,7 @@ def _check_answer(column: str, value: object, *, is_named: bool) -> None:
     if (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value):
         raise RowError("is empty", column=column, hint="give each row its true answer, or leave the row out")
     if isinstance(value, float) and not math.isfinite(value):
-        raise RowError("is no finite number", column=column, value=value)
+        raise RowError("is not a finite number", column=column, value=value)
 
 
 def _answer(column: str, value: object) -> list[Message]:
