@@ -139,6 +139,19 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
         keyed("answer=answer", lines({"question": "?", "answer": None})),
         "line 2: column 'answer' is null",
     ),
+    "an empty answer": (
+        keyed("answer=a", raw(b"q,question,a\n1,2+3?,5\n2,2+4?, \n", "a.csv")),
+        "a.csv, line 3: column 'a' is empty.*its true answer",
+    ),
+    "an empty answer of the default column": (
+        lines({"question": "?", "answer": ""}),
+        "line 2: column 'answer' is empty",
+    ),
+    "an answer that is no number": (
+        lines('{"question": "?", "answer": NaN}\n'),
+        "line 2: column 'answer' is not a finite number: nan",
+    ),
+    "a list without answers": (lines({"question": "?", "answer": []}), "line 2: column 'answer' is empty"),
     "a field that is missing in a column": (
         keyed("answer=meta.truth", lines({"question": "?", "meta": {}})),
         "column 'meta.truth' is missing",

@@ -202,6 +202,9 @@ def test_function_calls_are_compared_with_the_accepted_ones(tmp_path: Path) -> N
     assert score_of("bfcl", parallel, "", calls) == 1.0, "in any order"
     assert score_of("bfcl", parallel, "", (*calls[:2], call("f", x=2))) == 0.0
     assert score_of("bfcl", parallel, "", (*calls[:2], call("f", x=True))) == 0.0, "true is not 1"
+    assert score_of("bfcl", parallel, "", (calls[0], call("f", x=[True, "ab"]), calls[2])) == 0.0, "nor in a list"
+    nan = ToolCall(id="1", name="f", arguments='{"x": NaN}')
+    assert score_of("bfcl", parallel, "", (*calls[:2], nan)) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,10 @@ def test_honest_answers_score_as_with_reasoning_gym(dataset: str):
             continue
         for answer in dict.fromkeys(honest(dataset, str(entry["answer"]), entry)):
             theirs = entries.score_answer(answer, entry)
+            if dataset == "puzzle24" and sorted(map(int, re.findall(r"\d+", answer))) != sorted(
+                entry["metadata"]["numbers"]
+            ):
+                theirs = 0.01  # where reasoning-gym takes any four numbers
             assert verify(dataset, params, entry, answer) == theirs, (dataset, answer, entry["answer"])
             scores.add(theirs)
     assert len(scores) > 1

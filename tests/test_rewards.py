@@ -206,11 +206,14 @@ def test_a_verifier_that_fails_on_the_gold_answer_too_raises(scored: Scoring) ->
 
 def test_a_score_outside_zero_to_one_raises(monkeypatch: pytest.MonkeyPatch, scored: Scoring) -> None:
     async def score(*given: object) -> float:
-        return float("nan")
+        return value
 
     monkeypatch.setattr(verifiers, "shared_workers", lambda *given: score)
-    with pytest.raises(TaskError, match="scored nan, not 0 to 1"):
-        scored(_task("chain_sum", {"question": "2 + 3 =", "answer": "5"}), "6")
+    task, value = _task("chain_sum", {"question": "2 + 3 =", "answer": "5"}), 1.5
+    with pytest.raises(TaskError, match=r"scored 1\.5, not 0 to 1"):
+        scored(task, "6")
+    value = float("nan")  # the distance of 5 to an answer that is no number
+    assert scored(task, "6").total == 0.0
 
 
 def test_a_task_of_another_source_raises(scored: Scoring) -> None:

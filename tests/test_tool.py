@@ -142,6 +142,16 @@ def test_a_schema_has_enums_and_dataclasses_and_no_titles_but_a_property_of_that
             '{"unit":"FOOT","x":2.0,"sum":3,"table":{"a":1.0},"options":{"deep":true}}',
         ),
         (google, "{", "error: wrong arguments of google: Invalid JSON: EOF while parsing an object at line 1 column 1"),
+        (
+            google,
+            '{"city": "Oslo", "days": 1e400}',
+            "error: wrong arguments of google: days: Input should be a finite number, got inf",
+        ),
+        (
+            rich,
+            '{"unit": "ft", "at": {"x": 1}, "numbers": [], "table": {"a": NaN}, "options": {}}',
+            "error: wrong arguments of rich: NaN and Infinity are not JSON: expected value at line 1 column 62",
+        ),
         (google, "[1]", "error: wrong arguments of google: Input should be an object, got [1]"),
         (google, {}, "error: wrong arguments of google: city: Field required"),
         (
@@ -177,6 +187,13 @@ def test_what_a_tool_raises_is_told_to_the_model_but_a_failure_of_the_world_is_n
     async def late() -> None:
         raise KeyError("x")
 
+    def give(kind: str) -> object:
+        cycle: dict[str, object] = {}
+        cycle["me"] = cycle
+        return b"\xff\x00" if kind == "bytes" else cycle
+
+    for kind in ("bytes", "cycle"):
+        assert call(give, {"kind": kind}).startswith("error: the result of give has no JSON form: ")
     assert call(divide, {"a": 0}) == "error: ZeroDivisionError: division by zero"
     assert call(leave, {}) == "error: SystemExit"
     assert call(stop, {}) == "error: RuntimeError: StopIteration"

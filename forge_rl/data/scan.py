@@ -26,7 +26,7 @@ from forge_rl.system.folders import make_private
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 
-_VERSION = 2
+_VERSION = 3
 _ROWS_AT_ONCE = 1000
 _LOOKED_AT = 999
 """Rows to read after the first bad one, to say how many are bad."""

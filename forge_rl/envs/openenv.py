@@ -14,6 +14,7 @@ from forge_rl.envs.task_list import TaskList, seeded
 from forge_rl.envs.tool import read_arguments, tool_schema
 from forge_rl.errors import ConfigError, ForgeError, ReplicaError, check_flags, check_installed
 from forge_rl.system.redaction import without_credentials
+from forge_rl.system.strict_json import parse_json
 from forge_rl.system.variables import api_key
 from forge_rl.types import Message, Task, ToolCall
 
@@ -201,8 +202,8 @@ class OpenEnvSession:
             return await self._do({self._field: completion})
         begin, end = completion.find("{"), completion.rfind("}")
         try:
-            action = json.loads(completion[begin : end + 1]) if begin >= 0 else None
-        except json.JSONDecodeError as error:
+            action = parse_json(completion[begin : end + 1]) if begin >= 0 else None
+        except (ValueError, RecursionError) as error:
             return f"error: the action is no JSON: {error}", None, False
         if not isinstance(action, dict):
             return "error: write the action as a JSON object", None, False

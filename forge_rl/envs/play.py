@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from forge_rl.envs.protocol import EnvFactory, Observation, Parsed, Step, close_env, make_env, reset_env, step_env
+from forge_rl.system.strict_json import parse_json
 from forge_rl.types import Message, Task, ToolCall
 
 Answer = Callable[[Sequence[Message], Sequence[Mapping[str, object]]], Awaitable[Parsed | None]]
@@ -63,7 +63,7 @@ def typed(text: str, tools: Sequence[Mapping[str, object]]) -> Parsed:
     name, _, rest = text.strip().partition(" ")
     if name in map(_name, tools):
         try:
-            is_object = isinstance(json.loads(rest or "{}"), dict)
+            is_object = isinstance(parse_json(rest or "{}"), dict)
         except (ValueError, RecursionError):
             is_object = False
         if is_object:

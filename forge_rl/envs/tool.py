@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from forge_rl.errors import ConfigError, ForgeError
+from forge_rl.system.strict_json import parse_json
 from forge_rl.system.tasks import in_own_task
 
 
@@ -91,11 +92,16 @@ class Tool:
             ValueError: they do not fit the type hints; its text is for the model.
         """
         import pydantic
+        import pydantic_core
 
         try:
-            given: Mapping[str, Any] = self._adapter.validate_json(arguments.strip() or "{}")
+            text = arguments.strip() or "{}"
+            given: Mapping[str, Any] = self._adapter.validate_json(text)
+            pydantic_core.from_json(text, allow_inf_nan=False)
         except pydantic.ValidationError as error:
             raise ValueError(f"error: wrong arguments of {self.name}: {_explained(error)}") from None
+        except ValueError as error:
+            raise ValueError(f"error: wrong arguments of {self.name}: NaN and Infinity are not JSON: {error}") from None
         return given
 
     def canonical(self, given: Mapping[str, Any]) -> object:
@@ -118,7 +124,10 @@ class Tool:
             raise
         except (Exception, SystemExit) as error:
             return f"error: {type(error).__name__}: {error}".removesuffix(": "), False
-        text = result if isinstance(result, str) else pydantic_core.to_json(result, fallback=str).decode()
+        try:
+            text = result if isinstance(result, str) else pydantic_core.to_json(result, fallback=str).decode()
+        except Exception as error:  # bytes that are no text, an object that holds itself, a fallback that fails
+            return f"error: the result of {self.name} has no JSON form: {error}", False
         return text, not text.startswith("error: ")
 
     @property
@@ -186,7 +195,7 @@ def read_arguments(name: str, arguments: str) -> dict[str, object]:
         ValueError: they are not a JSON object; its text is for the model.
     """
     try:
-        given = json.loads(arguments.strip() or "{}")
+        given = parse_json(arguments.strip() or "{}")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the arguments of {name} are no JSON: {error}") from None
     if not isinstance(given, dict):

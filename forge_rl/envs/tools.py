@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -17,6 +16,7 @@ from forge_rl.envs.pure import CachedTool, purity, task_key, version_of
 from forge_rl.envs.tool import Tool
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.system.result_cache import ResultCache
+from forge_rl.system.strict_json import parse_json
 from forge_rl.types import Message, Task, ToolCall
 
 _CALL_SIGNS = (
@@ -243,8 +243,8 @@ def _as_turn(completion: str, calls: Sequence[ToolCall]) -> Message:
 
 def _as_message(call: ToolCall) -> Message:
     arguments: object = call.arguments
-    with contextlib.suppress(ValueError):
-        arguments = json.loads(call.arguments)
+    with contextlib.suppress(ValueError, RecursionError):
+        arguments = parse_json(call.arguments)
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 

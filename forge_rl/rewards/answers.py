@@ -3,17 +3,39 @@
 from __future__ import annotations
 
 import collections
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from forge_rl.errors import TaskError, check_flags
-from forge_rl.rewards.extract import Extract, extract, last_number, true_answers
+from forge_rl.rewards.extract import (
+    Extract,
+    after_thought,
+    answered_number,
+    extract,
+    marked,
+    number_in,
+    stated,
+    true_answers,
+)
+from forge_rl.rewards.quantities import canonical, plain, read_quantity
 from forge_rl.types import Episode, Score, Task
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = re.compile(r"[-.](?!\d)|[^\w\s.-]|_")  # except a number's sign and point
+_ROUNDING = 1e-6
+"""Tolerance up to which whole numbers are compared exactly."""
+_ARTICLES = re.compile(r"(?<![\w-])(a|an|the) +(?=\S)")
+_QUOTES = str.maketrans({
+    "\N{LEFT DOUBLE QUOTATION MARK}": '"', "\N{RIGHT DOUBLE QUOTATION MARK}": '"',
+    "\N{LEFT SINGLE QUOTATION MARK}": "'", "\N{RIGHT SINGLE QUOTATION MARK}": "'",
+    "\N{MINUS SIGN}": "-", "\N{NO-BREAK SPACE}": " ",
+})  # fmt: skip
+_THOUSANDS = re.compile(r"(?<![\d,.(\[{:/])(?<!\w-)[1-9]\d{0,2}(?:,\d{3})+(?![\d,)\]}:/-])")
+_INITIALS = re.compile(r"(?<!\S)(?:[a-z]\.){2,}(?=[,;:!?\"']*(?!\S))")
+_AROUND_WORD = re.compile(
+    r"(?<!\S)[\"'*_`]+(?=[^\W_])|(?<=[^\W_][^\W_])[.,;:!?\"'*_`]+(?!\S)|(?<=\w)[.,;:\"'*`]+(?!\S)"
+)
+"""Quotes, emphasis and punctuation between words; inside of a word, and of signs alone, each may matter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +59,12 @@ class Exact:
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """Scores 1.0 for the true answer, ignoring case, articles, punctuation and spaces, as SQuAD's exact match does
-    (arXiv 1606.05250, section 6.1).
+    """Scores 1.0 for the true answer, ignoring case, articles, quotes and punctuation between words, much as SQuAD's
+    exact match (arXiv 1606.05250, section 6.1), which also ignores signs that carry a meaning.
 
-    Match()(task, "The Eiffel Tower!")  # 1.0 if the answer is "Eiffel tower"
+        Match()(task, "The Eiffel Tower!")  # 1.0 if the answer is "Eiffel tower"
+
+    Signs inside of a word and signs that stand alone count: 1/2 is not 12, and < is not >.
     """
 
     key: str = "answer"
@@ -53,15 +77,24 @@ class Match:
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without an answer."""
         right = true_answers(task, self.key, "match")
-        answer = normalised(extract(self.extract, text, right[0]) or "")
+        answer = normalised(self._answer(text))
+        if not answer:
+            return Score(total=0.0)
         if self.partial:
-            return Score(total=max(_f1(answer, normalised(each)) for each in right), answer=answer)
+            return Score(total=max(_f1(answer, normalised(truth)) for truth in right), answer=answer)
         return Score(total=float(answer in map(normalised, right)), answer=answer)
+
+    def _answer(self, text: str) -> str:
+        """Return the answer by `extract`, or the stated answer of a text without marks."""
+        answer = extract(self.extract, text) or ""
+        if self.extract != "auto" or marked(after_thought(text)) is not None:
+            return answer
+        return stated(answer) or answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """Scores 1.0 if the last number of the answer is the true one, within a tolerance.
+    """Scores 1.0 if the number that the answer is or ends with is the true one, within a tolerance.
 
     Number(tolerance=0.01)(task, "about 3.14")  # 1.0 if the answer is "3.1416"
     """
@@ -71,25 +104,36 @@ class Number:
     extract: Extract = "auto"
     """Method of extracting the answer from the completion."""
     tolerance: float = 1e-6
-    """Maximum difference that counts as equal: relative to the true number, but absolute below 1."""
+    """Maximum difference that counts as equal: relative to the true number, but absolute below 1. Up to 1e-6, whole
+    numbers must be equal."""
 
     def __post_init__(self) -> None:
         check_flags(self, "--reward number:", least={"tolerance": 0})
 
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task whose true answer has no number."""
-        right = [last_number(each) for each in true_answers(task, self.key, "number")]
+        right = [_number(truth) for truth in true_answers(task, self.key, "number")]
         if None in right:
             raise TaskError(
                 f"--reward number: the true answer of task {task.id!r} has no number: {task.truth[self.key]!r:.80}",
                 hint="use --reward match or --reward math instead",
             )
-        answer = last_number(extract(self.extract, text, right[0]) or "")
+        answer = _number(self._answer(text) or "")
         if answer is None:
             return Score(total=0.0)
-        value, truths = float(answer), [float(each) for each in right if each is not None]
-        near = (math.isclose(value, t, rel_tol=self.tolerance, abs_tol=min(self.tolerance, 1.0)) for t in truths)
-        return Score(total=float(any(near)), answer=f"{value:.15g}")
+        is_near = any(self._is_near(truth, answer) for truth in right if truth is not None)
+        return Score(total=float(is_near), answer=canonical(answer))
+
+    def _answer(self, text: str) -> str | None:
+        if self.extract == "auto":
+            return answered_number(after_thought(text))
+        return extract(self.extract, text)
+
+    def _is_near(self, truth: Fraction, answer: Fraction) -> bool:
+        if self.tolerance <= _ROUNDING and truth.denominator == answer.denominator == 1:
+            return truth == answer
+        margin = Fraction(self.tolerance)
+        return abs(truth - answer) <= max(margin * abs(truth), min(margin, Fraction(1)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +148,24 @@ class Diversity:
 
     def __call__(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
         """Return a score from 0 to 1 for each episode."""
-        answers = [normalised(extract(self.extract, each.text) or "") for each in episodes]
+        answers = [normalised(extract(self.extract, episode.text) or "") for episode in episodes]
         counts, others = collections.Counter(answers), max(1, len(answers) - 1)
         return [Score(total=1 - (counts[answer] - 1) / others, answer=answer) for answer in answers]
 
 
+def _number(text: str) -> Fraction | None:
+    """Return the number that a text is or, in prose, ends with."""
+    quantity = read_quantity(text) or read_quantity(number_in(text) or "")
+    return quantity.value if quantity is not None else None
+
+
 def normalised(text: str) -> str:
-    """Lowercase and remove punctuation, articles and extra spaces, in SQuAD's order; numbers keep sign and point."""
-    return " ".join(_ARTICLES.sub(" ", _PUNCTUATION.sub("", text.lower())).split())
+    """Lowercase and remove quotes, articles, punctuation between words and spaces, unless nothing else is left."""
+    text = " ".join(plain(text).translate(_QUOTES).lower().split())
+    text = _THOUSANDS.sub(lambda number: number.group().replace(",", ""), text)
+    text = re.sub(r"(?<=\d), (?=\d)", ",", _INITIALS.sub(lambda name: name.group().replace(".", ""), text))
+    words = " ".join(_AROUND_WORD.sub("", text).split())
+    return _ARTICLES.sub("", words) or words or text
 
 
 def _f1(answer: str, truth: str) -> float:

@@ -1,26 +1,27 @@
-"""Default reward: compares with the task's answer by the method that suits it."""
+"""Default reward: compares with the task's answer by the rule of its kind."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable
 from dataclasses import dataclass
 
-from forge_rl.rewards.answers import Match, Number
-from forge_rl.rewards.extract import is_number, true_answers
-from forge_rl.rewards.maths import Maths
+from forge_rl.rewards.answers import Match
+from forge_rl.rewards.choice import letter_of, settled_letter
+from forge_rl.rewards.extract import after_thought, true_answers
+from forge_rl.rewards.kinds import kind_of
+from forge_rl.rewards.maths import Maths, number_score
 from forge_rl.rewards.verifiers import REASONING_GYM, ReasoningGymReward
 from forge_rl.types import Score, Task
-
-_MATHS = re.compile(r"[\\$^%√π]|[\d)]\s*[/*+=]|=\s*[-\d]|\d[a-z]\b|\b[a-z]\s*=")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """Scores reasoning-gym tasks by their verifiers, and others by the true answer: `number` if it is a number, `math`
-    if it looks like mathematics, and `match` otherwise.
+    """Scores reasoning-gym tasks by their verifiers, and others by the true answer, whose kind decides the rule.
 
-    Auto()(task, "so there are 5.")  # Score(total=1.0, answer="5") if task.truth is {"answer": "5"}
+        Auto()(task, "so there are 5.")  # Score(total=1.0, answer="5") if task.truth is {"answer": "5"}
+
+    A number must have the same value, in any notation, and no other unit; an expression the same parts and values, as
+    in `math`; an option the same letter; any other text the same words, as in `match`. Empty text is not an answer.
     """
 
     key: str = "answer"
@@ -31,9 +32,12 @@ class Auto:
         if task.verifier == REASONING_GYM:
             return ReasoningGymReward()(task, text)
         right = true_answers(task, self.key, "auto")
-        if all(map(is_number, right)):
-            return Number(key=self.key)(task, text)
-        score = Match(key=self.key)(task, text)
-        if score.total == 1.0 or not any(map(_MATHS.search, right)):
-            return score
-        return Maths(key=self.key)(task, text)
+        kinds = set(map(kind_of, right))
+        if kinds == {"number"}:
+            return number_score(task, right, text, percent_is_unit=True)
+        if "expression" in kinds or "number" in kinds:
+            return Maths(key=self.key, percent_is_unit=True)(task, text)
+        if kinds == {"choice"}:
+            letter = settled_letter(after_thought(text))
+            return Score(total=float(letter in map(letter_of, right)), answer=letter)
+        return Match(key=self.key)(task, text)

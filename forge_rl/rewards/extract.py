@@ -2,34 +2,60 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal
 
 from forge_rl.errors import TaskError
+from forge_rl.rewards.quantities import is_measure, plain, read_quantity
 from forge_rl.types import Task
 
 Extract = Literal["auto", "tagged", "boxed", "last_number", "whole"]
 """Methods of extracting an answer, see `extract`."""
 
 _OPEN, _CLOSE, _BOXED = "<answer>", "</answer>", "\\boxed{"
+_THINK, _THOUGHT = "<think>", "</think>"
 _BRACE = re.compile(r"\\boxed\{|[{}]")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 # A sign belongs to the number unless it follows an operand: 10-3 ends with 3, but "= -3" and "3*-2" with a negative.
 _NUMBER = re.compile(rf"(?:(?<![\w)\]])[-+])?(?:{_DIGITS})(?:[eE][-+]?\d+\b)?")
 _MINUS = str.maketrans({"\N{MINUS SIGN}": "-"})
+_STATED = re.compile(
+    r"(?:\banswer(?:\*\*)?[ \t]+(?:is|are|must be|would be)\b(?:\*\*)?[ \t]*:?|\banswer(?:\*\*)?[ \t]*[:=]|####)"
+    r"(?:\*\*)?",
+    re.IGNORECASE,
+)
+_CLAUSE_END = re.compile(r"[.;!](?=\s|$)|,(?=\s+[^\W\d])|\s(?:because|since|as|but)\s")
+_WRITTEN = re.compile(
+    r"(?P<sign>[-+])?\\?\$?(?:"
+    r"(?:\d+\s*)?\\[dt]?frac(?:\{\d+\}\{\d+\}|\s*\d\s*\d(?!\d))"
+    r"|(?:\d{1,3}(?:(?:,|\{,\}|\\,)\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+    r"(?:\s*(?:\\times|\\cdot|\N{MULTIPLICATION SIGN})\s*10\s*\^\s*(?:\{\s*-?\d+\s*\}|-?\d+)|[eE][-+]?\d+\b)?"
+    r"(?:\s*/\s*\d+|\^(?:\{-?\d+\}|-?\d+))?"
+    r"|\.\d+)"
+)
+"""A number as prose has it, with fractions, powers and scientific notation."""
+_SIGNS = r"*/^_\N{MULTIPLICATION SIGN}\N{DIVISION SIGN}\N{MIDDLE DOT}"
+_OPERATOR = re.compile(rf"(?:[-+{_SIGNS}]|\\(?:times|cdot|div|pm))\s*$")
+_OPERAND_AFTER = re.compile(rf"\s*(?:[!(\\{_SIGNS}]\s*[\w\\({{]|[-+]\s*[\w\\({{])|\s*(?:plus|minus|times|divided)\b")
+_LIST_GAP = re.compile(r"\s*(?:,|,?\s*(?:and|or|to|not|but not|nor))\s*")
+_MATH = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_LONGEST = 20_000
+"""Maximum characters at the end of a text in which an answer is looked for that no mark encloses."""
 
 
 def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
-    """Return the final answer in a text, or None if there is none.
+    """Return the final answer in a text, after its thoughts, or None if there is none.
 
         extract("boxed", r"so it is \\boxed{5}")  # "5"
 
     Args:
         how: "tagged" takes the last <answer>...</answer>, "boxed" the last \\boxed{...}, "last_number" the last
             number, "whole" the whole text. "auto" takes the tagged answer, else the boxed one, else the whole text; if
-            the true answer is a number, it takes the last number of that.
+            the true answer is a number, it takes the number that this says, see `final_number`.
         gold: the true answer; only "auto" uses it, and only to see if it is a number.
     """
+    text = after_thought(text)
     match how:
         case "tagged":
             return tagged(text)
@@ -40,8 +66,25 @@ def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
         case "whole":
             return text.strip()
         case "auto":
-            found = next((part for part in (tagged(text), boxed(text)) if part is not None), text.strip())
-            return last_number(found) if gold is not None and is_number(gold) else found
+            answer = marked(text)
+            answer = text.strip() if answer is None else answer
+            if gold is None or not is_number(gold):
+                return answer
+            number = answered_number(text)
+            quantity = read_quantity(number) if number is not None else None
+            return quantity.number if quantity is not None else None
+
+
+def after_thought(text: str) -> str:
+    """Return what follows the last thought; "" if a thought did not end."""
+    answer = text.rpartition(_THOUGHT)[2]
+    return "" if _THINK in answer else answer
+
+
+def marked(text: str) -> str | None:
+    """Return the tagged answer, else the boxed one, else None."""
+    answer = tagged(text)
+    return boxed(text) if answer is None else answer
 
 
 def tagged(text: str) -> str | None:
@@ -66,6 +109,89 @@ def boxed(text: str) -> str | None:
     return text[start:end].strip() if start >= 0 else None
 
 
+def stated(text: str) -> str | None:
+    """Return what follows the last "answer is", "Answer:" or ####, up to the end of the clause; None without one, and
+    "" if it only says what the answer is not."""
+    statements = list(_STATED.finditer(text[-_LONGEST:]))
+    if not statements:
+        return None
+    rest = text[-_LONGEST:][statements[-1].end() :].strip(" \t*:")
+    line = next((line for line in rest.split("\n") if line.strip()), "")
+    clause = _CLAUSE_END.split(line, maxsplit=1)[0].strip().strip("*").strip()
+    return "" if clause.lower().startswith("not ") else clause
+
+
+def in_mathematics(text: str) -> str | None:
+    r"""Return the last formula in dollar signs, \(...\) or \[...\] of a text."""
+    formulas = list(_MATH.finditer(text[-_LONGEST:]))
+    return next(part for part in formulas[-1].groups() if part is not None).strip() if formulas else None
+
+
+def answered_number(text: str) -> str | None:
+    """Return the number that a completion answers with, as written, with its unit; None for an expression or a list."""
+    answer = marked(text)
+    return number_in(text if answer is None else answer)
+
+
+def number_in(answer: str) -> str | None:
+    """Return the number that an answer is or, in prose or behind an equals sign, ends with, as written."""
+    if read_quantity(answer) is not None:
+        return answer
+    words = answer.replace(in_mathematics(answer) or "\0", "")
+    is_prose = re.search(r"[^\W\d_]{2}", words) is not None and not re.search(r"\\[a-zA-Z]", words)
+    is_garbled = len(words.split()) <= 2 and re.match(r"\W*\d", words) is not None  # a number with a broken unit
+    if (is_prose and not is_garbled) or stated(answer) is not None:
+        return final_number(answer)
+    left, equals, right = plain(answer).rpartition("=")
+    other, quantity = read_quantity(left.rpartition("=")[2]), read_quantity(right)
+    if not equals or quantity is None or not re.search(r"\w", left):
+        return None
+    return right.strip() if other is None or other.value == quantity.value else None
+
+
+def final_number(text: str) -> str | None:
+    """Return the number that a text without marks ends with, as written; None if it ends with an expression or a list.
+
+    final_number("2 + 3 = 5, so 5 apples")  # "5"; None for "2 + 3" and for "1, 2, 3"
+    """
+    text = text[-_LONGEST:].translate(_MINUS)
+    clause = stated(text)
+    if clause == "":
+        return None
+    if clause is not None and any(map(str.isdigit, clause)):
+        text = clause
+    formula = in_mathematics(text)
+    if formula is not None and any(map(str.isdigit, formula)) and not re.search(r"\d", text.rpartition(formula)[2]):
+        return number_in(formula)
+    numbers = [match for match in _WRITTEN.finditer(text) if not _is_inside_word(text, match.start())]
+    if not numbers:
+        return None
+    last, before, after = numbers[-1], text[: numbers[-1].start()], text[numbers[-1].end() :]
+    number = last.group()
+    if operator := _OPERATOR.search(before):
+        earlier = before[: operator.start()].rstrip()
+        if earlier[-1:].isalnum() or earlier[-1:] in (")", "]", "}"):
+            return None
+        if earlier.endswith(("=", ":")) and operator.group().strip() == "-":
+            number = f"-{number}"
+    elif last["sign"] and before and (before[-1].isalnum() or before[-1] in ")]}"):
+        return None
+    if len(numbers) > 1 and _LIST_GAP.fullmatch(text[numbers[-2].end() : last.start()]):
+        return None
+    if _OPERAND_AFTER.match(after) or before.endswith(("{", "_", "\\")) or re.search(r"[\w}]\($", before):
+        return None
+    word = re.match(r"\s*(?:\\?%|[^\W\d_]+(?:\^\{?\d\}?)?)", after)
+    if word is None:
+        return number
+    quantity = read_quantity(number + word.group())
+    if quantity is None:
+        is_variable = not word.group()[0].isspace() or (
+            len(word.group().strip()) == 1 and word.group().strip() not in "aI"
+        )
+        return None if is_variable else number  # 5x, 3rd, 2 y
+    return number + word.group() if is_measure(quantity) and word.group().strip() != "in" else number
+
+
 def last_number(text: str) -> str | None:
     """Return the last integer or decimal number, without thousands separators."""
     found = _NUMBER.findall(text.translate(_MINUS))
@@ -86,13 +212,13 @@ def true_answers(task: Task, key: str, reward: str) -> list[str]:
         reward: name of the reward, for errors.
 
     Raises:
-        TaskError: the task has no such entry, or it is not a string, number, bool or list of these.
+        TaskError: the task has no such entry, or it is not a string, number, bool or list of these, or it is empty.
     """
-    found = task.truth.get(key)
-    several = found if isinstance(found, list | tuple) else [found]
-    if not several or not all(isinstance(each, str | int | float) for each in several):
+    truth = task.truth.get(key)
+    several = truth if isinstance(truth, list | tuple) else [truth]
+    if not several or not all(map(_is_answer, several)):
         seen = (
-            f"{found!r:.80}" if key in task.truth else f"missing; it has {', '.join(sorted(task.truth)) or 'nothing'}"
+            f"{truth!r:.80}" if key in task.truth else f"missing; it has {', '.join(sorted(task.truth)) or 'nothing'}"
         )
         raise TaskError(
             f"--reward {reward}: the truth of task {task.id!r} of {task.source!r} has no answer to compare with: "
@@ -100,4 +226,15 @@ def true_answers(task: Task, key: str, reward: str) -> list[str]:
             hint=f"set the column of the answers with --tasks FILE:answer=COLUMN, the entry of the truth with --reward "
             f"{reward}:key=NAME, or write your own reward for --reward FILE.py:FUNCTION",
         )
-    return [str(each).rpartition("#### ")[2].strip() for each in several]
+    return [str(answer).rpartition("#### ")[2].strip() for answer in several]
+
+
+def _is_answer(value: object) -> bool:
+    if isinstance(value, str):
+        return bool(value.rpartition("#### ")[2].strip())
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_inside_word(text: str, start: int) -> bool:
+    """Return whether a number is a part of a name, or the exponent of a unit or variable."""
+    return start > 0 and (text[start - 1].isalnum() or text[start - 1] in "_.^" or text.endswith("^{", 0, start))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.rewards.workers import shared_workers
+from forge_rl.system.strict_json import parse_json
 from forge_rl.types import Score, Task
 
 _FENCE = "```"
@@ -147,7 +148,7 @@ class JSONSchema:
         try:
             if len(text) > _MOST_JSON:
                 raise ValueError("too long")
-            answer = json.dumps(json.loads(last_fenced(text) or text), sort_keys=True)
+            answer = json.dumps(parse_json(last_fenced(text) or text), sort_keys=True)
         except (ValueError, RecursionError):
             return Score(total=0.0, parts={"parsed": 0.0})
         workers = shared_workers(__name__, "fits", 1, self.timeout_s, ("jsonschema", "referencing"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from forge_rl.errors import TaskError
+from forge_rl.system.strict_json import parse_json
 from forge_rl.types import Episode, Score, Task, ToolCall
 
 _IGNORED = str.maketrans(dict.fromkeys(" ,./-_*^") | {"'": '"'})
@@ -66,7 +66,7 @@ def _differs(right: Mapping[str, Mapping[str, object]], call: ToolCall) -> str:
     if name.replace(".", "_") != call.name.replace(".", "_"):
         return f"{call.name} instead of {name}"
     try:
-        given = json.loads(call.arguments or "{}")
+        given = parse_json(call.arguments or "{}")
     except (ValueError, RecursionError):
         return f"the arguments of {name} are not JSON"
     if not isinstance(given, dict):
@@ -92,7 +92,7 @@ def _is_accepted(value: object, accepted: object, depth: int = 0) -> bool:
             whole = all(key in value or (isinstance(inner, list) and "" in inner) for key, inner in each.items())
             if known and whole:
                 return True
-        elif _plain(value) == _plain(each) and isinstance(value, bool) == isinstance(each, bool):
+        elif _plain(value) == _plain(each):
             return True
     return False
 
@@ -101,6 +101,10 @@ def _plain(value: object, depth: int = 0) -> object:
     """Return a value in which strings that count as equal are equal."""
     if isinstance(value, str):
         return value.translate(_IGNORED).lower()
+    if isinstance(value, bool):
+        return "true" if value else "false", bool  # no number, which Python takes it for
     if isinstance(value, list) and depth < 8:
-        return [_plain(each, depth + 1) for each in value]
+        return [_plain(item, depth + 1) for item in value]
+    if isinstance(value, Mapping) and depth < 8:
+        return {name: _plain(item, depth + 1) for name, item in value.items()}
     return value

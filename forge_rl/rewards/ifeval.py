@@ -7,7 +7,6 @@ by the rules below.
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any
 
 from forge_rl.errors import TaskError
 from forge_rl.flags.texts import suggest
+from forge_rl.system.strict_json import parse_json
 from forge_rl.types import Score, Task
 
 _LONGEST = 200_000
@@ -256,7 +256,7 @@ def _json(text: str, given: Mapping[str, Any]) -> bool:
     for mark in ("```json", "```Json", "```JSON", "```"):
         inside = inside.removeprefix(mark)
     try:
-        json.loads(inside.removesuffix("```").strip())
+        parse_json(inside.removesuffix("```").strip())
     except (ValueError, RecursionError):
         return False
     return True

@@ -28,6 +28,7 @@ from forge_rl.errors import (
 from forge_rl.rewards.judge_store import JudgeStore
 from forge_rl.rewards.rubric import compile_rubric, read_rubric, render
 from forge_rl.system.redaction import without_credentials
+from forge_rl.system.strict_json import parse_json
 from forge_rl.system.tasks import TaskGroup
 from forge_rl.system.variables import api_key
 from forge_rl.types import Episode, Score, Task
@@ -283,7 +284,7 @@ class Judge:
         None if there is none."""
         if self.structured:
             try:
-                score = json.loads(reply)["score"]
+                score = parse_json(reply)["score"]  # type: ignore[index]
                 candidates = [float(score)] if isinstance(score, int | float) and not isinstance(score, bool) else []
             except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
                 return None

@@ -1,28 +1,41 @@
-"""Reward from math-verify: mathematically equal answers, in any notation."""
+"""Reward for mathematics: equal answers, in any notation."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
 from forge_rl.errors import ConfigError, check_flags
-from forge_rl.rewards.extract import boxed, tagged, true_answers
+from forge_rl.rewards import extract
+from forge_rl.rewards.answers import normalised
+from forge_rl.rewards.choice import letter_of, settled_letter
+from forge_rl.rewards.equality import equal
+from forge_rl.rewards.kinds import is_copy, kind_of, notation
+from forge_rl.rewards.quantities import read_quantity, same_quantity
 from forge_rl.rewards.workers import shared_workers
 from forge_rl.types import Score, Task
 
 _LONGEST = 1000
 """Maximum length of a reported answer, in characters."""
+_MOST_CHARS = 5000
+"""Maximum length of a formula that is compared."""
+_SIGN = re.compile(r"\\[a-zA-Z]+|[^\s{}]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Maths:
-    r"""Scores 1.0 for an answer that math-verify finds equal to the true one, as 0.5 and \frac{1}{2} are.
+    r"""Scores 1.0 for an answer that is mathematically the true one, as 0.5 and \frac{1}{2} are.
 
-    await Maths()(task, "so it is \\boxed{0.5}")  # Score(total=1.0, answer="1/2")
+    await Maths()(task, "so it is \\boxed{0.5}")  # Score(total=1.0, answer="0.5")
 
-    Runs in separate processes; one that times out, as some answers cause, is killed and its answer counts as wrong.
+    If the true answer is a number, the answer must be one: a fraction, a decimal number or a power, but not a sum or
+    an integral. A copy of the question's expression is not an answer. Brackets, order and relations count. Formulas are
+    compared by value; others, such as integrals, by math-verify. That runs in separate processes; one that times out is
+    killed, and its answer counts as wrong.
     """
 
     key: str = "answer"
@@ -31,6 +44,8 @@ class Maths:
     """Timeout for comparing one answer."""
     processes: int = 2
     """Maximum worker processes per replica of the reward service."""
+    percent_is_unit: bool = False
+    """Let 50% answer a true 50 as well as 0.5."""
     deadline_s: ClassVar[float] = 3600.0
     """Deadline of one score, including time in the queue."""
 
@@ -41,37 +56,88 @@ class Maths:
 
     async def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without an answer, ForgeError if a worker process does not start."""
+        right = extract.true_answers(task, self.key, "math")
+        by_kind = {kind: [truth for truth in right if kind_of(truth) == kind] for kind in map(kind_of, right)}
+        score = Score(total=0.0)
+        if numbers := by_kind.get("number"):
+            score = number_score(task, numbers, text, percent_is_unit=self.percent_is_unit)
+        if score.total < 1 and (options := by_kind.get("choice")):
+            letter = settled_letter(extract.after_thought(text))
+            score = Score(total=float(letter in map(letter_of, options)), answer=letter or score.answer)
+        if score.total < 1 and (texts := by_kind.get("text")):
+            words = normalised(_answer_in(text))
+            score = Score(total=float(bool(words) and words in map(normalised, texts)), answer=words)
+        if score.total < 1 and (formulas := by_kind.get("expression")):
+            score = await self._compared(task, formulas, text)
+        return score
+
+    async def _compared(self, task: Task, right: Sequence[str], text: str) -> Score:
+        answer = _answer_in(text)
+        signs = notation(answer)
+        if not signs or len(answer) > _MOST_CHARS or all(is_copy(answer, truth, task) for truth in right):
+            return Score(total=0.0, parts={"late": 0.0}, answer=signs[:_LONGEST])
+        if any(signs == notation(truth) for truth in right):
+            return Score(total=1.0, parts={"late": 0.0}, answer=signs[:_LONGEST])
         workers = shared_workers(__name__, "compare", self.processes, self.timeout_s, ("math_verify", "sympy"))
-        compared = await workers(true_answers(task, self.key, "math"), text)
-        if compared is None:
-            return Score(total=0.0, parts={"late": 1.0})
-        equal, answer = cast(tuple[bool, str], compared)
-        return Score(total=float(equal), parts={"late": 0.0}, answer=answer)
+        matched = await workers(list(right), answer)
+        if matched is None:
+            return Score(total=0.0, parts={"late": 1.0}, answer=signs[:_LONGEST])
+        place = cast(int, matched)
+        # Equal answers have the true one's notation, so that a majority counts them together.
+        reported = signs if place < 0 else notation(right[place])
+        return Score(total=float(place >= 0), parts={"late": 0.0}, answer=reported[:_LONGEST])
 
 
-def compare(right: list[str], text: str) -> tuple[bool, str]:
-    """Return whether a completion's answer equals a true one, and the answer in sympy's notation. Runs in a separate
-    process, as it has no time limit.
+def number_score(task: Task, right: Sequence[str], text: str, *, percent_is_unit: bool) -> Score:
+    """Score a completion by true answers that are numbers, see `quantities.same_quantity`."""
+    number = extract.answered_number(extract.after_thought(text))
+    quantity = read_quantity(number) if number is not None else None
+    if number is None or quantity is None:
+        return Score(total=0.0)
+    truths = [truth for truth in map(read_quantity, right) if truth is not None]
+    is_right = any(same_quantity(truth, quantity, percent_is_unit=percent_is_unit) for truth in truths)
+    if is_right and all(is_copy(number, truth, task) for truth in right):
+        is_right = False
+    return Score(total=float(is_right), answer=str(quantity))
 
-    Raises:
-        ValueError: math-verify cannot parse a true answer.
-    """
+
+def compare(right: list[str], answer: str) -> int:
+    """Return the index of the true answer that an answer equals, or -1. Runs in a separate process, with bounds on time
+    and memory."""
+    for place, truth in enumerate(right):
+        try:
+            is_equal = equal(truth, answer)
+        except ValueError:
+            is_equal = _is_equal_by_math_verify(truth, answer)
+        if is_equal:
+            return place
+    return -1
+
+
+def _is_equal_by_math_verify(truth: str, answer: str) -> bool:
+    """Compare what `equality` does not read, such as integrals and sums, if at most the order of the signs differs."""
     import math_verify
 
+    if sorted(_SIGN.findall(notation(truth))) != sorted(_SIGN.findall(notation(answer))):
+        return False
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that timeouts are disabled
-    truths = [math_verify.parse(_as_maths(each), parsing_timeout=None) for each in right]
-    if not all(truths):
-        raise ValueError(f"math-verify cannot parse the true answer {right[truths.index([])]!r:.80}")
-    marked = next((part for part in (tagged(text), boxed(text)) if part is not None), None)
     try:
-        answer = math_verify.parse(text if marked is None else _as_maths(marked), parsing_timeout=None)
-        for true in truths:
-            if math_verify.verify(true, answer, timeout_seconds=None):
-                return True, str(true[0])
-        return False, str(answer[0])[:_LONGEST] if answer else ""
+        sides = [math_verify.parse(_as_maths(side), parsing_timeout=None) for side in (truth, answer)]
+        return all(sides) and bool(math_verify.verify(*sides, timeout_seconds=None))
     except Exception:  # model output can fail in any way
-        return False, ""
+        return False
 
 
 def _as_maths(text: str) -> str:
     return text if "$" in text or "\\boxed" in text or "\\[" in text or "\\(" in text else f"${text}$"
+
+
+def _answer_in(text: str) -> str:
+    """Return a completion's answer: marked, stated, or its last formula; "" without one."""
+    text = extract.after_thought(text)
+    answer = extract.marked(text)
+    if answer is None:
+        answer = extract.stated(text) or extract.in_mathematics(text) or text.strip()
+    formula = extract.in_mathematics(answer)
+    is_prose = formula is not None and re.search(r"[^\W\d_]{2}", answer.replace(formula, "")) is not None
+    return formula if formula is not None and is_prose else answer

@@ -149,7 +149,8 @@ def _close(ours: str, theirs: str, tolerance: float) -> bool:
     if ours == theirs:
         return True
     try:
-        return math.isclose(float(ours), float(theirs), rel_tol=tolerance, abs_tol=tolerance)
+        values = float(ours), float(theirs)
+        return all(map(math.isfinite, values)) and math.isclose(*values, rel_tol=tolerance, abs_tol=tolerance)
     except ValueError:
         return False
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from forge_rl.errors import TaskError, check_flags
 from forge_rl.rewards.extract import Extract, extract
-from forge_rl.rewards.procedural import LEAST, OWN
+from forge_rl.rewards.procedural import CHECKS, LEAST, OWN
 from forge_rl.rewards.workers import shared_workers
 from forge_rl.types import Score, Task
 
@@ -70,6 +70,8 @@ class ReasoningGymReward:
                 f"the verifier of {dataset!r} failed on task {task.id!r}: {found}",
                 hint="leave this data set out, or report it to reasoning-gym",
             )
+        if isinstance(found, float) and math.isnan(found):
+            found = 0.0  # a distance to an answer that is no number
         if not isinstance(found, int | float) or not math.isfinite(found) or not 0 <= found <= 1:
             raise TaskError(
                 f"the verifier of {dataset!r} scored {found!r:.100}, not 0 to 1, on task {task.id!r}",
@@ -93,9 +95,14 @@ def verify(dataset: str, params: Mapping[str, object], entry: _Entry, answer: st
         score = check(answer, entry)
     except Exception as error:
         # If a verifier fails on model output, the answer is wrong. But if it cannot verify the true answer either, the
-        # verifier or the task is broken.
-        return 0.0 if _accepts_gold(check, entry) else f"{type(error).__name__}: {error}"
-    return float(score) if isinstance(score, int | float) else f"{score!r:.100} is not a number"
+        # verifier or the task is broken; puzzles with many solutions have no true answer to try.
+        has_many = entry.get("answer") is None and isinstance(entry.get("metadata"), Mapping)
+        return 0.0 if has_many or _accepts_gold(check, entry) else f"{type(error).__name__}: {error}"
+    if not isinstance(score, int | float):
+        return f"{score!r:.100} is not a number"
+    if math.isnan(score) or (score >= 1 and dataset in CHECKS and not CHECKS[dataset](answer, entry)):
+        return 0.0
+    return float(score)
 
 
 @functools.lru_cache(maxsize=64)

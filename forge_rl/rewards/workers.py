@@ -22,6 +22,7 @@ from pathlib import Path
 
 from forge_rl.errors import ForgeError
 from forge_rl.rewards.confinement import confine, end_with_parent
+from forge_rl.system.strict_json import parse_json
 
 _START_S = 120.0
 """Timeout for starting a process, including imports."""
@@ -138,7 +139,7 @@ async def _ask(process: asyncio.subprocess.Process, call: bytes) -> dict[str, ob
     with contextlib.suppress(ConnectionError):
         await process.stdin.drain()
     try:
-        answer = json.loads(await process.stdout.readline())
+        answer = parse_json(await process.stdout.readline())
     except (ValueError, RecursionError):  # ValueError: not JSON, or the line is too long
         return None
     return answer if isinstance(answer, dict) else None

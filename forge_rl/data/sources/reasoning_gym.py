@@ -21,6 +21,15 @@ _SET_HERE = ("seed", "size")
 _TOKEN = re.compile(r"[^\W\d_]+|\d+(?:\.\d+)?|[^\w\s]|_")
 _ORIGIN = ("source_dataset", "source_index", "difficulty")
 """Metadata of every entry that is not part of its problem."""
+_REFUSED = {
+    "propositional_logic": "any premise, copied from the question, is a valid conclusion",
+    "composite": "its tasks are those of other data sets, whose scorers it calls unguarded",
+}
+"""Data sets that reward no skill, with the reason."""
+_COPIED = {"string_insertion": ("string", "min_string_length=200,max_string_length=300")}
+"""Data sets whose answer may be a copy from the question: the metadata that is copied, and parameters that help."""
+_MOST_COPIES = 0.5
+_TRIED_ENTRIES = 100
 _NO_CONTENT = {"true", "false", "none"}
 
 
@@ -58,9 +67,14 @@ class ReasoningGymSource:
             raise TaskError(
                 f"held_out_share is {self.held_out_share}", hint="set it to at least 0 and below 1, such as 0.1"
             )
+        if reason := _REFUSED.get(self.dataset):
+            raise TaskError(
+                f"data set {self.dataset!r} is not offered: {reason}", hint="name other data sets of reasoning-gym"
+            )
         self.params = dict(self.params)
         self.name = self.name or self.dataset
         self.reseed(self.seed)
+        self._check_copies()
 
     def __repr__(self) -> str:
         params = ", ".join(f"{key}={value!r}" for key, value in self.params.items())
@@ -126,6 +140,20 @@ class ReasoningGymSource:
         self._stream = _Stream(self.dataset, self.params, f"seed {seed}")
         self._index = 0
 
+    def _check_copies(self) -> None:
+        """Refuse parameters with which a copy from the question solves most tasks."""
+        name, better = _COPIED.get(self.dataset, ("", ""))
+        if not name:
+            return
+        entries = [self._stream[index] for index in range(_TRIED_ENTRIES)]
+        copies = sum(_metadata(entry).get(name) == entry["answer"] for entry in entries)
+        if copies > _MOST_COPIES * len(entries):
+            raise TaskError(
+                f"{self._described()}: in {copies} of {len(entries)} tasks the answer is the question's own {name}, so "
+                "that copying it is what a policy learns",
+                hint=f"choose parameters that change more of them: {self.dataset}:{better}",
+            )
+
     def _is_held_out(self, entry: Mapping[str, object]) -> bool:
         return int(_digest(_as_json(problem_of(entry))), 16) < self.held_out_share * 2**64
 
@@ -163,6 +191,11 @@ def problem_of(entry: Mapping[str, object]) -> list[str]:
     problem = [token for token in question if token in content or token[0].isdigit()]
     symbols = {token for token in problem if not token[0].isdigit()}
     return sorted(problem) if symbols in ({"+"}, {"*"}) else problem
+
+
+def _metadata(entry: Mapping[str, object]) -> Mapping[str, object]:
+    metadata = entry.get("metadata")
+    return metadata if isinstance(metadata, Mapping) else {}
 
 
 def _leaves(value: object) -> Iterator[str]:

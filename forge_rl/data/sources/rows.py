@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -114,8 +115,8 @@ class Columns:
         truth = {name: value for name, value in row.items() if name not in (used, tools_column)}
         if self.answer:
             truth["answer"] = _get(row, self.answer)
-            if truth["answer"] is None:
-                raise RowError("is null", column=self.answer)
+        if self.answer or self.kind == "prompt":
+            _check_answer(self.answer or "answer", truth.get("answer"), is_named=bool(self.answer))
         if self.rubric:
             truth["rubric"] = _rubric(self.rubric, _get(row, self.rubric))
         truth |= given
@@ -369,6 +370,18 @@ def _check_prompt(used: str, messages: Sequence[Message]) -> None:
             value=messages[-1].get("content"),
             hint="remove that message; name the column of the true answer with :answer=COLUMN",
         )
+
+
+def _check_answer(column: str, value: object, *, is_named: bool) -> None:
+    """Refuse a true answer that is empty; the default column may also be null, as other rewards need none."""
+    if value is None:
+        if is_named:
+            raise RowError("is null", column=column)
+        return
+    if (isinstance(value, str) and not value.strip()) or (isinstance(value, list) and not value):
+        raise RowError("is empty", column=column, hint="give each row its true answer, or leave the row out")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RowError("is not a finite number", column=column, value=value)
 
 
 def _answer(column: str, value: object) -> list[Message]:
