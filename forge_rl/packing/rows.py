@@ -28,6 +28,7 @@ from forge_rl.packing.trees import (
     round_up,
     row_size,
 )
+from forge_rl.system.seeds import derive_seed
 from forge_rl.token_arrays import Segment
 from forge_rl.types import Advantages, Batch, Episode, Group
 
@@ -256,7 +257,7 @@ def pack(
         )
     sources, has_trees = [group.task.source for group in batch.groups], [bool(group.trees) for group in groups]
     epochs = layout.epochs if layout.minibatches > 1 else 1
-    seeds = [(layout.seed % 2**32, max(0, batch.version), epoch) for epoch in range(epochs)]
+    seeds = [derive_seed(layout.seed, "minibatches", batch.version, epoch) for epoch in range(epochs)]
     parts = [part for seed in seeds for part in deal(sources, has_trees, layout.minibatches, seed=seed)]
     return Packed(
         minibatches=tuple(_minibatch([groups[p] for p in part], layout, shape[1], tuple(sources)) for part in parts),
