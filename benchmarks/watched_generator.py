@@ -37,7 +37,7 @@ class Request:
         return (
             self.prompt_ids == lost.prompt_ids + tuple(lost.token_ids)
             and self.sampling.max_tokens == lost.sampling.max_tokens - len(lost.token_ids)
-            and (bool(lost.token_ids) or self.sampling.seed == lost.sampling.seed)
+            and self.sampling.seed == lost.sampling.seed
         )
 
 

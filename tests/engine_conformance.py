@@ -26,6 +26,7 @@ from forge_rl.weights import segment
 from forge_rl.weights.fingerprints import Move, move
 from forge_rl.weights.manifest import LoadReport, Manifest, ShardReport, TensorSpec, complete, draft
 from forge_rl.weights.slices import TensorSlice
+from tests.engine_draws import whole_rollouts_draw_each_random_number_once
 
 PROMPT = (1, 4093, 198, 1780, 314, 216, 34, 1232, 216, 35, 47, 2, 198)
 LONG_PROMPT = PROMPT * 12
@@ -538,5 +539,6 @@ DECODE: dict[str, Callable[[Decoder], Awaitable[None]]] = {
         resume_waits_for_a_load_that_is_under_way,
         resume_does_not_serve_half_of_a_version,
         sleeping_requests_go_on_under_what_was_loaded_meanwhile,
+        whole_rollouts_draw_each_random_number_once,
     )
 }

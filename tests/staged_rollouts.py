@@ -220,13 +220,17 @@ async def play(executor: RolloutExecutor, *, max_tokens: int) -> Episode:
 
 
 class MortalGenerator(StagedGenerator):
-    """Engines that decode letter by letter, and wait after three until a gate opens or breaks."""
+    """Engines that decode letter by letter, and wait after three until a gate opens or breaks.
+
+    Each draw, of another seed or from another place on, repeats the next digit.
+    """
 
     sampling = Sampling(max_tokens=12)
 
     def __init__(self) -> None:
         super().__init__()
         self.serving = {0: 8, 1: 8}
+        self.draws: dict[tuple[int | None, int], int] = {}
         self.gates = {engine: asyncio.get_running_loop().create_future() for engine in range(4)}
         """Gate of each engine: its requests wait after three letters until it is done, and fail with its error."""
 
@@ -245,10 +249,10 @@ class MortalGenerator(StagedGenerator):
     async def decode(self, completion: ResumableCompletion, *, engine: int) -> None:
         sampling = completion.rest
         self.seen.append((tuple(completion.shown.tolist()), sampling))
+        letter = str(self.draws.setdefault((sampling.seed, len(completion.shown)), len(self.draws)) % 10)
         for count in range(sampling.max_tokens):
             if count == 3:
                 await asyncio.shield(self.gates[engine])
-            letter = str((sampling.seed or 0) % 10)
             finish = "length" if count == sampling.max_tokens - 1 else ""
             if completion.add(
                 Chunk(token_ids=(ord(letter),), logprobs=(-1.0,), versions=(engine,), text=letter, finish=finish)

@@ -33,7 +33,8 @@ class PolicyClient:
 
     def __init__(self, backend: FakeBackend, sampling: Sampling | None = None) -> None:
         self.backend = backend
-        self.sampling = sampling or Sampling(max_tokens=40, temperature=0.7, seed=3)
+        self.sampling = sampling or Sampling(max_tokens=40, temperature=0.7)
+        self.seed = 3
         self.own_s = 0.0
         self._lock = asyncio.Lock()
 

@@ -162,6 +162,34 @@ def test_a_cut_message_goes_on_with_its_own_tokens_and_other_random_numbers() ->
     assert "which the model has ended" in problems[0]
 
 
+class Rivals(Continuing):
+    """Continues a message that was cut in several branches, of which the first or the others come late."""
+
+    first_is_late = is_first = True
+
+    def fork(self) -> Rivals:
+        copy = type(self)(self.task)
+        copy.said, copy.is_first = [*self.said], False
+        return copy
+
+    async def step(self, completion: str, *, truncated: bool) -> Step:  # type: ignore[override]
+        if self.is_first == self.first_is_late:
+            await asyncio.sleep(0.05)
+        step = await super().step(completion, truncated=truncated)
+        return replace(step, branches=1 if step.done else 2)
+
+
+def test_rival_branches_of_a_message_draw_by_seeds_of_their_own_whichever_comes_first() -> None:
+    answers = []
+    for first_is_late in (False, True):
+        Rivals.first_is_late, generator = first_is_late, StagedGenerator(truncated=True)
+        (group,) = asyncio.run(trees(Rivals, groups=1, generator=generator)[0].next_batch()).groups
+        assert len({(prompt, sampling.seed) for prompt, sampling in generator.seen}) == len(generator.seen)
+        assert {sampling.max_tokens for _, sampling in generator.seen} == {4}
+        answers.append({episode.turns[-1].branch: [turn.text for turn in episode.turns] for episode in group.episodes})
+    assert answers[0] == answers[1]
+
+
 class Whole(Forking):
     """Asks for forks within its only answer."""
 
@@ -210,6 +238,24 @@ def test_an_answer_forks_at_its_most_surprising_tokens() -> None:
     assert len(generator.seen) == 6, "what episodes have in common is decoded once"
     assert len({sampling.seed for _, sampling in generator.seen}) == 6
     assert executor.metrics()["rollouts/in_flight"] == 0
+
+
+class Second(Whole):
+    """Asks for a fork within its second answer."""
+
+    async def step(self, completion: str) -> Step:
+        self.said.append(completion)
+        if len(self.said) == 1:
+            return Step(done=False, messages=({"role": "user", "content": "?"},))
+        return Step(done=True, reward=1.0, forks=1)
+
+
+def test_a_fork_within_a_later_answer_has_the_rest_of_that_answer_to_write() -> None:
+    generator = Undecided()
+    executor = rollouts(environment=StagedEnvironment(Second), leaves=2, episodes=2, groups=1, generator=generator)
+    (group,) = asyncio.run(asyncio.wait_for(executor.next_batch(), 60)).groups
+    texts = {episode.turns[-1].branch: [turn.text for turn in episode.turns] for episode in group.episodes}
+    assert texts == {(0, 0): ["abcd", "abc", "d"], (0, 1): ["abcd", "abc", "X"]}
 
 
 def test_forks_are_at_the_least_likely_tokens_but_the_first() -> None:

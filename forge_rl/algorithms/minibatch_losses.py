@@ -12,6 +12,7 @@ from forge_rl.algorithms.losses import ClippedSurrogate, PolicyLoss, clipped_sur
 from forge_rl.algorithms.protocol import LossInputs, Scope
 from forge_rl.algorithms.sequences import log_ratios
 from forge_rl.errors import check_flags
+from forge_rl.system.seeds import derive_seed
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +105,8 @@ class ClipCov(ClippedSurrogate):
         covariance = _covariance(tokens)
         able = ((covariance > self.cov_low) & (covariance < self.cov_high) & ~lost).nonzero()[:, 0]
         # Seeded by what every rank knows, in whatever layout: another batch or minibatch has another choice.
-        drawn = torch.Generator().manual_seed(int(tokens.versions.max()) * 1_000_003 + len(tokens.mask))
+        seed = derive_seed(int(tokens.versions.max()), "token choice", len(tokens.mask))
+        drawn = torch.Generator().manual_seed(seed)
         chosen = torch.randperm(len(able), generator=drawn)[: _at_least_one(self.cov_ratio, tokens)]
         return {**super().statistics(tokens), "chosen": _only(able[chosen.to(able.device)], tokens)}
 

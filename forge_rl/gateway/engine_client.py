@@ -17,6 +17,7 @@ from forge_rl.gateway.request_state import REQUEST, Added, Choice, RequestState
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.shared import Shared
 from forge_rl.services.completion import GATHER_S
+from forge_rl.system.seeds import derive_seed
 from forge_rl.system.tasks import task_group
 from forge_rl.token_arrays import Chunk
 from forge_rl.types import Sampling
@@ -161,7 +162,9 @@ class EngineClient:
         """
         tokens, temperature = params.max_tokens, params.temperature
         stop = tuple(params.stop or ())
-        seed = None if params.seed is None else (params.seed + place) % (1 << 63)
+        seed = params.seed
+        if seed is not None and place:
+            seed = derive_seed(seed, "choice", place)
         of_prompt = {} if params.prompt_logprobs is None or place else {"prompt_logprobs": params.prompt_logprobs}
         extra = of_prompt | {
             name: value for name in _EXTRA if _changes(value := getattr(params, name), getattr(_PLAIN, name))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import zlib
+import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.gateway.errors import ApiError
+from forge_rl.system.seeds import derive_seed
 from forge_rl.token_arrays import TokenIds
 from forge_rl.types import Sampling, Turn
 
@@ -50,7 +51,8 @@ class Session:
     """Prompt and completion ids of recorded turns, by the digest of their messages."""
     _texts: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
     """Prompt and completion ids of recorded turns outside of chats, by their text."""
-    _seeds_used: Counter[int] = field(default_factory=Counter)
+    _times_asked: Counter[str] = field(default_factory=Counter)
+    """Number of completions by the digest of their prompt."""
 
     @property
     def anthropic_url(self) -> str:
@@ -94,9 +96,9 @@ class Session:
         """Return a new seed for each completion of a prompt, independent of the order of concurrent requests."""
         if self.sampling.seed is None:
             return None
-        prompt = zlib.crc32(prompt_ids.astype(np.int64).tobytes())
-        self._seeds_used[prompt] += 1
-        return zlib.crc32(f"{self.sampling.seed}/{prompt}/{self._seeds_used[prompt]}".encode())
+        prompt = hashlib.blake2b(prompt_ids.astype(np.int64).tobytes(), digest_size=16).hexdigest()
+        self._times_asked[prompt] += 1
+        return derive_seed(self.sampling.seed, "agent turn", prompt, self._times_asked[prompt] - 1)
 
     def record(self, turn: Turn, *, digest: bytes | None = None, text: str | None = None) -> None:
         """Record a turn.

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def deal(sources: Sequence[str], trained: Sequence[bool], minibatches: int, *, seed: Sequence[int]) -> list[list[int]]:
+def deal(sources: Sequence[str], trained: Sequence[bool], minibatches: int, *, seed: int) -> list[list[int]]:
     """Deal groups to minibatches at random, each source as evenly as possible; deterministic for a seed.
 
-        deal(["a", "a", "b", "b"], [True] * 4, 2, seed=(0, 3))  # such as [[0, 3], [1, 2]]
+        deal(["a", "a", "b", "b"], [True] * 4, 2, seed=3)  # such as [[0, 3], [1, 2]]
 
     Per source, the number of groups differs by at most one between minibatches, and so does the number of trained
     groups, which are dealt first: the others contribute nothing to an update.
@@ -19,7 +19,7 @@ def deal(sources: Sequence[str], trained: Sequence[bool], minibatches: int, *, s
     Args:
         sources: source of each group.
         trained: False for groups that are left out of training.
-        seed: non-negative integers.
+        seed: not negative.
 
     Returns:
         Indexes of each minibatch's groups, ascending.

@@ -29,6 +29,7 @@ from forge_rl.packing.trees import (
     round_up,
     row_size,
 )
+from forge_rl.system.seeds import derive_seed
 from forge_rl.token_arrays import Segment
 from forge_rl.types import Advantages, Batch, Episode, Group
 
@@ -288,7 +289,7 @@ def pack(
     sources = [group.task.source for group in batch.groups]
     learns = [bool(group.trees) and not group.uniform for group in groups]
     epochs = layout.epochs if layout.minibatches > 1 else 1
-    seeds = [(layout.seed % 2**32, max(0, batch.version), epoch) for epoch in range(epochs)]
+    seeds = [derive_seed(layout.seed, "minibatches", batch.version, epoch) for epoch in range(epochs)]
     parts = [part for seed in seeds for part in deal(sources, learns, layout.minibatches, seed=seed)]
     spared = [group for group in groups if drop_uniform and group.uniform]
     return Packed(

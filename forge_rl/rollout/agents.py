@@ -111,7 +111,7 @@ class AgentEpisodeRunner:
         if len(self._left) >= _MOST_LEFT:
             raise ForgeError(f"{len(self._left)} agents ignore their cancellation and keep running", hint=_LEFT_HINT)
         began, began_at = time.monotonic(), time.time()
-        session = self.gateway.open(task.id, sampling=client.sampling)
+        session = self.gateway.open(task.id, sampling=client.sampling.updated(seed=client.seed))
         with self.backend.connected(session, client):
             outcome, result, problem = await self._work(task, session, client)
         own, text = (result, None) if isinstance(result, Score) else (None, result)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
@@ -11,6 +12,7 @@ from forge_rl.errors import ContextError, ForgeError, ReplicaError
 from forge_rl.rollout.scheduler import Scheduler
 from forge_rl.rollout.state import InflightEpisode
 from forge_rl.services.completion import GATHER_S, Observer, ResumableCompletion
+from forge_rl.system.seeds import derive_seed
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Sampling, Task, Turn
@@ -81,10 +83,10 @@ class Dispatcher:
         self.grant()
 
     def client(
-        self, episode: InflightEpisode, sampling: Sampling, start_branch: StartBranch | None = None
+        self, episode: InflightEpisode, sampling: Sampling, seed: int, start_branch: StartBranch | None = None
     ) -> PolicyClient:
         """Return an episode's policy client; with `start_branch`, the episode may have branches."""
-        return PolicyClient(self, episode, sampling, self.scheduler.own_s(episode), start_branch)
+        return PolicyClient(self, episode, sampling, seed, self.scheduler.own_s(episode), start_branch)
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,16 @@ class PolicyClient:
     dispatcher: Dispatcher
     episode: InflightEpisode
     sampling: Sampling
-    """Sampling settings of the episode's turns."""
+    """Sampling settings of the episode's turns, without a seed."""
+    seed: int
+    """Seed of this attempt or branch, from which the seed of each turn is derived."""
     since_s: float
     """The episode's own time when this client was made."""
     _start_branch: StartBranch | None = None
     """Starts branches of the episode; None if it has none, as in an evaluation."""
-    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
+    _turns: Iterator[int] = field(default_factory=itertools.count, init=False, repr=False)
+    """Numbers of the next turns."""
 
     def used_s(self) -> float:
         """Return the episode's seconds so far, without waiting for an engine or pauses."""
@@ -140,11 +146,20 @@ class PolicyClient:
         return self.dispatcher.scheduler.branches(self.episode, most)
 
     def start_branch(
-        self, branch: InflightEpisode, run: Callable[[Task, PolicyClient], Awaitable[Episode]]
+        self,
+        branch: InflightEpisode,
+        node: tuple[int, ...],
+        run: Callable[[Task, PolicyClient], Awaitable[Episode]],
     ) -> asyncio.Task[None]:
-        """Start an episode of `take_branches`; its first attempt is `run`."""
+        """Start an episode of `take_branches`; its first attempt is `run`, with a client of its own.
+
+        Args:
+            node: its first node, see `Turn.branch`, which determines its seed: which of the reserved episodes becomes
+                the branch may depend on time.
+        """
         assert self._start_branch is not None, "there are no branches to start"
-        return self._start_branch(branch, run)
+        seed = derive_seed(self.seed, "branch", node)
+        return self._start_branch(branch, lambda task, client: run(task, replace(client, seed=seed)))
 
     async def __call__(
         self,
@@ -156,7 +171,8 @@ class PolicyClient:
     ) -> Turn:
         """Decode one completion, limited by the room in the context, on as many engines as needed.
 
-        Concurrent calls decode one after the other. See `Generator.generate` for the arguments and further errors.
+        Concurrent calls decode one after the other. Settings without a seed get the next turn's. See
+        `Generator.generate` for the arguments and further errors.
 
         Raises:
             ContextError: the context has no room for a single token.
@@ -169,6 +185,8 @@ class PolicyClient:
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer in {longest}",
                 hint="raise --generator.max-model-len, or choose tasks with shorter prompts",
             )
+        if sampling.seed is None:
+            sampling = sampling.updated(seed=derive_seed(self.seed, "turn", next(self._turns)))
         if room < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=room)
         completion = ResumableCompletion(prompt_ids, sampling, dispatcher.tokenizer, observe=observe, gather_s=gather_s)

@@ -169,7 +169,7 @@ class EpisodeRunner:
                 return step, truncated
             path.prompt_ids = self._next_prompt(turns[-1], step, path.tools, parsed[1] if parsed else ())
             path.shown = step.messages if step.history is None else step.history
-            path.sampling, path.pieces = _of_the_rest(path, decode) if step.continues else None, 0
+            path.sampling, path.pieces = None, 0
             if step.branches > 1 and isinstance(decode, PolicyClient):
                 await self._fork(path, step.branches, task, decode)
             del step  # a history may be large, and there are thousands of episodes
@@ -200,7 +200,7 @@ class EpisodeRunner:
         except Exception as failed:
             error = failed
         begun = fork if error is None else None
-        running = client.start_branch(branch, functools.partial(self._run, begun, error))
+        running = client.start_branch(branch, fork.branch, functools.partial(self._run, begun, error))
         if error is None:  # it may be cancelled before its first step
             running.add_done_callback(functools.partial(_abandon, fork.session))
 
@@ -220,8 +220,8 @@ class EpisodeRunner:
             earlier.append((None, {}))
             fork = replace(path, branch=(*path.branch, 1), turns=[*path.turns], given=[*earlier], shown=())
             fork.prompt_ids = fork.turns[-1].context
-            rest = _of_the_rest(fork, client) or client.sampling
-            fork.sampling = replace(rest, max_tokens=client.sampling.max_tokens - self._whole(fork).token_ids.size)
+            so_far = sum(len(turn.token_ids) for turn in fork.turns[-fork.pieces :])
+            fork.sampling = replace(client.sampling, max_tokens=client.sampling.max_tokens - so_far)
             await self._start(branch, fork, functools.partial(path.session.fork, undo_last=True), client)
             path.branch, start = (*path.branch, 0), place
         path.turns.append(self._piece(whole, start, len(whole.token_ids), path.branch) if taken else whole)
@@ -284,14 +284,6 @@ class EpisodeRunner:
 
 def _abandon(session: EnvSession | LocalSession, _: object) -> None:
     session.abandon()
-
-
-def _of_the_rest(path: _Path, decode: Decode) -> Sampling | None:
-    """Return the settings for the rest of a message, with another seed, to not repeat the random numbers."""
-    sampling = decode.sampling if isinstance(decode, PolicyClient) else None
-    if sampling is None or sampling.seed is None:
-        return sampling
-    return replace(sampling, seed=(sampling.seed + 1_000_003 * len(path.turns[-1].context)) % 2**63)
 
 
 def _own_score(given: Sequence[tuple[float | None, Mapping[str, float]]], turns: int) -> Score | None:

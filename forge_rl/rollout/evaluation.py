@@ -64,7 +64,7 @@ class Evaluation:
     Args:
         sets: tasks by set name.
         episodes: k.
-        sampling: sampling settings; the seed differs per episode.
+        sampling: sampling settings without a seed, as each turn has its own.
         version: weights version to evaluate.
         one_version: True if all tokens must be from this version: the next batch then waits for the evaluation.
         on_task: called with the set's name and a task's results once all its episodes have ended.

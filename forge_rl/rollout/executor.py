@@ -11,7 +11,6 @@ import contextvars
 import functools
 import itertools
 import math
-import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -26,6 +25,7 @@ from forge_rl.rollout.placement import DeviceHandover
 from forge_rl.rollout.reward_outage import RewardOutage
 from forge_rl.rollout.state import EVALUATION, InflightEpisode
 from forge_rl.runtime.hold import Hold
+from forge_rl.system.seeds import derive_seed
 from forge_rl.types import Batch, Episode, Group, Outcome, Task
 
 if TYPE_CHECKING:
@@ -494,15 +494,12 @@ class RolloutExecutor:
 
     def _client(self, episode: InflightEpisode, evaluation: Evaluation | None) -> PolicyClient:
         """Return an episode's policy client, with a seed that is the same in every run."""
-        task = episode.group.task
+        task, attempt = episode.group.task, (episode.index, episode.tries)
         if evaluation is not None:
-            sampling = evaluation.sampling
-            place = f"evaluation/{self._seed}/{task.source}/{task.id}/{episode.index}"
-        else:
-            sampling = self._generator.sampling
-            place = "/".join(map(str, (self._seed, *episode.place)))
-        start_branch = self._start_branch if evaluation is None else None
-        return self._dispatcher.client(episode, sampling.updated(seed=zlib.crc32(place.encode())), start_branch)
+            seed = derive_seed(self._seed, "evaluation", task.source, task.id, *attempt)
+            return self._dispatcher.client(episode, evaluation.sampling, seed)
+        seed = derive_seed(self._seed, "episode", episode.group.place, task.source, task.id, *attempt)
+        return self._dispatcher.client(episode, self._generator.sampling, seed, self._start_branch)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         """Forget a finished asyncio task, and that it runs its episode, unless another one does by now."""

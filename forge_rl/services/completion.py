@@ -88,12 +88,9 @@ class ResumableCompletion:
         done = self.tokens
         if not done:
             return self.sampling
-        seed = self.sampling.seed
         return replace(
             self.sampling,
             max_tokens=self.sampling.max_tokens - done,
-            # A new seed, to not repeat the random numbers.
-            seed=None if seed is None else (seed + 1_000_003 * done) % 2**63,
             # A stop string may begin in tokens that are in this engine's prompt.
             stop=(),
         )

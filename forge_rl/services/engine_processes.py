@@ -18,6 +18,7 @@ from forge_rl.runtime.seats import Seat, Seats, ServiceHosts
 from forge_rl.runtime.service import Service, ServiceActor
 from forge_rl.services.engine_spares import EngineSpares
 from forge_rl.services.generator_config import GeneratorConfig
+from forge_rl.system.seeds import derive_seed
 
 
 def seats_of(config: GeneratorConfig, cluster: Cluster, hosts: ServiceHosts) -> Seats:
@@ -144,6 +145,6 @@ class EngineProcesses:
         return (
             self.service.cluster.path_on(host, self.model),
             settings,
-            self.seed + number,
+            derive_seed(self.seed, "engine", kind, number) % 2**32,  # vLLM also seeds NumPy, which takes 32 bits
             f"{self.service.name} {kind} {number}",
         )

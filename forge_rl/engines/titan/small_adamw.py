@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +12,7 @@ from torch import nn
 
 from forge_rl.engines.optimizer import LEAST_INT8, SCALED_TOGETHER
 from forge_rl.engines.titan.shards import local
+from forge_rl.system.seeds import derive_seed
 
 ROOT = "exp_avg_root"
 """Name of the root of the second moment, which AdamW calls exp_avg_sq."""
@@ -147,7 +147,7 @@ class SmallAdamW(torch.optim.Optimizer):
         state["step"] += 1
         step = int(state["step"])
         weights, grads = local(parameter).detach().view(-1), local(parameter.grad).reshape(-1)  # type: ignore[arg-type]
-        noise = torch.Generator(weights.device).manual_seed(zlib.crc32(f"{step} {index}".encode()))
+        noise = torch.Generator(weights.device).manual_seed(derive_seed(step, "rounding", index))
         lr, (beta1, beta2) = group["lr"], group["betas"]
         for first in range(0, len(weights), _AT_ONCE):
             own, grad = weights[first : first + _AT_ONCE], grads[first : first + _AT_ONCE].float()
