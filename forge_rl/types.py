@@ -475,7 +475,8 @@ class Sampling(Compact):
     temperature: float = 1.0
     """Divisor of the logits; 0 is greedy."""
     seed: int | None = None
-    """Seed of this completion; None uses the engine's random stream."""
+    """Seed of this completion; None draws a random one. The seed and a token's position decide what is drawn, so no two
+    completions that should differ may have one seed at the same positions."""
     stop: tuple[str, ...] = ()
     """Texts that end the completion; excluded from its text, but their tokens are kept."""
     top_logprobs: int = 0

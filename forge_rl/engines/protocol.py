@@ -106,6 +106,9 @@ class DecodeEngine(Protocol):
         evaluation) and the version that produced it. Only the last chunk has `finish` set, and `routed` if the
         settings ask for it.
 
+        With a seed, each token depends on the seed, its position and the tokens before it alone, up to the rounding of
+        logits. An engine whose prompt includes some of a completion's tokens draws the rest of the same completion.
+
         Raises:
             WeightsError: the last load failed.
             ConfigError: the engine rejects the request.
