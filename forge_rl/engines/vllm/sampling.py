@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
@@ -80,26 +81,28 @@ def _sample(
 
 
 def draw(logits: torch.Tensor, streams: Streams) -> torch.Tensor:
-    """Sample a token for each row of logits `[R, V] float32`; returns `[R] int64`."""
+    """Sample a token for each row of logits, `[R, V] float32`; returns `[R] int64`."""
+    tokens: torch.Tensor
     if logits.device.type == "cpu":
-        tokens: torch.Tensor = torch.ops._C.fused_gumbel_argmax(logits, _keys(streams))
+        tokens = torch.ops._C.fused_gumbel_argmax(logits, _keys(streams))
         return tokens
     from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
     rows = torch.arange(len(logits), device=logits.device)
-    warm = torch.ones(len(logits), device=logits.device)
-    return gumbel_sample(
-        logits, rows, warm, streams.seeds, streams.positions, apply_temperature=False, is_drafting=False
+    ones = torch.ones(len(logits), device=logits.device)
+    tokens = gumbel_sample(
+        logits, rows, ones, streams.seeds, streams.positions, apply_temperature=False, is_drafting=False
     )
+    return tokens
 
 
 def _keys(streams: Streams) -> torch.Tensor:
     """Return the seed of each row's noise, `[R] int64`: places of SplitMix64's counter, which starts elsewhere for each
     seed. The kernel mixes them once more, and draws the noise of a row's tokens by SplitMix64 from there."""
-    mixed = streams.seeds.numpy().view(np.uint64) + _GAMMA
-    mixed = (mixed ^ (mixed >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> 27)) * np.uint64(0x94D049BB133111EB)
-    keys = (mixed ^ (mixed >> 31)) + streams.positions.numpy().view(np.uint64) * _GAMMA
+    mixed: npt.NDArray[Any] = streams.seeds.numpy().view(np.uint64) + _GAMMA
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    keys = (mixed ^ (mixed >> np.uint64(31))) + streams.positions.numpy().view(np.uint64) * _GAMMA
     return torch.from_numpy(keys.view(np.int64))
 
 
