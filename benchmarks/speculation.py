@@ -27,6 +27,8 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
+from operator import eq
 from pathlib import Path
 
 from benchmarks.peer_environments import ROOT
@@ -215,7 +217,7 @@ class _Rollouts:
         )
 
     async def batch(self) -> tuple[list[Episode], float, float]:
-        """Complete a batch; returns its episodes, its seconds, and those of its tail."""
+        """Complete a batch; returns its episodes, its seconds, and the seconds of its tail."""
         self._ended.clear()
         began = time.monotonic()
         batch = await self.executor.next_batch()
@@ -235,17 +237,17 @@ async def _measure(config: Config, report: Report) -> None:
     episodes = equal = 0
     async with _generators(config) as generators, contextlib.AsyncExitStack() as closing:
         rollouts = {name: _Rollouts(generator, config, tasks) for name, generator in generators.items()}
-        for each in rollouts.values():
-            closing.push_async_callback(each.executor.close)
+        for rollout in rollouts.values():
+            closing.push_async_callback(rollout.executor.close)
         for epoch in range(1 + epochs):
-            written: dict[str, list[list[int]]] = {}
+            answers: dict[str, list[list[int]]] = {}
             for name in sorted(rollouts, reverse=epoch % 2 == 1):
                 batch, step_s, tail_s = await rollouts[name].batch()
                 turns = [turn for episode in batch for turn in episode.turns]
-                written[name] = [turn.token_ids.tolist() for turn in turns]
+                answers[name] = [turn.token_ids.tolist() for turn in turns]
                 drafts = generators[name].drain_drafts()
                 row = {
-                    "tokens": sum(map(len, written[name])),
+                    "tokens": sum(map(len, answers[name])),
                     "seconds": step_s,
                     "tail_seconds": tail_s,
                     "nats": -sum(float(turn.logprobs.sum()) for turn in turns),
@@ -259,8 +261,8 @@ async def _measure(config: Config, report: Report) -> None:
                 if epoch:
                     for kind, value in (("step", step_s), ("tail", tail_s)):
                         seconds[name].setdefault(kind, []).append(value)
-            episodes += len(written["plain"])
-            equal += sum(one == other for one, other in zip(written["plain"], written["drafted"], strict=True))
+            episodes += len(answers["plain"])
+            equal += sum(starmap(eq, zip(answers["plain"], answers["drafted"], strict=True)))
         for kind in ("tail", "step"):
             pairs = zip(seconds["plain"][kind], seconds["drafted"][kind], strict=True)
             report.measure(f"{kind}_speedup", [plain / drafted for plain, drafted in pairs])

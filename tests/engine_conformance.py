@@ -231,16 +231,15 @@ async def a_completion_comes_in_pieces_and_ends_with_a_reason(decoder: Decoder) 
 async def a_seed_decides_each_token_by_its_position(decoder: Decoder) -> None:
     """Whatever else is decoded, drafted, or already in the prompt."""
     await decoder.load_next()
-    stream = decoder.stream(completion(5))
-    turn = await stream.turn()
-    others = await decoder.start()
+    turn = await decoder.complete(completion(5))
+    running = await decoder.start()
     ids, places = turn.token_ids.tolist(), range(0, TOKENS, 9)
     single = [decoder.stream(completion(5, max_tokens=1), [*PROMPT, *ids[:place]]) for place in places]  # no draft
-    assert [(await each.turn()).token_ids.tolist() for each in single] == [[ids[place]] for place in places]
+    assert [(await stream.turn()).token_ids.tolist() for stream in single] == [[ids[place]] for place in places]
     rest = await decoder.complete(completion(5, max_tokens=TOKENS - 70), [*PROMPT, *ids[:70]])
     assert rest.token_ids.tolist() == ids[70:]
-    assert all([(await other.turn()).token_ids.tolist() != ids for other in others])
-    assert len({tuple(turn.token_ids.tolist()[5:]) for turn in [turn, *[await other.turn() for other in others]]}) == 5
+    answers = [turn, *[await stream.turn() for stream in running]]
+    assert len({tuple(answer.token_ids.tolist()) for answer in answers}) == 5
 
 
 async def a_stop_text_ends_a_completion(decoder: Decoder) -> None:

@@ -56,11 +56,11 @@ async def main(model: Path, speculation: str) -> None:
     try:
         await engine.serve_model()
         streams = [stream(seed, []) for seed in range(8)]
-        answers = [(await each.turn()).token_ids.tolist() for each in streams]
+        answers = [(await request.turn()).token_ids.tolist() for request in streams]
         rest = (await stream(3, answers[3][:20]).turn()).token_ids.tolist()
     finally:
         engine.close()
-    drafted = sum(each.chunks[-1].drafted for each in streams)
+    drafted = sum(request.chunks[-1].drafted for request in streams)
     print("ANSWERS" + json.dumps({"answers": answers, "rest": rest, "drafted": drafted}))
 
 

@@ -21,7 +21,9 @@ _COUNT = 20_000
 def streams(seeds: torch.Tensor | int, positions: torch.Tensor | int) -> Streams:
     from forge_rl.engines.vllm.sampling import Streams
 
-    return Streams(*torch.broadcast_tensors(*(torch.as_tensor(each, dtype=torch.int64) for each in (seeds, positions))))
+    return Streams(
+        *torch.broadcast_tensors(*(torch.as_tensor(values, dtype=torch.int64) for values in (seeds, positions)))
+    )
 
 
 def draw(logits: torch.Tensor, places: Streams) -> torch.Tensor:
@@ -54,8 +56,8 @@ def test_noise_is_a_function_of_seed_position_and_token() -> None:
     logits = 2 * torch.randn(5, 1000)
     logits[:, ::3] = -torch.inf
     seeds, positions = [0, 1, 2**63 - 1, -5, 2**32], [0, 7, 1, 131071, 7]
-    found = draw(logits, streams(torch.tensor(seeds), torch.tensor(positions)))
-    assert found.tolist() == [expected(*each) for each in zip(logits, seeds, positions, strict=True)]
+    tokens = draw(logits, streams(torch.tensor(seeds), torch.tensor(positions)))
+    assert tokens.tolist() == [expected(*place) for place in zip(logits, seeds, positions, strict=True)]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
@@ -87,8 +89,8 @@ def test_tokens_of_other_seeds_and_positions_are_independent(seeds: int, positio
     """Pairs of tokens at places that differ by these, each of four equally likely ones."""
     torch.manual_seed(2)
     first = torch.randint(1 << 40, (_COUNT,)), torch.randint(1, 1 << 17, (_COUNT,))
-    ones, others = (draw(torch.zeros(4), streams(first[0] + by * seeds, first[1] + by * positions)) for by in (0, 1))
-    assert p_value(torch.bincount(4 * ones + others, minlength=16), torch.full((16,), 1 / 16)) > 1e-3
+    tokens, shifted = (draw(torch.zeros(4), streams(first[0] + by * seeds, first[1] + by * positions)) for by in (0, 1))
+    assert p_value(torch.bincount(4 * tokens + shifted, minlength=16), torch.full((16,), 1 / 16)) > 1e-3
 
 
 @pytest.mark.parametrize("greedy", ["none", "some", "all"])
@@ -97,14 +99,14 @@ def test_drafts_change_no_token(greedy: str) -> None:
     from forge_rl.engines.vllm.sampling import verify
 
     torch.manual_seed(3)
-    most, words = 3, 50
-    shapes = [(length, wrong) for length in range(most + 1) for wrong in range(length + 1)]
+    longest, words = 3, 50
+    shapes = [(length, wrong) for length in range(longest + 1) for wrong in range(length + 1)]
     count = len(shapes)
     temperature = torch.tensor([float(greedy == "none" or (greedy == "some" and row % 2)) for row in range(count)])
-    logits = torch.randn(count, most + 1, words)
+    logits = torch.randn(count, longest + 1, words)
     places = streams(torch.arange(count) + 7, torch.arange(100, 100 + count))
     alone = torch.stack(
-        [draw(logits[:, place], streams(places.seeds, places.positions + place)) for place in range(most + 1)], 1
+        [draw(logits[:, place], streams(places.seeds, places.positions + place)) for place in range(longest + 1)], 1
     )
     alone = torch.where(temperature[:, None] == 0, logits.argmax(-1), alone)
     drafts = [alone[row, :length].tolist() for row, (length, _) in enumerate(shapes)]
@@ -121,7 +123,7 @@ def test_drafts_change_no_token(greedy: str) -> None:
     output = verify(
         torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32),
         lengths.tolist(),
-        most,
+        longest,
         lengths.cumsum(0).int(),
         None,
         torch.cat([logits[row, :length] for row, (length, _) in enumerate(shapes)]),
@@ -129,7 +131,7 @@ def test_drafts_change_no_token(greedy: str) -> None:
         metadata,
     )
     for row, (_, wrong) in enumerate(shapes):
-        assert output[row].tolist() == [*alone[row, : wrong + 1].tolist(), *[-1] * (most - wrong)]
+        assert output[row].tolist() == [*alone[row, : wrong + 1].tolist(), *[-1] * (longest - wrong)]
 
 
 def test_a_draft_is_accepted_with_its_probability() -> None:

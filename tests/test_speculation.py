@@ -1,4 +1,4 @@
-"""Speculation: the flag, which drafts are made and when, and that vLLM's rejection of drafts keeps the distribution."""
+"""Speculation: the flag, which drafts are made and when, and that they change no token. Sampling: test_sampling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from forge_rl.engines.speculation import (
 )
 from forge_rl.engines.vllm.suffixes import AnswerIndex, Guide, SuffixIndex
 from forge_rl.errors import ConfigError, ModelError
+from forge_rl.metrics.episode_files import EpisodeFile
 from forge_rl.models.bundled import bundled_model, default_cache
+from tests.commands import Command, metrics, tiny_run
 from tests.fakes import make_model
 from tests.seeded_answers import EAGER, seeded_answers
 from tests.tiny import make_tiny_model
@@ -276,6 +278,28 @@ def test_a_seed_gives_the_same_tokens_with_and_without_drafts_and_after_some_of_
         assert plain["drafted"] == 0 < drafting["drafted"]
         assert plain["answers"] == drafting["answers"]
         assert plain["rest"] == drafting["rest"] == plain["answers"][3][20:]
+
+
+@pytest.mark.long
+def test_a_run_drafts_and_has_the_episodes_of_one_without_drafts(
+    commands: list[Command], tiny_model: Path, tmp_path: Path
+) -> None:
+    answers = []
+    for speculation in ("off", f"suffix:{EAGER}"):
+        out = tmp_path / speculation[:3]
+        # Colder, a random model repeats itself.
+        flags = {"temperature": "0.02", "max-tokens": "48", "dtype": "float32", "speculation": speculation}
+        arguments = [text for name, value in flags.items() for text in (f"--generator.{name}", value)]
+        frozen = ("--trainer.optimizer.lr", "1e-12", "--evaluation.every", "0", "--checkpoint-every", "0")
+        run = tiny_run(commands, tiny_model, out, *arguments, *frozen, "--steps", "2", "--schedule.max-lag", "0")
+        assert run.end(400) == 0, run.output
+        files = [EpisodeFile(path) for path in sorted((out / "episodes").glob("*-trained.parquet"))]
+        episodes = [record.episode for file in files for record in file]
+        answers.append([turn.token_ids.tolist() for episode in episodes for turn in episode.turns])
+        assert sum(row.get("rollout/drafted", 0) for row in metrics(out)) > 0 if speculation != "off" else True
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 16
+    assert len({tuple(ids) for ids in answers[0]}) > 4, "siblings differ"
 
 
 @pytest.mark.nightly

@@ -360,8 +360,8 @@ def _gradient(of: _History) -> str:
     return f"the gradient's norm is {norm:.2g}, usual is {usual:.2g}: lower --trainer.optimizer.max-grad-norm"
 
 
-def _drafts(of: _History) -> str:
-    if of.last("rollout/drafted") != 0:
+def _drafts(history: _History) -> str:
+    if history.last("rollout/drafted") != 0:
         return ""
     return (
         "engines draft nothing, so speculation gains nothing: more requests than its max_running run at all times, or "

@@ -115,7 +115,7 @@ def requests_of(ends: torch.Tensor, count: int) -> torch.Tensor:
 def verify(
     drafted: torch.Tensor,
     counts: list[int],
-    most: int,
+    max_drafted: int,
     ends: torch.Tensor,
     draft_probs: None,
     logits: torch.Tensor,
@@ -129,13 +129,13 @@ def verify(
 
     Args:
         drafted: `[N]`, the drafted tokens of R requests, one request after another; -1 is rejected.
-        counts: number of each request's drafted tokens, at most `most`; `ends` are their cumulative sums.
+        counts: number of each request's drafted tokens, at most `max_drafted`; `ends` are their cumulative sums.
         logits: `[N, V] float32`, after all of vLLM's processors.
         bonus: `[R, 1]`, the tokens that follow drafts of which all are accepted.
         sampling: vLLM's settings of the requests, with `Streams`.
 
     Returns:
-        `[R, most + 1] int32`: each request's new tokens, padded with -1.
+        `[R, max_drafted + 1] int32`: each request's new tokens, padded with -1.
     """
     assert draft_probs is None, "drafts come without probabilities"
     requests, places = requests_of(ends, len(drafted)), torch.arange(len(drafted), device=ends.device)
@@ -151,7 +151,7 @@ def verify(
             sampled = torch.where(greedy, logits.argmax(-1), sampled)
     lengths = ends.diff(prepend=ends.new_zeros(1)).long()
     columns = places - (ends - lengths)[requests]
-    tokens = torch.full((len(counts), most + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=ends.device)
+    tokens = torch.full((len(counts), max_drafted + 1), PLACEHOLDER_TOKEN_ID, dtype=torch.int32, device=ends.device)
     tokens[requests, columns] = sampled.int()
     tokens.scatter_(1, lengths[:, None], bonus.int())
     right = torch.zeros_like(tokens, dtype=torch.bool)
