@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from forge_rl.engines.speculation import (
     DraftSwitch,
@@ -270,9 +271,12 @@ def test_a_step_without_drafts_takes_top_k_and_top_p(top_k: int | None, top_p: f
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it for CUDA")
 def test_a_seed_gives_the_same_tokens_with_and_without_drafts_and_after_some_of_them(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", bundled_model(default_cache()))
+    model = make_tiny_model(tmp_path / "model", bundled_model(default_cache()), tied=False)
+    weights = load_file(model / "model.safetensors")
+    weights["lm_head.weight"] *= 60  # a draft model writes only what is likely
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
     plain = seeded_answers(model, "off")
-    assert len({tuple(answer) for answer in plain["answers"]}) == 8
+    assert len({tuple(answer) for answer in plain["answers"]}) > 4
     for kind in ("ngram:", "suffix:", f"draft:{model},"):
         drafting = seeded_answers(model, kind + EAGER)
         assert plain["drafted"] == 0 < drafting["drafted"]
