@@ -268,20 +268,28 @@ def test_a_step_without_drafts_takes_top_k_and_top_p(top_k: int | None, top_p: f
     assert found.shape == (0, 5)
 
 
-@pytest.mark.long
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it for CUDA")
-def test_a_seed_gives_the_same_tokens_with_and_without_drafts_and_after_some_of_them(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", bundled_model(default_cache()), tied=False)
+@pytest.fixture(scope="module")
+def undrafted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A model, and its seeded answers without drafts."""
+    model = make_tiny_model(tmp_path_factory.mktemp("sharp") / "model", bundled_model(default_cache()), tied=False)
     weights = load_file(model / "model.safetensors")
     weights["lm_head.weight"] *= 60  # a draft model writes only what is likely
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    plain = seeded_answers(model, "off")
+    return model, seeded_answers(model, "off")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has it for CUDA")
+@pytest.mark.parametrize("kind", ["ngram:", "suffix:", "draft:{},"])
+def test_a_seed_gives_the_same_tokens_with_and_without_drafts_and_after_some_of_them(
+    kind: str, undrafted: tuple[Path, dict[str, Any]]
+) -> None:
+    model, plain = undrafted
+    drafting = seeded_answers(model, kind.format(model) + EAGER)
+    assert plain["drafted"] == 0 < drafting["drafted"]
+    assert plain["answers"] == drafting["answers"]
+    assert plain["rest"] == drafting["rest"] == plain["answers"][3][20:]
     assert len({tuple(answer) for answer in plain["answers"]}) > 4
-    for kind in ("ngram:", "suffix:", f"draft:{model},"):
-        drafting = seeded_answers(model, kind + EAGER)
-        assert plain["drafted"] == 0 < drafting["drafted"]
-        assert plain["answers"] == drafting["answers"]
-        assert plain["rest"] == drafting["rest"] == plain["answers"][3][20:]
 
 
 @pytest.mark.long
