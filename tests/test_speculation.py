@@ -300,7 +300,7 @@ def test_a_run_drafts_and_has_the_episodes_of_one_without_drafts(
     for speculation in ("off", f"suffix:{EAGER}"):
         out = tmp_path / speculation[:3]
         # Colder, a random model repeats itself.
-        flags = {"temperature": "0.02", "max-tokens": "48", "dtype": "float32", "speculation": speculation}
+        flags = {"temperature": "0.1", "max-tokens": "48", "dtype": "float32", "speculation": speculation}
         arguments = [text for name, value in flags.items() for text in (f"--generator.{name}", value)]
         frozen = ("--trainer.optimizer.lr", "1e-12", "--evaluation.every", "0", "--checkpoint-every", "0")
         run = tiny_run(commands, tiny_model, out, *arguments, *frozen, "--steps", "2", "--schedule.max-lag", "0")
