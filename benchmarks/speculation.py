@@ -1,17 +1,18 @@
-"""Speculation: tokens per second of a rollout with and without drafts from siblings and earlier epochs.
+"""Speculation: how much sooner a batch of episodes is complete with drafts from siblings and earlier epochs.
 
 python -m benchmarks.speculation --json out.json
 
 The policy is the bundled model after supervised fine-tuning, as RL starts from one: `recipes.sft` first teaches it to
-add numbers step by step. Two engines serve it, one of which drafts, and take turns on the same tasks. Answers are
-sampled at the recipe's temperature, 1; their lengths follow how many numbers there are to add, which are quantiles of
-a heavy tail, so that one task is far longer than the others. Texts of both engines differ, so speeds are tokens per
-second. The first epoch has only siblings to draft from and is not counted.
+add numbers step by step. Two generators serve it, one of which drafts, and take turns on the same batches, which a
+run's rollouts execute: episodes with a run's seeds, engines of the schedule, a score. An epoch is a batch of all tasks,
+and the first, which has only siblings to draft from, is not counted. Answers are sampled at the recipe's temperature,
+1; their lengths follow how many numbers there are to add, which are quantiles of a heavy tail, so that one task is far
+longer than the others.
 
-`tail_speedup` is of the time with 4 or fewer running requests, `step_speedup` of whole epochs. `distribution_p` is the
-smallest p-value of three chi-square tests that the first tokens of answers to one prompt are distributed alike, at a
-temperature where they differ.
-`entropy` is the policy's, in nats per token: the mean negative logprob of the tokens it sampled.
+`step_speedup` is the ratio of the seconds of whole batches, `tail_speedup` of those in which 4 or fewer episodes ran.
+`equal_episodes` is the share of episodes of which both generators wrote the same tokens, which all should be: only
+rounding, by which tokens of nearly the same score change places, may differ. `entropy` is the policy's, in nats per
+token: the mean negative logprob of the tokens it sampled.
 """
 
 from __future__ import annotations
@@ -24,29 +25,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
+from operator import eq
 from pathlib import Path
-
-import torch
 
 from benchmarks.peer_environments import ROOT
 from benchmarks.real_engines import serving
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, run_benchmark
+from forge_rl.data.mixture import Mixture
+from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.engines.speculation import resolve_draft_model
+from forge_rl.envs.protocol import Observation, Step
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
+from forge_rl.rollout.dispatcher import Dispatcher, PolicyClient
+from forge_rl.rollout.episode_runner import EpisodeRunner
+from forge_rl.rollout.executor import RolloutExecutor
+from forge_rl.rollout.placement import DeviceHandover
+from forge_rl.rollout.scheduler import Scheduler
+from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.generator import Generator
-from forge_rl.token_arrays import Chunk
-from forge_rl.types import Sampling
+from forge_rl.types import Episode, Task
 
 _TAIL = 4
-"""Maximum running requests in the tail."""
-_BINS = 10
+"""Maximum running episodes in the tail."""
 _MOST_NUMBERS = 40
-_SPREAD = Sampling(max_tokens=4, temperature=2.0, extra={"top_k": 4})
-"""Settings of the answers whose distribution is compared: a taught model's own hardly differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,31 +69,15 @@ class Config(BenchmarkConfig):
     tasks: int = 8
     """Number of tasks of an epoch."""
     group_size: int = 4
-    """Number of answers to a task."""
+    """Number of episodes of a task."""
     most_tokens: int = 480
     """Maximum tokens of an answer."""
     epochs: int = LEAST_REPEATS
     """Number of measured epochs."""
-    samples: int = 400
-    """Number of answers of each engine in each test of the distribution."""
+    seed: int = 0
+    """Seed of the episodes' random numbers, as a run's --seed."""
     smoke: bool = False
     """Only try everything once, on few short answers; measures nothing."""
-
-
-@dataclass
-class _Speed:
-    """Tokens and seconds of an epoch, and of its tail."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    tail_tokens: int = 0
-    tail_seconds: float = 0.0
-    nats: float = 0.0
-    """Sum of the sampled tokens' negative logprobs."""
-
-    def __str__(self) -> str:
-        tail = f", {self.tail_tokens / self.tail_seconds:.0f} in the tail" if self.tail_tokens else ""
-        return f"{self.tokens / self.seconds:.0f} tokens/s{tail}"
 
 
 def _sum(count: int, drawn: random.Random) -> dict[str, str]:
@@ -151,116 +140,147 @@ async def _generators(config: Config) -> AsyncIterator[dict[str, Generator]]:
             yield {"plain": plain, "drafted": drafted}
 
 
-def _prompt(generator: Generator, numbers: int, drawn: random.Random) -> list[int]:
-    """Return the tokens of a question as the fine-tuning has shown it."""
-    messages = [{"role": "user", "content": _sum(numbers, drawn)["question"]}]
-    return list(generator.tokenizer.render(messages))
+class _Sums:
+    """Source that repeats some sums, epoch after epoch."""
+
+    name = "sums"
+
+    def __init__(self, tasks: int) -> None:
+        drawn, self._drawn = random.Random(0), 0
+        rows = [_sum(_heavy_tailed(_MOST_NUMBERS, (place + 0.5) / tasks), drawn) for place in range(tasks)]
+        self._tasks = [
+            Task(
+                id=str(place),
+                source=self.name,
+                messages=({"role": "user", "content": row["question"]},),
+                truth={"answer": row["answer"]},
+            )
+            for place, row in enumerate(rows)
+        ]
+
+    def draw(self) -> Task:
+        self._drawn += 1
+        return self._tasks[(self._drawn - 1) % len(self._tasks)]
+
+    def held_out(self, tasks: int) -> tuple[Task, ...]:
+        return ()
+
+    def state(self) -> dict[str, object]:
+        return {"drawn": self._drawn}
+
+    def restore(self, state: Mapping[str, object]) -> None:
+        self._drawn = int(str(state["drawn"]))
 
 
-async def _epoch(generator: Generator, requests: Sequence[tuple[list[int], int]]) -> _Speed:
-    """Complete all requests at once, each to its most tokens, and measure."""
-    speed, running = _Speed(), len(requests)
-    began = last = time.monotonic()
+class _Answer:
+    """Session of an episode of one turn, scored by whether the answer is right."""
 
-    def observe(chunk: Chunk) -> None:
-        nonlocal last
-        now = time.monotonic()
-        speed.tokens += len(chunk.token_ids)
-        speed.nats -= float(chunk.logprobs.sum())
-        if running <= _TAIL:
-            speed.tail_tokens += len(chunk.token_ids)
-            speed.tail_seconds += now - last
-        last = now
+    def __init__(self, task: Task) -> None:
+        self._task = task
 
-    async def complete(prompt: list[int], tokens: int) -> None:
-        nonlocal running
-        await generator.generate(prompt, Sampling(max_tokens=tokens), observe=observe, gather_s=0)
-        running -= 1
+    async def step(self, answer: str, *, truncated: bool = False, parsed: object = None) -> Step:
+        return Step(done=True, reward=float(answer.strip() == self._task.truth["answer"]))
 
-    await asyncio.gather(*(complete(prompt, tokens) for prompt, tokens in requests))
-    speed.seconds = time.monotonic() - began
-    return speed
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    def abandon(self) -> None:
+        """Nothing to close."""
 
 
-async def _first_tokens(generator: Generator, prompt: list[int], count: int) -> Counter[tuple[int, ...]]:
-    """Count the second and third tokens of answers to a prompt, which are drafted once some are known."""
-    found: Counter[tuple[int, ...]] = Counter()
-    for _ in range(0, count, _TAIL):
-        turns = await asyncio.gather(*(generator.generate(prompt, _SPREAD) for _ in range(_TAIL)))
-        found.update(tuple(turn.token_ids[1:3].tolist()) for turn in turns)
-    return found
+class _Sessions:
+    """Opens the episodes' sessions."""
+
+    async def open(self, task: Task) -> tuple[_Answer, Observation]:
+        return _Answer(task), Observation(messages=task.messages)
 
 
-def p_value(one: Counter[tuple[int, ...]], other: Counter[tuple[int, ...]]) -> float:
-    """Test by chi-square that two samples have one distribution; returns the p-value.
+class _Rollouts:
+    """A run's rollouts on one generator, with the times at which their episodes ended."""
 
-    The most frequent outcomes of both have a bin each, and all others one; a single bin gives 1.
-    """
-    common = [outcome for outcome, _ in (one + other).most_common(_BINS - 1)]
-    table = torch.tensor([[sample[key] for key in common] for sample in (one, other)]).double()
-    rest = torch.tensor([[one.total()], [other.total()]]) - table.sum(1, keepdim=True)
-    table = torch.cat([table, rest], 1) if rest.any() else table
-    if table.shape[1] == 1:
-        return 1.0
-    expected = table.sum(1, keepdim=True) * table.sum(0) / table.sum()
-    statistic = ((table - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((table.shape[1] - 1) / 2).double(), statistic / 2))
+    def __init__(self, generator: Generator, config: Config, tasks: int) -> None:
+        self.generator = generator
+        self._run_episode = EpisodeRunner(generator.tokenizer, _Sessions(), None)  # type: ignore[arg-type]  # scores itself
+        self._ended: list[float] = []
+        scheduler = Scheduler(
+            ScheduleConfig(kind="synchronous"),
+            groups=tasks,
+            episodes=config.group_size,
+            tasks=ResumableTaskStream(Mixture({"sums": _Sums(tasks)})),
+        )
+        self.executor = RolloutExecutor(
+            Dispatcher(scheduler, generator, generator.tokenizer),
+            self._timed,
+            devices=DeviceHandover(generator),
+            version=lambda: 0,
+            seed=config.seed,
+        )
+
+    async def batch(self) -> tuple[list[Episode], float, float]:
+        """Complete a batch; returns its episodes, its seconds, and the seconds of its tail."""
+        self._ended.clear()
+        began = time.monotonic()
+        batch = await self.executor.next_batch()
+        seconds = time.monotonic() - began
+        tail_began = self._ended[-_TAIL - 1] if len(self._ended) > _TAIL else began
+        return list(batch.episodes), seconds, self._ended[-1] - tail_began
+
+    async def _timed(self, task: Task, client: PolicyClient) -> Episode:
+        episode = await self._run_episode(task, client)
+        self._ended.append(time.monotonic())
+        return episode
 
 
 async def _measure(config: Config, report: Report) -> None:
-    drawn = random.Random(0)
-    tasks, epochs, samples = (2, 1, 8) if config.smoke else (config.tasks, config.epochs, config.samples)
-    lengths = (24, 48) if config.smoke else (config.most_tokens,)  # an untaught model's answers do not end
-    speedups: dict[str, list[float]] = {"tail_speedup": [], "step_speedup": []}
-    async with _generators(config) as generators:
-        lengths_of_tasks = [_heavy_tailed(_MOST_NUMBERS, (at + 0.5) / tasks) for at in range(tasks)]
-        prompts = [_prompt(generators["plain"], numbers, drawn) for numbers in lengths_of_tasks]
-        requests = [(prompt, lengths[at % len(lengths)]) for prompt in prompts for at in range(config.group_size)]
+    tasks, epochs = (2, 1) if config.smoke else (config.tasks, config.epochs)
+    seconds: dict[str, dict[str, list[float]]] = {"plain": {}, "drafted": {}}
+    episodes = equal = 0
+    async with _generators(config) as generators, contextlib.AsyncExitStack() as closing:
+        rollouts = {name: _Rollouts(generator, config, tasks) for name, generator in generators.items()}
+        for rollout in rollouts.values():
+            closing.push_async_callback(rollout.executor.close)
         for epoch in range(1 + epochs):
-            found: dict[str, _Speed] = {}
-            for name in sorted(generators, reverse=epoch % 2 == 1):
-                speed = found[name] = await _epoch(generators[name], requests)
+            answers: dict[str, list[list[int]]] = {}
+            for name in sorted(rollouts, reverse=epoch % 2 == 1):
+                batch, step_s, tail_s = await rollouts[name].batch()
+                turns = [turn for episode in batch for turn in episode.turns]
+                answers[name] = [turn.token_ids.tolist() for turn in turns]
                 drafts = generators[name].drain_drafts()
-                print(f"epoch {epoch}, {name}: {speed}", flush=True)
-                report.rows.append(
-                    {"epoch": epoch, "engine": name, "warm_up": epoch == 0}
-                    | vars(speed)
-                    | {"drafted": drafts.drafted, "accepted": drafts.accepted, "drafting": drafts.share_of_steps}
-                )
-            plain, with_drafts = found["plain"], found["drafted"]
-            if epoch:
-                speedups["step_speedup"].append(
-                    _ratio(with_drafts.tokens, with_drafts.seconds, plain.tokens, plain.seconds)
-                )
-                tails = (with_drafts.tail_tokens, with_drafts.tail_seconds, plain.tail_tokens, plain.tail_seconds)
-                if all(tails):
-                    speedups["tail_speedup"].append(_ratio(*tails))
-        for name, values in speedups.items():
-            if values:  # answers that all end at once have no tail
-                report.measure(name, values)
+                row = {
+                    "tokens": sum(map(len, answers[name])),
+                    "seconds": step_s,
+                    "tail_seconds": tail_s,
+                    "nats": -sum(float(turn.logprobs.sum()) for turn in turns),
+                    "reward": sum(episode.reward for episode in batch) / len(batch),
+                    "drafted": drafts.drafted,
+                    "accepted": drafts.accepted,
+                    "drafting": drafts.share_of_steps,
+                }
+                print(f"epoch {epoch}, {name}: {step_s:.1f} s, {tail_s:.1f} s of them in the tail", flush=True)
+                report.rows.append({"epoch": epoch, "engine": name, "warm_up": epoch == 0} | row)
+                if epoch:
+                    for kind, value in (("step", step_s), ("tail", tail_s)):
+                        seconds[name].setdefault(kind, []).append(value)
+            episodes += len(answers["plain"])
+            equal += sum(starmap(eq, zip(answers["plain"], answers["drafted"], strict=True)))
+        for kind in ("tail", "step"):
+            pairs = zip(seconds["plain"][kind], seconds["drafted"][kind], strict=True)
+            report.measure(f"{kind}_speedup", [plain / drafted for plain, drafted in pairs])
         counted = [row for row in report.rows if not row["warm_up"]]
+        report.results["equal_episodes"] = equal / episodes
         report.results["entropy"] = _sum_of(counted, "nats") / _sum_of(counted, "tokens")
         if drafted := _sum_of(counted, "drafted"):
             report.results["accepted_share"] = _sum_of(counted, "accepted") / drafted
-        p_values = []
-        for _ in range(3):
-            prompt = _prompt(generators["plain"], 5, drawn)
-            counts = [await _first_tokens(generator, prompt, samples) for generator in generators.values()]
-            p_values.append(p_value(*counts))
-        report.results["distribution_p"] = min(p_values)
 
 
 def _sum_of(rows: Sequence[Mapping[str, object]], name: str) -> float:
     return sum(float(str(row[name])) for row in rows)
 
 
-def _ratio(tokens: int, seconds: float, plain_tokens: int, plain_seconds: float) -> float:
-    return (tokens / seconds) / (plain_tokens / plain_seconds)
-
-
 def measure(config: Config, report: Report) -> None:
     """Measure into the report."""
     if config.smoke:
+        config = replace(config, most_tokens=48, group_size=2)  # an untaught model's answers do not end
         report.benchmark += " (smoke: no measurement)"
     asyncio.run(_measure(config, report))
 

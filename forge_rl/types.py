@@ -478,7 +478,8 @@ class Sampling(Compact):
     temperature: float = 1.0
     """Divisor of the logits; 0 is greedy."""
     seed: int | None = None
-    """Seed of this completion; None uses the engine's random stream."""
+    """Seed of this completion; None draws a random one. A token's draw depends on the seed and on its position, so two
+    completions with one seed draw the same numbers where their positions overlap."""
     stop: tuple[str, ...] = ()
     """Texts that end the completion; excluded from its text, but their tokens are kept."""
     top_logprobs: int = 0

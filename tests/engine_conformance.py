@@ -160,7 +160,7 @@ class Decoder:
     base: torch.nn.Module
     """Model that the engine was started with."""
     speculates: bool = False
-    """Whether it drafts tokens for requests without a seed."""
+    """Whether it drafts tokens."""
     version: int = 0
     model: torch.nn.Module = field(init=False)
 
@@ -227,6 +227,20 @@ async def a_completion_comes_in_pieces_and_ends_with_a_reason(decoder: Decoder) 
     assert gathered.logprobs.tolist() == pytest.approx(turn.logprobs.tolist(), abs=1e-4)
     assert gathered.versions.tolist() == turn.versions.tolist()
     assert again.text == turn.text
+
+
+async def a_seed_decides_each_token_by_its_position(decoder: Decoder) -> None:
+    """Whatever else is decoded, drafted, or already in the prompt."""
+    await decoder.load_next()
+    turn = await decoder.complete(completion(5))
+    running = await decoder.start()
+    ids, places = turn.token_ids.tolist(), range(0, TOKENS, 9)
+    single = [decoder.stream(completion(5, max_tokens=1), [*PROMPT, *ids[:place]]) for place in places]  # no draft
+    assert [(await stream.turn()).token_ids.tolist() for stream in single] == [[ids[place]] for place in places]
+    rest = await decoder.complete(completion(5, max_tokens=TOKENS - 70), [*PROMPT, *ids[:70]])
+    assert rest.token_ids.tolist() == ids[70:]
+    answers = [turn, *[await stream.turn() for stream in running]]
+    assert len({tuple(answer.token_ids.tolist()) for answer in answers}) == 5
 
 
 async def a_stop_text_ends_a_completion(decoder: Decoder) -> None:
@@ -381,8 +395,7 @@ async def answers_that_repeat_each_other_are_sampled_exactly(decoder: Decoder) -
     expected = counts.sum() * logits.log_softmax(-1).gather(2, orders[:, :, None]).sum((1, 2)).exp()
     statistic = ((counts.flatten() - expected) ** 2 / expected).sum()
     assert torch.special.gammaincc(torch.tensor(13.0).double(), statistic / 2) > 1e-4, "chi-square test, 26 degrees"
-    streams = [decoder.stream(Sampling(max_tokens=TOKENS)) for _ in range(4)]
-    await decoder.complete(Sampling(max_tokens=8))
+    streams = await decoder.start()
     await decoder.load(manifests[1])
     for stream in streams:
         check_logprobs(await stream.turn(), models)
@@ -524,6 +537,7 @@ DECODE: dict[str, Callable[[Decoder], Awaitable[None]]] = {
     check.__name__: check
     for check in (
         a_completion_comes_in_pieces_and_ends_with_a_reason,
+        a_seed_decides_each_token_by_its_position,
         a_stop_text_ends_a_completion,
         the_likeliest_tokens_are_those_of_transformers,
         a_request_that_cannot_be_served_is_a_config_error,

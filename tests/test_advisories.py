@@ -40,6 +40,7 @@ STEADY: Row = {
     "outcomes/infrastructure_error": 0.0,
     "updates/skipped": 0.0,
     "grad_norm": 0.5,
+    "rollout/drafted": 900.0,
 }
 """Metrics of a step with nothing to object to."""
 CAUSES: dict[str, tuple[Sequence[Row], str]] = {
@@ -70,6 +71,7 @@ CAUSES: dict[str, tuple[Sequence[Row], str]] = {
     "failing": ([{"outcomes/infrastructure_error": 3.0}], "3 in the last by infrastr"),
     "skipped": ([{"updates/skipped": 1.0}], "--trainer.dtype float32"),
     "gradient": ([{"grad_norm": 50.0}], "--trainer.optimizer.max-grad-norm"),
+    "drafts": ([{"rollout/drafted": 0.0}], "--generator.speculation"),
 }
 STEADY_STEPS = 8
 

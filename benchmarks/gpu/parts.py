@@ -49,7 +49,7 @@ PARTS: tuple[Part, ...] = (
     _function("runs.quantised", "the demo with rollouts in FP8: gap, reward", _STACK, 900.0),
     _function("runs.experts", "a run on a mixture of experts, with router replay", _STACK, 900.0),
     _benchmark("numerics", "engine and trainer in each format, and batch-invariant", needs=_STACK, limit_s=900),
-    _benchmark("speculation", "tokens/s with and without drafts", needs=_STACK, limit_s=900),
+    _benchmark("speculation", "seconds and tokens of batches with and without drafts", needs=_STACK, limit_s=900),
     _function("runs.large", "a run on Qwen3-1.7B's shapes with rows of 8,192 tokens", _STACK, 1200.0),
     _tests("contexts", "no rank uses memory on another's GPU", "tests/gpu/test_ranks_cuda.py", needs=("gpus",)),
     _function("runs.sharded", "the demo with the trainer on all GPUs but one", (*_STACK, "gpus"), 900.0),

@@ -59,8 +59,8 @@ class DecodeSettings:
     """Return the experts that each token was routed to with each completion, for router replay in training."""
     speculation: str = "off"
     """Speculative decoding: tokens are drafted from the request's own text (ngram), also from other answers to the same
-    prompt (suffix), or by a frozen smaller model (draft:MODEL), and verified several at a time; the distribution stays
-    exact. off, or KIND[:max_tokens=8,max_running=8,min_accepted=0.3,adaptive=true]."""
+    prompt (suffix), or by a frozen smaller model (draft:MODEL), and verified several at a time; the sampled tokens stay
+    the same. off, or KIND[:max_tokens=8,max_running=8,min_accepted=0.3,adaptive=true]."""
     kv_transfer_config: str = ""
     """vLLM's config of KV transfer, as JSON: for a connector that offloads keys and values to host memory or a store.
     It must forget them when weights are loaded. Example: {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
@@ -105,6 +105,9 @@ class DecodeEngine(Protocol):
         Each token comes with the logprob that it was sampled with (NaN at temperature 0: greedy completions are for
         evaluation) and the version that produced it. Only the last chunk has `finish` set, and `routed` if the
         settings ask for it.
+
+        With a seed, each token depends on the seed, its position and the tokens before it alone, up to the rounding of
+        logits. An engine whose prompt includes some of a completion's tokens draws the rest of the same completion.
 
         Raises:
             WeightsError: the last load failed.

@@ -360,6 +360,15 @@ def _gradient(of: _History) -> str:
     return f"the gradient's norm is {norm:.2g}, usual is {usual:.2g}: lower --trainer.optimizer.max-grad-norm"
 
 
+def _drafts(history: _History) -> str:
+    if history.last("rollout/drafted") != 0:
+        return ""
+    return (
+        "engines draft nothing, so speculation gains nothing: more requests than its max_running run at all times, or "
+        "their texts do not recur; raise it in --generator.speculation, or set that to off"
+    )
+
+
 _CONDITIONS: dict[str, tuple[str | tuple[str, ...], int, Callable[[_History], str]]] = {
     "uniform": ("groups/uniform", 3, _uniform),
     "truncated": ("episodes/truncated", 3, _truncated),
@@ -382,5 +391,6 @@ _CONDITIONS: dict[str, tuple[str | tuple[str, ...], int, Callable[[_History], st
     "failing": ("outcomes/", 3, _failing),
     "skipped": ("updates/skipped", 3, _skipped),
     "gradient": ("grad_norm", 1, _gradient),
+    "drafts": ("rollout/drafted", 5, _drafts),
 }
 """What the names of each condition's metrics start with, the steps in a row for which it must hold, and its text."""

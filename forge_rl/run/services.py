@@ -70,7 +70,7 @@ class RolloutServices:
         found = {"tokens/non_finite": float(self.generator.non_finite.drain())} | self.devices.pop_metrics()
         found |= self.generator.pop_metrics()
         drafts = self.generator.drain_drafts()
-        if drafts.drafted:
+        if drafts.tokens and read_speculation(self.generator.config.speculation) is not None:
             found |= {"rollout/drafted": float(drafts.drafted), "rollout/accepted": float(drafts.accepted)}
             found["rollout/drafting"] = drafts.share_of_steps
         return found if self.environment is None else found | self.environment.pop_metrics()

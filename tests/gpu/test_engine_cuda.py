@@ -10,6 +10,7 @@ from pathlib import Path
 
 from forge_rl.engines.factory import decode_environment
 from forge_rl.models.bundled import bundled_model, default_cache
+from tests.seeded_answers import EAGER, seeded_answers
 
 SCRIPT = """
 import asyncio, contextlib, json, sys
@@ -81,3 +82,12 @@ def test_an_engine_starts_loads_sleeps_and_wakes_with_the_same_weights(tmp_path:
     assert max(woken, back) < asleep - (8 << 30)
     assert len(set(map(tuple, found["greedy"]))) == 1, "the versions are the folder's own weights"
     assert min(found["in_place"]) > 0.99
+
+
+def test_a_seed_gives_the_same_tokens_with_and_without_drafts_and_after_some_of_them() -> None:
+    """By vLLM's first model runner with drafts, and by its second one without."""
+    model = bundled_model(default_cache())
+    plain, drafting = (seeded_answers(model, speculation) for speculation in ("off", f"ngram:{EAGER}"))
+    assert plain["drafted"] == 0 < drafting["drafted"]
+    assert plain["answers"] == drafting["answers"]
+    assert plain["rest"] == drafting["rest"] == plain["answers"][3][20:]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from forge_rl.engines.speculation import DraftSwitch, Speculation
 from forge_rl.engines.vllm import internals
 from forge_rl.engines.vllm.cpu_draft_model import DraftModel
-from forge_rl.engines.vllm.cpu_rejection import verify_drafts
+from forge_rl.engines.vllm.cpu_rejection import run_without_kernels
 from forge_rl.engines.vllm.suffixes import AnswerIndex
 
 _INDEX_TOKENS = 1 << 20
@@ -33,9 +33,8 @@ def speculative_config(settings: Speculation) -> dict[str, object]:
 class Drafter:
     """vLLM's proposer of its method "custom_class": switched by `DraftSwitch`.
 
-    Drafts are only proposals. vLLM's rejection sampler accepts each token with the probability that the model gives
-    it, and otherwise samples from the rest of the distribution, so that the tokens are distributed as without drafts.
-    Requests with a seed get no drafts: which random numbers they draw would depend on the other requests.
+    Drafts are only proposals. A token is accepted if it is the one that the request samples in its place, so that
+    completions are as without drafts; see `sampling.py`.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -44,7 +43,7 @@ class Drafter:
         self._model: DraftModel | None = None
         internals.accept_no_drafts()
         if vllm_config.device_config.device_type == "cpu":
-            verify_drafts()
+            run_without_kernels()
 
     def load_model(self, model: object) -> None:
         """Load nothing; vLLM calls this on CPU."""
@@ -93,11 +92,9 @@ class Drafter:
         self._switch.note(sum(drafted), sum(accepted))
         drafts: list[list[int]] = [[] for _ in range(count)]
         allowed = self._switch.allows(requests, sum(map(len, sampled_token_ids)))
-        seeded = self._runner.input_batch.generators
         if self._ngram is not None:
             if allowed:
-                drafting = [[] if row in seeded else sampled for row, sampled in enumerate(sampled_token_ids)]
-                drafts = self._ngram.propose(self._most, drafting, num_tokens_no_spec, token_ids_cpu)
+                drafts = self._ngram.propose(self._most, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         elif self._answers is not None:
             prompts = self._runner.input_batch.num_prompt_tokens
             for row, sampled in enumerate(sampled_token_ids):
@@ -105,13 +102,13 @@ class Drafter:
                     tokens = token_ids_cpu[row, : num_tokens_no_spec[row]]
                     self._answers.follow(requests[row], tokens, int(prompts[row]))
                     most = min(self._most, self._max_model_len - 1 - len(tokens))
-                    if allowed and most > 0 and row not in seeded:
+                    if allowed and most > 0:
                         drafts[row] = self._answers.draft(requests[row], most)
         elif self._model is not None and allowed:
             texts = {
                 row: token_ids_cpu[row, : num_tokens_no_spec[row]]
                 for row, sampled in enumerate(sampled_token_ids)
-                if sampled and row not in seeded
+                if sampled
             }
             most = {row: min(self._most, self._max_model_len - 1 - len(tokens)) for row, tokens in texts.items()}
             drafted_now = self._model.draft([requests[row] for row in texts], list(texts.values()), list(most.values()))

@@ -135,6 +135,7 @@ class VLLMEngine:
         engine = cls(llm, settings, cache)
         await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
         await engine._all_workers("scale_prompt_logits")
+        await engine._all_workers("sample_by_position")
         if read_speculation(settings.speculation):
             await engine._all_workers("speculate", settings.speculation)
         if settings.routed_experts and device_type() == "cpu":
@@ -404,7 +405,7 @@ def engine_arguments(
         enable_expert_parallel=settings.enable_expert_parallel,
         enable_return_routed_experts=settings.routed_experts and not on_cpu,  # on CPU, see routing.py
         distributed_executor_backend="mp" if settings.tensor_parallel_size > 1 else "uni",
-        # vLLM cannot roll back a CPU generator: a seeded request whose prompt is split kills the engine.
+        # Prompt logprobs and the recorder of experts are only tested with prompts that are computed whole on CPU.
         enable_chunked_prefill=not on_cpu,
         max_num_batched_tokens=max(settings.max_model_len, 4096),
         logprobs_mode="processed_logprobs",

@@ -140,7 +140,7 @@ def draft_to_the_end(runner: Any) -> None:
 
     vLLM has all requests of a batch verify zeros once one of them comes near the end of its context.
     """
-    batch = ("input_batch.req_ids", "input_batch.num_prompt_tokens", "input_batch.generators")
+    batch = ("input_batch.req_ids", "input_batch.num_prompt_tokens")
     check_names(runner, ("drafter", "effective_drafter_max_model_len", *batch))
     runner.effective_drafter_max_model_len = 1 << 30
 

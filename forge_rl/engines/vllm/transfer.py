@@ -21,6 +21,7 @@ from forge_rl.engines.speculation import read_speculation
 from forge_rl.engines.vllm import cpu, internals
 from forge_rl.engines.vllm.drafting import Drafter
 from forge_rl.engines.vllm.prompt_scores import scale_prompt_logits
+from forge_rl.engines.vllm.sampling import sample_by_position
 from forge_rl.engines.vllm.slicing import SliceWatch
 from forge_rl.errors import ForgeError, WeightsError
 from forge_rl.metrics.phases import PhaseClock
@@ -118,6 +119,11 @@ class WorkerExtension:
     def forge_rl_scale_prompt_logits(self) -> None:
         worker: Any = self
         scale_prompt_logits(worker.model_runner)
+
+    @_answered
+    def forge_rl_sample_by_position(self) -> None:
+        worker: Any = self
+        sample_by_position(worker.model_runner)
 
     @_answered
     def forge_rl_speculate(self, settings: str) -> None:
