@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge_rl.errors import CheckpointError
-from forge_rl.run.checkpoints import Checkpoints
+from forge_rl.run.checkpoints import FORMAT, Checkpoints
 
 
 def write(
@@ -40,7 +40,7 @@ def test_the_newest_whole_checkpoint_is_found_and_old_ones_go(tmp_path: Path) ->
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [2, 10]
     latest = checkpoints.latest()
     assert latest is not None
-    assert latest.controller_state() == {"step": 10}
+    assert latest.controller_state() == {"format": FORMAT, "step": 10}
     assert (latest.model / "weights").read_text() == "10"
 
 
@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_is_told_and_set_aside_and_the_one_before_it_is_use
         assert found.step == 10
     assert len(told) == 2
     for number, line in enumerate(told):
-        assert line.startswith(f"{latest.folder} is damaged, so the previous checkpoint is used: ")
+        assert line.startswith(f"{latest.folder} is damaged, so another checkpoint is used: ")
         assert re.search(said, line)
         assert line.endswith(f"it is kept as step-000011.damaged-{number}")
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [9, 10]

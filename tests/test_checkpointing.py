@@ -168,7 +168,7 @@ def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_from_i
         assert (saved.step, first.saved) == (2, 2)
         state = saved.controller_state()
         assert state.pop("seconds") == pytest.approx(first.seconds, abs=60)
-        assert state == {"step": 2, "updates": 4, "rollouts": {"batches": 2}} | {
+        assert state == {"format": 2, "step": 2, "updates": 4, "batches": 2, "rollouts": {"batches": 2}} | {
             "scores": {"0": 0.25},
             "scores_by": {},
             "evaluation": None,

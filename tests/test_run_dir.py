@@ -58,6 +58,10 @@ def test_each_pattern_of_settings_that_may_change_matches_one() -> None:
     assert not {pattern for pattern in patterns if not any(fnmatch(setting, pattern) for setting in settings)}
 
 
+def begin(run: Path) -> None:
+    (run / "metrics.jsonl").write_text('{"step": 0}\n')
+
+
 def chosen(config: Config) -> Path:
     return choose_folder(config, "grpo", None)[0]
 
@@ -78,6 +82,10 @@ def test_the_same_command_gets_the_same_folder_until_the_run_is_finished(
 def test_another_config_is_refused_and_the_flag_named_unless_one_insists(tmp_path: Path) -> None:
     prepare_folder(tmp_path / "run", Config())
     other = Config(group_size=4)
+    assert choose_folder(other, "grpo", tmp_path / "run")[0] == tmp_path / "run", (
+        "a failed start left nothing to resume"
+    )
+    begin(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"--group-size was 8, is 4") as raised:
         choose_folder(other, "grpo", tmp_path / "run")
     assert "--force-continue" in raised.value.hint
@@ -110,6 +118,7 @@ def test_what_errors_advise_may_change_and_is_told(tmp_path: Path) -> None:
 def test_other_steps_are_refused_where_the_learning_rate_would_jump(tmp_path: Path) -> None:
     decaying = Config(trainer=Trainer(optimizer=Optimizer(decay="linear")))
     prepare_folder(tmp_path / "run", decaying)
+    begin(tmp_path / "run")
     with pytest.raises(ConfigError, match="--steps was 2, is 5, over which the learning rate decays"):
         choose_folder(replace(decaying, steps=5), "grpo", tmp_path / "run")
     choose_folder(replace(decaying, steps=5, force_continue=True), "grpo", tmp_path / "run")

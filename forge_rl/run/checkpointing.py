@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,19 @@ from forge_rl.run.live import LiveSettings, is_live_state
 from forge_rl.run.run_dir import read_object, write_json
 from forge_rl.run.services import Services
 from forge_rl.system.tasks import ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepState:
+    """What belongs together at the end of a step."""
+
+    step: int
+    updates: tuple[int, ...]
+    """Updates taken by the trainer and, if there is one, the critic."""
+    rollouts: dict[str, Any]
+    """State of the batches after the step's, which soon run ahead."""
+    kept: dict[str, Any]
+    """States of the recipe's own objects."""
 
 
 class Checkpointer:
@@ -73,6 +87,8 @@ class Checkpointer:
         """Number of finished steps, that is, trained batches."""
         self.saved: int | None = None
         """Step of the newest complete checkpoint; None if there is none."""
+        self.rolling_back = False
+        """Whether a rollback has begun and not ended: until then, the run's parts are of different steps."""
         self._first = batches.state()
         self.kept = KeptObjects()
         """The recipe's own objects."""
@@ -87,12 +103,12 @@ class Checkpointer:
     @property
     def trained(self) -> list[str]:
         """Names of the trainers (policy's, critic's) that took updates since the end of the last step."""
-        trainers, ended = self._services.trainers, self._ended[0]
-        return [each.name for each, updates in zip(trainers, ended, strict=True) if each.updates != updates]
+        trainers, before = self._services.trainers, self._ended.updates
+        return [trainer.name for trainer, updates in zip(trainers, before, strict=True) if trainer.updates != updates]
 
-    def _updates(self) -> list[int]:
+    def _updates(self) -> tuple[int, ...]:
         """Return the updates taken by the trainer and, if there is one, the critic."""
-        return [trainer.updates for trainer in self._services.trainers]
+        return tuple(trainer.updates for trainer in self._services.trainers)
 
     def end_step(self) -> None:
         """Count a finished step."""
@@ -100,9 +116,10 @@ class Checkpointer:
         self._note()
 
     def _note(self) -> None:
-        """Record the state of the batches, which soon run ahead: a checkpoint needs it and the trainer's at the same
-        step."""
-        self._ended = self._updates(), self._batches.state(), self.kept.state()
+        """Record what a checkpoint of this step states."""
+        self._ended = StepState(
+            step=self.step, updates=self._updates(), rollouts=self._batches.state(), kept=self.kept.state()
+        )
 
     async def resume(self, checkpoint: Checkpoint | None) -> None:
         """Resume from a checkpoint of an earlier process, if any, which the trainer has loaded, and apply later live
@@ -148,11 +165,23 @@ class Checkpointer:
         Waits for the previous checkpoint first. If one cannot be written, that is a warning and the run continues.
 
         Raises:
+            ConfigError: a trainer has taken updates since the end of the last step.
+            CheckpointError: a rollback was interrupted.
             ReplicaError: the trainer died.
         """
         if self._saving is not None:
             await asyncio.wait([self._saving])
             self._saving.result()
+        if self.rolling_back:
+            raise CheckpointError(
+                "the run cannot be saved: its rollback was interrupted, so that its parts are of different steps",
+                hint=f"repeat the command: it resumes from step {self.saved or 0}",
+            )
+        if self.trained:
+            raise ConfigError(
+                f"a checkpoint was asked for within step {self.step + 1}, after updates of the {self.trained[0]}",
+                hint="call run.checkpoint() after run.log(), which ends the step",
+            )
         copied = asyncio.get_running_loop().create_future()
         self._saving = asyncio.create_task(self._save(copied))
         await asyncio.wait([self._saving, copied], return_when=asyncio.FIRST_COMPLETED)
@@ -189,13 +218,12 @@ class Checkpointer:
             return error
 
     async def _write(self, copied: asyncio.Future[None]) -> Checkpoint:
-        trainers, step = self._services.trainers, self.step
-        if self.trained:
-            self._note()
-        (updates, *of_critic), rollouts, kept = self._ended
-        state = {"step": step, "updates": updates, "rollouts": rollouts, "seconds": self.seconds}
-        state |= {"live": self._live.state(), **self._evaluator.state(), **_critic_state(of_critic)}
-        state |= {"kept": kept} if kept else {}
+        trainers, ended = self._services.trainers, self._ended
+        (updates, *of_critic), step = ended.updates, ended.step
+        state = {"step": step, "updates": updates, "batches": ended.rollouts.get("batches")}
+        state |= {"rollouts": ended.rollouts, "seconds": self.seconds, "live": self._live.state()}
+        state |= {**self._evaluator.state(), **_critic_state(of_critic)}
+        state |= {"kept": ended.kept} if ended.kept else {}
         await self._hand_to_trainer()
         writing = self.checkpoints.writing(
             step,
@@ -210,16 +238,18 @@ class Checkpointer:
                     (place / part).mkdir(parents=True)
             for trainer, place, model in zip(trainers, places, self._models, strict=False):
                 await trainer.save(place, model=model)
+            if self._updates() != ended.updates:
+                raise CheckpointError(f"the {trainers[0].name} took updates while it was saved")
             copied.set_result(None)
             for trainer in trainers:
                 await trainer.finish_save()
         self.saved = step
+        if self.checkpoints.unremoved:
+            self._warn(f"an old checkpoint cannot be removed: {self.checkpoints.unremoved}")
         self.mark_best()
         if self._saved is not None:
             self._saved()
-        latest = self.checkpoints.latest()
-        assert latest is not None, "a checkpoint was just written"
-        return latest
+        return self.checkpoints.of_step(step)
 
     async def _hand_to_trainer(self) -> None:
         """Take back shared devices, which the engines hold after an evaluation."""
@@ -233,14 +263,19 @@ class Checkpointer:
             The step from which the run continues.
 
         Raises:
+            CheckpointError: a checkpoint cannot be read at the moment, or none is left undamaged.
             ServiceError: no trainer restart is left.
         """
+        self.rolling_back = True
         if self._saving is not None:  # its writers are gone; wait for any remaining disk operations
             self._saving.cancel()
             await asyncio.wait([self._saving])
             self._saving = None
         while True:
             checkpoint = await asyncio.to_thread(self.checkpoints.set_damaged_aside, self._warn)
+            if checkpoint is None:
+                self.checkpoints.check_new()
+            self.saved = checkpoint.step if checkpoint else None
             try:
                 if self._services.rollout is not None:
                     await self._services.rollout.devices.free_devices()
@@ -254,6 +289,7 @@ class Checkpointer:
                 if error.service not in {trainer.name for trainer in self._services.trainers}:
                     raise
             else:
+                self.rolling_back = False
                 return self.step
 
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
@@ -263,8 +299,7 @@ class Checkpointer:
         self.kept.restore(state.get("kept", {}))
         if self._services.rollout is not None:
             await self._services.rollout.weights.rollback(self._services.trainer.version - 1)
-        self.saved = checkpoint.step if checkpoint else None
-        self.step = self.saved or 0
+        self.step = checkpoint.step if checkpoint else 0
         self._evaluator.rollback(self.step)
         await self.publish()
         self._note()
@@ -282,6 +317,7 @@ class Checkpointer:
                 f"the run has checkpoints in {self.checkpoints.folder}, which a reset would leave without their steps",
                 hint="reset a run that writes none: set --checkpoint-every 0, and another --out if it was resumed",
             )
+        self.rolling_back = True
         await self._batches.reset(_with_changes(self._first, self._live.state()), seed=seed)
         self._first = self._batches.state()
         await self._hand_to_trainer()
@@ -292,6 +328,7 @@ class Checkpointer:
         self._evaluator.rollback(0)
         await self.publish()
         self._note()
+        self.rolling_back = False
 
     def mark_best(self) -> None:
         """Mark the checkpoint with the best score; if the disk is full, the next checkpoint tries again.
@@ -313,10 +350,20 @@ class Checkpointer:
             case {"rollouts": dict(), "seconds": int() | float(), "live": live} if is_live_state(live) and isinstance(
                 state.get("kept", {}), dict
             ):
-                pass
+                batches = state["rollouts"].get("batches")
             case _:
                 message = f"{checkpoint.folder}/controller.json lacks state that resuming needs"
                 raise CheckpointError(message, hint=checkpoint.hint)
+        for name, stated, actual in (
+            ("step", state.get("step", checkpoint.step), checkpoint.step),
+            ("number of batches", state.get("batches", batches), batches),
+        ):
+            if stated != actual:
+                raise CheckpointError(
+                    f"{checkpoint.folder}/controller.json states another {name} ({stated!r:.40}) than it is of "
+                    f"({actual!r:.40})",
+                    hint=checkpoint.hint,
+                )
         if updates != state.get("updates"):
             raise CheckpointError(
                 f"{checkpoint.folder} holds a training state of {updates} updates, but a controller state of "
