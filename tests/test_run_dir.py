@@ -79,6 +79,32 @@ def test_the_same_command_gets_the_same_folder_until_the_run_is_finished(
     assert chosen(Config()) == Path(f"{first}-2")
 
 
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        *(("stat", name) for name in ("config.json", "summary.json", "metrics.jsonl")),
+        *(("read_text", name) for name in ("config.json", "summary.json", "versions.json")),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_not_taken_for_a_new_one(
+    function: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_folder(tmp_path / "run", Config())
+    begin(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").write_text('{"outcome": "stopped"}')
+    intact = getattr(Path, function)
+
+    def failing(path: Path, **options: bool) -> object:
+        if path.name == name:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return intact(path, **options)
+
+    monkeypatch.setattr(Path, function, failing)
+    with pytest.raises((CheckpointError, ConfigError), match=rf"{name} cannot be read: .*Stale") as caught:
+        choose_folder(Config(), "grpo", tmp_path / "run")
+    assert "once it can be read" in caught.value.hint
+
+
 def test_another_config_is_refused_and_the_flag_named_unless_one_insists(tmp_path: Path) -> None:
     prepare_folder(tmp_path / "run", Config())
     other = Config(group_size=4)
