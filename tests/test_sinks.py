@@ -242,6 +242,22 @@ def test_a_rollback_whose_read_fails_leaves_the_file_and_is_made_before_the_next
     assert [row["step"] for row in rows(path)] == [1, 2, 3, 4, 6]
 
 
+def test_long_texts_of_failures_are_cut_before_they_are_written(tmp_path: Path) -> None:
+    problem = "TypeError: " + "x" * 5_000_000 + " is no number"
+    sink = EpisodeSink(tmp_path / "episodes.jsonl")
+    log = RunLog(Display("none"), sink, EventSink(tmp_path / "events.jsonl"))
+    sink.rollback(0)
+    task = Task(id="1", source="s", messages=())
+    log.episode(Episode(task=task, turns=(), outcome=Outcome.ENVIRONMENT_ERROR, problem=problem))
+    log.warn(f"s 1: {problem}")
+    for name in ("episodes.jsonl", "events.jsonl"):
+        text = (tmp_path / name).read_text()
+        assert len(text) < 12_000
+        assert "TypeError: xxx" in text
+        assert " characters … " in text
+        assert "is no number" in text
+
+
 def test_a_full_disk_is_told_with_a_hint(tmp_path: Path) -> None:
     sink = JSONLSink(Path("/dev/full"))
     sink.start(info(tmp_path))

@@ -271,8 +271,14 @@ class Checkpoints:
 
     def _commit(self, partial: Path, final: Path, controller_state: dict[str, object], unscored: int | None) -> None:
         """Flush everything to disk, rename the folder, and remove old checkpoints."""
-        state = {"format": FORMAT, **controller_state}
-        (partial / "controller.json").write_text(json.dumps(state, indent=1) + "\n")
+        try:
+            state = json.dumps({"format": FORMAT, **controller_state}, indent=1)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"the state of the run is not JSON: {error}",
+                hint="sources and kept objects must give numbers and texts",
+            ) from error
+        (partial / "controller.json").write_text(f"{state}\n")
         files = _files(partial)
         digests = _digests(files)
         listed = {name: [path.stat().st_size, digests[name]] for name, path in files.items()}
