@@ -133,7 +133,7 @@ def test_a_state_is_a_copy_and_one_that_is_not_json_is_refused_by_the_name_of_it
     remaining.pop()
     assert state["sources"]["b"] == {"remaining": [3, 4]}  # type: ignore[index]
     remaining.append(np.int64(3))  # type: ignore[arg-type]
-    with pytest.raises(TaskError, match="the state of source 'b' is not JSON: .*int64"):
+    with pytest.raises(TaskError, match=r"the state of source 'b' is not JSON: .*int64"):
         mixture.state()
 
 

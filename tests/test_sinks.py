@@ -245,7 +245,7 @@ def test_a_rollback_whose_read_fails_leaves_the_file_and_is_made_before_the_next
 def test_long_texts_of_failures_are_cut_before_they_are_written(tmp_path: Path) -> None:
     problem = "TypeError: " + "x" * 5_000_000 + " is no number"
     sink = EpisodeSink(tmp_path / "episodes.jsonl")
-    log = RunLog(Display("none"), sink, EventSink(tmp_path / "events.jsonl"))
+    log = RunLog(Display("none", phase_clock=PhaseClock()), sink, EventSink(tmp_path / "events.jsonl"))
     sink.rollback(0)
     task = Task(id="1", source="s", messages=())
     log.episode(Episode(task=task, turns=(), outcome=Outcome.ENVIRONMENT_ERROR, problem=problem))
