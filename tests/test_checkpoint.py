@@ -296,8 +296,8 @@ def test_a_newer_format_is_refused_by_name_and_one_without_a_format_is_read(tmp_
     folder = checkpoints.of_step(1).folder
 
     def edit(name: str, **changes: object) -> None:
-        stated = {key: value for key, value in json.loads((folder / name).read_text()).items() if key != "format"}
-        (folder / name).write_text(json.dumps(stated | changes))
+        content = {key: value for key, value in json.loads((folder / name).read_text()).items() if key != "format"}
+        (folder / name).write_text(json.dumps(content | changes))
 
     edit("manifest.json", format=3, forge_rl="9.1", files="another layout")
     with pytest.raises(
@@ -314,7 +314,7 @@ def test_a_newer_format_is_refused_by_name_and_one_without_a_format_is_read(tmp_
     }
 
 
-def test_a_run_does_not_start_anew_where_checkpoints_were_written(tmp_path: Path) -> None:
+def test_a_run_does_not_start_over_where_checkpoints_were_written(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     checkpoints.check_new()
     write(checkpoints, 1)

@@ -50,31 +50,31 @@ class CheckpointMirror:
         """Copy new checkpoints to the address, newest first, and remove old copies; returns the bytes written.
 
         As many of the newest copies stay as the run keeps checkpoints, and the best, also if the run's folder has lost
-        theirs: they are what it is repaired from.
+        theirs, which is repaired from these copies.
 
         Raises:
             OSError: a file cannot be written or read.
             CheckpointError: a checkpoint that was written again is damaged.
         """
-        here, there = {checkpoint.folder.name: checkpoint for checkpoint in checkpoints.all()}, self._folders()
-        complete = self._complete(there)
-        written = 0
-        for name in sorted(here, key=_number, reverse=True):
-            if name not in complete or self._is_stale(here[name]):
-                written += self._put(here[name])
-        if not here:
+        local, names = {checkpoint.folder.name: checkpoint for checkpoint in checkpoints.all()}, self._folders()
+        complete = self._complete(names)
+        copied_bytes = 0
+        for name in sorted(local, key=_number, reverse=True):
+            if name not in complete or self._is_stale(local[name]):
+                copied_bytes += self._put(local[name])
+        if not local:
             return 0
         for name in SETTINGS:
             self._files.write(name, (checkpoints.folder.parent / name).read_bytes())
-        spared = set(sorted(complete | here.keys(), key=_number)[-checkpoints.keep :])
+        spared = set(sorted(complete | local.keys(), key=_number)[-checkpoints.keep :])
         if (best := checkpoints.best()) is not None:
             self._files.write(_BEST, best.folder.name.encode())
         else:
             spared.add(self._best())
-        for name in there - here.keys() - (spared & complete):  # also what a killed run left half written
+        for name in names - local.keys() - (spared & complete):  # also what a killed run left half written
             self._files.remove(f"{name}/{MANIFEST}")
             self._files.remove_folder(name)
-        return written
+        return copied_bytes
 
     def _is_stale(self, checkpoint: Checkpoint) -> bool:
         """Return whether the copy is of an earlier write of the same step, and remove its manifest if it is.
@@ -107,8 +107,8 @@ class CheckpointMirror:
         """
         checkpoints, staged = folder / "checkpoints", folder / ".restored"
         with reading(checkpoints):
-            here = {path.name for path in checkpoints_in(checkpoints).values()}
-        newest = max(map(_number, here), default=-1)
+            local = {path.name for path in checkpoints_in(checkpoints).values()}
+        newest = max(map(_number, local), default=-1)
 
         def bring(name: str) -> bool:
             if damage := self._fetch(name, staged / "checkpoints" / name, progress):
@@ -131,7 +131,7 @@ class CheckpointMirror:
             for line in same(staged):
                 tell(line)
             found = next((name for name in newer if bring(name)), "")
-            if found and (best := self._best()) in there - {found, *here}:
+            if found and (best := self._best()) in there - {found, *local}:
                 bring(best)
         except (OSError, ValueError) as error:
             raise CheckpointError(

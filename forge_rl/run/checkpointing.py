@@ -30,7 +30,7 @@ class StepState:
     """Updates taken by the trainer and, if there is one, the critic."""
     rollouts: dict[str, Any]
     """State of the batches after the step's, which soon run ahead."""
-    kept: dict[str, Any]
+    objects: dict[str, Any]
     """States of the recipe's own objects."""
 
 
@@ -118,7 +118,7 @@ class Checkpointer:
     def _note(self) -> None:
         """Record what a checkpoint of this step states."""
         self._ended = StepState(
-            step=self.step, updates=self._updates(), rollouts=self._batches.state(), kept=self.kept.state()
+            step=self.step, updates=self._updates(), rollouts=self._batches.state(), objects=self.kept.state()
         )
 
     async def resume(self, checkpoint: Checkpoint | None) -> None:
@@ -223,7 +223,7 @@ class Checkpointer:
         state = {"step": step, "updates": updates, "batches": ended.rollouts.get("batches")}
         state |= {"rollouts": ended.rollouts, "seconds": self.seconds, "live": self._live.state()}
         state |= {**self._evaluator.state(), **_critic_state(of_critic)}
-        state |= {"kept": ended.kept} if ended.kept else {}
+        state |= {"kept": ended.objects} if ended.objects else {}
         await self._hand_to_trainer()
         writing = self.checkpoints.writing(
             step,
@@ -354,13 +354,13 @@ class Checkpointer:
             case _:
                 message = f"{checkpoint.folder}/controller.json lacks state that resuming needs"
                 raise CheckpointError(message, hint=checkpoint.hint)
-        for name, stated, actual in (
+        for name, value, actual in (
             ("step", state.get("step", checkpoint.step), checkpoint.step),
             ("number of batches", state.get("batches", batches), batches),
         ):
-            if stated != actual:
+            if value != actual:
                 raise CheckpointError(
-                    f"{checkpoint.folder}/controller.json states another {name} ({stated!r:.40}) than it is of "
+                    f"{checkpoint.folder}/controller.json states another {name} ({value!r:.40}) than it is of "
                     f"({actual!r:.40})",
                     hint=checkpoint.hint,
                 )

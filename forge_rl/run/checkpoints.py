@@ -38,7 +38,7 @@ FORMAT = 2
 """Format of the checkpoints that are written. Format 1 named none."""
 _LATEST = "last_checkpoint.json"
 """File of the run folder that names the newest checkpoint ever written: without it, a run whose checkpoints have gone
-would silently start anew."""
+would silently start at step 0."""
 _REPLACED = ".replaced"
 _ASIDE = re.compile(r"step-\d{6,}\.damaged-\d+")
 _ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -78,7 +78,7 @@ class Checkpoint:
         """
         hint = f"repeat the command once it can be read; if its disk is broken, move {self.folder} away"
         with reading(self.folder, hint):
-            there = _files(self.folder)
+            files = _files(self.folder)
             try:
                 manifest = json.loads((self.folder / MANIFEST).read_text())
                 _check_format(self.folder, manifest)
@@ -86,11 +86,11 @@ class Checkpoint:
             except (*_ABSENT, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 return f"{MANIFEST} cannot be read: {next(iter(str(error).splitlines()), type(error).__name__)}"
             for name, (size, _) in expected.items():
-                if name not in there:
+                if name not in files:
                     return f"{name} is missing"
-                if (found := there[name].lstat().st_size) != size:
-                    return f"{name} has {found} bytes, but was written with {size}"
-            digests = _digests({name: there[name] for name in expected})
+                if (bytes_now := files[name].lstat().st_size) != size:
+                    return f"{name} has {bytes_now} bytes, but was written with {size}"
+            digests = _digests({name: files[name] for name in expected})
             changed = (name for name, (_, digest) in expected.items() if digests[name] != digest)
             return next((f"{name} has changed since it was written" for name in changed), "")
 
@@ -152,7 +152,7 @@ class Checkpoints:
         return next(reversed(self.all()), None)
 
     def check_new(self) -> None:
-        """Check that no checkpoint was ever written here, before a run starts anew.
+        """Check that no checkpoint was ever written here, before a run starts at step 0.
 
         Raises:
             CheckpointError: there was one, and none is left to resume from.
@@ -163,10 +163,10 @@ class Checkpoints:
             aside = sorted(name for name in names if _ASIDE.fullmatch(name))
             if not aside and not is_there(marker):
                 return
-        known = f"damaged ones are kept as {', '.join(aside)}" if aside else f"{marker} names one"
+        evidence = f"damaged ones are kept as {', '.join(aside)}" if aside else f"{marker} names one"
         raise CheckpointError(
-            f"{self.folder} has had checkpoints, and none is left to resume from ({known}): the run would start anew",
-            hint=f"put them back, or choose another --out; to start anew here, delete {self.folder} and {marker}",
+            f"{self.folder} has had checkpoints, and none is left to resume from ({evidence}): the run would start over",
+            hint=f"put them back, or choose another --out; to start again here, delete {self.folder} and {marker}",
         )
 
     def set_damaged_aside(self, tell: Callable[[str], None]) -> Checkpoint | None:
@@ -318,16 +318,16 @@ class Checkpoints:
                 path.rename(self.folder / name)
 
 
-def _check_format(folder: Path, stated: Mapping[str, Any]) -> int:
+def _check_format(folder: Path, header: Mapping[str, Any]) -> int:
     """Return the format that a file of a checkpoint states.
 
     Raises:
         CheckpointError: it is newer than this version of forge_rl.
     """
-    number = stated.get("format", 1)
+    number = header.get("format", 1)
     if isinstance(number, int) and 1 <= number <= FORMAT:
         return number
-    by = f", written by forge_rl {stated['forge_rl']!s:.40}" if "forge_rl" in stated else ""
+    by = f", written by forge_rl {header['forge_rl']!s:.40}" if "forge_rl" in header else ""
     raise CheckpointError(
         f"{folder} has the format {number!r:.40}{by}; forge_rl {_version()} reads formats 1 to {FORMAT}",
         hint="resume with the version of forge_rl that wrote it, or choose another --out",

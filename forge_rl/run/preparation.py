@@ -128,8 +128,8 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         )
         checkpoint = await asyncio.to_thread(checkpoints.set_damaged_aside, damaged.append)
         if mirror is not None:  # afterwards, so that its copies replace damaged ones
-            same = partial(check_same, config=config, code=code, flag="--checkpoint-mirror")
-            restore = partial(mirror.restore, folder, same=same, tell=damaged.append, progress=display.progress)
+            compare = partial(check_same, config=config, code=code, flag="--checkpoint-mirror")
+            restore = partial(mirror.restore, folder, same=compare, tell=damaged.append, progress=display.progress)
             await asyncio.to_thread(restore)
             checkpoint = checkpoints.latest()
         if checkpoint is None:

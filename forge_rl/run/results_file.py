@@ -28,17 +28,17 @@ class Results:
         self._tasks = {_key(name, task): task for name, tasks in sets.items() for task in tasks}
         self.episodes: dict[Key, Sequence[Episode]] = {}
         """Episodes of the finished tasks."""
-        content, whole = path.read_bytes() if is_there(path) else b"", b""
+        content, intact = path.read_bytes() if is_there(path) else b"", b""
         for line in content.splitlines(keepends=True):
             found = self._read(line)
             if found is not None:
-                whole += line
+                intact += line
                 key, episodes = found
                 if key in self._tasks and all(episode.outcome.scored for episode in episodes):
                     self.episodes[key] = episodes
-        if whole != content or not content:  # replaced in one step, as it holds hours of work
+        if intact != content or not content:  # replaced in one step, as it holds hours of work
             partial = path.with_name(f".{path.name}.partial")
-            partial.write_bytes(whole)
+            partial.write_bytes(intact)
             partial.replace(path)
 
     def add(self, name: str, episodes: Sequence[Episode]) -> None:

@@ -27,7 +27,7 @@ def is_there(path: Path) -> bool:
 
 @contextlib.contextmanager
 def reading(path: Path, hint: str = "nothing was changed: repeat the command once it can be read") -> Iterator[None]:
-    """Convert an OSError in the body to a CheckpointError: what cannot be read is neither absent nor damaged."""
+    """Convert an OSError in the body to a CheckpointError: an unreadable file is neither absent nor damaged."""
     try:
         yield
     except OSError as error:
