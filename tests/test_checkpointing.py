@@ -464,9 +464,9 @@ def test_a_rollback_ends_with_an_error_that_no_restart_cures(error: ServiceError
     ("updates", "broken", "said"),
     [
         (4, {}, "holds a training state of 4 updates, but .* of 2"),
-        (2, {"step": 2}, r"states another step \(2\) than it is of \(1\)"),
-        (2, {"batches": 2}, r"states another number of batches \(2\) than it is of \(1\)"),
-        (2, {"rollouts": {"batches": 2}}, "states another number of batches"),
+        (2, {"step": 2}, "holds the name of step 1, but a controller state of 2"),
+        (2, {"batches": 2}, "holds rollouts of 1 batches, but a controller state of 2"),
+        (2, {"rollouts": {"batches": 2}}, "holds rollouts of 2 batches, but a controller state of 1"),
         (2, {"format": 3}, r"has the format 3; forge_rl .* reads formats 1 to 2"),
         (2, {"format": "x"}, "has the format 'x'"),
         (2, {"scores": None}, "are malformed"),

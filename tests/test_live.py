@@ -103,7 +103,14 @@ class Live:
     def checkpoint(self) -> Checkpoint:
         """Writes the controller's part of a checkpoint."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        state = {"updates": 0, "seconds": 1.0, "scores": {}, "evaluation": None, "live": self.settings.state()}
+        state: dict[str, object] = {
+            "step": self.checkpointer.step,
+            "updates": 0,
+            "seconds": 1.0,
+            "scores": {},
+            "evaluation": None,
+            "live": self.settings.state(),
+        }
         (folder / "controller.json").write_text(json.dumps(state | {"rollouts": self.rollouts.state()}))
         return Checkpoint(step=self.checkpointer.step, folder=folder)
 

@@ -121,7 +121,7 @@ class Mixture:
                 raise
             self._weights = self._adaptive.shares()
         else:
-            self._weights = self._checked(self._weights | weights)
+            self._weights = self._checked({**self._weights, **weights})
         self._owed = dict.fromkeys(self._sources, 0.0)  # remainders of the old shares
         for name, weight in weights.items():
             self._tell(f"mixture {name} {before[name]:g} -> {weight:g}")

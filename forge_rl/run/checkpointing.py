@@ -354,28 +354,17 @@ class Checkpointer:
             case _:
                 message = f"{checkpoint.folder}/controller.json lacks state that resuming needs"
                 raise CheckpointError(message, hint=checkpoint.hint)
-        for name, value, actual in (
-            ("step", state.get("step", checkpoint.step), checkpoint.step),
-            ("number of batches", state.get("batches", batches), batches),
-        ):
-            if value != actual:
+        parts = {"step": ("the name of step {}", checkpoint.step), "batches": ("rollouts of {} batches", batches)}
+        parts |= {"updates": ("a training state of {} updates", updates)}
+        if of_critic:
+            parts |= {"critic_updates": ("a critic of {} updates", of_critic[0])}
+        for name, (part, number) in parts.items():
+            if state.get(name) != number:
                 raise CheckpointError(
-                    f"{checkpoint.folder}/controller.json states another {name} ({value!r:.40}) than it is of "
-                    f"({actual!r:.40})",
+                    f"{checkpoint.folder} holds {part.format(number)}, but a controller state of "
+                    f"{state.get(name)!r:.40}",
                     hint=checkpoint.hint,
                 )
-        if updates != state.get("updates"):
-            raise CheckpointError(
-                f"{checkpoint.folder} holds a training state of {updates} updates, but a controller state of "
-                f"{state.get('updates')}",
-                hint=checkpoint.hint,
-            )
-        if not _critic_state(of_critic).items() <= state.items():
-            raise CheckpointError(
-                f"{checkpoint.folder} holds a critic of {of_critic[0]} updates, but a controller state of "
-                f"{state.get('critic_updates')}",
-                hint=checkpoint.hint,
-            )
         return state
 
     def _save_changes(self) -> None:

@@ -165,7 +165,7 @@ class Checkpoints:
                 return
         evidence = f"damaged ones are kept as {', '.join(aside)}" if aside else f"{marker} names one"
         raise CheckpointError(
-            f"{self.folder} has had checkpoints, and none is left to resume from ({evidence}): the run would start over",
+            f"{self.folder} had checkpoints, and none is left to resume from ({evidence}): the run would start over",
             hint=f"put them back, or choose another --out; to start again here, delete {self.folder} and {marker}",
         )
 
@@ -335,10 +335,9 @@ def _check_format(folder: Path, header: Mapping[str, Any]) -> int:
 
 
 def _version() -> str:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("forge_rl")
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+    return "of unknown version"
 
 
 def _stating_batches(state: dict[str, Any]) -> dict[str, Any]:
