@@ -141,12 +141,12 @@ def test_a_state_is_a_copy_and_one_that_is_not_json_is_refused_by_the_name_of_it
 def test_several_weights_are_set_at_once_or_none_is(adapt: Literal["off", "success"]) -> None:
     mixture = _mixture(a=1, b=1, c=1)
     mixture.adapt(Adapting(adapt=adapt))
-    before = dict(mixture.shares)
+    before = mixture.state()
     with pytest.raises(TaskError):
         mixture.update({"a": 0.5, "b": -1})
     with pytest.raises(TaskError):
         mixture.update({"a": 0.5, "d": 0.1})
-    assert mixture.shares == before
+    assert mixture.state() == before
     mixture.update({"a": 0.5, "b": 0.25})
     assert (mixture["a"], mixture["b"]) == (0.5, 0.25)
 
