@@ -18,6 +18,7 @@ from forge_rl.run.kept import KeptObjects
 from forge_rl.run.live import LiveSettings, is_live_state
 from forge_rl.run.run_dir import read_object, write_json
 from forge_rl.run.services import Services
+from forge_rl.system.folders import is_there, reading
 from forge_rl.system.tasks import ended
 
 
@@ -140,11 +141,13 @@ class Checkpointer:
                 message = f"{checkpoint.folder}/controller.json is invalid: {error}"
                 raise CheckpointError(message, hint=checkpoint.hint) from error
             self.step = self.saved = checkpoint.step
-        live = self._unsaved_changes() or live
+        with reading(self._changes):
+            has_changes = is_there(self._changes)
+        live = (self._unsaved_changes() if has_changes else None) or live
         if live is not None:
             await self._batches.restore(_with_changes(rollouts, live))
             await self._live.resume(live)
-        if self._changes.exists():
+        if has_changes:
             self._save_changes()  # with the current flags
         self._first = self._batches.state()
         self._note()
@@ -374,13 +377,11 @@ class Checkpointer:
             self._warn(f"live changes are not saved until the next checkpoint: {error.strerror or error}")
 
     def _unsaved_changes(self) -> dict[str, Any] | None:
-        """Read the live changes that an earlier process made after the checkpoint; None if there are none.
+        """Read the live changes that an earlier process made; None if the checkpoint has them.
 
         Raises:
             CheckpointError: the file cannot be read.
         """
-        if not self._changes.exists():
-            return None
         hint = f"delete {self._changes} to resume without the changes since the last checkpoint"
         match read_object(self._changes, error=CheckpointError, hint=hint):
             case {"step": int(made_at), "live": dict(live)} if is_live_state(live):
