@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,7 @@ class Checkpointer:
         (updates, *of_critic), step = ended.updates, ended.step
         state = {"step": step, "updates": updates, "batches": ended.rollouts.get("batches")}
         state |= {"rollouts": ended.rollouts, "seconds": self.seconds, "live": self._live.state()}
-        state |= {**self._evaluator.state(), **_critic_state(of_critic)}
+        state |= self._evaluator.state() | ({"critic_updates": of_critic[0]} if of_critic else {})
         state |= {"kept": ended.objects} if ended.objects else {}
         await self._hand_to_trainer()
         writing = self.checkpoints.writing(
@@ -387,11 +387,6 @@ class Checkpointer:
             case {"step": int(made_at), "live": dict(live)} if is_live_state(live):
                 return live if made_at >= self.step else None
         raise CheckpointError(f"{self._changes} cannot be read: it lacks something", hint=hint)
-
-
-def _critic_state(updates: Sequence[int]) -> dict[str, int]:
-    """Return the part of a controller's state that is about a critic, if there is one."""
-    return {"critic_updates": updates[0]} if updates else {}
 
 
 def _with_changes(rollouts: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
