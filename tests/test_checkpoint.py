@@ -1,6 +1,7 @@
 """Checkpoints: whole or not at all."""
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -8,11 +9,12 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forge_rl.errors import CheckpointError
-from forge_rl.run.checkpoints import Checkpoints
+from forge_rl.run.checkpoints import FORMAT, Checkpoints
 
 
 def write(
@@ -40,7 +42,7 @@ def test_the_newest_whole_checkpoint_is_found_and_old_ones_go(tmp_path: Path) ->
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [2, 10]
     latest = checkpoints.latest()
     assert latest is not None
-    assert latest.controller_state() == {"step": 10}
+    assert latest.controller_state() == {"format": FORMAT, "step": 10}
     assert (latest.model / "weights").read_text() == "10"
 
 
@@ -206,7 +208,7 @@ def test_a_damaged_checkpoint_is_told_and_set_aside_and_the_one_before_it_is_use
         assert found.step == 10
     assert len(told) == 2
     for number, line in enumerate(told):
-        assert line.startswith(f"{latest.folder} is damaged, so the previous checkpoint is used: ")
+        assert line.startswith(f"{latest.folder} is damaged, so another checkpoint is used: ")
         assert re.search(said, line)
         assert line.endswith(f"it is kept as step-000011.damaged-{number}")
     assert [checkpoint.step for checkpoint in checkpoints.all()] == [9, 10]
@@ -216,6 +218,114 @@ def test_a_damaged_checkpoint_is_told_and_set_aside_and_the_one_before_it_is_use
         truncate(checkpoint.model / "weights")
     assert checkpoints.set_damaged_aside(told.append) is None
     assert len(told) == 2
+
+
+def failing(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fails: Callable[[str], bool], number: int = errno.ESTALE
+) -> None:
+    """Makes a function fail for paths for which `fails` holds, as a file server that is away does."""
+    function = getattr(owner, name)
+
+    def replacement(path: Any, *args: Any, **options: Any) -> Any:
+        if fails(str(path)):
+            raise OSError(number, os.strerror(number), str(path))
+        return function(path, *args, **options)
+
+    monkeypatch.setattr(owner, name, replacement)
+
+
+READS: dict[str, tuple[object, str, str]] = {
+    "content": (Path, "open", "weights"),
+    "status": (Path, "lstat", "weights"),
+    "manifest": (Path, "read_text", "manifest.json"),
+    "folder": (os, "scandir", "model"),
+    "all": (os, "listdir", "checkpoints"),
+}
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
+@pytest.mark.parametrize("place", READS)
+def test_a_checkpoint_that_cannot_be_read_is_neither_damaged_nor_absent(
+    place: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    for step in (1, 2):
+        write(checkpoints, step)
+    owner, function, ending = READS[place]
+    with monkeypatch.context() as patch:
+        failing(patch, owner, function, lambda path: path.endswith(ending), number)
+        with pytest.raises(CheckpointError, match=f"{ending} cannot be read: {os.strerror(number)}") as caught:
+            checkpoints.set_damaged_aside(print)
+    assert "once it can be read" in caught.value.hint
+    assert checkpoints.set_damaged_aside(print) == checkpoints.latest() == checkpoints.of_step(2)
+
+
+def test_a_second_write_of_a_step_that_fails_or_is_killed_leaves_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write(checkpoints, 2)
+    with monkeypatch.context() as patch:
+        failing(patch, Path, "rename", lambda path: path.endswith(".partial"))
+        with pytest.raises(CheckpointError, match="step 2 cannot be written"):
+            write(checkpoints, 2)
+    assert checkpoints.latest() == checkpoints.of_step(2)
+    checkpoints.of_step(2).folder.rename(tmp_path / ".step-000002.replaced")  # killed between the two renames
+    assert Checkpoints(tmp_path, keep=1).latest() == checkpoints.of_step(2)
+    assert checkpoints.of_step(2).damage() == ""
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write(checkpoints, 2)
+    with monkeypatch.context() as patch:
+        failing(patch, shutil, "rmtree", lambda path: "step-000002" in path)
+        write(checkpoints, 4)
+    assert "Stale file handle" in checkpoints.unremoved
+    assert checkpoints.all() == [checkpoints.of_step(4)], "one that is half removed is not listed"
+    write(checkpoints, 6)
+    assert checkpoints.unremoved == ""
+    assert not list(tmp_path.glob(".step-*"))
+
+
+def test_a_newer_format_is_refused_by_name_and_one_without_a_format_is_read(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    write(checkpoints, 1)
+    folder = checkpoints.of_step(1).folder
+
+    def edit(name: str, **changes: object) -> None:
+        content = {key: value for key, value in json.loads((folder / name).read_text()).items() if key != "format"}
+        (folder / name).write_text(json.dumps(content | changes))
+
+    edit("manifest.json", format=3, forge_rl="9.1", files="another layout")
+    with pytest.raises(
+        CheckpointError, match=r"step-000001 has the format 3, written by forge_rl 9\.1; forge_rl .* 1 to"
+    ):
+        checkpoints.set_damaged_aside(print)
+    assert checkpoints.latest() is not None, "it keeps its name"
+    edit("controller.json", rollouts={"batches": 7})
+    assert checkpoints.of_step(1).controller_state() == {
+        "format": FORMAT,
+        "step": 1,
+        "batches": 7,
+        "rollouts": {"batches": 7},
+    }
+
+
+def test_a_run_does_not_start_over_where_checkpoints_were_written(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    checkpoints.check_new()
+    write(checkpoints, 1)
+    truncate(checkpoints.of_step(1).model / "weights")
+    assert checkpoints.set_damaged_aside(print) is None
+    with pytest.raises(CheckpointError, match=r"damaged ones are kept as step-000001\.damaged-0"):
+        checkpoints.check_new()
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"last_checkpoint\.json names one") as caught:
+        checkpoints.check_new()
+    assert f"delete {tmp_path / 'checkpoints'} and {tmp_path / 'last_checkpoint.json'}" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["../secret", "{}/secret", "model/../../secret"])

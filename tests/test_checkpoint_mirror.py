@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 from forge_rl.errors import CheckpointError, ConfigError
 from forge_rl.run.checkpoint_mirror import CheckpointMirror, MirrorTask
 from forge_rl.run.checkpoints import Checkpoints
+from forge_rl.run.preparation import prepare
 from tests.conftest import edited
 from tests.s3 import S3
+from tests.tiny import Config
 
 
 class Log:
@@ -143,6 +146,53 @@ def test_what_cannot_be_copied_is_told_and_copied_with_the_next(tmp_path: Path) 
     asyncio.run(check())
 
 
+def test_a_damaged_checkpoint_is_repaired_from_its_copy_which_stays(address: str, tmp_path: Path) -> None:
+    config = Config(out=str(tmp_path / "run"), checkpoint_mirror=address, keep_checkpoints=1, display="none")
+
+    async def resume() -> int | None:
+        async with prepare(config, "grpo", {}) as prepared:
+            return prepared.checkpoint and prepared.checkpoint.step
+
+    async def begin() -> None:
+        async with prepare(config, "grpo", {}) as prepared:
+            await asyncio.to_thread(write, prepared.checkpoints, 8)
+            CheckpointMirror(address).copy(prepared.checkpoints)
+
+    asyncio.run(begin())
+    weights = tmp_path / "run/checkpoints/step-000008/model/weights"
+    weights.write_text("weights of 9")
+    assert asyncio.run(resume()) == 8
+    assert weights.read_text() == "weights of 8"
+
+    # While the run's folder lacks it, its copy is not removed; nor is one overwritten by what is damaged.
+    mirror, checkpoints = CheckpointMirror(address), Checkpoints(tmp_path / "run/checkpoints", keep=1)
+    shutil.rmtree(weights.parent.parent)
+    write(checkpoints, 4)
+    mirror.copy(checkpoints)
+    assert mirror._complete(mirror._folders()) == {"step-000004", "step-000008"}
+    assert restored(mirror, tmp_path / "run")[0] == [4, 8]
+    (weights.parent.parent / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="step-000008 is damaged"):
+        mirror.copy(checkpoints)
+    write(checkpoints, 8)
+    assert mirror.copy(checkpoints) >= 0
+    assert restored(mirror, tmp_path / "fresh")[0] == [8]
+
+
+def test_a_step_that_is_written_again_is_copied_again(address: str, tmp_path: Path) -> None:
+    mirror, checkpoints = CheckpointMirror(address), run_folder(tmp_path / "run", 1)
+    mirror.copy(checkpoints)
+
+    async def write_other() -> None:
+        async with checkpoints.writing(1, {"step": 1}, bytes_needed=0) as folder:
+            (folder / "model" / "weights").write_text("other weights")
+
+    asyncio.run(write_other())
+    assert mirror.copy(checkpoints) > 0
+    assert restored(mirror, tmp_path / "fresh")[0] == [1]
+    assert (tmp_path / "fresh/checkpoints/step-000001/model/weights").read_text() == "other weights"
+
+
 def test_what_a_killed_run_left_half_written_is_not_restored_and_goes(address: str, tmp_path: Path) -> None:
     mirror, checkpoints = CheckpointMirror(address), run_folder(tmp_path / "run", 1)
     mirror.copy(checkpoints)
@@ -153,7 +203,7 @@ def test_what_a_killed_run_left_half_written_is_not_restored_and_goes(address: s
     mirror.copy(checkpoints)
     files.invalidate_cache()
     assert {path.rpartition("/")[2] for path in files.ls(root, detail=False)} == {
-        *("best", "config.json", "versions.json"),
+        *("config.json", "versions.json"),
         "step-000001",
     }
 

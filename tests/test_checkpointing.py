@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,6 +17,7 @@ from forge_rl.rollout.evaluation import EvalConfig, Evaluation
 from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
+from forge_rl.run.ending import Ending
 from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
 from forge_rl.run.services import RolloutServices, Services
 from forge_rl.types import Task
@@ -168,7 +170,7 @@ def test_a_checkpoint_is_of_the_step_that_ended_and_a_new_process_goes_on_from_i
         assert (saved.step, first.saved) == (2, 2)
         state = saved.controller_state()
         assert state.pop("seconds") == pytest.approx(first.seconds, abs=60)
-        assert state == {"step": 2, "updates": 4, "rollouts": {"batches": 2}} | {
+        assert state == {"format": 2, "step": 2, "updates": 4, "batches": 2, "rollouts": {"batches": 2}} | {
             "scores": {"0": 0.25},
             "scores_by": {},
             "evaluation": None,
@@ -333,6 +335,75 @@ def test_closing_takes_no_note_of_how_a_checkpoint_failed_whose_trainer_died(tmp
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("place", ["restart", "restore", "rollback", "publish", "load"])
+def test_a_stop_or_an_error_in_a_rollback_saves_nothing_and_the_next_rollback_makes_the_run_whole(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        parts = Parts()
+        checkpointer = checkpointer_of(parts, tmp_path)
+        for _ in range(2):
+            parts.step(checkpointer)
+        await save(checkpointer)
+        parts.step(checkpointer)
+        parts.last, reached = "the batch of step 3", asyncio.Event()  # type: ignore[attr-defined]
+
+        async def hang(*_: object, **__: object) -> None:
+            reached.set()
+            await asyncio.sleep(3600)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(parts, place, hang)
+            rolling = asyncio.create_task(checkpointer.rollback())
+            await reached.wait()
+            rolling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await rolling
+        log = SimpleNamespace(event=parts.done.append)
+        monitor = SimpleNamespace(log=log, folder=tmp_path, summarise=lambda *_, **__: None)
+        run: Any = SimpleNamespace(config=SimpleNamespace(checkpoint_every=1), step=checkpointer.step, scores={})
+        await Ending(run, checkpointer._services, checkpointer, cast(Any, monitor)).stop()
+        assert parts.done[-1] == "nothing is saved, as the run was rolling back; the same command resumes from step 2"
+        with pytest.raises(CheckpointError, match="its rollback was interrupted"):
+            await checkpointer.begin_save()
+        assert [checkpoint.step for checkpoint in checkpointer.checkpoints.all()] == [2]
+
+        assert await checkpointer.rollback() == 2
+        parts.step(checkpointer)
+        state = (await save(checkpointer)).controller_state()
+        assert (state["step"], state["updates"], state["batches"]) == (3, 6, 3)
+
+    asyncio.run(check())
+
+
+def test_within_a_step_no_checkpoint_is_written(tmp_path: Path) -> None:
+    async def check() -> None:
+        parts = Parts()
+        checkpointer = checkpointer_of(parts, tmp_path)
+        parts.step(checkpointer)
+        parts.updates += 1
+        with pytest.raises(ConfigError, match="within step 2, after updates of the trainer"):
+            await checkpointer.begin_save()
+        assert not checkpointer.checkpoints.all()
+
+    asyncio.run(check())
+
+
+def test_a_rollback_never_goes_to_the_start_if_there_were_checkpoints(tmp_path: Path) -> None:
+    async def check() -> None:
+        parts = Parts()
+        checkpointer = checkpointer_of(parts, tmp_path)
+        parts.step(checkpointer)
+        saved = await save(checkpointer)
+        (saved.training / "updates").write_text("8")
+        parts.done.clear()
+        with pytest.raises(CheckpointError, match=r"none is left to resume from \(damaged .*damaged-0\)"):
+            await checkpointer.rollback()
+        assert not any("restart" in line for line in parts.done)
+
+    asyncio.run(check())
+
+
 def test_without_a_checkpoint_a_rollback_goes_to_the_start(tmp_path: Path) -> None:
     async def check() -> None:
         parts = Parts()
@@ -393,6 +464,11 @@ def test_a_rollback_ends_with_an_error_that_no_restart_cures(error: ServiceError
     ("updates", "broken", "said"),
     [
         (4, {}, "holds a training state of 4 updates, but .* of 2"),
+        (2, {"step": 2}, "holds the name of step 1, but a controller state of 2"),
+        (2, {"batches": 2}, "holds rollouts of 1 batches, but a controller state of 2"),
+        (2, {"rollouts": {"batches": 2}}, "holds rollouts of 2 batches, but a controller state of 1"),
+        (2, {"format": 3}, r"has the format 3; forge_rl .* reads formats 1 to 2"),
+        (2, {"format": "x"}, "has the format 'x'"),
         (2, {"scores": None}, "are malformed"),
         (2, {"evaluation": [2]}, "an evaluation, are malformed"),
         (2, {"evaluation": ["2", 2]}, "an evaluation, are"),

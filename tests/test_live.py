@@ -22,7 +22,7 @@ from forge_rl.run import live as live_module
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.checkpoints import Checkpoint, Checkpoints
 from forge_rl.run.evaluator import Evaluator, RolloutEvaluations
-from forge_rl.run.live import LiveSettings, changes_by, is_live_state
+from forge_rl.run.live import LiveSettings, ReplicasKnob, changes_by, is_live_state
 from forge_rl.run.services import Services
 from tests.staged_rollouts import rollouts, run_until_idle
 from tests.test_mixture import Counting
@@ -103,7 +103,14 @@ class Live:
     def checkpoint(self) -> Checkpoint:
         """Writes the controller's part of a checkpoint."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        state = {"updates": 0, "seconds": 1.0, "scores": {}, "evaluation": None, "live": self.settings.state()}
+        state: dict[str, object] = {
+            "step": self.checkpointer.step,
+            "updates": 0,
+            "seconds": 1.0,
+            "scores": {},
+            "evaluation": None,
+            "live": self.settings.state(),
+        }
         (folder / "controller.json").write_text(json.dumps(state | {"rollouts": self.rollouts.state()}))
         return Checkpoint(step=self.checkpointer.step, folder=folder)
 
@@ -320,3 +327,23 @@ def test_a_change_out_of_bounds_is_refused_with_the_bound_and_changes_nothing(
     assert said in str(caught.value)
     assert live.settings.state() == before
     assert live.events == []
+
+
+def test_a_change_of_replicas_that_is_refused_in_part_changes_nothing() -> None:
+    class Service:
+        replicas = 1
+
+        def scale(self, replicas: int) -> None:
+            if replicas > 4:
+                raise ConfigError("no room")
+            self.replicas = replicas
+
+    services, said = {"engines": Service(), "environments": Service()}, list[str]()
+    knob = ReplicasKnob(services, said.append, said.append)
+    for values in ({"engines": 3, "rewards": 2}, {"engines": 3, "environments": 5}):
+        with pytest.raises(ConfigError):
+            knob.set(values)
+        assert (knob.read(), knob.changes(), said) == ({"engines": 1, "environments": 1}, {}, [])
+    knob.set({"engines": 3, "environments": 2})
+    assert knob.changes() == {"engines": 3, "environments": 2}
+    assert said == ["engines 1 -> 3", "environments 1 -> 2"]

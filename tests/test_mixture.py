@@ -3,11 +3,14 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
+from typing import Literal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forge_rl.data.adaptive import Adapting
 from forge_rl.data.mixture import Mixture
 from forge_rl.errors import TaskError
 from forge_rl.types import Task
@@ -120,6 +123,32 @@ def test_a_restored_mixture_goes_on_where_it_stood() -> None:
 def test_the_state_of_other_sources_is_refused() -> None:
     with pytest.raises(TaskError, match=r"\['a', 'b'\], this one \['a'\]"):
         _mixture(a=1).restore(_mixture(a=1, b=1).state())
+
+
+def test_a_state_is_a_copy_and_one_that_is_not_json_is_refused_by_the_name_of_its_source() -> None:
+    mixture = _mixture(a=1, b=1)
+    remaining = [3, 4]
+    mixture.sources["b"].state = lambda: {"remaining": remaining}  # type: ignore[method-assign]
+    state = mixture.state()
+    remaining.pop()
+    assert state["sources"]["b"] == {"remaining": [3, 4]}  # type: ignore[index]
+    remaining.append(np.int64(3))  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match=r"the state of source 'b' is not JSON: .*int64"):
+        mixture.state()
+
+
+@pytest.mark.parametrize("adapt", ["off", "success"])
+def test_several_weights_are_set_at_once_or_none_is(adapt: Literal["off", "success"]) -> None:
+    mixture = _mixture(a=1, b=1, c=1)
+    mixture.adapt(Adapting(adapt=adapt))
+    before = mixture.state()
+    with pytest.raises(TaskError):
+        mixture.update({"a": 0.5, "b": -1})
+    with pytest.raises(TaskError):
+        mixture.update({"a": 0.5, "d": 0.1})
+    assert mixture.state() == before
+    mixture.update({"a": 0.5, "b": 0.25})
+    assert (mixture["a"], mixture["b"]) == (0.5, 0.25)
 
 
 def test_held_out_tasks_follow_the_shares() -> None:

@@ -58,6 +58,10 @@ def test_each_pattern_of_settings_that_may_change_matches_one() -> None:
     assert not {pattern for pattern in patterns if not any(fnmatch(setting, pattern) for setting in settings)}
 
 
+def begin(run: Path) -> None:
+    (run / "metrics.jsonl").write_text('{"step": 0}\n')
+
+
 def chosen(config: Config) -> Path:
     return choose_folder(config, "grpo", None)[0]
 
@@ -75,9 +79,39 @@ def test_the_same_command_gets_the_same_folder_until_the_run_is_finished(
     assert chosen(Config()) == Path(f"{first}-2")
 
 
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        *(("stat", name) for name in ("config.json", "summary.json", "metrics.jsonl")),
+        *(("read_text", name) for name in ("config.json", "summary.json", "versions.json")),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_not_taken_for_a_new_one(
+    function: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_folder(tmp_path / "run", Config())
+    begin(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").write_text('{"outcome": "stopped"}')
+    intact = getattr(Path, function)
+
+    def failing(path: Path, **options: bool) -> object:
+        if path.name == name:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return intact(path, **options)
+
+    monkeypatch.setattr(Path, function, failing)
+    with pytest.raises((CheckpointError, ConfigError), match=rf"{name} cannot be read: .*Stale") as caught:
+        choose_folder(Config(), "grpo", tmp_path / "run")
+    assert "once it can be read" in caught.value.hint
+
+
 def test_another_config_is_refused_and_the_flag_named_unless_one_insists(tmp_path: Path) -> None:
     prepare_folder(tmp_path / "run", Config())
     other = Config(group_size=4)
+    assert choose_folder(other, "grpo", tmp_path / "run")[0] == tmp_path / "run", (
+        "a failed start left nothing to resume"
+    )
+    begin(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"--group-size was 8, is 4") as raised:
         choose_folder(other, "grpo", tmp_path / "run")
     assert "--force-continue" in raised.value.hint
@@ -110,6 +144,7 @@ def test_what_errors_advise_may_change_and_is_told(tmp_path: Path) -> None:
 def test_other_steps_are_refused_where_the_learning_rate_would_jump(tmp_path: Path) -> None:
     decaying = Config(trainer=Trainer(optimizer=Optimizer(decay="linear")))
     prepare_folder(tmp_path / "run", decaying)
+    begin(tmp_path / "run")
     with pytest.raises(ConfigError, match="--steps was 2, is 5, over which the learning rate decays"):
         choose_folder(replace(decaying, steps=5), "grpo", tmp_path / "run")
     choose_folder(replace(decaying, steps=5, force_continue=True), "grpo", tmp_path / "run")

@@ -271,3 +271,39 @@ def test_a_run_outlives_its_output_and_a_full_disk_and_saves_when_all_its_proces
     assert "Traceback" not in command.output
     assert command.strays() == []
     assert not forgotten(before)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("place", ["restore", "publish"])
+def test_a_stop_while_a_run_recovers_leaves_checkpoints_whose_parts_are_of_one_step(
+    place: str, commands: list[Command], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORGE_RL_FAKE_ENGINES", str(tmp_path))
+    out = tmp_path / "run"
+    arguments = ("--evaluation.every", "0", "--keep-checkpoints", "9", "--groups-per-batch", "4", *TASKS)
+
+    def run(steps: int, every: int, slow: str) -> Command:
+        monkeypatch.setenv("SLOW", slow)
+        flags = ("--steps", str(steps), "--checkpoint-every", str(every), *arguments)
+        return tiny_run(commands, tiny_model, out, *flags, recipe="tests.slow_recovery")
+
+    def counts() -> list[tuple[int, int, int]]:
+        states = (json.loads(path.read_text()) for path in sorted((out / "checkpoints").glob("step-*/controller.json")))
+        return [(state["step"], state["updates"], state["rollouts"]["batches"]) for state in states]
+
+    command = run(100000, 4, place)
+    command.wait_for("step +7/")
+    actor_of(command, "trainer").kill()
+    command.wait_for(f"waits in {place}")
+    command.process.send_signal(signal.SIGTERM)
+    assert command.end(120) == 143, command.output
+    assert "nothing is saved, as the run was rolling back" in command.output
+    assert command.strays() == []
+    saved = saved_steps(out)
+    assert counts() == [(step, step, step) for step in saved]
+
+    again = run(saved[-1] + 2, 1, "")
+    assert again.end(150) == 0, again.output
+    assert counts() == [(step, step, step) for step in (*saved, saved[-1] + 1, saved[-1] + 2)]
+    assert [(row["step"], row["updates"]) for row in metrics(out)] == [(n, n) for n in range(1, saved[-1] + 3)]

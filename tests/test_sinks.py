@@ -1,8 +1,10 @@
 """The files of a run, TensorBoard and W&B, and the fan-out to all of them."""
 
+import errno
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -218,6 +220,42 @@ def test_an_amendment_that_a_kill_tore_is_finished_at_the_next_start(
     assert rows(path)[1].get("held_out") == (0.5 if amended else None)
     assert rows(path)[0] == {"step": 1, "loss": 1.0}
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_rollback_whose_read_fails_leaves_the_file_and_is_made_before_the_next_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = write_steps(path, range(1, 9))
+    before = path.read_bytes()
+
+    def unreadable(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", unreadable)
+        for call in (lambda: sink.rollback(4), lambda: sink.log(5, {"loss": 2.0})):
+            with pytest.raises(CheckpointError, match="cannot be read: Stale file handle"):
+                call()
+    assert path.read_bytes() == before
+    sink.log(6, {"loss": 2.0})
+    assert [row["step"] for row in rows(path)] == [1, 2, 3, 4, 6]
+
+
+def test_long_texts_of_failures_are_cut_before_they_are_written(tmp_path: Path) -> None:
+    problem = "TypeError: " + "x" * 5_000_000 + " is no number"
+    sink = EpisodeSink(tmp_path / "episodes.jsonl")
+    log = RunLog(Display("none", phase_clock=PhaseClock()), sink, EventSink(tmp_path / "events.jsonl"))
+    sink.rollback(0)
+    task = Task(id="1", source="s", messages=())
+    log.episode(Episode(task=task, turns=(), outcome=Outcome.ENVIRONMENT_ERROR, problem=problem))
+    log.warn(f"s 1: {problem}")
+    for name in ("episodes.jsonl", "events.jsonl"):
+        text = (tmp_path / name).read_text()
+        assert len(text) < 12_000
+        assert "TypeError: xxx" in text
+        assert " characters … " in text
+        assert "is no number" in text
 
 
 def test_a_full_disk_is_told_with_a_hint(tmp_path: Path) -> None:

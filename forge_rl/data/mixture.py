@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from forge_rl.data.adaptive import Adapting, AdaptiveShares
 from forge_rl.data.sources import IterableSource, Reseedable, Source
@@ -101,14 +102,29 @@ class Mixture:
 
     def __setitem__(self, name: str, weight: float) -> None:
         """Set a weight, or a share while weights adapt, from the next batch on."""
-        before = self[name]
+        self.update({name: weight})
+
+    def update(self, weights: Mapping[str, float]) -> None:
+        """Set several weights, or shares while weights adapt, from the next batch on.
+
+        Raises:
+            TaskError: a weight is refused; nothing has then changed.
+        """
+        before = {name: self[name] for name in weights}
         if self._adaptive is not None:
-            self._adaptive.pin(name, weight)
+            pinned = dict(self._adaptive.pinned)
+            try:
+                for name, weight in weights.items():
+                    self._adaptive.pin(name, weight)
+            except TaskError:
+                self._adaptive.pinned = pinned
+                raise
             self._weights = self._adaptive.shares()
         else:
-            self._weights = self._checked(self._weights | {name: weight})
+            self._weights = self._checked({**self._weights, **weights})
         self._owed = dict.fromkeys(self._sources, 0.0)  # remainders of the old shares
-        self._tell(f"mixture {name} {before:g} -> {weight:g}")
+        for name, weight in weights.items():
+            self._tell(f"mixture {name} {before[name]:g} -> {weight:g}")
 
     def adapt(self, config: Adapting) -> None:
         """Adapt all weights from the next batch on, even those set by hand; with "off", keep the current weights.
@@ -174,11 +190,15 @@ class Mixture:
         }
 
     def state(self) -> dict[str, object]:
-        """Return weights, remainders, and the position of each source, as JSON."""
+        """Return weights, remainders, and the position of each source, as JSON.
+
+        Raises:
+            TaskError: the state of a source is not JSON.
+        """
         return {
             "weights": dict(self._weights),
             "owed": dict(self._owed),
-            "sources": {name: source.state() for name, source in self._sources.items()},
+            "sources": {name: _copied(name, source.state()) for name, source in self._sources.items()},
             "adaptive": self._adaptive.state() if self._adaptive else None,
         }
 
@@ -282,3 +302,18 @@ def _largest_remainder(owed: dict[str, float], shares: Mapping[str, float], grou
         owed[name] -= 1
         order.append(name)
     return order
+
+
+def _copied(name: str, state: object) -> Any:
+    """Copy a source's state, which the source may go on to change in place, as a checkpoint would.
+
+    Raises:
+        TaskError: it is not JSON.
+    """
+    try:
+        return json.loads(json.dumps(state))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TaskError(
+            f"the state of source {name!r} is not JSON: {error}",
+            hint="return numbers, strings, lists and dicts from its state(), such as int(i) for a NumPy integer",
+        ) from error

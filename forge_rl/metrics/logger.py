@@ -12,6 +12,7 @@ from forge_rl.metrics.display.console import Display
 from forge_rl.metrics.episode_files import Kind, RecordedEpisode
 from forge_rl.metrics.sinks import JSONLSink, Level, Metric, RunInfo, RunOutcome, Sink
 from forge_rl.system.redaction import without_credentials
+from forge_rl.system.terminal import shortened
 from forge_rl.types import Batch, Episode
 
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b[0-9a-f]{8,}\b|\d+(\.\d+)?(e-?\d+)?")
@@ -89,8 +90,9 @@ class RunLog:
         """Log an event between steps, with credentials removed.
 
         Warnings that differ only in numbers and quotations are counted as one kind: the first, 10th, 100th, ... are
-        logged, and the total on `close`.
+        logged, and the total on `close`. Long texts are shortened.
         """
+        text = shortened(text)
         if level == "warning":
             kind = _VARIABLE.sub("#", text)[:_KIND_LETTERS]
             if kind not in self._warnings and len(self._warnings) >= _MOST_KINDS:

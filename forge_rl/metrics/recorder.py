@@ -18,6 +18,7 @@ from forge_rl.errors import CheckpointError, check_flags
 from forge_rl.metrics.episode_files import Kind, RecordedEpisode, write_episodes
 from forge_rl.metrics.sinks import RunInfo, Sink
 from forge_rl.metrics.step_lines import writing
+from forge_rl.system.folders import is_there, reading
 from forge_rl.types import Episode
 
 FOLDER = "episodes"
@@ -49,13 +50,15 @@ class Recording:
 
 
 def recorded_files(run: Path) -> list[tuple[int, str, Path]]:
-    """List the step, kind and path of each file of episodes in a run folder, by step."""
-    try:
-        names = os.listdir(run / FOLDER)
-    except OSError:
-        return []
-    found = [(int(match[1]), match[2], run / FOLDER / name) for name in names if (match := _NAME.fullmatch(name))]
-    return sorted(each for each in found if each[2].is_file())
+    """List the step, kind and path of each file of episodes in a run folder, by step.
+
+    Raises:
+        CheckpointError: the folder exists and cannot be read.
+    """
+    with reading(run / FOLDER):
+        names = os.listdir(run / FOLDER) if is_there(run / FOLDER) else []
+    files = [(int(match[1]), match[2], run / FOLDER / name) for name in names if (match := _NAME.fullmatch(name))]
+    return sorted(file for file in files if file[2].is_file())
 
 
 class EpisodeRecorder(Sink):

@@ -15,6 +15,7 @@ from forge_rl.metrics.advisories import Advisory
 from forge_rl.metrics.episode_files import Kind, RecordedEpisode
 from forge_rl.metrics.step_lines import StepLines, append_bytes, encode
 from forge_rl.metrics.values import Histogram
+from forge_rl.system.terminal import shortened
 from forge_rl.types import Batch, Episode, Message
 
 Level = Literal["info", "warning", "fault"]
@@ -189,7 +190,7 @@ def episode_sample(episode: Episode) -> dict[str, object]:
         "answer": episode.text,
         "reward": _as_json(episode.reward),
         "outcome": episode.outcome.value,
-        **({"problem": episode.problem} if episode.problem else {}),
+        **({"problem": shortened(episode.problem)} if episode.problem else {}),
         "turns": len(episode.turns),
         "tokens": episode.response_tokens,
     }

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from forge_rl.errors import CheckpointError
+from forge_rl.system.folders import is_there, reading
 
 _BLOCK_BYTES = 1 << 16
 
@@ -36,6 +37,8 @@ class StepLines:
         self._journal = path.with_name(f".{path.name}.tail")
         """What `amend` is about to write, so that a process that is killed meanwhile leaves no torn line."""
         self._end: int | None = None
+        self._due: int | None = None
+        """Step of a rollback that failed."""
 
     def check(self, step: int) -> None:
         """Check that all lines up to a step are whole, but for the last one, which a crash can have torn."""
@@ -54,16 +57,22 @@ class StepLines:
                 break
 
     def rollback(self, step: int) -> None:
-        """Drop the lines after a step."""
-        self._end, self.step = 0, -1
-        with writing(self._path):
-            size = self._path.stat().st_size if self._path.is_file() else 0
+        """Drop the lines after a step. A file that cannot be read stays as it is until the next row."""
+        self._due, end, last = step, 0, -1
+        with reading(self._path):
+            size = self._path.stat().st_size if is_there(self._path) and self._path.is_file() else 0
         for place, line in self._backwards(size):
             row = _decode(line)
             if row is not None and row[0] <= step:
-                self.step, self._end = row[0], place + len(line)
+                last, end = row[0], place + len(line)
                 break
-        append_bytes(self._path, b"", end=self._end)
+        append_bytes(self._path, b"", end=end)
+        self._due, self._end, self.step = None, end, last
+
+    def _catch_up(self) -> None:
+        """Roll back, if an earlier call could not."""
+        if self._due is not None:
+            self.rollback(self._due)
 
     def rows(self) -> Iterator[Row]:
         """Yield the file's rows."""
@@ -73,6 +82,7 @@ class StepLines:
 
     def append(self, step: int, row: Mapping[str, object]) -> None:
         """Add a line."""
+        self._catch_up()
         assert self._end is not None, "the sink was not started"
         assert step >= self.step, f"step {step} was logged after step {self.step}"
         assert "step" not in row, "a metric may not be named 'step'"
@@ -82,6 +92,7 @@ class StepLines:
 
     def amend(self, step: int, values: Mapping[str, object]) -> None:
         """Add values to the last line of a step, inserting one if there is none; later lines are written again."""
+        self._catch_up()
         assert self._end is not None, "the sink was not started"
         start, before, later = 0, dict[str, object](), list[bytes]()
         for place, line in self._backwards(self._end):
@@ -115,14 +126,14 @@ class StepLines:
 
     def _lines(self) -> Iterator[bytes]:
         """Yield the file's lines."""
-        with writing(self._path):
-            if self._path.is_file():
+        with reading(self._path):
+            if is_there(self._path) and self._path.is_file():
                 with self._path.open("rb") as file:
                     yield from file
 
     def _backwards(self, end: int) -> Iterator[tuple[int, bytes]]:
         """Yield the place and content of each line before a place, the last one first."""
-        with writing(self._path):
+        with reading(self._path):
             if not end:
                 return
             with self._path.open("rb") as file:

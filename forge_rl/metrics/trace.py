@@ -13,6 +13,7 @@ from pathlib import Path
 
 from forge_rl.errors import CheckpointError
 from forge_rl.metrics.step_lines import writing
+from forge_rl.system.folders import is_there
 
 _BEGIN = b"[\n"
 _FLUSH_S = 1.0
@@ -55,7 +56,7 @@ class Trace:
         self._start_us = 0
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._bytes = self._resume() if path.exists() else 0
+            self._bytes = self._resume() if is_there(path) else 0
             # The buffer holds more than arrives between two flushes, so that no partial line is written.
             self._file = open(path, "ab", buffering=1 << 22)  # noqa: SIM115 (closed by close)
             self._file.truncate(self._bytes)

@@ -80,9 +80,17 @@ def find_model(name: str, cache: Path) -> Path:
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Return the folders of checkpoints in a run's folder of them, by step, oldest first."""
-    found = {int(name[1]): path for path in folder.glob("step-*") if (name := _CHECKPOINT.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    """Return the folders of checkpoints in a run's folder of them, by step, oldest first.
+
+    Raises:
+        OSError: the folder exists and cannot be read.
+    """
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    steps = {int(match[1]): folder / name for name in names if (match := _CHECKPOINT.fullmatch(name))}
+    return dict(sorted(steps.items()))
 
 
 def model_in(folder: Path) -> Path:
@@ -104,7 +112,11 @@ def _newest_checkpoint(run: Path) -> Path | None:
     """
     if any(run.glob("*.safetensors")):
         return None
-    if steps := checkpoints_in(run) | checkpoints_in(run / "checkpoints"):
+    try:
+        steps = checkpoints_in(run) | checkpoints_in(run / "checkpoints")
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be read: {error.strerror}", hint="try again") from error
+    if steps:
         return steps[max(steps)]
     if (run / "checkpoints").is_dir() or (run / "metrics.jsonl").is_file():
         raise ModelError(f"{run} is a run without a checkpoint", hint="name a run that has saved one, or a model")

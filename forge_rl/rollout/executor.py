@@ -26,6 +26,7 @@ from forge_rl.rollout.reward_outage import RewardOutage
 from forge_rl.rollout.state import EVALUATION, InflightEpisode
 from forge_rl.runtime.hold import Hold
 from forge_rl.system.seeds import derive_seed
+from forge_rl.system.terminal import shortened
 from forge_rl.types import Batch, Episode, Group, Outcome, Task
 
 if TYPE_CHECKING:
@@ -455,6 +456,8 @@ class RolloutExecutor:
                     break
                 if not await self._outage.is_over_for(self._scored_with(episode, result)):
                     break
+            if len(problem := shortened(result.problem)) < len(result.problem):
+                result = result.updated(problem=problem)
             record = functools.partial(scheduler.record_result, episode, result)
             warning = f"{result.outcome}: {result.problem}" if result.problem else ""
             told = not result.unscored  # else told once it is scored

@@ -13,7 +13,9 @@ from typing import Any
 from forge_rl.errors import CheckpointError
 from forge_rl.metrics.logger import RunLog
 from forge_rl.models.cache import Progress
+from forge_rl.models.resolve import checkpoints_in
 from forge_rl.run.checkpoints import MANIFEST, Checkpoint, Checkpoints
+from forge_rl.system.folders import reading
 from forge_rl.system.remote_folders import RemoteFolder
 from forge_rl.system.terminal import clipped
 
@@ -45,25 +47,48 @@ class CheckpointMirror:
         self._files = RemoteFolder(address, flag="--checkpoint-mirror", error=CheckpointError)
 
     def copy(self, checkpoints: Checkpoints) -> int:
-        """Bring the address to the state of the run's folder, newest first; returns the bytes written.
+        """Copy new checkpoints to the address, newest first, and remove old copies; returns the bytes written.
+
+        As many of the newest copies stay as the run keeps checkpoints, and the best, also if the run's folder has lost
+        theirs, which is repaired from these copies.
 
         Raises:
             OSError: a file cannot be written or read.
+            CheckpointError: a checkpoint that was written again is damaged.
         """
-        here, there = {each.folder.name: each for each in checkpoints.all()}, self._folders()
-        written = 0
-        for name in sorted(here.keys() - self._complete(there), key=_number, reverse=True):
-            written += self._put(here[name])
-        if not here:
+        local, names = {checkpoint.folder.name: checkpoint for checkpoint in checkpoints.all()}, self._folders()
+        complete = self._complete(names)
+        copied_bytes = 0
+        for name in sorted(local, key=_number, reverse=True):
+            if name not in complete or self._is_stale(local[name]):
+                copied_bytes += self._put(local[name])
+        if not local:
             return 0
         for name in SETTINGS:
             self._files.write(name, (checkpoints.folder.parent / name).read_bytes())
-        best = checkpoints.best()
-        self._files.write(_BEST, (best.folder.name if best else "").encode())
-        for name in there - here.keys():  # also what a killed run left half written
+        spared = set(sorted(complete | local.keys(), key=_number)[-checkpoints.keep :])
+        if (best := checkpoints.best()) is not None:
+            self._files.write(_BEST, best.folder.name.encode())
+        else:
+            spared.add(self._best())
+        for name in names - local.keys() - (spared & complete):  # also what a killed run left half written
             self._files.remove(f"{name}/{MANIFEST}")
             self._files.remove_folder(name)
-        return written
+        return copied_bytes
+
+    def _is_stale(self, checkpoint: Checkpoint) -> bool:
+        """Return whether the copy is of an earlier write of the same step, and remove its manifest if it is.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, and may not replace the copy.
+        """
+        place, manifest = f"{checkpoint.folder.name}/{MANIFEST}", (checkpoint.folder / MANIFEST).read_bytes()
+        if self._files.read(place, len(manifest)) == manifest:
+            return False
+        if damage := checkpoint.damage():
+            raise CheckpointError(f"{checkpoint.folder} is damaged: {damage}")
+        self._files.remove(place)
+        return True
 
     def restore(
         self, folder: Path, *, same: Callable[[Path], Sequence[str]], tell: Callable[[str], None], progress: Progress
@@ -81,8 +106,9 @@ class CheckpointMirror:
             ForgeError: of `same`.
         """
         checkpoints, staged = folder / "checkpoints", folder / ".restored"
-        here = {path.name for path in checkpoints.glob("step-*") if _STEP.fullmatch(path.name)}
-        newest = max(map(_number, here), default=-1)
+        with reading(checkpoints):
+            local = {path.name for path in checkpoints_in(checkpoints).values()}
+        newest = max(map(_number, local), default=-1)
 
         def bring(name: str) -> bool:
             if damage := self._fetch(name, staged / "checkpoints" / name, progress):
@@ -105,7 +131,7 @@ class CheckpointMirror:
             for line in same(staged):
                 tell(line)
             found = next((name for name in newer if bring(name)), "")
-            if found and (best := self._best()) in there - {found, *here}:
+            if found and (best := self._best()) in there - {found, *local}:
                 bring(best)
         except (OSError, ValueError) as error:
             raise CheckpointError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,21 @@ from forge_rl.run.kept import KeptObjects
 from forge_rl.run.live import LiveSettings, is_live_state
 from forge_rl.run.run_dir import read_object, write_json
 from forge_rl.run.services import Services
+from forge_rl.system.folders import is_there, reading
 from forge_rl.system.tasks import ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepState:
+    """What belongs together at the end of a step."""
+
+    step: int
+    updates: tuple[int, ...]
+    """Updates taken by the trainer and, if there is one, the critic."""
+    rollouts: dict[str, Any]
+    """State of the batches after the step's, which soon run ahead."""
+    objects: dict[str, Any]
+    """States of the recipe's own objects."""
 
 
 class Checkpointer:
@@ -73,6 +88,8 @@ class Checkpointer:
         """Number of finished steps, that is, trained batches."""
         self.saved: int | None = None
         """Step of the newest complete checkpoint; None if there is none."""
+        self.rolling_back = False
+        """Whether a rollback has begun and not ended: until then, the run's parts are of different steps."""
         self._first = batches.state()
         self.kept = KeptObjects()
         """The recipe's own objects."""
@@ -87,12 +104,12 @@ class Checkpointer:
     @property
     def trained(self) -> list[str]:
         """Names of the trainers (policy's, critic's) that took updates since the end of the last step."""
-        trainers, ended = self._services.trainers, self._ended[0]
-        return [each.name for each, updates in zip(trainers, ended, strict=True) if each.updates != updates]
+        trainers, before = self._services.trainers, self._ended.updates
+        return [trainer.name for trainer, updates in zip(trainers, before, strict=True) if trainer.updates != updates]
 
-    def _updates(self) -> list[int]:
+    def _updates(self) -> tuple[int, ...]:
         """Return the updates taken by the trainer and, if there is one, the critic."""
-        return [trainer.updates for trainer in self._services.trainers]
+        return tuple(trainer.updates for trainer in self._services.trainers)
 
     def end_step(self) -> None:
         """Count a finished step."""
@@ -100,9 +117,10 @@ class Checkpointer:
         self._note()
 
     def _note(self) -> None:
-        """Record the state of the batches, which soon run ahead: a checkpoint needs it and the trainer's at the same
-        step."""
-        self._ended = self._updates(), self._batches.state(), self.kept.state()
+        """Record what a checkpoint of this step states."""
+        self._ended = StepState(
+            step=self.step, updates=self._updates(), rollouts=self._batches.state(), objects=self.kept.state()
+        )
 
     async def resume(self, checkpoint: Checkpoint | None) -> None:
         """Resume from a checkpoint of an earlier process, if any, which the trainer has loaded, and apply later live
@@ -123,11 +141,13 @@ class Checkpointer:
                 message = f"{checkpoint.folder}/controller.json is invalid: {error}"
                 raise CheckpointError(message, hint=checkpoint.hint) from error
             self.step = self.saved = checkpoint.step
-        live = self._unsaved_changes() or live
+        with reading(self._changes):
+            has_changes = is_there(self._changes)
+        live = (self._unsaved_changes() if has_changes else None) or live
         if live is not None:
             await self._batches.restore(_with_changes(rollouts, live))
             await self._live.resume(live)
-        if self._changes.exists():
+        if has_changes:
             self._save_changes()  # with the current flags
         self._first = self._batches.state()
         self._note()
@@ -148,11 +168,23 @@ class Checkpointer:
         Waits for the previous checkpoint first. If one cannot be written, that is a warning and the run continues.
 
         Raises:
+            ConfigError: a trainer has taken updates since the end of the last step.
+            CheckpointError: a rollback was interrupted.
             ReplicaError: the trainer died.
         """
         if self._saving is not None:
             await asyncio.wait([self._saving])
             self._saving.result()
+        if self.rolling_back:
+            raise CheckpointError(
+                "the run cannot be saved: its rollback was interrupted, so that its parts are of different steps",
+                hint=f"repeat the command: it resumes from step {self.saved or 0}",
+            )
+        if self.trained:
+            raise ConfigError(
+                f"a checkpoint was asked for within step {self.step + 1}, after updates of the {self.trained[0]}",
+                hint="call run.checkpoint() after run.log(), which ends the step",
+            )
         copied = asyncio.get_running_loop().create_future()
         self._saving = asyncio.create_task(self._save(copied))
         await asyncio.wait([self._saving, copied], return_when=asyncio.FIRST_COMPLETED)
@@ -189,13 +221,12 @@ class Checkpointer:
             return error
 
     async def _write(self, copied: asyncio.Future[None]) -> Checkpoint:
-        trainers, step = self._services.trainers, self.step
-        if self.trained:
-            self._note()
-        (updates, *of_critic), rollouts, kept = self._ended
-        state = {"step": step, "updates": updates, "rollouts": rollouts, "seconds": self.seconds}
-        state |= {"live": self._live.state(), **self._evaluator.state(), **_critic_state(of_critic)}
-        state |= {"kept": kept} if kept else {}
+        trainers, ended = self._services.trainers, self._ended
+        (updates, *of_critic), step = ended.updates, ended.step
+        state = {"step": step, "updates": updates, "batches": ended.rollouts.get("batches")}
+        state |= {"rollouts": ended.rollouts, "seconds": self.seconds, "live": self._live.state()}
+        state |= self._evaluator.state() | ({"critic_updates": of_critic[0]} if of_critic else {})
+        state |= {"kept": ended.objects} if ended.objects else {}
         await self._hand_to_trainer()
         writing = self.checkpoints.writing(
             step,
@@ -210,16 +241,18 @@ class Checkpointer:
                     (place / part).mkdir(parents=True)
             for trainer, place, model in zip(trainers, places, self._models, strict=False):
                 await trainer.save(place, model=model)
+            if self._updates() != ended.updates:
+                raise CheckpointError(f"the {trainers[0].name} took updates while it was saved")
             copied.set_result(None)
             for trainer in trainers:
                 await trainer.finish_save()
         self.saved = step
+        if self.checkpoints.unremoved:
+            self._warn(f"an old checkpoint cannot be removed: {self.checkpoints.unremoved}")
         self.mark_best()
         if self._saved is not None:
             self._saved()
-        latest = self.checkpoints.latest()
-        assert latest is not None, "a checkpoint was just written"
-        return latest
+        return self.checkpoints.of_step(step)
 
     async def _hand_to_trainer(self) -> None:
         """Take back shared devices, which the engines hold after an evaluation."""
@@ -233,14 +266,19 @@ class Checkpointer:
             The step from which the run continues.
 
         Raises:
+            CheckpointError: a checkpoint cannot be read at the moment, or none is left undamaged.
             ServiceError: no trainer restart is left.
         """
+        self.rolling_back = True
         if self._saving is not None:  # its writers are gone; wait for any remaining disk operations
             self._saving.cancel()
             await asyncio.wait([self._saving])
             self._saving = None
         while True:
             checkpoint = await asyncio.to_thread(self.checkpoints.set_damaged_aside, self._warn)
+            if checkpoint is None:
+                self.checkpoints.check_new()
+            self.saved = checkpoint.step if checkpoint else None
             try:
                 if self._services.rollout is not None:
                     await self._services.rollout.devices.free_devices()
@@ -254,6 +292,7 @@ class Checkpointer:
                 if error.service not in {trainer.name for trainer in self._services.trainers}:
                     raise
             else:
+                self.rolling_back = False
                 return self.step
 
     async def _follow(self, checkpoint: Checkpoint | None) -> None:
@@ -263,8 +302,7 @@ class Checkpointer:
         self.kept.restore(state.get("kept", {}))
         if self._services.rollout is not None:
             await self._services.rollout.weights.rollback(self._services.trainer.version - 1)
-        self.saved = checkpoint.step if checkpoint else None
-        self.step = self.saved or 0
+        self.step = checkpoint.step if checkpoint else 0
         self._evaluator.rollback(self.step)
         await self.publish()
         self._note()
@@ -282,6 +320,7 @@ class Checkpointer:
                 f"the run has checkpoints in {self.checkpoints.folder}, which a reset would leave without their steps",
                 hint="reset a run that writes none: set --checkpoint-every 0, and another --out if it was resumed",
             )
+        self.rolling_back = True
         await self._batches.reset(_with_changes(self._first, self._live.state()), seed=seed)
         self._first = self._batches.state()
         await self._hand_to_trainer()
@@ -292,6 +331,7 @@ class Checkpointer:
         self._evaluator.rollback(0)
         await self.publish()
         self._note()
+        self.rolling_back = False
 
     def mark_best(self) -> None:
         """Mark the checkpoint with the best score; if the disk is full, the next checkpoint tries again.
@@ -313,22 +353,21 @@ class Checkpointer:
             case {"rollouts": dict(), "seconds": int() | float(), "live": live} if is_live_state(live) and isinstance(
                 state.get("kept", {}), dict
             ):
-                pass
+                batches = state["rollouts"].get("batches")
             case _:
                 message = f"{checkpoint.folder}/controller.json lacks state that resuming needs"
                 raise CheckpointError(message, hint=checkpoint.hint)
-        if updates != state.get("updates"):
-            raise CheckpointError(
-                f"{checkpoint.folder} holds a training state of {updates} updates, but a controller state of "
-                f"{state.get('updates')}",
-                hint=checkpoint.hint,
-            )
-        if not _critic_state(of_critic).items() <= state.items():
-            raise CheckpointError(
-                f"{checkpoint.folder} holds a critic of {of_critic[0]} updates, but a controller state of "
-                f"{state.get('critic_updates')}",
-                hint=checkpoint.hint,
-            )
+        parts = {"step": ("the name of step {}", checkpoint.step), "batches": ("rollouts of {} batches", batches)}
+        parts |= {"updates": ("a training state of {} updates", updates)}
+        if of_critic:
+            parts |= {"critic_updates": ("a critic of {} updates", of_critic[0])}
+        for name, (part, number) in parts.items():
+            if state.get(name) != number:
+                raise CheckpointError(
+                    f"{checkpoint.folder} holds {part.format(number)}, but a controller state of "
+                    f"{state.get(name)!r:.40}",
+                    hint=checkpoint.hint,
+                )
         return state
 
     def _save_changes(self) -> None:
@@ -338,23 +377,16 @@ class Checkpointer:
             self._warn(f"live changes are not saved until the next checkpoint: {error.strerror or error}")
 
     def _unsaved_changes(self) -> dict[str, Any] | None:
-        """Read the live changes that an earlier process made after the checkpoint; None if there are none.
+        """Read the live changes that an earlier process made; None if the checkpoint has them.
 
         Raises:
             CheckpointError: the file cannot be read.
         """
-        if not self._changes.exists():
-            return None
         hint = f"delete {self._changes} to resume without the changes since the last checkpoint"
         match read_object(self._changes, error=CheckpointError, hint=hint):
             case {"step": int(made_at), "live": dict(live)} if is_live_state(live):
                 return live if made_at >= self.step else None
         raise CheckpointError(f"{self._changes} cannot be read: it lacks something", hint=hint)
-
-
-def _critic_state(updates: Sequence[int]) -> dict[str, int]:
-    """Return the part of a controller's state that is about a critic, if there is one."""
-    return {"critic_updates": updates[0]} if updates else {}
 
 
 def _with_changes(rollouts: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:

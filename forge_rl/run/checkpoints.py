@@ -4,16 +4,21 @@ A checkpoint is `checkpoints/step-000012/` with `model/` (Hugging Face safetenso
 optimizer state in float32), `controller.json`, and `manifest.json`: size in bytes and XXH3 of each file. It is written
 to a temporary folder and renamed, so a folder of that name was complete once; the manifest shows whether it still is.
 `checkpoints/best` links to the checkpoint with the best score, if known.
+
+Manifest and controller's state name the format of a checkpoint, a number that increases when its files change.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import itertools
 import json
 import os
+import re
 import shutil
+import stat
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,10 +29,19 @@ import xxhash
 
 from forge_rl.errors import CheckpointError
 from forge_rl.models.resolve import checkpoints_in
-from forge_rl.run.run_dir import read_object
+from forge_rl.run.run_dir import read_object, write_json
+from forge_rl.system.folders import is_there, reading
 from forge_rl.system.tasks import ended
 
 MANIFEST = "manifest.json"
+FORMAT = 2
+"""Format of the checkpoints that are written. Format 1 named none."""
+_LATEST = "last_checkpoint.json"
+"""File of the run folder that names the newest checkpoint ever written: without it, a run whose checkpoints have gone
+would silently start at step 0."""
+_REPLACED = ".replaced"
+_ASIDE = re.compile(r"step-\d{6,}\.damaged-\d+")
+_ABSENT = (FileNotFoundError, NotADirectoryError)
 _READ_BYTES = 8 << 20
 _HASHING_THREADS = 8
 
@@ -58,24 +72,27 @@ class Checkpoint:
         """Read all files and describe the first damage in one line; "" if they are as written.
 
         Detects damage by disks or copying, not tampering, as an attacker can replace the manifest.
+
+        Raises:
+            CheckpointError: a file cannot be read, which says nothing about its content; or the format is a newer one.
         """
-        there = _files(self.folder)
-        try:
-            written = json.loads((self.folder / MANIFEST).read_text())["files"]
-            expected = {str(name): (int(size), str(digest)) for name, (size, digest) in written.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            return f"{MANIFEST} cannot be read: {next(iter(str(error).splitlines()), type(error).__name__)}"
-        for name, (size, _) in expected.items():
-            if name not in there:
-                return f"{name} is missing"
-            if (found := there[name].lstat().st_size) != size:
-                return f"{name} has {found} bytes, but was written with {size}"
-        try:
-            digests = _digests({name: there[name] for name in expected})
-        except OSError as error:
-            return f"{error.filename} cannot be read: {error.strerror or error}"
-        changed = (name for name, (_, digest) in expected.items() if digests[name] != digest)
-        return next((f"{name} has changed since it was written" for name in changed), "")
+        hint = f"repeat the command once it can be read; if its disk is broken, move {self.folder} away"
+        with reading(self.folder, hint):
+            files = _files(self.folder)
+            try:
+                manifest = json.loads((self.folder / MANIFEST).read_text())
+                _check_format(self.folder, manifest)
+                expected = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+            except (*_ABSENT, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                return f"{MANIFEST} cannot be read: {next(iter(str(error).splitlines()), type(error).__name__)}"
+            for name, (size, _) in expected.items():
+                if name not in files:
+                    return f"{name} is missing"
+                if (bytes_now := files[name].lstat().st_size) != size:
+                    return f"{name} has {bytes_now} bytes, but was written with {size}"
+            digests = _digests({name: files[name] for name in expected})
+            changed = (name for name, (_, digest) in expected.items() if digests[name] != digest)
+            return next((f"{name} has changed since it was written" for name in changed), "")
 
     @property
     def hint(self) -> str:
@@ -83,12 +100,15 @@ class Checkpoint:
         return f"delete {self.folder} to resume from the previous checkpoint"
 
     def controller_state(self) -> dict[str, Any]:
-        """Read the controller's saved state.
+        """Read the controller's saved state, converted to the current format.
 
         Raises:
-            CheckpointError: the file is missing or invalid.
+            CheckpointError: the file is missing or invalid, or of a newer format.
         """
-        return read_object(self.folder / "controller.json", error=CheckpointError, hint=self.hint)
+        state = read_object(self.folder / "controller.json", error=CheckpointError, hint=self.hint)
+        for number in range(_check_format(self.folder, state), FORMAT):
+            state = _CONVERTERS[number](state)
+        return state
 
 
 class Checkpoints:
@@ -106,17 +126,48 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int, keeps_best: bool = True) -> None:
         self.folder = folder
-        self._keep = keep
+        self.keep = keep
         self._keeps_best = keeps_best
         self._best = folder / "best"
+        self.unremoved = ""
+        """Why the last write could not remove an old checkpoint; "" if it did."""
+        with reading(folder):
+            self._put_back()
 
     def all(self) -> list[Checkpoint]:
-        """List all completely written checkpoints, oldest first."""
-        return [Checkpoint(step=step, folder=path) for step, path in checkpoints_in(self.folder).items()]
+        """List all completely written checkpoints, oldest first.
+
+        Raises:
+            CheckpointError: the folder exists and cannot be read; also of the methods that follow.
+        """
+        with reading(self.folder):
+            return [Checkpoint(step=step, folder=path) for step, path in checkpoints_in(self.folder).items()]
+
+    def of_step(self, step: int) -> Checkpoint:
+        """Return the checkpoint of a step, whether it exists or not."""
+        return Checkpoint(step=step, folder=self.folder / f"step-{step:06d}")
 
     def latest(self) -> Checkpoint | None:
         """Return the newest completely written checkpoint; None if there is none."""
         return next(reversed(self.all()), None)
+
+    def check_new(self) -> None:
+        """Check that no checkpoint was ever written here, before a run starts at step 0.
+
+        Raises:
+            CheckpointError: there was one, and none is left to resume from.
+        """
+        marker = self.folder.with_name(_LATEST)
+        with reading(self.folder):
+            names = os.listdir(self.folder) if is_there(self.folder) else []
+            aside = sorted(name for name in names if _ASIDE.fullmatch(name))
+            if not aside and not is_there(marker):
+                return
+        evidence = f"damaged ones are kept as {', '.join(aside)}" if aside else f"{marker} names one"
+        raise CheckpointError(
+            f"{self.folder} had checkpoints, and none is left to resume from ({evidence}): the run would start over",
+            hint=f"put them back, or choose another --out; to start again here, delete {self.folder} and {marker}",
+        )
 
     def set_damaged_aside(self, tell: Callable[[str], None]) -> Checkpoint | None:
         """Return the newest undamaged checkpoint; None if there is none.
@@ -124,29 +175,29 @@ class Checkpoints:
         Renames newer, damaged ones, and calls `tell` with a line about each.
 
         Raises:
-            CheckpointError: a damaged checkpoint cannot be renamed.
+            CheckpointError: a checkpoint cannot be read, or a damaged one cannot be renamed.
         """
         for checkpoint in reversed(self.all()):
             damage = checkpoint.damage()
             if not damage:
                 return checkpoint
             folder = checkpoint.folder
-            aside = next(
-                path for n in itertools.count() if not (path := folder.with_name(f"{folder.name}.damaged-{n}")).exists()
-            )
+            places = (folder.with_name(f"{folder.name}.damaged-{number}") for number in itertools.count())
             try:
+                aside = next(place for place in places if not is_there(place))
                 folder.rename(aside)
             except OSError as error:
                 raise CheckpointError(
                     f"{folder} is damaged ({damage}) and cannot be renamed: {error.strerror or error}",
                     hint="move it away to resume from the previous checkpoint",
                 ) from error
-            tell(f"{folder} is damaged, so the previous checkpoint is used: {damage}; it is kept as {aside.name}")
+            tell(f"{folder} is damaged, so another checkpoint is used: {damage}; it is kept as {aside.name}")
         return None
 
     def best(self) -> Checkpoint | None:
         """Return the checkpoint marked as best; None if there is none."""
-        marked = self._best.readlink().name if self._best.is_symlink() else ""
+        with reading(self._best):
+            marked = self._best.readlink().name if self._best.is_symlink() else ""
         return next((checkpoint for checkpoint in self.all() if checkpoint.folder.name == marked), None)
 
     def mark_best(self, scores: Mapping[int, float]) -> None:
@@ -206,8 +257,9 @@ class Checkpoints:
     def _begin(self, partial: Path, bytes_needed: int) -> None:
         """Remove leftovers of interrupted writes, and create the folders to fill."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._put_back()
         for leftover in self.folder.glob(".step-*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # the next write tries again
         free = shutil.disk_usage(self.folder).free
         if free < bytes_needed:
             raise CheckpointError(
@@ -219,28 +271,98 @@ class Checkpoints:
 
     def _commit(self, partial: Path, final: Path, controller_state: dict[str, object], unscored: int | None) -> None:
         """Flush everything to disk, rename the folder, and remove old checkpoints."""
-        (partial / "controller.json").write_text(json.dumps(controller_state, indent=1) + "\n")
+        try:
+            state = json.dumps({"format": FORMAT, **controller_state}, indent=1)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"the state of the run is not JSON: {error}",
+                hint="sources and kept objects must give numbers and texts",
+            ) from error
+        (partial / "controller.json").write_text(f"{state}\n")
         files = _files(partial)
         digests = _digests(files)
-        manifest = {"files": {name: [path.stat().st_size, digests[name]] for name, path in files.items()}}
+        listed = {name: [path.stat().st_size, digests[name]] for name, path in files.items()}
+        manifest = {"format": FORMAT, "forge_rl": _version(), "files": listed}
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         for path in (partial, *partial.rglob("*")):  # so that the rename never outruns the data
             _sync(path)
-        if final.exists():
-            # Rename cannot replace a non-empty folder; between the two renames the older checkpoint still exists.
-            final.rename(final.with_name(f".{final.name}.replaced"))
-        partial.rename(final)
+        if is_there(final):  # rename cannot replace a folder that is not empty
+            final.rename(final.with_name(f".{final.name}{_REPLACED}"))
+        try:
+            partial.rename(final)
+        except OSError:
+            self._put_back()
+            raise
         _sync(self.folder)
+        self.unremoved = ""
+        try:
+            write_json(self.folder.with_name(_LATEST), {"checkpoint": final.name})
+            self._remove_old(unscored)
+        except (OSError, CheckpointError) as error:  # the new one is complete all the same
+            self.unremoved = str(error)
+
+    def _remove_old(self, unscored: int | None) -> None:
         best = self.best()
         spared = {unscored if self._keeps_best else None, best.step if best else None}
-        old = [checkpoint.folder for checkpoint in self.all()[: -self._keep] if checkpoint.step not in spared]
-        for folder in (*old, *self.folder.glob(".step-*")):
+        for checkpoint in self.all()[: -self.keep]:
+            if checkpoint.step not in spared:  # renamed first: one that is half removed would seem damaged
+                checkpoint.folder.rename(self.folder / f".{checkpoint.folder.name}.removed")
+        for folder in self.folder.glob(".step-*"):
             shutil.rmtree(folder)
+
+    def _put_back(self) -> None:
+        """Give checkpoints their names back whose replacement an error or the death of a process interrupted."""
+        for path in self.folder.glob(f".step-*{_REPLACED}"):
+            name = path.name.removeprefix(".").removesuffix(_REPLACED)
+            if not is_there(self.folder / name):
+                path.rename(self.folder / name)
+
+
+def _check_format(folder: Path, header: Mapping[str, Any]) -> int:
+    """Return the format that a file of a checkpoint states.
+
+    Raises:
+        CheckpointError: it is newer than this version of forge_rl.
+    """
+    number = header.get("format", 1)
+    if isinstance(number, int) and 1 <= number <= FORMAT:
+        return number
+    by = f", written by forge_rl {header['forge_rl']!s:.40}" if "forge_rl" in header else ""
+    raise CheckpointError(
+        f"{folder} has the format {number!r:.40}{by}; forge_rl {_version()} reads formats 1 to {FORMAT}",
+        hint="resume with the version of forge_rl that wrote it, or choose another --out",
+    )
+
+
+def _version() -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("forge_rl")
+    return "of unknown version"
+
+
+def _stating_batches(state: dict[str, Any]) -> dict[str, Any]:
+    """Convert a controller's state of format 1, in which only the rollouts state the number of batches."""
+    rollouts = state.get("rollouts")
+    return {**state, "format": 2, "batches": rollouts.get("batches") if isinstance(rollouts, dict) else None}
+
+
+_CONVERTERS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _stating_batches}
+"""Makes a controller's state of each older format one of the next."""
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Map the name of each file of a checkpoint to its path, ignoring links."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    """Map the name of each file of a checkpoint to its path, ignoring links.
+
+    Raises:
+        OSError: a folder or a file's status cannot be read; Path.rglob may take that for an absence.
+    """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, _ABSENT):
+            raise error
+
+    walked = ((Path(place, name) for name in names) for place, _, names in os.walk(folder, onerror=refuse))
+    paths = [path for path in sorted(itertools.chain.from_iterable(walked)) if stat.S_ISREG(path.lstat().st_mode)]
     return {path.relative_to(folder).as_posix(): path for path in paths if path != folder / MANIFEST}
 
 

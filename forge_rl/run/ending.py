@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from forge_rl.errors import CheckpointError
 from forge_rl.metrics.sinks import RunOutcome
 from forge_rl.run.checkpointing import Checkpointer
 from forge_rl.run.monitor import RunMonitor
@@ -53,11 +54,20 @@ class Ending:
     async def save(self) -> None:
         """Save the steps since the last checkpoint, if the run writes checkpoints and its trainers are alive.
 
-        A step in which only one of trainer and critic took updates is not saved, since the other's may be missing; nor
-        are the steps before it, whose state is gone.
+        Nothing is saved of a run that was rolling back, whose parts are then of different steps. A step in which only
+        one of trainer and critic took updates is not saved, since the other's may be missing; nor are the steps before
+        it, whose state is gone.
         """
         run, trainers, log = self._run, self._services.trainers, self._monitor.log
-        if run.config.checkpoint_every == 0 or not all(trainer.alive for trainer in trainers):
+        if run.config.checkpoint_every == 0:
+            return
+        if self._checkpointer.rolling_back:
+            log.event(
+                "nothing is saved, as the run was rolling back; the same command resumes from step "
+                f"{self._checkpointer.saved or 0}"
+            )
+            return
+        if not all(trainer.alive for trainer in trainers):
             return
         for trainer in trainers:
             await trainer.wait_idle()
@@ -78,12 +88,17 @@ class Ending:
 
     def _summarise(self, outcome: RunOutcome, cause: str = "", *, shown: bool = False) -> None:
         checkpoints = self._checkpointer.checkpoints
+        latest = best = None
+        try:
+            latest, best = checkpoints.latest(), checkpoints.best()
+        except CheckpointError as error:  # the end has another cause, or none
+            self._monitor.log.warn(f"the summary names no checkpoint: {error}")
         self._monitor.summarise(
             self._run.step,
             self._checkpointer.seconds,
             self._run.scores,
-            checkpoints.latest(),
-            checkpoints.best(),
+            latest,
+            best,
             outcome=outcome,
             cause=cause,
             shown=shown,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,26 @@ from forge_rl.errors import ConfigError, ForgeError
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a value as readable JSON, atomically: a killed process leaves the old file or the new one."""
+    """Write a value as readable JSON, atomically: a killed process or machine leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
+    with partial.open("w") as file:
+        file.write(json.dumps(value, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())  # else the rename may reach the disk before the content
     partial.replace(path)
 
 
 def read_object(
     path: Path, *, error: type[ForgeError] = ConfigError, hint: str = "choose another --out"
 ) -> dict[str, Any]:
-    """Read a JSON object from an existing run; raises `error` if the file does not exist or is invalid."""
+    """Read a JSON object from an existing run; raises `error` if the file does not exist, is invalid, or cannot be read
+    at the moment, which its hint tells apart."""
     try:
         content = json.loads(path.read_text())
         if not isinstance(content, dict):
             raise ValueError("it does not hold a JSON object")
     except (OSError, ValueError, RecursionError) as cause:
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            hint = "it may be intact: repeat the command once it can be read"
         raise error(f"{path} cannot be read: {cause}", hint=hint) from cause
     return content

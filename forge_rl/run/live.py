@@ -129,7 +129,7 @@ class MixtureKnob:
                 for source, weight in weights.items():
                     if isinstance(weight, bool) or not isinstance(weight, int | float):
                         raise ConfigError(f"the weight of {source!r} is {weight!r}", hint="choose a number from 0 up")
-                    self._mixture[source] = weight
+                self._mixture.update(weights)
             case {"adapting": dict(settings)}:
                 if settings.get("adapt", "off") not in ("off", "success"):
                     raise ConfigError(f"the mixture cannot adapt by {settings['adapt']!r}", hint="set off or success")
@@ -313,16 +313,21 @@ class ReplicasKnob:
         """Start or stop replicas until there are as many.
 
         Raises:
-            ConfigError: the run lacks such a service, or room for so many.
+            ConfigError: the run lacks such a service, or room for so many; nothing has then changed.
         """
-        for name, count in values.items():
+        for name in values:
             if name not in self._services:
                 known = ", ".join(self._services) or "nothing: the run generates no episodes"
                 raise ConfigError(f"the run has no {name} to scale", hint=f"scale {known}")
-            before = self._services[name].replicas
-            self._services[name].scale(count)
-            self._set[name] = count
-            self._changed(f"{name} {before} -> {count}")
+        before = self.read()
+        with contextlib.ExitStack() as undo:
+            for name, count in values.items():
+                self._services[name].scale(count)
+                undo.callback(self._services[name].scale, before[name])
+            undo.pop_all()
+        self._set |= values
+        for name, count in values.items():
+            self._changed(f"{name} {before[name]} -> {count}")
 
     def changes(self) -> dict[str, Any]:
         return {name: count for name, count in self._set.items() if count != self.given[name]}
@@ -406,7 +411,7 @@ class LiveSettings:
         Raises:
             ForgeError: there is no such knob, or it cannot have these values.
         """
-        if name not in self.knobs or not isinstance(values, dict):
+        if not isinstance(name, str) or name not in self.knobs or not isinstance(values, dict):
             raise ConfigError(f"a live run has no {name!r} to set", hint=f"set one of {', '.join(self.knobs)}")
         async with self._writing:
             await self.knobs[name].write(values)

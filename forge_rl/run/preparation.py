@@ -130,14 +130,17 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         display = Display(config.display, phase_clock=clock)
         damaged: list[str] = []
         mirror = CheckpointMirror(config.checkpoint_mirror) if config.checkpoint_mirror else None
-        if mirror is not None:
-            same = partial(check_same, config=config, code=code, flag="--checkpoint-mirror")
-            restore = partial(mirror.restore, folder, same=same, tell=damaged.append, progress=display.progress)
-            await asyncio.to_thread(restore)
         checkpoints = Checkpoints(
             folder / "checkpoints", keep=config.keep_checkpoints, keeps_best=config.evaluation.keep_best
         )
         checkpoint = await asyncio.to_thread(checkpoints.set_damaged_aside, damaged.append)
+        if mirror is not None:  # afterwards, so that its copies replace damaged ones
+            compare = partial(check_same, config=config, code=code, flag="--checkpoint-mirror")
+            restore = partial(mirror.restore, folder, same=compare, tell=damaged.append, progress=display.progress)
+            await asyncio.to_thread(restore)
+            checkpoint = checkpoints.latest()
+        if checkpoint is None:
+            checkpoints.check_new()
         faults = Faults(phase=lambda: clock.current, hold=hold)
         sinks = _sinks(config, folder, notes)
         if config.prometheus:

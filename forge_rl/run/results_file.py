@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from forge_rl.system.folders import is_there
 from forge_rl.types import Episode, Outcome, Score, Task
 
 Sets = Mapping[str, Sequence[Task]]
@@ -27,15 +28,18 @@ class Results:
         self._tasks = {_key(name, task): task for name, tasks in sets.items() for task in tasks}
         self.episodes: dict[Key, Sequence[Episode]] = {}
         """Episodes of the finished tasks."""
-        whole = b""
-        for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else []:
+        content, intact = path.read_bytes() if is_there(path) else b"", b""
+        for line in content.splitlines(keepends=True):
             found = self._read(line)
             if found is not None:
-                whole += line
+                intact += line
                 key, episodes = found
                 if key in self._tasks and all(episode.outcome.scored for episode in episodes):
                     self.episodes[key] = episodes
-        path.write_bytes(whole)
+        if intact != content or not content:  # replaced in one step, as it holds hours of work
+            partial = path.with_name(f".{path.name}.partial")
+            partial.write_bytes(intact)
+            partial.replace(path)
 
     def add(self, name: str, episodes: Sequence[Episode]) -> None:
         """Store the episodes of a task."""

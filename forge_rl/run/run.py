@@ -295,7 +295,7 @@ class Run(Generic[C]):
         """
         trainers = self._services.trainers
         for trainer in trainers:
-            if not trainer.alive:
+            if not trainer.alive or self._checkpointer.rolling_back:  # a session may continue after an interrupt
                 await self._recover(trainer.name)
 
         async def raise_death(trainer: Trainer) -> None:

@@ -79,7 +79,7 @@ class RunConfig:
     """Number of newest checkpoints to keep."""
     checkpoint_mirror: str = ""
     """Address to which each checkpoint is copied, such as s3://bucket/run, in any of fsspec's file systems. A run whose
-    folder is lost, or older, resumes from there. Only one run may write to it; it holds no logs and no episodes."""
+    folder is lost, damaged or older resumes from there. Only one run may write to it; it has no logs or episodes."""
     out: Path | None = None
     """Run folder; by default one under runs/, named after the settings. The same command resumes a stopped run."""
     force_continue: bool = False

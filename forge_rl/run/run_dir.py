@@ -31,7 +31,7 @@ from forge_rl.run.json_files import write_json as write_json
 from forge_rl.run.started_from import read_records, record_model, where_moved
 from forge_rl.run.target import TargetConfig
 from forge_rl.runtime.isolation import Isolation
-from forge_rl.system.folders import make_private
+from forge_rl.system.folders import is_there, make_private, reading
 from forge_rl.system.redaction import is_secret, without_credentials
 from forge_rl.system.terminal import visible
 
@@ -86,17 +86,23 @@ def choose_folder(
 
     Raises:
         ConfigError: the folder holds a run with other settings or code, or is not a run folder.
+        CheckpointError: it cannot be read.
     """
+    with reading(out or Path("runs")):
+        return _choose_folder(config, recipe, out, code or {})
+
+
+def _choose_folder(config: object, recipe: str, out: Path | None, code: Mapping[str, str]) -> tuple[Path, list[str]]:
     if out is not None:
-        return out, check_same(out, config, code or {})
+        return out, check_same(out, config, code)
     settings = {name: value for name, value in as_flat_json(config).items() if not _matches(name, _FREE)}
     for name in _UNSAID:
         settings.pop(name, None)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     number = 1
-    while (folder := Path("runs") / (f"{recipe}-{digest}" + (f"-{number}" if number > 1 else ""))).exists():
+    while is_there(folder := Path("runs") / (f"{recipe}-{digest}" + (f"-{number}" if number > 1 else ""))):
         if not is_finished(folder):
-            return folder, check_same(folder, config, code or {})
+            return folder, check_same(folder, config, code)
         number += 1
     return folder, _others(recipe, config)
 
@@ -108,7 +114,7 @@ def is_finished(folder: Path) -> bool:
         ConfigError: the summary cannot be read.
     """
     path = folder / "summary.json"
-    return path.exists() and read_object(path).get("outcome", "finished") == "finished"
+    return is_there(path) and read_object(path).get("outcome", "finished") == "finished"
 
 
 def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None = None) -> int:
@@ -139,7 +145,8 @@ def prepare_folder(folder: Path, config: object, code: Mapping[str, str] | None 
 
 
 def _has_checkpoints(folder: Path) -> bool:
-    return any((folder / "checkpoints").glob("step-*"))
+    checkpoints = folder / "checkpoints"
+    return is_there(checkpoints) and any(checkpoints.iterdir())
 
 
 def _locked(folder: Path) -> int:
@@ -277,8 +284,8 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
     Raises:
         ConfigError: they are another run's, or the run is finished.
     """
-    if not (folder / "config.json").exists():
-        if folder.is_dir() and any(folder.iterdir()) and not (folder / "logs").is_dir():
+    if not is_there(folder / "config.json"):
+        if is_there(folder) and any(folder.iterdir()) and not is_there(folder / "logs"):
             raise ConfigError(f"{folder} is not a run folder and not empty", hint="choose another --out")
         return []
     changed = _changed(folder, config)
@@ -289,12 +296,17 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
         counted = [changed[name] for name in ("steps", "trainer.minibatches", "trainer.epochs") if name in changed]
         refused += [f"{said}, over which the learning rate decays: it would jump" for said in counted]
     before: object = {}
-    with contextlib.suppress(ConfigError):
+    try:
         before = read_object(folder / "versions.json").get("code")
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
+            raise  # it would be overwritten
     before = before if isinstance(before, dict) else {}
     edited = [f"{name} was edited" for name, digest in code.items() if before.get(name, digest) != digest]
     moved: list[str] = []
-    if _has_checkpoints(folder):  # else nothing was made by other code, or from another model
+    if not _has_begun(folder):  # nothing was made by other settings or code, as after a start that failed
+        refused = []
+    elif _has_checkpoints(folder):  # else nothing was made by other code, or from another model
         refused += edited
         moved = [change for record in read_records(folder).items() if (change := where_moved(*record))]
     if refused and not getattr(config, "force_continue", False):
@@ -313,6 +325,14 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
             )
     differs = [*changed.values(), *edited, *moved]
     return [f"the run is continued with changes: {', '.join(differs)}"] if differs else []
+
+
+def _has_begun(folder: Path) -> bool:
+    """Return whether a run has left metrics or checkpoints in its folder, or in a copy of it that lacks metrics."""
+    metrics, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
+    if not is_there(metrics):
+        return not is_there(folder / "logs") or is_there(checkpoints)
+    return metrics.stat().st_size > 0 or is_there(checkpoints)
 
 
 def _others(recipe: str, config: object) -> list[str]:

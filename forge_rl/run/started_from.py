@@ -10,6 +10,7 @@ from forge_rl.errors import ConfigError
 from forge_rl.models.digests import model_digests
 from forge_rl.models.resolve import model_in
 from forge_rl.run.json_files import read_object, write_json
+from forge_rl.system.folders import is_there
 
 _FILE = "models.json"
 
@@ -33,7 +34,7 @@ def read_records(run: Path) -> dict[str, ModelRecord]:
         ConfigError: the record cannot be read.
     """
     path = run / _FILE
-    if not path.exists():
+    if not is_there(path):
         return {}
     try:
         return {flag: ModelRecord(**record) for flag, record in read_object(path).items()}

@@ -1,4 +1,4 @@
-"""Folder ownership checks, made before contents are read, executed or written."""
+"""Folders: ownership checks, made before contents are read, executed or written, and failures to read them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,31 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge_rl.errors import ForgeError
+from forge_rl.errors import CheckpointError, ForgeError
+
+
+def is_there(path: Path) -> bool:
+    """Return whether a file or folder exists.
+
+    Raises:
+        OSError: that cannot be found out, as on a file server that is away; `Path.exists` may then return False.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def reading(path: Path, hint: str = "nothing was changed: repeat the command once it can be read") -> Iterator[None]:
+    """Convert an OSError in the body to a CheckpointError: an unreadable file is neither absent nor damaged."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or path} cannot be read: {error.strerror or error}", hint=hint
+        ) from error
 
 
 def make_private(folder: Path, error: type[ForgeError], *, deep: bool = True) -> None:

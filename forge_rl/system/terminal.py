@@ -21,6 +21,17 @@ def clipped(text: str, *, lines: int, width: int) -> str:
     return "\n".join(kept)
 
 
+def shortened(text: str, most: int = 10_000) -> str:
+    """Return a text of at most about so many characters: its start, and its end, in which an error says most.
+
+    Texts of exceptions may quote a page or an array; cut them before they are searched, shown or written.
+    """
+    if len(text) <= most:
+        return text
+    end = most // 4
+    return f"{text[: most - end]} … {len(text) - most} characters … {text[-end:]}"
+
+
 def visible(text: str) -> str:
     r"""Escape characters that a terminal would act on or hide, as Python does: ESC becomes `\x1b`; keeps \n and \t."""
     return _ACTS.sub(lambda found: ascii(found[0])[1:-1], text)
