@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from forge_rl.errors import ConfigError
 from forge_rl.gateway.request_state import REQUEST
+from forge_rl.tokens.thoughts import Thoughts, without_thoughts
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import ToolCall, Turn
 
@@ -49,6 +50,7 @@ class ToolParser:
         self._warn = warn
         self._loading = asyncio.Lock()
         self._cls: type[Any] | None = None
+        self._thoughts = Thoughts(tokenizer.hf)
 
     @property
     def cls(self) -> type[Any]:
@@ -68,13 +70,31 @@ class ToolParser:
                 gc.freeze()  # a collection over all of vLLM would block the event loop for half a second
 
     async def parse(self, turn: Turn, tools: Sequence[Mapping[str, object]]) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return a turn's content and calls of `tools`. Text that the parser cannot read is content."""
+        """Return a turn's content and calls of `tools`, both without thoughts: a call that is only drafted there is
+        none. Text that the parser cannot read is content."""
         await self.load()
         from forge_rl.gateway import vllm_internals as vllm
 
         asked = {"messages": [], "tools": list(tools), "tool_choice": "auto"}
         request = vllm.ChatCompletionRequest.model_validate(asked)
-        return read_calls(self.cls(self._tokenizer.hf, request.tools), request, turn.text, turn.token_ids.tolist())
+        parser, ids = self.cls(self._tokenizer.hf, request.tools), turn.token_ids.tolist()
+        if self._thoughts.is_harmony:
+            return read_calls(parser, request, turn.text, ids)
+        parser.adjust_request(request)
+        text = without_thoughts(turn.text, self._thoughts.tags)
+        content, calls = read_calls(parser, request, self._with_markers(text, ids, request), [])
+        return content if calls else text, calls
+
+    def _with_markers(self, text: str, ids: list[int], request: Any) -> str:
+        """Return a completion's text with the special tokens that its calls may be marked by."""
+        special = set(self._tokenizer.hf.all_special_ids)
+        if request.skip_special_tokens or special.isdisjoint(ids):
+            return text
+        if ids[-1] in self._tokenizer.stop_ids:
+            ids = ids[:-1]
+        if special.isdisjoint(ids):
+            return text
+        return without_thoughts(self._tokenizer.decode(ids, skip_special=False), self._thoughts.tags)
 
     def _load(self) -> type[Any]:
         from forge_rl.gateway import vllm_internals as vllm

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from forge_rl.errors import TaskError, check_flags
 from forge_rl.rewards.extract import Extract, extract, last_number, true_answers
+from forge_rl.rewards.protocol import TextReward
 from forge_rl.types import Episode, Score, Task
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -17,7 +18,7 @@ _PUNCTUATION = re.compile(r"[-.](?!\d)|[^\w\s.-]|_")  # except a number's sign a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exact:
+class Exact(TextReward):
     """Scores 1.0 for exactly the true answer, except for surrounding space.
 
     Exact(extract="tagged")(task, "<answer>5</answer>")  # Score(total=1.0, answer="5")
@@ -36,7 +37,7 @@ class Exact:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Match:
+class Match(TextReward):
     """Scores 1.0 for the true answer, ignoring case, articles, punctuation and spaces, as SQuAD's exact match does
     (arXiv 1606.05250, section 6.1).
 
@@ -60,7 +61,7 @@ class Match:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Number:
+class Number(TextReward):
     """Scores 1.0 if the last number of the answer is the true one, within a tolerance.
 
     Number(tolerance=0.01)(task, "about 3.14")  # 1.0 if the answer is "3.1416"

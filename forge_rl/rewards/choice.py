@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from forge_rl.rewards.extract import boxed, tagged, true_answers
+from forge_rl.rewards.protocol import TextReward
 from forge_rl.types import Score, Task
 
 _STATED = re.compile(r"(?i:answer(?: is)?:?) ?(?:\*\*)?\(?([A-Z])\b")
@@ -14,7 +15,7 @@ _LONGEST = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(TextReward):
     """Scores 1.0 if a completion chooses the right letter, as in MMLU-Pro.
 
         Choice()(task, "So the answer is (C).")  # Score(total=1.0) if task.truth is {"answer": "C"}

@@ -9,6 +9,7 @@ from typing import ClassVar, cast
 
 from forge_rl.errors import ConfigError, check_flags
 from forge_rl.rewards.extract import boxed, tagged, true_answers
+from forge_rl.rewards.protocol import TextReward
 from forge_rl.rewards.workers import shared_workers
 from forge_rl.types import Score, Task
 
@@ -17,7 +18,7 @@ _LONGEST = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Maths:
+class Maths(TextReward):
     r"""Scores 1.0 for an answer that math-verify finds equal to the true one, as 0.5 and \frac{1}{2} are.
 
     await Maths()(task, "so it is \\boxed{0.5}")  # Score(total=1.0, answer="1/2")
@@ -42,7 +43,7 @@ class Maths:
     async def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without an answer, ForgeError if a worker process does not start."""
         workers = shared_workers(__name__, "compare", self.processes, self.timeout_s, ("math_verify", "sympy"))
-        compared = await workers(true_answers(task, self.key, "math"), text)
+        compared = await workers(true_answers(task, self.key, "math"), self.graded(text))
         if compared is None:
             return Score(total=0.0, parts={"late": 1.0})
         equal, answer = cast(tuple[bool, str], compared)

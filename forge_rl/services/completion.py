@@ -157,6 +157,7 @@ class ResumableCompletion:
             logprobs=logprobs,
             versions=versions,
             text=self.text,
+            answer=self._tokenizer.thoughts.answer(self.prompt_ids, ids, self.text),
             truncated=self.finish == "length",
             # Dead engines sent no routing; the last engine has prefilled all earlier tokens.
             routed=None if chunks[-1].routed is None else chunks[-1].routed[: len(self.prompt_ids) + len(ids) - 1],

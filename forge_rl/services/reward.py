@@ -130,7 +130,8 @@ class Reward:
     ) -> Sequence[Score]:
         """Score episodes with a function that has this version in the shared replicas."""
         task = episodes[0].task
-        given = [episode.text for episode in episodes] if form == "text" else list(episodes)
+        answers_suffice = form == "text" and not any(map(protocol.sees_thoughts, parts_of(function).values()))
+        given = [episode.text for episode in episodes] if answers_suffice else list(episodes)
         asking = [(self._shared, version)] if self._shared.given[version] else []
         asking += [(pool, pool.version) for pool in own.values()]
         if len(asking) == 1:  # a task of its own would take as long as everything else here

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.control_tokens import ControlTokens
+from forge_rl.tokens.thoughts import Thoughts
 from forge_rl.tokens.tool_text import as_text, has_tools
 
 if TYPE_CHECKING:
@@ -221,6 +222,11 @@ class Tokenizer:
             value = self._setting(file, "eos_token_id")
             found |= set(value) if isinstance(value, list) else {value}
         return tuple(sorted(token for token in found if isinstance(token, int)))
+
+    @cached_property
+    def thoughts(self) -> Thoughts:
+        """Tells thoughts from answers in completions."""
+        return Thoughts(self.hf, self.stop_ids)
 
     @cached_property
     def pad_id(self) -> int | None:
