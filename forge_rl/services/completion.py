@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from forge_rl.errors import PoisonError, ReplicaError
 from forge_rl.token_arrays import CacheUse, Chunk, ScoredTokens, TokenIds, read_only
-from forge_rl.tokens.tokenizer import TextStream, Tokenizer
+from forge_rl.tokens.text_stream import TextStream
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling, Turn
 
 GATHER_S = 0.2

@@ -255,7 +255,8 @@ class Generator:
             DeadlineError: no chunk came for config.request_deadline_s.
             ServiceError: no engine is left.
         """
-        prompt_ids, sampling = completion.shown, completion.rest
+        # Engines read the model's settings, which need not name the token that ends turns.
+        prompt_ids, sampling = completion.shown, completion.rest.updated(stop_ids=self._tokenizer.stop_ids)
         self._check(prompt_ids, sampling)
         suspect = completion.suspect
         if suspect:

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.control_tokens import ControlTokens
+from forge_rl.tokens.stops import TurnEnds, find_turn_ends
+from forge_rl.tokens.text_stream import TextStream
 from forge_rl.tokens.thoughts import Thoughts
 from forge_rl.tokens.tool_text import as_text, has_tools
 
@@ -114,7 +116,7 @@ class Tokenizer:
             messages, tools = as_text(messages, tools or ()), None
 
         def text(messages: _Messages, tools: _Messages) -> str:
-            return self._text(messages, add_generation_prompt=add_generation_prompt, tools=tools, settings=settings)
+            return self.text(messages, add_generation_prompt=add_generation_prompt, tools=tools, settings=settings)
 
         ids = self._encode_rendered(text, messages, tools or ())
         assert ids is not None
@@ -132,7 +134,8 @@ class Tokenizer:
         """Append new messages, such as a tool's output, to a finished turn, up to where the next completion begins.
 
         The result starts with `ids` unchanged: the engine's output is never retokenised, so each turn is an exact
-        prefix of the next.
+        prefix of the next. Only a stop token that is not the one that the template writes there, such as gpt-oss's
+        <|return|>, makes way for the template's: the model sees histories as it was trained to, with one end a turn.
 
         Args:
             ids: all tokens up to and including the completion. If they do not end with a stop token (the completion
@@ -157,10 +160,14 @@ class Tokenizer:
                 f"the chat template of {self.folder} drops earlier completions, so a conversation cannot continue",
                 hint="use a model whose template keeps all turns",
             )
-        end = next((index for index, token in enumerate(delta) if token in self.stop_ids), None)
+        end = next((index for index, token in enumerate(delta) if token in self._closing_ids), None)
         if end is not None:
-            # `delta` up to and including `end` closes the completion; one that stopped already contains that.
-            delta = delta[end + 1 :] if len(ids) and ids[-1] in self.stop_ids else delta[end:]
+            # `delta` up to and including `end` closes the completion; one that stopped with that token contains it.
+            stopped = len(ids) > 0 and ids[-1] in self.stop_ids
+            if stopped and ids[-1] == delta[end]:
+                delta = delta[end + 1 :]
+            else:
+                ids, delta = ids[:-1] if stopped else ids, delta[end:]
         return np.concatenate([np.asarray(ids, np.int32), np.asarray(delta, np.int32)])
 
     def encode(self, text: str, *, add_special: bool = False) -> tuple[int, ...]:
@@ -208,20 +215,37 @@ class Tokenizer:
         tool = {"type": "function", "function": {"name": probe, "description": "", "parameters": {"type": "object"}}}
         user = {"role": "user", "content": "?"}
         try:
-            tools_shown = probe in self._text([user], add_generation_prompt=True, tools=[tool])
+            tools_shown = probe in self.text([user], add_generation_prompt=True, tools=[tool])
             called: _Messages = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
-            return tools_shown and probe in self._text(called, add_generation_prompt=False, tools=None)
+            return tools_shown and probe in self.text(called, add_generation_prompt=False, tools=None)
         except ModelError:
             return False
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Token ids that end a completion: the union of generation config, config and tokenizer, ascending."""
-        found = {self.hf.eos_token_id}
+        """Token ids that end a completion: those of the model's settings, and the chat template's end of a turn."""
+        added = () if self.added_stop is None else (self.added_stop,)
+        return tuple(sorted({*self.configured_stop_ids, *added}))
+
+    @cached_property
+    def configured_stop_ids(self) -> tuple[int, ...]:
+        """Union of the ids that generation config, config and tokenizer name, ascending."""
+        tokens = {self.hf.eos_token_id}
         for file in ("generation_config.json", "config.json"):
             value = self._setting(file, "eos_token_id")
-            found |= set(value) if isinstance(value, list) else {value}
-        return tuple(sorted(token for token in found if isinstance(token, int)))
+            tokens |= set(value) if isinstance(value, list) else {value}
+        return tuple(sorted(token for token in tokens if isinstance(token, int)))
+
+    @cached_property
+    def turn_ends(self) -> TurnEnds:
+        """Tokens with which the chat template ends the assistant's turns."""
+        return find_turn_ends(self)
+
+    @property
+    def added_stop(self) -> int | None:
+        """Token with which the chat template ends turns if no setting of the model names it, as of some base models."""
+        token = self.turn_ends.trained
+        return None if token in self.configured_stop_ids else token
 
     @cached_property
     def thoughts(self) -> Thoughts:
@@ -253,13 +277,13 @@ class Tokenizer:
         if text is None:
             return None
         ids = self.encode(text)
-        if self.parse_control_tokens or not self._control.may_occur(parts, text):
+        if self.parse_control_tokens or not self.control.may_occur(parts, text):
             return ids
-        hidden = self._control.hide(parts, text)
+        hidden = self.control.hide(parts, text)
         rendered = text if hidden.parts == parts else render(*hidden.parts)
         if rendered is None:
             return None
-        return ids if self._control.only_those_of(rendered, ids) else self._control.encode(rendered, hidden)
+        return ids if self.control.only_those_of(rendered, ids) else self.control.encode(rendered, hidden)
 
     def _after_completion(
         self, messages: _Messages, tools: _Messages, calls: _Messages, *, settings: Mapping[str, object] | None
@@ -276,7 +300,7 @@ class Tokenizer:
             completion |= {"content": "", "tool_calls": [*calls[:-1], marked]}
         conversation: _Messages = [{"role": "user", "content": "?"}, completion, *messages]
         try:
-            text = self._text(conversation, add_generation_prompt=True, tools=tools, settings=settings)
+            text = self.text(conversation, add_generation_prompt=True, tools=tools, settings=settings)
         except ModelError:
             if calls:
                 return None
@@ -284,17 +308,23 @@ class Tokenizer:
         _, found, after = text.partition(self._completion)
         if not calls:
             return after if found else None
-        ends = [at for token in self.stop_ids if (at := after.find(self.hf.convert_ids_to_tokens(token) or "\0")) >= 0]
+        names = map(self.hf.convert_ids_to_tokens, self._closing_ids)
+        ends = [place for name in names if (place := after.find(name or "\0")) >= 0]
         return after[min(ends) :] if ends else None
 
-    def _text(
+    def text(
         self,
         messages: _Messages,
         *,
         add_generation_prompt: bool,
-        tools: _Messages | None,
+        tools: _Messages | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> str:
+        """Return the text that the chat template renders; arguments as for `render`.
+
+        Raises:
+            ModelError: the template refuses these messages.
+        """
         try:
             text: str = self.hf.apply_chat_template(
                 [dict(message) for message in messages],
@@ -312,8 +342,15 @@ class Tokenizer:
             ) from error
 
     @cached_property
-    def _control(self) -> ControlTokens:
+    def control(self) -> ControlTokens:
+        """Control tokens of the vocabulary."""
         return ControlTokens(self.hf.backend_tokenizer)
+
+    @cached_property
+    def _closing_ids(self) -> tuple[int, ...]:
+        """Ids of tokens that end the assistant's turns in a history."""
+        inner = self.turn_ends.inner
+        return self.stop_ids if inner is None else (*self.stop_ids, inner)
 
     @cached_property
     def _added(self) -> frozenset[int]:
@@ -334,29 +371,6 @@ class Tokenizer:
             return None
         settings = json.loads(path.read_text())
         return settings.get(key, settings.get("text_config", {}).get(key))
-
-
-class TextStream:
-    """Decodes one completion token by token; a character that is split over tokens is returned with the last one."""
-
-    def __init__(self, hf: PreTrainedTokenizerFast, prompt_ids: TokenIds, skip_special: bool) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._tokenizer = hf.backend_tokenizer
-        self._fresh = lambda ids: DecodeStream(ids=ids, skip_special_tokens=skip_special)
-        # Whether a word begins with a blank depends on the preceding tokens.
-        self._stream = self._fresh(np.asarray(prompt_ids[-8:]).tolist())
-
-    def add(self, token: int) -> str:
-        """Return the text that a token adds; "" while a character is incomplete."""
-        try:
-            return self._stream.step(self._tokenizer, token) or ""
-        except Exception as error:
-            # Invalid UTF-8 can make the stream lose its prefix (vLLM issue 17448).
-            if not str(error).startswith("Invalid prefix encountered"):
-                raise
-            self._stream = self._fresh([])
-            return self._stream.step(self._tokenizer, token) or ""
 
 
 def check_same_tokens(who: str, folder: Path, policy: Path) -> None:

@@ -14,6 +14,7 @@ from forge_rl.engines.titan.blocks import Block, LoadPlanner
 from forge_rl.engines.titan.index import TensorReader
 from forge_rl.models.hf_folder import complete_folder, open_weights, tensor_files
 from forge_rl.runtime.far_files import Folder, filled
+from forge_rl.tokens.stops import name_added_stop
 from forge_rl.weights.names import VALUE_HEAD, Part
 from forge_rl.weights.slices import TensorSlice
 
@@ -172,3 +173,4 @@ class Export:
                 placed |= dict.fromkeys(names, self._name(at))
         dtype = str(self._dtype).removeprefix("torch.")
         complete_folder(self._source, folder, dtype=dtype, placed=placed, total_bytes=total, valued=self._valued)
+        name_added_stop(self._source, folder)

@@ -1,0 +1,90 @@
+"""Tokens that end a turn: those of the model's settings, and the one that its chat template writes."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forge_rl.errors import ModelError
+
+if TYPE_CHECKING:
+    from forge_rl.tokens.tokenizer import Tokenizer
+
+_GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnEnds:
+    """Tokens with which a chat template ends the assistant's turns, found by rendering two turns."""
+
+    last: int | None
+    """Token after an answer that nothing follows."""
+    inner: int | None
+    """Token after an answer that a question follows. gpt-oss's, <|end|>, also ends thoughts, so it stops no engine."""
+
+    @property
+    def trained(self) -> int | None:
+        """Token that a model learns to end its turns with; None if the template writes none."""
+        return self.inner if self.last is None else self.last
+
+
+def find_turn_ends(tokenizer: Tokenizer) -> TurnEnds:
+    """Render an answer, alone and before another question, and return the control tokens after it."""
+    controls = tokenizer.control.ids
+    answer, question = (f"{name}-{secrets.token_hex(8)}" for name in ("ANSWER", "QUESTION"))
+    asked: Mapping[str, object] = {"role": "user", "content": "?"}
+    answered: Mapping[str, object] = {"role": "assistant", "content": answer}
+    again: Mapping[str, object] = {"role": "user", "content": question}
+
+    def token_after(*messages: Mapping[str, object]) -> int | None:
+        try:
+            text = tokenizer.text(messages, add_generation_prompt=False)
+        except ModelError:
+            return None
+        after = text.partition(answer)[2].partition(question)[0]
+        return next((token for token in tokenizer.encode(after) if token in controls), None)
+
+    return TurnEnds(last=token_after(asked, answered), inner=token_after(asked, answered, again))
+
+
+def final_stop(tokenizer: Tokenizer) -> int | None:
+    """Return the token that ends a last answer: the template's, or else the model's end of text, if it has any."""
+    end: int | None = tokenizer.hf.eos_token_id
+    return end if tokenizer.turn_ends.trained is None else tokenizer.turn_ends.trained
+
+
+def describe_added_stop(tokenizer: Tokenizer) -> str:
+    """Return a line for the user if the template ends turns with a token that no setting of the model names, or ""."""
+    if tokenizer.added_stop is None:
+        return ""
+    names = [tokenizer.hf.convert_ids_to_tokens(token) for token in tokenizer.configured_stop_ids]
+    return (
+        f"the chat template ends turns with {tokenizer.hf.convert_ids_to_tokens(tokenizer.added_stop)}, but the "
+        f"model's settings name only {', '.join(map(str, names)) or 'no token'}: it also stops engines, and exported "
+        f"models name it in {_GENERATION}"
+    )
+
+
+def name_added_stop(source: Path, target: Path) -> None:
+    """Add the token that the chat template of `source` ends turns with to the generation config in `target`, if the
+    model's settings do not name it. Without it, an exported model would not stop where it was trained to."""
+    if stop_ids := _with_added_stop(source):
+        path = target / _GENERATION
+        settings = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps(settings | {"eos_token_id": list(stop_ids)}, indent=2) + "\n")
+
+
+@lru_cache(maxsize=4)
+def _with_added_stop(source: Path) -> tuple[int, ...]:
+    from forge_rl.tokens.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer(source)
+    except ModelError:  # a model that reads no messages, such as one of a test, has no turns
+        return ()
+    return tokenizer.stop_ids if tokenizer.added_stop is not None else ()
