@@ -497,7 +497,7 @@ class Sampling(Compact):
     top_logprobs: int = 0
     """Number of most likely alternatives to report per token."""
     stop_ids: tuple[int, ...] = ()
-    """Ids of tokens that end the completion, besides those of the engine's own settings."""
+    """Ids of tokens that end the completion, besides the ones in the engine's settings."""
     extra: Mapping[str, object] = field(default_factory=dict, hash=False)
     """Engine-specific settings by the engine's names: `{"top_p": 0.9, "structured_outputs": {"json": schema}}`. A
     completion with any of these is not resumed on another engine once it has begun."""

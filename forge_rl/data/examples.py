@@ -83,10 +83,12 @@ def _turn(task: Task, messages: Sequence[Message], tokenizer: Tokenizer) -> Turn
     end = stops[-1] + 1 if stops else len(whole)
     if begin == end:
         raise _refused("does not show an assistant message")
-    if not stops and (stop := final_stop(tokenizer)) is not None:
+    token_ids, stop = whole[begin:end], final_stop(tokenizer)
+    text = tokenizer.decode(token_ids)
+    if not stops and stop is not None:
         # Some templates end a turn only when another follows: the model would never learn to stop.
-        whole, end = (*whole[:end], stop), end + 1
-    return Turn.given(whole[:begin], whole[begin:end], tokenizer.decode(whole[begin:end]))
+        token_ids = (*token_ids, stop)
+    return Turn.given(whole[:begin], token_ids, text)
 
 
 def _compared(task: Task, answer: Sequence[Message], tokenizer: Tokenizer) -> Episode:

@@ -120,8 +120,8 @@ class EnvFactory(Protocol):
     """Makes a new Env for each episode of a task. Must pickle, as it may be called in another process.
 
     With the attribute `in_process = True`, its environments run in the controller; use it if they only show messages.
-    Its environments see completions without the model's thoughts, so that they do not act on what is only drafted
-    there; with `thoughts = True` they see these too. With `leaves = L`, an episode may grow into a tree of up to L of
+    Its environments see completions without the model's thoughts, as drafts are not to be acted on; with `thoughts =
+    True` they see these too. With `leaves = L`, an episode may grow into a tree of up to L of
     its group's episodes, see `Step.branches` and `Step.forks`.
     """
 

@@ -14,6 +14,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 from forge_rl.errors import ConfigError
+from forge_rl.gateway.parser_choice import (
+    TOOL,
+    Sample,
+    reasoning_parsers_to_try,
+    samples_of_calls,
+    samples_of_thoughts,
+    tool_parser_by_sign,
+    tool_parsers_to_try,
+)
 from forge_rl.gateway.request_state import REQUEST
 from forge_rl.tokens.thoughts import Thoughts, without_thoughts
 from forge_rl.tokens.tokenizer import Tokenizer
@@ -29,13 +38,13 @@ T = TypeVar("T")
 
 
 class ToolParser:
-    """One of vLLM's tool parsers, imported on first use, as importing vLLM takes seconds.
+    """One of vLLM's tool parsers, chosen and imported on first use, as importing vLLM takes seconds.
 
-        parser = ToolParser(parser_for(tokenizer), tokenizer)
+        parser = ToolParser("", tokenizer)
         content, calls = await parser.parse(turn, task.tools)
 
     Args:
-        name: vLLM's name of the tool parser.
+        name: vLLM's name of the tool parser; "" for the one that `parser_for` chooses.
         tokenizer: the model's tokenizer.
         reasoning: vLLM's name of the reasoning parser; "" leaves reasoning in the text.
         warn: called with a line when parsing a completion takes too long, which leaves it as text.
@@ -62,7 +71,8 @@ class ToolParser:
         """Import the parser in a thread, once.
 
         Raises:
-            ConfigError: vLLM has no parser of that name, or it does not support the tokenizer.
+            ConfigError: vLLM has no parser of that name, or it does not support the tokenizer; or none reads the calls
+                that the model's chat template writes.
         """
         async with self._loading:
             if self._cls is None:
@@ -99,6 +109,7 @@ class ToolParser:
     def _load(self) -> type[Any]:
         from forge_rl.gateway import vllm_internals as vllm
 
+        self.name = self.name or parser_for(self._tokenizer)
         # Parsers log a stack trace for each malformed call.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         for kind, name, manager in (
@@ -126,23 +137,85 @@ class ToolParser:
 
 
 def parser_for(tokenizer: Tokenizer) -> str:
-    """Return the name of vLLM's parser for the tool call format of a model's chat template.
+    """Return the name of vLLM's parser that reads back the calls that a model's chat template writes.
 
-    Templates that do not render tools get them in Hermes' format, so calls are parsed in that format too.
+    Templates that do not render tools get them in Hermes' format, so calls are parsed in that format too. Otherwise
+    this imports vLLM, which takes seconds.
+
+    Raises:
+        ConfigError: no parser reads them.
     """
     if not tokenizer.shows_tools:
         return "hermes"
-    template = str(tokenizer.hf.chat_template)
-    signs = {
-        "<function=": "qwen3_coder",
-        "<tool_call>": "hermes",
-        "<|channel|>": "openai",
-        "[TOOL_CALLS]": "mistral",
-        "<\uff5ctool\u2581calls\u2581begin\uff5c>": "deepseek_v3",
-        "<|python_tag|>": "llama3_json",
-        "ipython": "llama3_json",
-    }
-    return next((parser for sign, parser in signs.items() if sign in template), "hermes")
+    samples = samples_of_calls(tokenizer)
+    if not samples:
+        return tool_parser_by_sign(tokenizer)
+    from forge_rl.gateway import vllm_internals as vllm
+
+    for name in tool_parsers_to_try(tokenizer, vllm.ToolParserManager.list_registered()):
+        if _reads(name, "", tokenizer, samples):
+            return name
+    raise ConfigError(
+        f"none of vLLM's tool parsers reads the calls that the chat template of {tokenizer.folder} writes, such as "
+        f"{samples[0].text!r:.200}",
+        hint="set --tool-parser (--gateway.tool-parser for agents) to the parser of the model's format, or change the "
+        "model's chat_template.jinja",
+    )
+
+
+def reasoning_parser_for(tokenizer: Tokenizer, tool_parser: str) -> str:
+    """Return the name of vLLM's parser that reads back the thoughts that a model's chat template writes; "" if the
+    template knows of none. Imports vLLM.
+
+    Args:
+        tool_parser: name of the tool parser, which reads calls after a thought.
+
+    Raises:
+        ConfigError: no parser reads them.
+    """
+    if not tokenizer.thoughts.expected:
+        return ""
+    from forge_rl.gateway import vllm_internals as vllm
+
+    samples = samples_of_thoughts(tokenizer, calls=tokenizer.shows_tools)
+    for name in reasoning_parsers_to_try(tokenizer, vllm.ReasoningParserManager.list_registered()):
+        if _reads(tool_parser, name, tokenizer, samples):
+            return name
+    raise ConfigError(
+        f"none of vLLM's reasoning parsers reads the thoughts that the chat template of {tokenizer.folder} writes, "
+        f"such as {samples[0].text!r:.200}",
+        hint="set --reasoning-parser (--gateway.reasoning-parser of a run) to the parser of the model's format, or to "
+        "none to leave thoughts in the text",
+    )
+
+
+def _reads(tool: str, reasoning: str, tokenizer: Tokenizer, samples: Sequence[Sample]) -> bool:
+    """Return True if parsers read back all samples."""
+    from forge_rl.gateway import vllm_internals as vllm
+
+    parser = ToolParser(tool, tokenizer, reasoning)
+    try:
+        cls = parser._load()
+    except Exception:  # many parsers need tokens that the model has not
+        return False
+    for sample in samples:
+        ids = tokenizer.encode(sample.text)
+        body = {"messages": [], "tools": [TOOL], "tool_choice": "auto"}
+        request = vllm.ChatCompletionRequest.model_validate(body)
+        try:
+            instance = cls(tokenizer.hf, request.tools)
+            instance.adjust_request(request)
+            text = tokenizer.decode(ids, skip_special=request.skip_special_tokens)
+            thought, content, calls = instance.parse(
+                text, request, enable_auto_tools=True, model_output_token_ids=list(ids)
+            )
+        except Exception:
+            return False
+        if not reasoning and not tokenizer.thoughts.is_harmony:
+            content = without_thoughts(content or "", tokenizer.thoughts.tags)  # as templates open answers with
+        if not sample.is_read(content, [(call.name, call.arguments) for call in calls or ()], thought):
+            return False
+    return True
 
 
 def read_calls(parser: Any, request: Any, text: str, token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:

@@ -46,5 +46,5 @@ class RewardBySource:
         """Return the score of the task's reward."""
         reward = self.rewards.get(task.source, self.other)
         scored = episode if form_of(reward) == "episode" else text_for(reward, episode)
-        found = reward(task, scored)  # type: ignore[arg-type]
-        return await found if inspect.isawaitable(found) else found  # type: ignore[return-value]
+        score = reward(task, scored)  # type: ignore[arg-type]
+        return await score if inspect.isawaitable(score) else score  # type: ignore[return-value]

@@ -115,10 +115,10 @@ class AgentEpisodeRunner:
         session = self.gateway.open(task.id, sampling=client.sampling)
         with self.backend.connected(session, client):
             outcome, result, problem = await self._work(task, session, client)
-        own, text = (result, None) if isinstance(result, Score) else (None, result and without_thoughts(result))
+        own_score, text = (result, None) if isinstance(result, Score) else (None, result and without_thoughts(result))
         episode = Episode(task=task, turns=session.turns, outcome=outcome, problem=problem, output=text)
         if outcome.scored:
-            episode = await scored(episode, self.reward, own)
+            episode = await scored(episode, self.reward, own_score)
         return episode.updated(seconds=time.monotonic() - began, began=began_at)
 
     async def _work(

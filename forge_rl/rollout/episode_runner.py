@@ -146,10 +146,10 @@ class EpisodeRunner:
                 turns.append(await decode(*given))
                 turns[-1].complete(messages=path.shown, seconds=self.clock() - asked_s, branch=path.branch)
                 if path.tools and self.parse is not None:
-                    whole = self._whole(path)
+                    completion = self._whole(path)
                     # A call that is only drafted in a thought is none; gpt-oss's calls are marked apart from thoughts.
-                    is_thought = whole.answer == "" and not self.tokenizer.thoughts.is_harmony
-                    parsed = ("", ()) if is_thought else await self.parse(whole, path.tools)
+                    is_thought = completion.answer == "" and not self.tokenizer.thoughts.is_harmony
+                    parsed = ("", ()) if is_thought else await self.parse(completion, path.tools)
             except ContextError:
                 full = bool(turns)
                 if not full:
@@ -249,8 +249,8 @@ class EpisodeRunner:
 
     def _seen(self, path: _Path) -> str:
         """Return what the environment sees of the last completion."""
-        whole = self._whole(path)
-        return whole.text if self.environment.thoughts else whole.content
+        completion = self._whole(path)
+        return completion.text if self.environment.thoughts else completion.content
 
     def _piece(self, whole: Turn, start: int, end: int, branch: tuple[int, ...]) -> Turn:
         """Return the turn of these tokens of another, whose times belong to the last piece."""

@@ -1,4 +1,4 @@
-"""Tokens that end a turn: those of the model's settings, and the one that its chat template writes."""
+"""Tokens that end a turn, in the model's settings and in its chat template."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def find_turn_ends(tokenizer: Tokenizer) -> TurnEnds:
     """Render an answer, alone and before another question, and return the control tokens after it."""
     controls = tokenizer.control.ids
     answer, question = (f"{name}-{secrets.token_hex(8)}" for name in ("ANSWER", "QUESTION"))
-    asked: Mapping[str, object] = {"role": "user", "content": "?"}
+    first: Mapping[str, object] = {"role": "user", "content": "?"}
     answered: Mapping[str, object] = {"role": "assistant", "content": answer}
-    again: Mapping[str, object] = {"role": "user", "content": question}
+    second: Mapping[str, object] = {"role": "user", "content": question}
 
     def token_after(*messages: Mapping[str, object]) -> int | None:
         try:
@@ -49,7 +49,7 @@ def find_turn_ends(tokenizer: Tokenizer) -> TurnEnds:
         after = text.partition(answer)[2].partition(question)[0]
         return next((token for token in tokenizer.encode(after) if token in controls), None)
 
-    return TurnEnds(last=token_after(asked, answered), inner=token_after(asked, answered, again))
+    return TurnEnds(last=token_after(first, answered), inner=token_after(first, answered, second))
 
 
 def final_stop(tokenizer: Tokenizer) -> int | None:

@@ -23,7 +23,7 @@ _TAGS = (
     ("<|channel>", "<channel|>"),
     ("◁think▷", "◁/think▷"),
 )
-"""Tags around a thought, by model family. The first are those of most families, and of models that learn to think."""
+"""Tags around a thought, by model family. Most families, and models that learn to think, write the first."""
 _CHANNEL, _MESSAGE = "<|channel|>", "<|message|>"
 _FINAL = re.compile(
     r"<\|channel\|>final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>(.*?)(?=<\|(?:end|return|call|start)\|>|\Z)",
@@ -110,13 +110,12 @@ class Thoughts:
         if self.is_harmony:
             return self._final(ids)
         if not self._is_special:
-            found = without_thoughts(text, self.tags, opened=self.opened(prompt_ids))
-            return None if found == text else found
+            answer = without_thoughts(text, self.tags, opened=self.opened(prompt_ids))
+            return None if answer == text else answer
         spoken = self._spoken(ids, self.opened(prompt_ids))
         if spoken is None:
             return None
-        answer: str = self._hf.decode(ids[spoken].tolist(), skip_special_tokens=True)
-        return answer.lstrip()
+        return str(self._hf.decode(ids[spoken].tolist(), skip_special_tokens=True)).lstrip()
 
     def _spoken(self, ids: npt.NDArray[np.int32], opened: bool) -> npt.NDArray[np.bool_] | None:
         """Return which tokens are outside of thoughts, as `without_thoughts` does for text; None if all are."""
@@ -136,8 +135,8 @@ class Thoughts:
         return spoken
 
     def _final(self, ids: npt.NDArray[np.int32]) -> str | None:
-        written = self._hf.decode(ids.tolist(), skip_special_tokens=False)
-        return "".join(_FINAL.findall(written)) if _CHANNEL in written else None
+        text = self._hf.decode(ids.tolist(), skip_special_tokens=False)
+        return "".join(_FINAL.findall(text)) if _CHANNEL in text else None
 
 
 def _last(ids: npt.NDArray[np.int32], tokens: Sequence[int] | npt.NDArray[np.int32]) -> int:

@@ -17,6 +17,7 @@ from forge_rl.errors import ConfigError, ModelError
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.control_tokens import ControlTokens
 from forge_rl.tokens.stops import TurnEnds, find_turn_ends
+from forge_rl.tokens.template_args import check_template_args
 from forge_rl.tokens.text_stream import TextStream
 from forge_rl.tokens.thoughts import Thoughts
 from forge_rl.tokens.tool_text import as_text, has_tools
@@ -45,16 +46,21 @@ class Tokenizer:
         folder: the model's folder.
         parse_control_tokens: encode text in messages that looks like a control token as that token. The author of a
             message or a tool can then end its turn and write the next one in any role.
+        template_args: variables of the chat template for all conversations, such as {"enable_thinking": False}.
 
     Raises:
+        ConfigError: the chat template has no such variable.
         ModelError: the folder holds no tokenizer, or the tokenizer has no chat template.
     """
 
-    def __init__(self, folder: Path, *, parse_control_tokens: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, parse_control_tokens: bool = False, template_args: Mapping[str, object] | None = None
+    ) -> None:
         from transformers import AutoTokenizer
 
         self.folder = folder
         self.parse_control_tokens = parse_control_tokens
+        self.template_args = dict(template_args or {})
         # Marks the completion in a rendered conversation; random, so no text can forge it.
         self._completion = f"COMPLETION-{secrets.token_hex(8)}"
         try:
@@ -71,6 +77,7 @@ class Tokenizer:
                 f"the model in {folder} has no chat template, so it cannot read messages",
                 hint="use an instruction-tuned model, or add a chat_template.jinja to the folder",
             )
+        check_template_args(self.template_args, str(self.hf.chat_template))
 
     def __repr__(self) -> str:
         return f"Tokenizer({str(self.folder)!r}, vocab_size={self.vocab_size}, stop_ids={self.stop_ids})"
@@ -107,7 +114,7 @@ class Tokenizer:
         Args:
             add_generation_prompt: end with the opening of an assistant's turn.
             tools: JSON schemas of the tools that the model may call; passed as text to templates without tools.
-            settings: other variables of the template, such as {"enable_thinking": False}; never user text.
+            settings: other variables of the template, which override `template_args`; never user text.
 
         Raises:
             ModelError: the template refuses these messages, or they hold a lone surrogate.
@@ -135,7 +142,7 @@ class Tokenizer:
 
         The result starts with `ids` unchanged: the engine's output is never retokenised, so each turn is an exact
         prefix of the next. Only a stop token that is not the one that the template writes there, such as gpt-oss's
-        <|return|>, makes way for the template's: the model sees histories as it was trained to, with one end a turn.
+        <|return|>, makes way for the template's, so that histories have one end a turn, as in training.
 
         Args:
             ids: all tokens up to and including the completion. If they do not end with a stop token (the completion
@@ -223,7 +230,7 @@ class Tokenizer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Token ids that end a completion: those of the model's settings, and the chat template's end of a turn."""
+        """Token ids that end a completion, by the model's settings or its chat template."""
         added = () if self.added_stop is None else (self.added_stop,)
         return tuple(sorted({*self.configured_stop_ids, *added}))
 
@@ -331,7 +338,7 @@ class Tokenizer:
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
-                **(settings or {}),
+                **self.template_args | dict(settings or {}),
             )
             return text
         except Exception as error:  # templates can raise anything, for example for values that are not JSON
