@@ -84,9 +84,7 @@ def tool_parser_by_sign(tokenizer: Tokenizer) -> str:
 def reasoning_parsers_to_try(tokenizer: Tokenizer, registered: Sequence[str]) -> list[str]:
     """Return names of reasoning parsers, the likeliest first."""
     first = _REASONING.get(tokenizer.thoughts.tags[0], ())
-    if tokenizer.thoughts.is_harmony:
-        first = ("openai_gptoss",)
-    elif tokenizer.model_type.startswith("qwen3"):
+    if tokenizer.model_type.startswith("qwen3"):
         first = tuple(reversed(first))
     return [*first, *(name for name in registered if name not in first)]
 
@@ -106,14 +104,14 @@ def samples_of_calls(tokenizer: Tokenizer) -> list[Sample]:
 def samples_of_thoughts(tokenizer: Tokenizer, *, calls: bool) -> list[Sample]:
     """Return a thought with an answer, and one with a call if the chat template writes that and `calls` is set."""
     opening, closing = tokenizer.thoughts.tags
-    answer = {"role": "assistant", "content": _TEXT}
-    thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
+    answer: dict[str, object] = {"role": "assistant", "content": _TEXT}
+    thought: dict[str, object] = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
     text = _written(tokenizer, answer | thought)
     if text is None or _THOUGHT not in text:  # the template cuts or ignores thoughts
         opened = tokenizer.thoughts.opened(tokenizer.render([_ASKED]))
         text = f"{'' if opened else opening}\n{_THOUGHT}\n{closing}\n\n{_TEXT}"
     samples = [Sample(text=text, content=_TEXT, thought=_THOUGHT)]
-    called = {"role": "assistant", "content": "", "tool_calls": _calls(_ARGUMENTS[:1])}
+    called: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": _calls(_ARGUMENTS[:1])}
     text = _written(tokenizer, called | thought) if calls else None
     if text is not None and _THOUGHT in text and "add_numbers" in text:
         samples.append(Sample(text=text, thought=_THOUGHT, calls=(("add_numbers", _ARGUMENTS[0]),)))

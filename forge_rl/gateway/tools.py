@@ -148,7 +148,7 @@ def parser_for(tokenizer: Tokenizer) -> str:
     if not tokenizer.shows_tools:
         return "hermes"
     samples = samples_of_calls(tokenizer)
-    if not samples:
+    if not samples or tokenizer.thoughts.is_harmony:  # whose parser reads the tokens of its own vocabulary only
         return tool_parser_by_sign(tokenizer)
     from forge_rl.gateway import vllm_internals as vllm
 
@@ -175,6 +175,8 @@ def reasoning_parser_for(tokenizer: Tokenizer, tool_parser: str) -> str:
     """
     if not tokenizer.thoughts.expected:
         return ""
+    if tokenizer.thoughts.is_harmony:
+        return "openai_gptoss"
     from forge_rl.gateway import vllm_internals as vllm
 
     samples = samples_of_thoughts(tokenizer, calls=tokenizer.shows_tools)
@@ -211,7 +213,7 @@ def _reads(tool: str, reasoning: str, tokenizer: Tokenizer, samples: Sequence[Sa
             )
         except Exception:
             return False
-        if not reasoning and not tokenizer.thoughts.is_harmony:
+        if not reasoning:
             content = without_thoughts(content or "", tokenizer.thoughts.tags)  # as templates open answers with
         if not sample.is_read(content, [(call.name, call.arguments) for call in calls or ()], thought):
             return False

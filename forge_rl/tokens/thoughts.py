@@ -95,7 +95,7 @@ class Thoughts:
         opening, closing = self._ids
         if opening < 0 or closing < 0:
             tail = self._hf.decode(ids[-16:].tolist(), skip_special_tokens=False)
-            return tail.rstrip().endswith(self.tags[0])
+            return bool(tail.rstrip().endswith(self.tags[0]))
         # Text of users never becomes these tokens, so only the template and the model have written them.
         last = _last(ids, [opening])
         return last > _last(ids, [closing]) and last > _last(ids, self._stop_ids)

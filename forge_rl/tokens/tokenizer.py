@@ -58,8 +58,7 @@ class Tokenizer:
     ) -> None:
         from transformers import AutoTokenizer
 
-        self.folder = folder
-        self.parse_control_tokens = parse_control_tokens
+        self.folder, self.parse_control_tokens = folder, parse_control_tokens
         self.template_args = dict(template_args or {})
         # Marks the completion in a rendered conversation; random, so no text can forge it.
         self._completion = f"COMPLETION-{secrets.token_hex(8)}"
@@ -231,8 +230,8 @@ class Tokenizer:
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Token ids that end a completion, by the model's settings or its chat template."""
-        added = () if self.added_stop is None else (self.added_stop,)
-        return tuple(sorted({*self.configured_stop_ids, *added}))
+        added = self.added_stop
+        return tuple(sorted({*self.configured_stop_ids, *(() if added is None else (added,))}))
 
     @cached_property
     def configured_stop_ids(self) -> tuple[int, ...]:
@@ -250,9 +249,8 @@ class Tokenizer:
 
     @property
     def added_stop(self) -> int | None:
-        """Token with which the chat template ends turns if no setting of the model names it, as of some base models."""
-        token = self.turn_ends.trained
-        return None if token in self.configured_stop_ids else token
+        """The template's end of a turn if no setting of the model names it, as of some base models."""
+        return None if self.turn_ends.trained in self.configured_stop_ids else self.turn_ends.trained
 
     @cached_property
     def thoughts(self) -> Thoughts:
@@ -356,8 +354,7 @@ class Tokenizer:
     @cached_property
     def _closing_ids(self) -> tuple[int, ...]:
         """Ids of tokens that end the assistant's turns in a history."""
-        inner = self.turn_ends.inner
-        return self.stop_ids if inner is None else (*self.stop_ids, inner)
+        return tuple(token for token in (*self.stop_ids, self.turn_ends.inner) if token is not None)
 
     @cached_property
     def _added(self) -> frozenset[int]:
