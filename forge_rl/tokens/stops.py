@@ -3,53 +3,13 @@
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forge_rl.errors import ModelError
-
-if TYPE_CHECKING:
-    from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.tokens.tokenizer import Tokenizer
 
 _GENERATION = "generation_config.json"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TurnEnds:
-    """Tokens with which a chat template ends the assistant's turns, found by rendering two turns."""
-
-    last: int | None
-    """Token after an answer that nothing follows."""
-    inner: int | None
-    """Token after an answer that a question follows. gpt-oss's, <|end|>, also ends thoughts, so it stops no engine."""
-
-    @property
-    def trained(self) -> int | None:
-        """Token that a model learns to end its turns with; None if the template writes none."""
-        return self.inner if self.last is None else self.last
-
-
-def find_turn_ends(tokenizer: Tokenizer) -> TurnEnds:
-    """Render an answer, alone and before another question, and return the control tokens after it."""
-    controls = tokenizer.control.ids
-    answer, question = (f"{name}-{secrets.token_hex(8)}" for name in ("ANSWER", "QUESTION"))
-    first: Mapping[str, object] = {"role": "user", "content": "?"}
-    answered: Mapping[str, object] = {"role": "assistant", "content": answer}
-    second: Mapping[str, object] = {"role": "user", "content": question}
-
-    def token_after(*messages: Mapping[str, object]) -> int | None:
-        try:
-            text = tokenizer.text(messages, add_generation_prompt=False)
-        except ModelError:
-            return None
-        after = text.partition(answer)[2].partition(question)[0]
-        return next((token for token in tokenizer.encode(after) if token in controls), None)
-
-    return TurnEnds(last=token_after(first, answered), inner=token_after(first, answered, second))
 
 
 def final_stop(tokenizer: Tokenizer) -> int | None:
@@ -81,8 +41,6 @@ def name_added_stop(source: Path, target: Path) -> None:
 
 @lru_cache(maxsize=4)
 def _with_added_stop(source: Path) -> tuple[int, ...]:
-    from forge_rl.tokens.tokenizer import Tokenizer
-
     try:
         tokenizer = Tokenizer(source)
     except ModelError:  # a model that reads no messages, such as one of a test, has no turns

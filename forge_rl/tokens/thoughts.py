@@ -79,7 +79,7 @@ class Thoughts:
         added, template = hf.get_added_vocab(), str(hf.chat_template)
         self.is_harmony = _CHANNEL in added and _MESSAGE in added
         """Whether thoughts are messages on a channel of their own, as gpt-oss writes them."""
-        in_template = [tags for tags in _TAGS if tags[1] in template]
+        in_template = [tags for tags in _TAGS if any(tag in template for tag in tags)]
         in_vocabulary = [tags for tags in _TAGS if tags[1] in added]
         self.tags = (*in_template, *in_vocabulary, *_TAGS)[0]
         """Opening and closing tag."""

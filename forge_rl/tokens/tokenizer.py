@@ -16,11 +16,11 @@ import numpy.typing as npt
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.control_tokens import ControlTokens
-from forge_rl.tokens.stops import TurnEnds, find_turn_ends
 from forge_rl.tokens.template_args import check_template_args
 from forge_rl.tokens.text_stream import TextStream
 from forge_rl.tokens.thoughts import Thoughts
 from forge_rl.tokens.tool_text import as_text, has_tools
+from forge_rl.tokens.turn_ends import TurnEnds, find_turn_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -245,7 +245,7 @@ class Tokenizer:
     @cached_property
     def turn_ends(self) -> TurnEnds:
         """Tokens with which the chat template ends the assistant's turns."""
-        return find_turn_ends(self)
+        return find_turn_ends(partial(self.text, add_generation_prompt=False), self.encode, self.control.ids)
 
     @property
     def added_stop(self) -> int | None:
