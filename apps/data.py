@@ -42,6 +42,7 @@ from forge_rl.run.launch import launch
 from forge_rl.system.redaction import without_credentials
 from forge_rl.system.terminal import visible
 from forge_rl.system.variables import api_key
+from forge_rl.tokens.template_args import TemplateArgTexts, read_template_args
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Message, Task, ToolCall
 
@@ -95,6 +96,7 @@ class Config:
     """Maximum turns to play."""
     sample: int = 1000
     """Number of tasks per source whose prompts are measured."""
+    template_args: TemplateArgTexts = ()
     parse_control_tokens: bool = False
     """Encode text in messages that looks like a control token as that token."""
     json: Path | None = None
@@ -136,7 +138,7 @@ async def show_environment(config: Config, console: Console) -> None:
     given = (*config.named, *config.tasks)
     mixture = config.data.build(given, seed=config.seed) if given else Mixture(sources_of(factory, config.seed))
     folder = await asyncio.to_thread(resolve_model, config.model, config.cache)
-    tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens)
+    tokenizer = _tokenizer(config, folder)
     tasks = [task for name in mixture for task in (mixture.draw_from(name) for _ in range(max(1, config.show)))]
     for task in tasks[: 1 if config.play != "no" else None]:
         console.rule(Text(visible(f"{config.env}, {task.source} {task.id}"), style="bold"), align="left")
@@ -260,7 +262,7 @@ def show(config: Config, console: Console) -> None:
         limit = config.generator.max_model_len - config.generator.max_tokens
         status.update("loading the tokenizer")
         folder = resolve_model(config.model, config.cache, progress)
-        tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens)
+        tokenizer = _tokenizer(config, folder)
         lengths = PromptLengths(tokenizer, limit)
         scans = check_tasks(mixture, lambda: lengths, cache=config.cache, progress=progress)
         found: dict[str, object] = {}
@@ -278,6 +280,11 @@ def show(config: Config, console: Console) -> None:
     if config.json is not None:
         evaluated = {name: len(tasks) for name, tasks in sets.items()}
         config.json.write_text(json.dumps({"sources": found, "evaluation": evaluated}, indent=1) + "\n")
+
+
+def _tokenizer(config: Config, folder: Path) -> Tokenizer:
+    args = read_template_args(config.template_args)
+    return Tokenizer(folder, parse_control_tokens=config.parse_control_tokens, template_args=args)
 
 
 def rendered(tokenizer: Tokenizer, task: Task) -> Text:

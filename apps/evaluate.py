@@ -47,7 +47,7 @@ from forge_rl.envs.protocol import AgentEnvironment
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import CheckpointError, ConfigError, check_flags
 from forge_rl.gateway import GatewayConfig, GeneratorBackend
-from forge_rl.gateway.tools import ToolParser, parser_for
+from forge_rl.gateway.tools import ToolParser
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import find_model
 from forge_rl.rewards.by_source import RewardBySource
@@ -85,6 +85,8 @@ from forge_rl.services.reward import Reward, RewardFunction, parts_of
 from forge_rl.system.folders import make_private
 from forge_rl.system.tasks import interrupted_by, task_group
 from forge_rl.system.terminal import visible
+from forge_rl.tokens.stops import describe_added_stop
+from forge_rl.tokens.template_args import TemplateArgTexts, read_template_args
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Outcome, Sampling, Task
 
@@ -120,8 +122,10 @@ class Config:
     agent: str = ""
     """Agent that works on the tasks at a gateway: MODULE:FUNCTION or FILE.py:FUNCTION, or a command in any language, as
     command:PROGRAM ARGUMENTS."""
+    template_args: TemplateArgTexts = ()
     tool_parser: str = ""
-    """Name of vLLM's parser of the models' tool calls; by default chosen by the chat template."""
+    """Name of vLLM's parser of the models' tool calls; by default the one that reads back the calls that the chat
+    template writes."""
     data: DataConfig = field(default_factory=DataConfig)
     rewards: RewardTexts = ("auto",)
     evaluation: EvalTasks = field(default_factory=EvalTasks)
@@ -151,6 +155,7 @@ class Config:
     def __post_init__(self) -> None:
         check_flags(self, "--", least={"episodes": 1, "temperature": 0}, most={"temperature": 2})
         check_flags(self.evaluation, "--evaluation.", least={"tasks": 1})
+        read_template_args(self.template_args)
         if self.lists_benchmarks:
             return
         for text in self.benchmark:
@@ -183,7 +188,8 @@ class Config:
         """Short digest of everything that results depend on, except the model."""
         engines = {name: getattr(self.generator, name) for name in ("dtype", "max_tokens", "max_model_len")}
         code = code_digests(*parts_of(build_reward(self.rewards)).values())
-        worlds = {name: getattr(self, name) for name in ("env", "agent", "tool_parser") if getattr(self, name)}
+        names = ("env", "agent", "tool_parser", "template_args")
+        worlds = {name: getattr(self, name) for name in names if getattr(self, name)}
         if self.env:
             code |= code_digests(build_environment(self.env))
         parts = (self.rewards, code, self.episodes, self.temperature, self.seed, engines, worlds)
@@ -378,6 +384,7 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
         generator=with_longest_context(config.generator, folder, least=config.generator.max_tokens, most=MOST_CONTEXT),
         seed=config.seed,
         cache=config.cache,
+        template_args=config.template_args,
         out=out,
         isolation=config.isolation,
     )
@@ -461,13 +468,18 @@ async def _rollouts(config: Config, folder: Path, out: Path) -> AsyncIterator[Ro
             starting = group.create_task(services.engines(config.generator, folder, config.seed, config.cache))
             starting_reward = group.create_task(services.started(scorer))
             starting_worlds = group.create_task(services.started(worlds))
-        generator, reward, tokenizer = starting.result(), starting_reward.result(), Tokenizer(folder)
+        generator, reward = starting.result(), starting_reward.result()
+        tokenizer = Tokenizer(folder, template_args=read_template_args(config.template_args))
+        if note := describe_added_stop(tokenizer):
+            _warn(note)
         runner: RunEpisode
         if plays is not None or config.agent:
             backend = GeneratorBackend(generator, folder.name)
             runner = await services.stack.enter_async_context(_agents(config, plays, backend, tokenizer, reward, out))
         else:
-            parser = ToolParser(config.tool_parser or parser_for(tokenizer), tokenizer, warn=_warn)
+            parser = ToolParser(config.tool_parser, tokenizer, warn=_warn)
+            if config.env:
+                await parser.load()
             runner = EpisodeRunner(tokenizer, starting_worlds.result(), reward, parser.parse)
         tasks = ResumableTaskStream(config.data.build((ONE_DIGIT_ADDITION,), seed=config.seed))  # nothing is drawn
         scheduler = Scheduler(ScheduleConfig(), groups=1, episodes=1, tasks=tasks)
@@ -494,7 +506,7 @@ async def _agents(
     out: Path,
 ) -> AsyncIterator[RunEpisode]:
     """Serve the model to the agent of --agent, or of an environment that plays its own episodes, at a gateway."""
-    settings, logs = GatewayConfig(), out / "logs"
+    settings, logs = GatewayConfig(tool_parser=config.tool_parser), out / "logs"
     agent: Agent | str = config.agent
     async with contextlib.AsyncExitStack() as stack:
         if plays is not None:

@@ -35,6 +35,8 @@ from forge_rl.runtime.processes import responsive_loop
 from forge_rl.services.generator import Generator
 from forge_rl.system.folders import make_private
 from forge_rl.system.terminal import visible
+from forge_rl.tokens.stops import describe_added_stop
+from forge_rl.tokens.template_args import TemplateArgTexts, read_template_args
 from forge_rl.tokens.tokenizer import Tokenizer
 
 KEY_VARIABLE = "FORGE_RL_API_KEY"
@@ -71,6 +73,7 @@ class Config(GatewayConfig):
     """Encode text in messages and tools that looks like a control token, such as <|im_end|>, as that token. By default
     it is text, as otherwise a tool's output could end its turn and inject a system message. Prompts of /v1/completions
     are always encoded with control tokens, as their author also writes the chat template's part."""
+    template_args: TemplateArgTexts = ()
     cache: Path = field(default_factory=default_cache)
     """Folder for bundled models, which are built on first use."""
     out: Path = Path("runs/gateway")
@@ -79,6 +82,7 @@ class Config(GatewayConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        read_template_args(self.template_args)
         if self.without_key == "this-machine" and self.is_public:
             raise ConfigError(
                 f"--without-key is this-machine, but other machines can reach the host {self.host}",
@@ -146,7 +150,10 @@ async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway,
         _warn(open_to)
     async with running_services(config.out, config.isolation) as services:
         folder, name = await asyncio.to_thread(_model, config)
-        tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens)
+        args = read_template_args(config.template_args)
+        tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens, template_args=args)
+        if note := describe_added_stop(tokenizer):
+            _warn(note)
         settings = with_longest_context(config.generator, folder, least=config.generator.max_tokens)
         engines = await services.engines(settings, folder, config.seed, config.cache)
         gateway = Gateway(

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from benchmarks.large_batches import ANSWER_TOKENS, PromptEngine, measure_large_batch
 from benchmarks.report import LEAST_REPEATS, BenchmarkConfig, BenchmarkError, Report, median, run_benchmark
-from benchmarks.staged_services import Kind, Printed, StagedGenerator, StagedSource
+from benchmarks.staged_services import Kind, NoThoughts, Printed, StagedGenerator, StagedSource
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.envs.protocol import Observation, Step
@@ -160,6 +160,8 @@ def _versions(version: int) -> npt.NDArray[np.int32]:
 
 class PromptTokenizer:
     """Tokenizer that renders any messages as a few tokens."""
+
+    thoughts = NoThoughts()
 
     def render(self, messages: Sequence[Message], **_: object) -> tuple[int, ...]:
         return (1, 2, 3)

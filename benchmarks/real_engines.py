@@ -139,6 +139,8 @@ class Stories:
 class _Story:
     """Session of one episode, and the service that opens it."""
 
+    thoughts = False
+
     def __init__(self, tokens: int, drawn: random.Random) -> None:
         self._left = tokens
         self._drawn = drawn

@@ -63,8 +63,19 @@ class StagedSource:
         self._drawn = int(str(state["drawn"]))
 
 
+class NoThoughts:
+    """Finds no thoughts in completions."""
+
+    is_harmony = False
+
+    def answer(self, prompt_ids: TokenIds, token_ids: TokenIds, text: str) -> None:
+        return None
+
+
 class StagedTokenizer:
     """Renders prompts of one token: the next turn's decoding time in milliseconds."""
+
+    thoughts = NoThoughts()
 
     def render(self, messages: Sequence[Message], **_: object) -> tuple[int, ...]:
         return (int(str(messages[-1]["content"])),)
@@ -180,6 +191,8 @@ class StagedEnvironment:
         tool_s: mean seconds of a tool call.
         seed: seed of lengths and tool times.
     """
+
+    thoughts = False
 
     def __init__(self, *, kinds: Sequence[Kind], turn_s: float, tool_s: float, seed: int) -> None:
         self._kinds = {kind.name: kind for kind in kinds}

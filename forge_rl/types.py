@@ -131,6 +131,8 @@ class Turn(ByValue):
     """Version of the weights that produced each completion token; -1 for given tokens, which no model sampled."""
     text: str
     """Decoded completion without special tokens."""
+    answer: str | None = None
+    """`text` without the model's thoughts; None if it has none."""
     truncated: bool = False
     """True if a token limit cut the completion."""
     messages: tuple[Message, ...] = ()
@@ -166,6 +168,11 @@ class Turn(ByValue):
         return cls(
             prompt_ids=prompt_ids, token_ids=token_ids, logprobs=(0.0,) * count, versions=(-1,) * count, text=text
         )
+
+    @property
+    def content(self) -> str:
+        """What the completion says after its thoughts: what environments and rewards see."""
+        return self.text if self.answer is None else self.answer
 
     @property
     def context(self) -> npt.NDArray[np.int32]:
@@ -296,10 +303,16 @@ class Episode(Compact):
 
     @property
     def text(self) -> str:
-        """Text that rewards score: an agent's result, or else the last completion."""
+        """Text that rewards score: an agent's result, or else the last completion without its thoughts, "" if these are
+        unfinished."""
         if self.output is not None:
             return self.output
-        return self.turns[-1].text if self.turns else ""
+        return self.turns[-1].content if self.turns else ""
+
+    @property
+    def whole_text(self) -> str:
+        """`text` with the thoughts before it, for rewards that grade these too."""
+        return self.turns[-1].text if self.output is None and self.turns else self.text
 
     def __repr__(self) -> str:
         turns, shown = len(self.turns), self.turns[:_MOST_TURNS]
@@ -484,6 +497,8 @@ class Sampling(Compact):
     """Texts that end the completion; excluded from its text, but their tokens are kept."""
     top_logprobs: int = 0
     """Number of most likely alternatives to report per token."""
+    stop_ids: tuple[int, ...] = ()
+    """Ids of tokens that end the completion, besides the ones in the engine's settings."""
     extra: Mapping[str, object] = field(default_factory=dict, hash=False)
     """Engine-specific settings by the engine's names: `{"top_p": 0.9, "structured_outputs": {"json": schema}}`. A
     completion with any of these is not resumed on another engine once it has begun."""

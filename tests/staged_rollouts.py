@@ -10,7 +10,7 @@ from typing import Any
 
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
-from forge_rl.envs.protocol import Observation, Step
+from forge_rl.envs.protocol import Observation, Step, sees_thoughts
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ReplicaError
 from forge_rl.rewards.protocol import Form
@@ -24,6 +24,7 @@ from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.services.environment import LocalSession
 from forge_rl.token_arrays import Chunk
+from forge_rl.tokens.thoughts import without_thoughts
 from forge_rl.types import Episode, Message, Sampling, Score, Task
 
 
@@ -50,7 +51,11 @@ class CountingSource:
 
 
 class Letters:
-    """A tokenizer of one token a letter."""
+    """A tokenizer of one token a letter, whose model writes <think> before a thought."""
+
+    @property
+    def thoughts(self) -> LetterThoughts:
+        return LetterThoughts()
 
     def render(self, messages: Sequence[Message], **_: object) -> tuple[int, ...]:
         return tuple(ord(letter) for message in messages for letter in message["content"])
@@ -63,6 +68,13 @@ class Letters:
 
     def text_stream(self, prompt_ids: Sequence[int]) -> LetterStream:
         return LetterStream()
+
+
+class LetterThoughts:
+    is_harmony = False
+
+    def answer(self, prompt_ids: Sequence[int], token_ids: Sequence[int], text: str) -> str | None:
+        return without_thoughts(text) if "<think>" in text else None
 
 
 class LetterStream:
@@ -136,6 +148,7 @@ class TwoTurns:
 class StagedEnvironment:
     def __init__(self, factory: type) -> None:
         self.factory = factory
+        self.thoughts = sees_thoughts(factory)
         self.closed = 0
 
     async def open(self, task: Task) -> tuple[object, Observation]:

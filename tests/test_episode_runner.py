@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import pytest
 
@@ -32,8 +33,9 @@ def run(
 
     async def decode(prompt_ids: TokenIds) -> Turn:
         text = left.pop(0)
-        zeros = [0] * len(text)
-        return Turn(prompt_ids=prompt_ids, token_ids=list(map(ord, text)), logprobs=zeros, versions=zeros, text=text)
+        zeros, ids = [0] * len(text), list(map(ord, text))
+        answer = Letters().thoughts.answer(prompt_ids, ids, text)
+        return Turn(prompt_ids=prompt_ids, token_ids=ids, logprobs=zeros, versions=zeros, text=text, answer=answer)
 
     reward = StagedReward(score or (lambda task, text: float(len(text))))
     runner = EpisodeRunner(Letters(), StagedEnvironment(kind), reward, parse)  # type: ignore[arg-type]
@@ -201,3 +203,28 @@ def test_a_story_of_a_benchmark_has_a_score_also_where_its_short_turns_outgrow_t
 
     episode = asyncio.run(check())
     assert (episode.outcome, len(episode.turns), episode.problem) == (Outcome.TRUNCATED, 2, "")
+
+
+class Quoting(World):
+    seen_texts: ClassVar[list[str]] = []
+
+    async def step(self, completion: str) -> Step:
+        self.seen_texts.append(completion)
+        return Step(done=True)
+
+
+class QuotingThoughts(Quoting):
+    seen_texts: ClassVar[list[str]] = []
+    thoughts = True
+
+
+def test_environments_see_what_follows_the_thoughts_unless_they_ask_for_these() -> None:
+    for kind in (Quoting, QuotingThoughts):
+        assert run(kind, ["<think>end</think>go"]).reward == len("go"), "the verifier sees the answer"
+    assert (Quoting.seen_texts, QuotingThoughts.seen_texts) == (["go"], ["<think>end</think>go"])
+
+
+def test_a_call_in_an_unfinished_thought_is_none() -> None:
+    Calculator.given.clear()
+    episode = run(Calculator, ["<think>perhaps *add"], parse=parse)
+    assert (Calculator.given, episode.reward) == ([("", ())], 0.0)

@@ -153,3 +153,16 @@ def test_a_long_call_is_read_in_time():
     turn = Turn(prompt_ids=[1], token_ids=[2], logprobs=[0.0], versions=[0], text=text)
     _, (call,) = asyncio.run(ToolParser("qwen3_coder", tokenizer()).parse(turn, [tool]))
     assert json.loads(call.arguments) == {"text": code}
+
+
+def test_a_call_that_is_drafted_in_a_thought_is_no_call():
+    drafted, made = (
+        f'<tool_call>\n{{"name": "delete", "arguments": {{"file": "{file}"}}}}\n</tool_call>' for file in ("all", "a")
+    )
+    tool = {"type": "function", "function": {"name": "delete", "parameters": {"type": "object"}}}
+    parser = ToolParser("hermes", tokenizer())
+    for text, count in ((f"<think>Or {drafted}?</think>No.", 0), (f"<think>Or {drafted}?</think>{made}", 1)):
+        turn = Turn(prompt_ids=[1], token_ids=[2], logprobs=[0.0], versions=[0], text=text)
+        content, calls = asyncio.run(parser.parse(turn, [tool]))
+        assert [json.loads(call.arguments) for call in calls] == [{"file": "a"}] * count
+        assert content == ("" if count else "No.")

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from forge_rl.data.examples import conversation_episodes
 from forge_rl.errors import ModelError
 from forge_rl.models.bundled import bundled_model, default_cache
+from forge_rl.tokens.stops import describe_added_stop, name_added_stop
 from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.types import Task
 
 QUESTION = ({"role": "user", "content": "What is 2+3?"},)
 
@@ -140,3 +143,68 @@ def test_tools_are_text_for_templates_that_know_none(tokenizer: Tokenizer) -> No
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": 1}}}]}
     text = tokenizer.decode(tokenizer.render([*QUESTION, called], add_generation_prompt=False), skip_special=False)
     assert '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>' in text
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITHOUT_LAST_END = CHATML.replace("<|im_end|>\n{% endfor", "{{ '<|im_end|>\n' if not loop.last }}{% endfor").replace(
+    "{% if add_generation_prompt %}", "{% if add_generation_prompt %}<|im_end|>\n"
+)
+RETURNS = CHATML.replace(
+    "<|im_end|>",
+    "{{ '<|endoftext|>' if m.role == 'assistant' and loop.last and not add_generation_prompt else '<|im_end|>' }}",
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "configured", "added", "stops"),
+    [
+        (CHATML, 2, None, (2,)),
+        (CHATML, 0, 2, (0, 2)),  # as some base models
+        (WITHOUT_LAST_END, 0, 2, (0, 2)),  # as GLM-4
+        (RETURNS, 0, None, (0,)),  # as gpt-oss, whose <|end|> also ends thoughts
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", 0, None, (0,)),
+    ],
+)
+def test_the_templates_end_of_turn_is_a_stop_token(folder: Path, tmp_path: Path, template, configured, added, stops):
+    tokenizer = _with_eos(folder, tmp_path, template, configured)
+    assert (tokenizer.added_stop, tokenizer.stop_ids) == (added, stops)
+    assert bool(describe_added_stop(tokenizer)) == (added is not None)
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    name_added_stop(tmp_path, exported)
+    written = exported / "generation_config.json"
+    assert (json.loads(written.read_text()) if written.exists() else None) == (
+        None if added is None else {"eos_token_id": list(stops)}
+    )
+
+
+def _with_eos(folder: Path, target: Path, template: str, eos: int) -> Tokenizer:
+    """A folder of which each setting names one token that ends text."""
+    _with_template(folder, target, template)
+    for name in ("config.json", "tokenizer_config.json"):
+        settings = json.loads((target / name).read_text())
+        key, value = (
+            ("eos_token_id", eos) if name == "config.json" else ("eos_token", ["<|endoftext|>", "", "<|im_end|>"][eos])
+        )
+        (target / name).write_text(json.dumps(settings | {key: value}))
+    return Tokenizer(target)
+
+
+@pytest.mark.parametrize(
+    ("template", "configured", "stop"), [(CHATML, 0, 0), (CHATML, 0, 2), (CHATML, 2, 2), (RETURNS, 0, 0)]
+)
+def test_a_history_has_one_end_a_turn_the_templates(folder: Path, tmp_path: Path, template, configured, stop):
+    tokenizer = _with_eos(folder, tmp_path, template, configured)
+    answer, reply = {"role": "assistant", "content": "5"}, {"role": "user", "content": "Sure?"}
+    turn = (*tokenizer.render(QUESTION), *tokenizer.encode("5"), stop)
+    assert tuple(tokenizer.extend(turn, [reply])) == tokenizer.render([*QUESTION, answer, reply])
+
+
+def test_an_answer_is_trained_with_an_end_that_the_template_leaves_out(folder: Path, tmp_path: Path) -> None:
+    tokenizer = _with_eos(folder, tmp_path, WITHOUT_LAST_END, 0)
+    task = Task(id="1", source="s", messages=QUESTION, truth={"answer": "5"})
+    (episode,) = conversation_episodes(task, tokenizer)
+    assert tokenizer.decode(episode.turns[0].token_ids, skip_special=False) == "5<|im_end|>"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from forge_rl.errors import ModelError, TaskError
+from forge_rl.tokens.stops import final_stop
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Message, Task, Turn
 
@@ -78,11 +79,16 @@ def _turn(task: Task, messages: Sequence[Message], tokenizer: Tokenizer) -> Turn
     # Some templates open an assistant's turn with more than all answers have, such as <think>.
     if begin < len(prompt) and begin < len(_rendered(task, messages[:-1], tokenizer)):
         raise _refused("changes the messages before an answer when it is added")
-    stops = [at for at in range(begin, len(whole)) if whole[at] in tokenizer.stop_ids]
+    stops = [place for place in range(begin, len(whole)) if whole[place] in tokenizer.stop_ids]
     end = stops[-1] + 1 if stops else len(whole)
     if begin == end:
         raise _refused("does not show an assistant message")
-    return Turn.given(whole[:begin], whole[begin:end], tokenizer.decode(whole[begin:end]))
+    token_ids, stop = whole[begin:end], final_stop(tokenizer)
+    text = tokenizer.decode(token_ids)
+    if not stops and stop is not None:
+        # Some templates end a turn only when another follows: the model would never learn to stop.
+        token_ids = (*token_ids, stop)
+    return Turn.given(whole[:begin], token_ids, text)
 
 
 def _compared(task: Task, answer: Sequence[Message], tokenizer: Tokenizer) -> Episode:

@@ -205,6 +205,8 @@ def template_digest(tokenizer: Tokenizer) -> str:
     files = (tokenizer.folder / name for name in ("tokenizer.json", "chat_template.jinja"))
     seen = hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file()))
     seen.update(str(tokenizer.hf.chat_template).encode())
+    if tokenizer.template_args:
+        seen.update(repr(sorted(tokenizer.template_args.items())).encode())
     return seen.hexdigest()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from forge_rl.envs.protocol import Env, EnvFactory, leaves_of
+from forge_rl.envs.protocol import Env, EnvFactory, leaves_of, sees_thoughts
 from forge_rl.errors import TaskError
 from forge_rl.types import Task
 
@@ -32,6 +32,11 @@ class BySource:
     def leaves(self) -> int:
         """Maximum episodes of a tree, of any environment."""
         return max(map(leaves_of, self.environments.values()), default=1)
+
+    @property
+    def thoughts(self) -> bool:
+        """True if all environments see the model's thoughts."""
+        return all(map(sees_thoughts, self.environments.values()))
 
     def __call__(self, task: Task) -> Env:
         if task.source not in self.environments:

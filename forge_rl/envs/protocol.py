@@ -120,8 +120,9 @@ class EnvFactory(Protocol):
     """Makes a new Env for each episode of a task. Must pickle, as it may be called in another process.
 
     With the attribute `in_process = True`, its environments run in the controller; use it if they only show messages.
-    With `leaves = L`, an episode may grow into a tree of up to L of its group's episodes, see `Step.branches` and
-    `Step.forks`.
+    Its environments see completions without the model's thoughts, as drafts are not to be acted on; with `thoughts =
+    True` they see these too. With `leaves = L`, an episode may grow into a tree of up to L of
+    its group's episodes, see `Step.branches` and `Step.forks`.
     """
 
     def __call__(self, task: Task) -> Env:
@@ -167,6 +168,11 @@ def leaves_of(factory: EnvFactory) -> int:
             f"the environment's `leaves` is {leaves!r:.80}", hint="set it to the most episodes of a tree, such as 4"
         )
     return leaves
+
+
+def sees_thoughts(factory: EnvFactory) -> bool:
+    """Return True if a factory's environments see the model's thoughts."""
+    return bool(getattr(factory.func if isinstance(factory, functools.partial) else factory, "thoughts", False))
 
 
 def make_env(factory: EnvFactory, task: Task) -> Env:

@@ -32,9 +32,10 @@ class GatewayConfig:
     aliases: tuple[str, ...] = ()
     """Other names for the model, such as the one that an agent requests."""
     tool_parser: str = ""
-    """Name of vLLM's tool parser; by default the one that fits the model's chat template."""
+    """Name of vLLM's tool parser; by default the one that reads back the calls that the chat template writes."""
     reasoning_parser: str = ""
-    """Name of vLLM's reasoning parser, which separates reasoning from the answer; "" leaves it in the text."""
+    """Name of vLLM's reasoning parser, which separates thoughts from the answer; by default the one that reads back
+    the thoughts that the model's chat template writes, if it writes any. none leaves thoughts in the text."""
     agent_sampling: AgentSampling = "replaced"
     """Treatment of agents' sampling settings in a run, such as temperature, top_p and forced tools or JSON. replaced:
     use the run's settings; untrained: honour the agent's, and do not train on these turns; trained: honour them, and

@@ -80,6 +80,7 @@ class PromptRenderer(vllm.OnlineRenderer):
         self._reader.check_room("\n".join(texts), param)
         params = request.build_chat_params(default_template, default_template_content_format)
         settings = template_settings(params.chat_template_kwargs)
+        template_args = self._tokenizer.template_args | settings
         prompt = self._builder.chat(found, tools, session, settings)
         if not state.counted:
             self._check_completion(state, prompt, request)
@@ -95,7 +96,7 @@ class PromptRenderer(vllm.OnlineRenderer):
                 self.renderer.tokenizer,
                 request.tools,
                 model_config=self.model_config,
-                chat_template_kwargs=params.chat_template_kwargs,
+                chat_template_kwargs=params.chat_template_kwargs | template_args,
             )
             if request.tool_choice != "none" or parser.reasoning_parser_cls is not None:
                 made.adjust_request(request)

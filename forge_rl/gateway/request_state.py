@@ -124,6 +124,7 @@ class Choice:
             logprobs=self._behaviour if trained else np.full(len(self.ids), math.nan, np.float32),
             versions=self._versions,
             text=text,
+            answer=self.tokenizer.thoughts.answer(self.prompt.token_ids, self.ids, text),
             agent=agent,
             truncated=self.finish == "length",
             messages=self.prompt.messages,

@@ -31,7 +31,7 @@ from forge_rl.gateway.reading import Reader
 from forge_rl.gateway.request_state import REQUEST, RequestState
 from forge_rl.gateway.sessions import Session
 from forge_rl.gateway.shared import Shared
-from forge_rl.gateway.tools import ToolParser, parser_for
+from forge_rl.gateway.tools import ToolParser, parser_for, reasoning_parser_for
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling
 
@@ -115,8 +115,11 @@ class Gateway:
             ConfigError: the port is in use, the address is not this machine's, or vLLM lacks a configured parser.
         """
         http.check_address(self.config)
-        name = self.config.tool_parser or parser_for(self._tokenizer)
-        parser = ToolParser(name, self._tokenizer, self.config.reasoning_parser, self._warn)
+        name = self.config.tool_parser or await asyncio.to_thread(parser_for, self._tokenizer)
+        reasoning = self.config.reasoning_parser
+        if not reasoning:
+            reasoning = await asyncio.to_thread(reasoning_parser_for, self._tokenizer, name)
+        parser = ToolParser(name, self._tokenizer, reasoning if reasoning != "none" else "", self._warn)
         await parser.load()
 
         shared = Shared(

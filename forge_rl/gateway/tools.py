@@ -14,7 +14,17 @@ from functools import partial
 from typing import Any, TypeVar
 
 from forge_rl.errors import ConfigError
+from forge_rl.gateway.parser_choice import (
+    TOOL,
+    Sample,
+    reasoning_parsers_to_try,
+    samples_of_calls,
+    samples_of_thoughts,
+    tool_parser_by_sign,
+    tool_parsers_to_try,
+)
 from forge_rl.gateway.request_state import REQUEST
+from forge_rl.tokens.thoughts import Thoughts, without_thoughts
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import ToolCall, Turn
 
@@ -28,13 +38,13 @@ T = TypeVar("T")
 
 
 class ToolParser:
-    """One of vLLM's tool parsers, imported on first use, as importing vLLM takes seconds.
+    """One of vLLM's tool parsers, chosen and imported on first use, as importing vLLM takes seconds.
 
-        parser = ToolParser(parser_for(tokenizer), tokenizer)
+        parser = ToolParser("", tokenizer)
         content, calls = await parser.parse(turn, task.tools)
 
     Args:
-        name: vLLM's name of the tool parser.
+        name: vLLM's name of the tool parser; "" for the one that `parser_for` chooses.
         tokenizer: the model's tokenizer.
         reasoning: vLLM's name of the reasoning parser; "" leaves reasoning in the text.
         warn: called with a line when parsing a completion takes too long, which leaves it as text.
@@ -49,6 +59,7 @@ class ToolParser:
         self._warn = warn
         self._loading = asyncio.Lock()
         self._cls: type[Any] | None = None
+        self._thoughts = Thoughts(tokenizer.hf)
 
     @property
     def cls(self) -> type[Any]:
@@ -60,7 +71,8 @@ class ToolParser:
         """Import the parser in a thread, once.
 
         Raises:
-            ConfigError: vLLM has no parser of that name, or it does not support the tokenizer.
+            ConfigError: vLLM has no parser of that name, or it does not support the tokenizer; or none reads the calls
+                that the model's chat template writes.
         """
         async with self._loading:
             if self._cls is None:
@@ -68,17 +80,36 @@ class ToolParser:
                 gc.freeze()  # a collection over all of vLLM would block the event loop for half a second
 
     async def parse(self, turn: Turn, tools: Sequence[Mapping[str, object]]) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return a turn's content and calls of `tools`. Text that the parser cannot read is content."""
+        """Return a turn's content and calls of `tools`, both without thoughts: a call that is only drafted there is
+        none. Text that the parser cannot read is content."""
         await self.load()
         from forge_rl.gateway import vllm_internals as vllm
 
         asked = {"messages": [], "tools": list(tools), "tool_choice": "auto"}
         request = vllm.ChatCompletionRequest.model_validate(asked)
-        return read_calls(self.cls(self._tokenizer.hf, request.tools), request, turn.text, turn.token_ids.tolist())
+        parser, ids = self.cls(self._tokenizer.hf, request.tools), turn.token_ids.tolist()
+        if self._thoughts.is_harmony:
+            return read_calls(parser, request, turn.text, ids)
+        parser.adjust_request(request)
+        text = without_thoughts(turn.text, self._thoughts.tags)
+        content, calls = read_calls(parser, request, self._with_markers(text, ids, request), [])
+        return content if calls else text, calls
+
+    def _with_markers(self, text: str, ids: list[int], request: Any) -> str:
+        """Return a completion's text with the special tokens that its calls may be marked by."""
+        special = set(self._tokenizer.hf.all_special_ids)
+        if request.skip_special_tokens or special.isdisjoint(ids):
+            return text
+        if ids[-1] in self._tokenizer.stop_ids:
+            ids = ids[:-1]
+        if special.isdisjoint(ids):
+            return text
+        return without_thoughts(self._tokenizer.decode(ids, skip_special=False), self._thoughts.tags)
 
     def _load(self) -> type[Any]:
         from forge_rl.gateway import vllm_internals as vllm
 
+        self.name = self.name or parser_for(self._tokenizer)
         # Parsers log a stack trace for each malformed call.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         for kind, name, manager in (
@@ -106,23 +137,87 @@ class ToolParser:
 
 
 def parser_for(tokenizer: Tokenizer) -> str:
-    """Return the name of vLLM's parser for the tool call format of a model's chat template.
+    """Return the name of vLLM's parser that reads back the calls that a model's chat template writes.
 
-    Templates that do not render tools get them in Hermes' format, so calls are parsed in that format too.
+    Templates that do not render tools get them in Hermes' format, so calls are parsed in that format too. Otherwise
+    this imports vLLM, which takes seconds.
+
+    Raises:
+        ConfigError: no parser reads them.
     """
     if not tokenizer.shows_tools:
         return "hermes"
-    template = str(tokenizer.hf.chat_template)
-    signs = {
-        "<function=": "qwen3_coder",
-        "<tool_call>": "hermes",
-        "<|channel|>": "openai",
-        "[TOOL_CALLS]": "mistral",
-        "<\uff5ctool\u2581calls\u2581begin\uff5c>": "deepseek_v3",
-        "<|python_tag|>": "llama3_json",
-        "ipython": "llama3_json",
-    }
-    return next((parser for sign, parser in signs.items() if sign in template), "hermes")
+    samples = samples_of_calls(tokenizer)
+    if not samples or tokenizer.thoughts.is_harmony:  # whose parser reads the tokens of its own vocabulary only
+        return tool_parser_by_sign(tokenizer)
+    from forge_rl.gateway import vllm_internals as vllm
+
+    for name in tool_parsers_to_try(tokenizer, vllm.ToolParserManager.list_registered()):
+        if _reads(name, "", tokenizer, samples):
+            return name
+    raise ConfigError(
+        f"none of vLLM's tool parsers reads the calls that the chat template of {tokenizer.folder} writes, such as "
+        f"{samples[0].text!r:.200}",
+        hint="set --tool-parser (--gateway.tool-parser for agents) to the parser of the model's format, or change the "
+        "model's chat_template.jinja",
+    )
+
+
+def reasoning_parser_for(tokenizer: Tokenizer, tool_parser: str) -> str:
+    """Return the name of vLLM's parser that reads back the thoughts that a model's chat template writes; "" if the
+    template knows of none. Imports vLLM.
+
+    Args:
+        tool_parser: name of the tool parser, which reads calls after a thought.
+
+    Raises:
+        ConfigError: no parser reads them.
+    """
+    if not tokenizer.thoughts.expected:
+        return ""
+    if tokenizer.thoughts.is_harmony:
+        return "openai_gptoss"
+    from forge_rl.gateway import vllm_internals as vllm
+
+    samples = samples_of_thoughts(tokenizer, calls=tokenizer.shows_tools)
+    for name in reasoning_parsers_to_try(tokenizer, vllm.ReasoningParserManager.list_registered()):
+        if _reads(tool_parser, name, tokenizer, samples):
+            return name
+    raise ConfigError(
+        f"none of vLLM's reasoning parsers reads the thoughts that the chat template of {tokenizer.folder} writes, "
+        f"such as {samples[0].text!r:.200}",
+        hint="set --reasoning-parser (--gateway.reasoning-parser of a run) to the parser of the model's format, or to "
+        "none to leave thoughts in the text",
+    )
+
+
+def _reads(tool: str, reasoning: str, tokenizer: Tokenizer, samples: Sequence[Sample]) -> bool:
+    """Return True if parsers read back all samples."""
+    from forge_rl.gateway import vllm_internals as vllm
+
+    parser = ToolParser(tool, tokenizer, reasoning)
+    try:
+        cls = parser._load()
+    except Exception:  # many parsers need tokens that the model has not
+        return False
+    for sample in samples:
+        ids = tokenizer.encode(sample.text)
+        body = {"messages": [], "tools": [TOOL], "tool_choice": "auto"}
+        request = vllm.ChatCompletionRequest.model_validate(body)
+        try:
+            instance = cls(tokenizer.hf, request.tools)
+            instance.adjust_request(request)
+            text = tokenizer.decode(ids, skip_special=request.skip_special_tokens)
+            thought, content, calls = instance.parse(
+                text, request, enable_auto_tools=True, model_output_token_ids=list(ids)
+            )
+        except Exception:
+            return False
+        if not reasoning:
+            content = without_thoughts(content or "", tokenizer.thoughts.tags)  # as templates open answers with
+        if not sample.is_read(content, [(call.name, call.arguments) for call in calls or ()], thought):
+            return False
+    return True
 
 
 def read_calls(parser: Any, request: Any, text: str, token_ids: Sequence[int]) -> tuple[str, tuple[ToolCall, ...]]:

@@ -60,7 +60,7 @@ class VLLMServer:
     """Answers requests with vLLM's handlers."""
 
     def __init__(self, shared: Shared) -> None:
-        tokenizer, config, parser = shared.tokenizer, shared.config, shared.parser.cls
+        tokenizer, parser = shared.tokenizer, shared.parser.cls
         # vLLM logs a trace of each client error; errors for the server's owner are raised by `answer`.
         logging.getLogger("vllm").setLevel(logging.CRITICAL)
         self._reader = shared.reader
@@ -86,7 +86,7 @@ class VLLMServer:
             "request_logger": None,
             "chat_template": hf.chat_template,
             "chat_template_content_format": "string",
-            "reasoning_parser": config.reasoning_parser,
+            "reasoning_parser": shared.parser.reasoning,
             "enable_auto_tools": True,
         }
         models = _Models()

@@ -11,7 +11,6 @@ from fractions import Fraction
 from forge_rl.errors import TaskError, check_flags
 from forge_rl.rewards.extract import (
     Extract,
-    after_thought,
     answered_number,
     extract,
     marked,
@@ -20,6 +19,7 @@ from forge_rl.rewards.extract import (
     true_answers,
 )
 from forge_rl.rewards.quantities import canonical, plain, read_quantity
+from forge_rl.rewards.protocol import TextReward
 from forge_rl.types import Episode, Score, Task
 
 _ROUNDING = 1e-6
@@ -39,7 +39,7 @@ _AROUND_WORD = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exact:
+class Exact(TextReward):
     """Scores 1.0 for exactly the true answer, except for surrounding space.
 
     Exact(extract="tagged")(task, "<answer>5</answer>")  # Score(total=1.0, answer="5")
@@ -53,12 +53,12 @@ class Exact:
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without an answer."""
         right = true_answers(task, self.key, "exact")
-        answer = extract(self.extract, text)
+        answer = extract(self.extract, self.graded(text))
         return Score(total=float(answer in right), answer=answer or "")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Match:
+class Match(TextReward):
     """Scores 1.0 for the true answer, ignoring case, articles, quotes and punctuation between words, much as SQuAD's
     exact match (arXiv 1606.05250, section 6.1), which also ignores signs that carry a meaning.
 
@@ -77,7 +77,7 @@ class Match:
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without an answer."""
         right = true_answers(task, self.key, "match")
-        answer = normalised(self._answer(text))
+        answer = normalised(self._answer(self.graded(text)))
         if not answer:
             return Score(total=0.0)
         if self.partial:
@@ -87,13 +87,13 @@ class Match:
     def _answer(self, text: str) -> str:
         """Return the answer by `extract`, or the stated answer of a text without marks."""
         answer = extract(self.extract, text) or ""
-        if self.extract != "auto" or marked(after_thought(text)) is not None:
+        if self.extract != "auto" or marked(text) is not None:
             return answer
         return stated(answer) or answer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Number:
+class Number(TextReward):
     """Scores 1.0 if the number that the answer is or ends with is the true one, within a tolerance.
 
     Number(tolerance=0.01)(task, "about 3.14")  # 1.0 if the answer is "3.1416"
@@ -118,7 +118,7 @@ class Number:
                 f"--reward number: the true answer of task {task.id!r} has no number: {task.truth[self.key]!r:.80}",
                 hint="use --reward match or --reward math instead",
             )
-        answer = _number(self._answer(text) or "")
+        answer = _number(self._answer(self.graded(text)) or "")
         if answer is None:
             return Score(total=0.0)
         is_near = any(self._is_near(truth, answer) for truth in right if truth is not None)
@@ -126,7 +126,7 @@ class Number:
 
     def _answer(self, text: str) -> str | None:
         if self.extract == "auto":
-            return answered_number(after_thought(text))
+            return answered_number(text)
         return extract(self.extract, text)
 
     def _is_near(self, truth: Fraction, answer: Fraction) -> bool:

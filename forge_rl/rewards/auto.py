@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 from forge_rl.rewards.answers import Match
 from forge_rl.rewards.choice import letter_of, settled_letter
-from forge_rl.rewards.extract import after_thought, true_answers
+from forge_rl.rewards.extract import true_answers
 from forge_rl.rewards.kinds import kind_of
 from forge_rl.rewards.maths import Maths, number_score
+from forge_rl.rewards.protocol import TextReward
 from forge_rl.rewards.verifiers import REASONING_GYM, ReasoningGymReward
 from forge_rl.types import Score, Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Auto:
+class Auto(TextReward):
     """Scores reasoning-gym tasks by their verifiers, and others by the true answer, whose kind decides the rule.
 
         Auto()(task, "so there are 5.")  # Score(total=1.0, answer="5") if task.truth is {"answer": "5"}
@@ -31,13 +32,13 @@ class Auto:
         """Raises TaskError for a task without an answer."""
         if task.verifier == REASONING_GYM:
             return ReasoningGymReward()(task, text)
-        right = true_answers(task, self.key, "auto")
+        right, text = true_answers(task, self.key, "auto"), self.graded(text)
         kinds = set(map(kind_of, right))
         if kinds == {"number"}:
             return number_score(task, right, text, percent_is_unit=True)
         if "expression" in kinds or "number" in kinds:
-            return Maths(key=self.key, percent_is_unit=True)(task, text)
+            return Maths(key=self.key, percent_is_unit=True, thoughts=self.thoughts)(task, text)
         if kinds == {"choice"}:
-            letter = settled_letter(after_thought(text))
+            letter = settled_letter(text)
             return Score(total=float(letter in map(letter_of, right)), answer=letter)
-        return Match(key=self.key)(task, text)
+        return Match(key=self.key, thoughts=self.thoughts)(task, text)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge_rl.errors import ConfigError
-from forge_rl.rewards.protocol import RewardFunction, Scored, form_of
+from forge_rl.rewards.protocol import RewardFunction, Scored, form_of, text_for
 from forge_rl.types import Episode, Task
 
 
@@ -45,6 +45,6 @@ class RewardBySource:
     async def __call__(self, task: Task, episode: Episode) -> Scored:
         """Return the score of the task's reward."""
         reward = self.rewards.get(task.source, self.other)
-        given = episode if form_of(reward) == "episode" else episode.text
-        found = reward(task, given)  # type: ignore[arg-type]
-        return await found if inspect.isawaitable(found) else found  # type: ignore[return-value]
+        scored = episode if form_of(reward) == "episode" else text_for(reward, episode)
+        score = reward(task, scored)  # type: ignore[arg-type]
+        return await score if inspect.isawaitable(score) else score  # type: ignore[return-value]

@@ -7,8 +7,9 @@ import string
 from dataclasses import dataclass
 
 from forge_rl.errors import TaskError, check_flags
-from forge_rl.rewards.extract import after_thought, marked, true_answers
+from forge_rl.rewards.extract import marked, true_answers
 from forge_rl.rewards.quantities import plain
+from forge_rl.rewards.protocol import TextReward
 from forge_rl.types import Score, Task
 
 _FORM = r"(?:\*\*|\\text\{|\$)?[\(\[]?([A-Za-z])[\)\]]?[.):]?(?:\*\*|\}|\$)?[.):]?"
@@ -27,7 +28,7 @@ _LONGEST = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class Choice(TextReward):
     """Scores 1.0 if a completion chooses the right letter, as in MMLU-Pro.
 
         Choice()(task, "So the answer is (C).")  # Score(total=1.0) if task.truth is {"answer": "C"}
@@ -48,7 +49,7 @@ class Choice:
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task whose true answer is not a letter or an index."""
         right = {self._letter(truth, task) for truth in true_answers(task, self.key, "choice")}
-        letter = chosen_letter(after_thought(text))
+        letter = chosen_letter(self.graded(text))
         return Score(total=float(letter in right), answer=letter)
 
     def _letter(self, truth: str, task: Task) -> str:

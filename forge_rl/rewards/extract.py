@@ -14,7 +14,6 @@ Extract = Literal["auto", "tagged", "boxed", "last_number", "whole"]
 """Methods of extracting an answer, see `extract`."""
 
 _OPEN, _CLOSE, _BOXED = "<answer>", "</answer>", "\\boxed{"
-_THINK, _THOUGHT = "<think>", "</think>"
 _BRACE = re.compile(r"\\boxed\{|[{}]")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 # A sign belongs to the number unless it follows an operand: 10-3 ends with 3, but "= -3" and "3*-2" with a negative.
@@ -55,7 +54,6 @@ def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
             the true answer is a number, it takes the number that this says, see `final_number`.
         gold: the true answer; only "auto" uses it, and only to see if it is a number.
     """
-    text = after_thought(text)
     match how:
         case "tagged":
             return tagged(text)
@@ -73,12 +71,6 @@ def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
             number = answered_number(text)
             quantity = read_quantity(number) if number is not None else None
             return quantity.number if quantity is not None else None
-
-
-def after_thought(text: str) -> str:
-    """Return what follows the last thought; "" if a thought did not end."""
-    answer = text.rpartition(_THOUGHT)[2]
-    return "" if _THINK in answer else answer
 
 
 def marked(text: str) -> str | None:

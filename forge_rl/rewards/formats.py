@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.rewards.protocol import TextReward
 from forge_rl.rewards.workers import shared_workers
 from forge_rl.system.strict_json import parse_json
 from forge_rl.types import Score, Task
@@ -19,12 +20,14 @@ _MOST_JSON = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
+class Format(TextReward):
     """Scores 1.0 for `<think>...</think><answer>...</answer>`: each tag once, in this order, and no other text.
 
     Format()(task, "<think>2 and 3</think> <answer>5</answer>")  # Score(total=1.0, answer="5")
     """
 
+    thoughts: bool = True
+    """Score the model's thoughts too: the first tag is theirs."""
     think: str = "think"
     """Name of the first tag; "" for none."""
     answer: str = "answer"
@@ -50,7 +53,7 @@ class Format:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regex:
+class Regex(TextReward):
     """Scores 1.0 if a regular expression matches in the completion; its group `answer`, or else its first group, is the
     answer.
 
@@ -99,7 +102,7 @@ def _compiled(pattern: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JSONSchema:
+class JSONSchema(TextReward):
     """Scores 1.0 for a completion that is JSON valid under a schema, bare or in a fenced block, and `parsed` for other
     JSON.
 

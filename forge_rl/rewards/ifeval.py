@@ -16,6 +16,7 @@ from typing import Any
 
 from forge_rl.errors import TaskError
 from forge_rl.flags.texts import suggest
+from forge_rl.rewards.protocol import TextReward
 from forge_rl.system.strict_json import parse_json
 from forge_rl.types import Score, Task
 
@@ -58,7 +59,7 @@ Check = Callable[[str, Mapping[str, Any]], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
-class IFEval:
+class IFEval(TextReward):
     """Scores 1.0 if an answer follows all instructions of its prompt, as IFEval's strict accuracy.
 
         --reward ifeval

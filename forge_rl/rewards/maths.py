@@ -16,6 +16,7 @@ from forge_rl.rewards.choice import letter_of, settled_letter
 from forge_rl.rewards.equality import equal
 from forge_rl.rewards.kinds import is_copy, kind_of, notation
 from forge_rl.rewards.quantities import read_quantity, same_quantity
+from forge_rl.rewards.protocol import TextReward
 from forge_rl.rewards.workers import shared_workers
 from forge_rl.types import Score, Task
 
@@ -27,7 +28,7 @@ _SIGN = re.compile(r"\\[a-zA-Z]+|[^\s{}]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Maths:
+class Maths(TextReward):
     r"""Scores 1.0 for an answer that is mathematically the true one, as 0.5 and \frac{1}{2} are.
 
     await Maths()(task, "so it is \\boxed{0.5}")  # Score(total=1.0, answer="0.5")
@@ -56,13 +57,13 @@ class Maths:
 
     async def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without an answer, ForgeError if a worker process does not start."""
-        right = extract.true_answers(task, self.key, "math")
+        right, text = extract.true_answers(task, self.key, "math"), self.graded(text)
         by_kind = {kind: [truth for truth in right if kind_of(truth) == kind] for kind in map(kind_of, right)}
         score = Score(total=0.0)
         if numbers := by_kind.get("number"):
             score = number_score(task, numbers, text, percent_is_unit=self.percent_is_unit)
         if score.total < 1 and (options := by_kind.get("choice")):
-            letter = settled_letter(extract.after_thought(text))
+            letter = settled_letter(text)
             score = Score(total=float(letter in map(letter_of, options)), answer=letter or score.answer)
         if score.total < 1 and (texts := by_kind.get("text")):
             words = normalised(_answer_in(text))
@@ -90,7 +91,7 @@ class Maths:
 
 def number_score(task: Task, right: Sequence[str], text: str, *, percent_is_unit: bool) -> Score:
     """Score a completion by true answers that are numbers, see `quantities.same_quantity`."""
-    number = extract.answered_number(extract.after_thought(text))
+    number = extract.answered_number(text)
     quantity = read_quantity(number) if number is not None else None
     if number is None or quantity is None:
         return Score(total=0.0)
@@ -134,7 +135,6 @@ def _as_maths(text: str) -> str:
 
 def _answer_in(text: str) -> str:
     """Return a completion's answer: marked, stated, or its last formula; "" without one."""
-    text = extract.after_thought(text)
     answer = extract.marked(text)
     if answer is None:
         answer = extract.stated(text) or extract.in_mathematics(text) or text.strip()

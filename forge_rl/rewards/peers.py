@@ -49,7 +49,7 @@ class TrlReward:
 
     def __call__(self, task: Task, episodes: Sequence[Episode]) -> Any:
         """Return a score for each episode; awaitable if the function is async."""
-        texts = [episode.text for episode in episodes]
+        texts = [episode.whole_text for episode in episodes]
         chats = [[{"role": "assistant", "content": text}] for text in texts]
         columns = {name: [value] * len(episodes) for name, value in task.truth.items()}
         result = _call(
@@ -77,6 +77,7 @@ class VerlReward:
     function: Callable[..., Any]
     form: ClassVar[Form] = "text"
     peer: ClassVar[str] = "verl"
+    thoughts: ClassVar[bool] = True  # as verl shows them
 
     def __call__(self, task: Task, text: str) -> Any:
         """Return the score; awaitable if the function is async."""

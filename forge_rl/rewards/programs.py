@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forge_rl.errors import TaskError, check_flags
+from forge_rl.rewards.protocol import TextReward
 from forge_rl.rewards.unit_tests import run_tests
 from forge_rl.sandbox import Limits, Pool
 from forge_rl.sandbox.fences import last_code
@@ -32,7 +33,7 @@ _SAME = "from __main__ import forge_tests\nsame = forge_tests.same"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Programs:
+class Programs(TextReward):
     """Scores 1.0 if a program prints the right output for each input of its task, else 0.0.
 
         --reward programs                # the column cases: [{"input": "1 2\\n", "output": "3\\n"}, ...]

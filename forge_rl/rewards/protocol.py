@@ -6,9 +6,11 @@ import functools
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from forge_rl.errors import ConfigError
+from forge_rl.tokens.thoughts import without_thoughts
 from forge_rl.types import Episode, Score, Task
 
 
@@ -21,18 +23,32 @@ class Reward(Protocol):
 
     The second parameter determines the argument. Named `episode` or annotated as an Episode, it is the episode, not
     scored yet. Named `episodes` or annotated as a sequence of them, it is all episodes of the task's group, and
-    the function returns one score per episode. Otherwise it is the text of the last answer.
+    the function returns one score per episode. Otherwise it is the text of the last answer, without the model's
+    thoughts; "" if these are unfinished.
 
     An object may also have
         load(folder): called once in each scoring process before its first score, with a private folder of the run;
         deadline_s: deadline of one async score, instead of --reward.deadline-s;
         replicas: number of dedicated processes, for example for a model that should be loaded only once;
-        files: paths of files that its scores depend on, such as a rubric; a resumed run reports if they were edited.
+        files: paths of files that its scores depend on, such as a rubric; a resumed run reports if they were edited;
+        thoughts: True if its text is to include the model's thoughts.
     """
 
     def __call__(self, task: Task, episode: Episode) -> float | Score:
         """Return a finite number, by convention from 0 to 1, or a Score. Bad model output scores 0.0; a bug, or a task
         without its truth, raises."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextReward:
+    """Options of all bundled rewards that score text: `--reward math:thoughts=true`."""
+
+    thoughts: bool = False
+    """Score the model's thoughts too, which come before the answer."""
+
+    def graded(self, text: str) -> str:
+        """Return the part of a completion that is scored; a run hands over text without thoughts already."""
+        return text if self.thoughts else without_thoughts(text)
 
 
 @runtime_checkable
@@ -130,6 +146,16 @@ def parameters_of(function: object) -> list[inspect.Parameter]:
         return [*inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return []
+
+
+def sees_thoughts(function: object) -> bool:
+    """Return True if the text that a reward scores includes the model's thoughts."""
+    return bool(getattr(function, "thoughts", False))
+
+
+def text_for(function: object, episode: Episode) -> str:
+    """Return what a reward of the form "text" scores of an episode."""
+    return episode.whole_text if sees_thoughts(function) else episode.text
 
 
 def is_async(function: RewardFunction) -> bool:

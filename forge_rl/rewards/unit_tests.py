@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forge_rl.errors import TaskError, check_flags
+from forge_rl.rewards.protocol import TextReward
 from forge_rl.sandbox import Limits, Result, SandboxError, Session
 from forge_rl.sandbox.fences import last_code
 from forge_rl.sandbox.shared import a_cpu_of_shared_pool, check_shared_pool
@@ -29,7 +30,7 @@ sys.modules["solution"] = sys.modules["__main__"]"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class UnitTests:
+class UnitTests(TextReward):
     """Scores 1.0 if code passes the tests of its task, else 0.0.
 
         --reward unit_tests                                        # columns tests, and entry_point if there is one

@@ -12,6 +12,7 @@ from typing import ClassVar
 from forge_rl.errors import TaskError, check_flags
 from forge_rl.rewards.extract import Extract, extract
 from forge_rl.rewards.procedural import CHECKS, LEAST, OWN
+from forge_rl.rewards.protocol import TextReward
 from forge_rl.rewards.workers import shared_workers
 from forge_rl.types import Score, Task
 
@@ -22,7 +23,7 @@ _Entry = Mapping[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGymReward:
+class ReasoningGymReward(TextReward):
     """Scores a completion with the verifier of its task's reasoning-gym data set.
 
     await ReasoningGymReward(extract="tagged")(task, "<answer>5</answer>")  # Score(total=1.0, answer="5")
@@ -58,7 +59,7 @@ class ReasoningGymReward:
                 hint="use another reward for the tasks of this source",
             )
         gold = entry.get("answer")
-        answer = extract(self.extract, text, gold if isinstance(gold, str) else None)
+        answer = extract(self.extract, self.graded(text), gold if isinstance(gold, str) else None)
         if answer is None:
             return Score(total=0.0, parts={"late": 0.0})
         workers = shared_workers(__name__, "verify", self.processes, self.timeout_s, ("reasoning_gym", "sympy"))

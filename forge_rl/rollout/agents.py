@@ -23,6 +23,7 @@ from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.services.completion import Observer
 from forge_rl.system.tasks import left_behind_late
 from forge_rl.token_arrays import TokenIds
+from forge_rl.tokens.thoughts import without_thoughts
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Outcome, Sampling, Score, Task
 
@@ -114,14 +115,16 @@ class AgentEpisodeRunner:
         session = self.gateway.open(task.id, sampling=client.sampling.updated(seed=client.seed))
         with self.backend.connected(session, client):
             outcome, result, problem = await self._work(task, session, client)
-        own, text = (result, None) if isinstance(result, Score) else (None, result)
+        own_score, text = (result, None) if isinstance(result, Score) else (None, result and without_thoughts(result))
         episode = Episode(task=task, turns=session.turns, outcome=outcome, problem=problem, output=text)
         if outcome.scored:
-            episode = await scored(episode, self.reward, own)
+            episode = await scored(episode, self.reward, own_score)
         return episode.updated(seconds=time.monotonic() - began, began=began_at)
 
-    async def _work(self, task: Task, session: Session, client: PolicyClient) -> tuple[Outcome, str | Score, str]:
-        """Run the agent and close the session; return the outcome, a text or score, and the problem, "" if none."""
+    async def _work(
+        self, task: Task, session: Session, client: PolicyClient
+    ) -> tuple[Outcome, str | Score | None, str]:
+        """Run the agent and close the session; return the outcome, the agent's result, and the problem, "" if none."""
         text, failure, died = None, "", False
         deadline = _OwnTime(self.deadline_s, client.used_s, session)
         try:
@@ -142,7 +145,7 @@ class AgentEpisodeRunner:
         last = session.turns[-1] if session.turns else None
         if deadline.limit.expired():
             if last is not None and not deadline.hangs:
-                return Outcome.TRUNCATED, last.text, ""
+                return Outcome.TRUNCATED, None, ""
             hangs = "and did not call the policy for half of that time"
             return Outcome.ENVIRONMENT_ERROR, "", f"the agent took longer than {self.deadline_s:g} s, {hangs}"
         if died:
@@ -151,14 +154,14 @@ class AgentEpisodeRunner:
             if session.refusal.code == "context_length_exceeded" and last is None:
                 raise ContextError(session.refusal.message, hint="raise --generator.max-model-len")
             if session.refusal.code in ("context_length_exceeded", SESSION_FULL) and last is not None:
-                return Outcome.TRUNCATED, last.text, ""
+                return Outcome.TRUNCATED, None, ""
             if session.refusal.code == ENDS_ENGINES:
                 raise PoisonError(session.refusal.message, service="generator")
             if session.refusal.status >= 500 or session.refusal.status == 429:
                 return Outcome.INFRASTRUCTURE_ERROR, "", failure
         if failure or last is None:
             return Outcome.ENVIRONMENT_ERROR, "", failure or "the agent got no completion from the policy"
-        return Outcome.TRUNCATED if last.truncated else Outcome.COMPLETED, last.text if text is None else text, ""
+        return Outcome.TRUNCATED if last.truncated else Outcome.COMPLETED, text, ""
 
     async def _agent_of(self, task: Task, session: Session) -> str | Score | None:
         """Run the agent, and leave it behind if it ignores its cancellation."""

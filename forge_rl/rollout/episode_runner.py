@@ -146,14 +146,17 @@ class EpisodeRunner:
                 turns.append(await decode(*given))
                 turns[-1].complete(messages=path.shown, seconds=self.clock() - asked_s, branch=path.branch)
                 if path.tools and self.parse is not None:
-                    parsed = await self.parse(self._whole(path), path.tools)
+                    completion = self._whole(path)
+                    # A call that is only drafted in a thought is none; gpt-oss's calls are marked apart from thoughts.
+                    is_thought = completion.answer == "" and not self.tokenizer.thoughts.is_harmony
+                    parsed = ("", ()) if is_thought else await self.parse(completion, path.tools)
             except ContextError:
                 full = bool(turns)
                 if not full:
                     raise
             path.decoding = False
             truncated, asked_s = full or turns[-1].truncated, self.clock()
-            text = "" if full else self._whole(path).text
+            text = "" if full else self._seen(path)
             step = await path.session.step(text, truncated=truncated, parsed=parsed)
             if not full:
                 calls = step.calls or (parsed[1] if parsed else ())
@@ -240,18 +243,26 @@ class EpisodeRunner:
             token_ids=ids,
             logprobs=np.concatenate([part.logprobs for part in parts]),
             versions=np.concatenate([part.versions for part in parts]),
-            text=self.tokenizer.decode(ids),
+            text=(text := self.tokenizer.decode(ids)),
+            answer=self.tokenizer.thoughts.answer(parts[0].prompt_ids, ids, text),
         )
+
+    def _seen(self, path: _Path) -> str:
+        """Return what the environment sees of the last completion."""
+        completion = self._whole(path)
+        return completion.text if self.environment.thoughts else completion.content
 
     def _piece(self, whole: Turn, start: int, end: int, branch: tuple[int, ...]) -> Turn:
         """Return the turn of these tokens of another, whose times belong to the last piece."""
         ids, is_last, context = whole.token_ids[start:end], end == len(whole.token_ids), len(whole.prompt_ids) + end
+        text = self.tokenizer.decode(ids)
         piece = whole.updated(
             prompt_ids=whole.context[: context - len(ids)],
             token_ids=ids,
             logprobs=whole.logprobs[start:end],
             versions=whole.versions[start:end],
-            text=self.tokenizer.decode(ids),
+            text=text,
+            answer=self.tokenizer.thoughts.answer(whole.context[: context - len(ids)], ids, text),
             branch=branch,
             routed=None if whole.routed is None else whole.routed[: context - 1],
         )

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +18,7 @@ from forge_rl.data.mixture import Mixture
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import ConfigError
 from forge_rl.gateway import GatewayConfig, GeneratorBackend
-from forge_rl.gateway.tools import ToolParser, parser_for
+from forge_rl.gateway.tools import ToolParser
 from forge_rl.metrics.recorder import FOLDER as EPISODES
 from forge_rl.metrics.vocabulary import write_vocabulary
 from forge_rl.rollout.agents import Agent, serving_agents
@@ -44,6 +45,7 @@ from forge_rl.run.run_config import RunConfig
 from forge_rl.run.services import RolloutServices, Services, gpus_taken
 from forge_rl.runtime.jobs.joining import controller_address
 from forge_rl.services.trainer import Trainer
+from forge_rl.tokens.template_args import read_template_args
 from forge_rl.tokens.tokenizer import Tokenizer
 
 C = TypeVar("C", bound=RunConfig)
@@ -72,7 +74,11 @@ async def assemble(
         close: closes the whole run.
     """
     config, monitor, log = checked.config, prepared.monitor, prepared.monitor.log
-    tokenizer = Tokenizer(checked.model, parse_control_tokens=config.parse_control_tokens)
+    tokenizer = Tokenizer(
+        checked.model,
+        parse_control_tokens=config.parse_control_tokens,
+        template_args=read_template_args(config.template_args),
+    )
     if config.recording.share:
         await asyncio.to_thread(_write_vocabulary, prepared.folder / EPISODES, tokenizer, log.warn)
     async with contextlib.AsyncExitStack() as stack:
@@ -225,12 +231,25 @@ async def _running_episodes(
     warn = prepared.monitor.log.warn
     if services.environment is None:
         assert agent is not None, "somebody plays the episodes"
-        logs = prepared.folder / "logs"
+        logs, gateway = prepared.folder / "logs", _with_parser(gateway, config.tool_parser)
         async with serving_agents(agent, gateway, backend, tokenizer, services.reward, warn=warn, logs=logs) as serving:
             yield serving
     else:
-        parser = ToolParser(config.tool_parser or parser_for(tokenizer), tokenizer, warn=warn)
+        parser = ToolParser(config.tool_parser, tokenizer, warn=warn)
         yield EpisodeRunner(tokenizer, services.environment, services.reward, parser.parse)
+
+
+def _with_parser(gateway: GatewayConfig, name: str) -> GatewayConfig:
+    """Return the gateway's settings with the run's tool parser.
+
+    Raises:
+        ConfigError: both name one, and not the same.
+    """
+    if name and gateway.tool_parser not in ("", name):
+        raise ConfigError(
+            f"--tool-parser is {name}, and --gateway.tool-parser is {gateway.tool_parser}", hint="set one of them"
+        )
+    return replace(gateway, tool_parser=name or gateway.tool_parser)
 
 
 def _write_vocabulary(episodes: Path, tokenizer: Tokenizer, warn: Callable[[str], None]) -> None:

@@ -28,7 +28,7 @@ from forge_rl.engines.degrees import check_model
 from forge_rl.engines.platform import slow_format
 from forge_rl.engines.speculation import resolve_draft_model
 from forge_rl.errors import ConfigError
-from forge_rl.gateway.tools import ToolParser
+from forge_rl.gateway.tools import ToolParser, parser_for
 from forge_rl.metrics import Display, EpisodeSink, EventSink, JSONLSink, PhaseClock, RunInfo, RunLog, Sink
 from forge_rl.metrics.alerts import AlertSink
 from forge_rl.metrics.boards import TensorBoardSink, WandbSink
@@ -59,6 +59,8 @@ from forge_rl.services.teachers import resolve_teachers
 from forge_rl.services.teachers_config import TeachersConfig
 from forge_rl.services.trainer_config import CriticConfig
 from forge_rl.system.memory import host_bytes
+from forge_rl.tokens.stops import describe_added_stop
+from forge_rl.tokens.template_args import read_template_args
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 
@@ -211,6 +213,7 @@ async def check(
     critic: CriticConfig | None = None,
     teachers: TeachersConfig | None = None,
     examples: ExampleFn | None = None,
+    uses_tools: bool = False,
 ) -> Checked[C]:
     """Refuse models that cannot be trained, laid out or stored, and tasks that cannot be used, before services start.
 
@@ -221,6 +224,7 @@ async def check(
         critic: settings of a critic, if the run has one.
         teachers: settings of the teachers, if the run has any.
         examples: makes examples of the tasks, if these are trained on.
+        uses_tools: an environment or an agent may show the model tools.
 
     Raises:
         ForgeError: says what does not fit, and what to change.
@@ -264,7 +268,7 @@ async def check(
             "keep them unchanged"
         )
     _tell_of_model(config, model, architecture, loss, log)
-    await _check_use(config, prepared, mixture, model, architecture, examples)
+    await _check_use(config, prepared, mixture, model, architecture, examples, uses_tools=uses_tools)
     return Checked(
         config=config,
         model=model,
@@ -351,21 +355,31 @@ async def _check_use(
     model: Path,
     architecture: Architecture,
     examples: ExampleFn | None,
+    *,
+    uses_tools: bool,
 ) -> None:
     """Check the model against the engines, the tasks, the parser of tool calls and the disk's free space."""
     if config.starts_engines:
         check_decode_layout(model, config.generator, engines=config.generator.replicas)
         check_context(architecture, config.generator)
-    await _check_tasks(config, prepared, mixture, model, examples)
-    if config.tool_parser:  # else one that exists is chosen, and imported when it is needed
-        await ToolParser(config.tool_parser, Tokenizer(model)).load()
+    args = read_template_args(config.template_args)
+    tokenizer = await asyncio.to_thread(
+        partial(Tokenizer, model, parse_control_tokens=config.parse_control_tokens, template_args=args)
+    )
+    if note := describe_added_stop(tokenizer):
+        prepared.monitor.log.event(note)
+    await _check_tasks(config, prepared, mixture, tokenizer, examples)
+    if config.tool_parser:
+        await ToolParser(config.tool_parser, tokenizer).load()
+    elif uses_tools:
+        await asyncio.to_thread(parser_for, tokenizer)
     if config.checkpoint_every:
         bytes_each = 7 * stored_bytes(model)  # weights, two moments and the exported copy
         check_space(prepared.folder, bytes_each * (config.keep_checkpoints + 1 + config.evaluation.keep_best))
 
 
 async def _check_tasks(
-    config: RunConfig, prepared: Prepared, mixture: Mixture, model: Path, examples: ExampleFn | None
+    config: RunConfig, prepared: Prepared, mixture: Mixture, tokenizer: Tokenizer, examples: ExampleFn | None
 ) -> None:
     """Refuse task files that cannot be used or, in a resumed run, have changed; log what the scan of each found."""
     match prepared.checkpoint.controller_state() if prepared.checkpoint is not None else None:
@@ -374,10 +388,9 @@ async def _check_tasks(
 
     limit, measured = config.generator.max_model_len - config.generator.max_tokens, PromptLengths.measured
     if examples is not None:
-        limit, measured = longest_example(config, model), ExampleLengths.measured
+        limit, measured = longest_example(config, tokenizer.folder), ExampleLengths.measured
 
     def lengths() -> Lengths:
-        tokenizer = Tokenizer(model, parse_control_tokens=config.parse_control_tokens)
         if examples is None:
             return PromptLengths(tokenizer, limit)
         return ExampleLengths(ExampleMaker(examples, tokenizer, longest=limit))

@@ -27,6 +27,7 @@ from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.reward import Reward
 from forge_rl.services.trainer_config import TrainerConfig
 from forge_rl.services.weight_store_config import WeightStoreConfig
+from forge_rl.tokens.template_args import TemplateArgTexts, read_template_args
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +105,10 @@ class RunConfig:
     parse_control_tokens: bool = False
     """Encode text in messages and tools that looks like a control token, such as <|im_end|>, as that token. By default
     it stays text; otherwise the author of a tool's output could end the turn and write the next one as the system."""
+    template_args: TemplateArgTexts = ()
     tool_parser: str = ""
-    """Name of vLLM's parser for the model's tool-call format; by default chosen by its chat template."""
+    """Name of vLLM's parser of the model's tool calls; by default the one that reads back the calls that its chat
+    template writes. Agents' requests are parsed by it too."""
     phase_deadline_s: float = 3600.0
     """Timeout of one phase; the run then stops and names the cause of the wait."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -136,6 +139,7 @@ class RunConfig:
                 "--job has most_replaced, and no host can join a run in a private network",
                 hint="leave out one of most_replaced and --private-network",
             )
+        read_template_args(self.template_args)
         devices = read_placement(self.placement).devices
         if self.trainer.router_replay:
             object.__setattr__(self, "generator", replace(self.generator, routed_experts=True))

@@ -31,6 +31,7 @@ from forge_rl.services.trainer import Trainer
 from forge_rl.services.trainer_config import TrainerConfig
 from forge_rl.services.weight_store import WeightStore
 from forge_rl.system.tasks import task_group
+from forge_rl.tokens.template_args import read_template_args
 
 _START_DEADLINE_S = 900.0
 _COPY_DEADLINE_S = 6 * 3600.0
@@ -285,6 +286,7 @@ async def _start_generator(
         lend=lambda: handover.result().lend(),
         replace=start_engine,
         parse_control_tokens=checked.config.parse_control_tokens,
+        template_args=read_template_args(checked.config.template_args),
     )
 
 

@@ -158,6 +158,7 @@ class Starting(Generic[C]):
                         critic=self.critic,
                         teachers=self.teachers,
                         examples=self.examples,
+                        uses_tools=self.examples is None and self.environment is not SingleTurn,
                     )
                     environment = self.environment if self.agent is None and callable(self.environment) else None
                     if not callable(self.environment):

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from forge_rl.errors import PoisonError, ReplicaError
 from forge_rl.token_arrays import CacheUse, Chunk, ScoredTokens, TokenIds, read_only
-from forge_rl.tokens.tokenizer import TextStream, Tokenizer
+from forge_rl.tokens.text_stream import TextStream
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Sampling, Turn
 
 GATHER_S = 0.2
@@ -154,6 +155,7 @@ class ResumableCompletion:
             logprobs=logprobs,
             versions=versions,
             text=self.text,
+            answer=self._tokenizer.thoughts.answer(self.prompt_ids, ids, self.text),
             truncated=self.finish == "length",
             # Dead engines sent no routing; the last engine has prefilled all earlier tokens.
             routed=None if chunks[-1].routed is None else chunks[-1].routed[: len(self.prompt_ids) + len(ids) - 1],

@@ -24,6 +24,7 @@ from forge_rl.envs.protocol import (
     make_env,
     replay_env,
     reset_env,
+    sees_thoughts,
     step_env,
 )
 from forge_rl.errors import ConfigError, ForgeError, ReplayError, ReplicaError, check_flags
@@ -153,6 +154,11 @@ class Environment:
     def leaves(self) -> int:
         """Most episodes of a tree, see `leaves_of`."""
         return leaves_of(self._factory)
+
+    @property
+    def thoughts(self) -> bool:
+        """Whether environments see the model's thoughts."""
+        return sees_thoughts(self._factory)
 
     async def open(self, task: Task) -> tuple[EnvSession | LocalSession, Observation]:
         """Open a session and reset its environment, on another replica if one dies meanwhile.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -119,6 +119,7 @@ class Generator:
         lend: Lend = contextlib.nullcontext,
         replace: LendOne = contextlib.nullcontext,
         parse_control_tokens: bool = False,
+        template_args: Mapping[str, object] | None = None,
         actor: type[ServiceActor] = GeneratorActor,
         name: str = "generator",
     ) -> Generator:
@@ -132,6 +133,7 @@ class Generator:
             lend: gives the engines their devices for a chat, if something else may hold them.
             replace: gives a replacement engine its devices once they are free, and reserves them while it starts.
             parse_control_tokens: as for the Tokenizer, for chats.
+            template_args: as for the Tokenizer, for chats.
 
         Raises:
             ConfigError: an engine of several devices cannot hold the model, or there are too few GPUs.
@@ -165,7 +167,9 @@ class Generator:
         supervisor = Supervisor(service, pool.start_one, config.restart, seats=seats, uniform=True)
         async with task_group() as group:
             tokenizer = group.create_task(  # imports take seconds
-                asyncio.to_thread(Tokenizer, model, parse_control_tokens=parse_control_tokens)
+                asyncio.to_thread(
+                    Tokenizer, model, parse_control_tokens=parse_control_tokens, template_args=template_args
+                )
             )
             group.create_task(supervisor.start(config.engines))
         return cls(config, service, supervisor, seats, pool, tokenizer.result(), lend)
@@ -255,7 +259,8 @@ class Generator:
             DeadlineError: no chunk came for config.request_deadline_s.
             ServiceError: no engine is left.
         """
-        prompt_ids, sampling = completion.shown, completion.rest
+        # Engines read the model's settings, which need not name the token that ends turns.
+        prompt_ids, sampling = completion.shown, completion.rest.updated(stop_ids=self._tokenizer.stop_ids)
         self._check(prompt_ids, sampling)
         suspect = completion.suspect
         if suspect:

@@ -130,15 +130,16 @@ class Reward:
     ) -> Sequence[Score]:
         """Score episodes with a function that has this version in the shared replicas."""
         task = episodes[0].task
-        given = [episode.text for episode in episodes] if form == "text" else list(episodes)
+        answers_suffice = form == "text" and not any(map(protocol.sees_thoughts, parts_of(function).values()))
+        inputs = [episode.text for episode in episodes] if answers_suffice else list(episodes)
         asking = [(self._shared, version)] if self._shared.given[version] else []
         asking += [(pool, pool.version) for pool in own.values()]
         if len(asking) == 1:  # a task of its own would take as long as everything else here
             [(pool, of)] = asking
-            scores = await pool.score(of, task, given)
+            scores = await pool.score(of, task, inputs)
         else:
             async with task_group() as group:
-                asked = [group.create_task(pool.score(of, task, given)) for pool, of in asking]
+                asked = [group.create_task(pool.score(of, task, inputs)) for pool, of in asking]
             scores = {name: scored for each in asked for name, scored in each.result().items()}
         if not isinstance(function, WeightedSum):
             [alone] = scores.values()

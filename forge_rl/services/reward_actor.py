@@ -18,7 +18,7 @@ from typing import Any, SupportsFloat
 from monarch.actor import concurrent_endpoint
 
 from forge_rl.errors import DeadlineError, ForgeError, HangError
-from forge_rl.rewards.protocol import Form, RewardFunction, form_of, is_async
+from forge_rl.rewards.protocol import Form, RewardFunction, form_of, is_async, text_for
 from forge_rl.runtime.actor import ServiceActor
 from forge_rl.runtime.in_hand import number_of_call
 from forge_rl.runtime.link import users_line
@@ -73,7 +73,7 @@ class RewardActor(ServiceActor):
     ) -> list[Score]:
         """Score episodes with one function, in the form that it accepts."""
         if form == "text":
-            given = [each if isinstance(each, str) else each.text for each in given]
+            given = [each if isinstance(each, str) else text_for(function, each) for each in given]
         if form == "group":
             found = await self._call(function, task, given)
             if not isinstance(found, Sized) or isinstance(found, str) or len(found) != len(given):

@@ -57,6 +57,8 @@ class ControlTokens:
         self._tokenizer = tokenizer
         self._added = tokenizer.get_added_tokens_decoder()
         self._contents = {id: token.content for id, token in self._added.items() if _is_control(token)}
+        self.ids = frozenset(self._contents)
+        """Ids of the control tokens."""
         special = [token.content for id, token in self._added.items() if token.special and id in self._contents]
         self._all = _Forms(self._contents.values())
         self._special = _Forms(special)

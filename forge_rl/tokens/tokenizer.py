@@ -16,7 +16,11 @@ import numpy.typing as npt
 from forge_rl.errors import ConfigError, ModelError
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.control_tokens import ControlTokens
+from forge_rl.tokens.template_args import check_template_args
+from forge_rl.tokens.text_stream import TextStream
+from forge_rl.tokens.thoughts import Thoughts
 from forge_rl.tokens.tool_text import as_text, has_tools
+from forge_rl.tokens.turn_ends import TurnEnds, find_turn_ends
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -42,16 +46,20 @@ class Tokenizer:
         folder: the model's folder.
         parse_control_tokens: encode text in messages that looks like a control token as that token. The author of a
             message or a tool can then end its turn and write the next one in any role.
+        template_args: variables of the chat template for all conversations, such as {"enable_thinking": False}.
 
     Raises:
+        ConfigError: the chat template has no such variable.
         ModelError: the folder holds no tokenizer, or the tokenizer has no chat template.
     """
 
-    def __init__(self, folder: Path, *, parse_control_tokens: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, parse_control_tokens: bool = False, template_args: Mapping[str, object] | None = None
+    ) -> None:
         from transformers import AutoTokenizer
 
-        self.folder = folder
-        self.parse_control_tokens = parse_control_tokens
+        self.folder, self.parse_control_tokens = folder, parse_control_tokens
+        self.template_args = dict(template_args or {})
         # Marks the completion in a rendered conversation; random, so no text can forge it.
         self._completion = f"COMPLETION-{secrets.token_hex(8)}"
         try:
@@ -68,6 +76,7 @@ class Tokenizer:
                 f"the model in {folder} has no chat template, so it cannot read messages",
                 hint="use an instruction-tuned model, or add a chat_template.jinja to the folder",
             )
+        check_template_args(self.template_args, str(self.hf.chat_template))
 
     def __repr__(self) -> str:
         return f"Tokenizer({str(self.folder)!r}, vocab_size={self.vocab_size}, stop_ids={self.stop_ids})"
@@ -104,7 +113,7 @@ class Tokenizer:
         Args:
             add_generation_prompt: end with the opening of an assistant's turn.
             tools: JSON schemas of the tools that the model may call; passed as text to templates without tools.
-            settings: other variables of the template, such as {"enable_thinking": False}; never user text.
+            settings: other variables of the template, which override `template_args`; never user text.
 
         Raises:
             ModelError: the template refuses these messages, or they hold a lone surrogate.
@@ -113,7 +122,7 @@ class Tokenizer:
             messages, tools = as_text(messages, tools or ()), None
 
         def text(messages: _Messages, tools: _Messages) -> str:
-            return self._text(messages, add_generation_prompt=add_generation_prompt, tools=tools, settings=settings)
+            return self.text(messages, add_generation_prompt=add_generation_prompt, tools=tools, settings=settings)
 
         ids = self._encode_rendered(text, messages, tools or ())
         assert ids is not None
@@ -131,7 +140,8 @@ class Tokenizer:
         """Append new messages, such as a tool's output, to a finished turn, up to where the next completion begins.
 
         The result starts with `ids` unchanged: the engine's output is never retokenised, so each turn is an exact
-        prefix of the next.
+        prefix of the next. Only a stop token that is not the one that the template writes there, such as gpt-oss's
+        <|return|>, makes way for the template's, so that histories have one end a turn, as in training.
 
         Args:
             ids: all tokens up to and including the completion. If they do not end with a stop token (the completion
@@ -156,10 +166,14 @@ class Tokenizer:
                 f"the chat template of {self.folder} drops earlier completions, so a conversation cannot continue",
                 hint="use a model whose template keeps all turns",
             )
-        end = next((index for index, token in enumerate(delta) if token in self.stop_ids), None)
+        end = next((index for index, token in enumerate(delta) if token in self._closing_ids), None)
         if end is not None:
-            # `delta` up to and including `end` closes the completion; one that stopped already contains that.
-            delta = delta[end + 1 :] if len(ids) and ids[-1] in self.stop_ids else delta[end:]
+            # `delta` up to and including `end` closes the completion; one that stopped with that token contains it.
+            stopped = len(ids) > 0 and ids[-1] in self.stop_ids
+            if stopped and ids[-1] == delta[end]:
+                delta = delta[end + 1 :]
+            else:
+                ids, delta = ids[:-1] if stopped else ids, delta[end:]
         return np.concatenate([np.asarray(ids, np.int32), np.asarray(delta, np.int32)])
 
     def encode(self, text: str, *, add_special: bool = False) -> tuple[int, ...]:
@@ -214,20 +228,41 @@ class Tokenizer:
         tool = {"type": "function", "function": {"name": probe, "description": "", "parameters": {"type": "object"}}}
         user = {"role": "user", "content": "?"}
         try:
-            tools_shown = probe in self._text([user], add_generation_prompt=True, tools=[tool])
+            tools_shown = probe in self.text([user], add_generation_prompt=True, tools=[tool])
             called: _Messages = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
-            return tools_shown and probe in self._text(called, add_generation_prompt=False, tools=None)
+            return tools_shown and probe in self.text(called, add_generation_prompt=False, tools=None)
         except ModelError:
             return False
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Token ids that end a completion: the union of generation config, config and tokenizer, ascending."""
-        found = {self.hf.eos_token_id}
+        """Token ids that end a completion, by the model's settings or its chat template."""
+        added = self.added_stop
+        return tuple(sorted({*self.configured_stop_ids, *(() if added is None else (added,))}))
+
+    @cached_property
+    def configured_stop_ids(self) -> tuple[int, ...]:
+        """Union of the ids that generation config, config and tokenizer name, ascending."""
+        tokens = {self.hf.eos_token_id}
         for file in ("generation_config.json", "config.json"):
             value = self._setting(file, "eos_token_id")
-            found |= set(value) if isinstance(value, list) else {value}
-        return tuple(sorted(token for token in found if isinstance(token, int)))
+            tokens |= set(value) if isinstance(value, list) else {value}
+        return tuple(sorted(token for token in tokens if isinstance(token, int)))
+
+    @cached_property
+    def turn_ends(self) -> TurnEnds:
+        """Tokens with which the chat template ends the assistant's turns."""
+        return find_turn_ends(partial(self.text, add_generation_prompt=False), self.encode, self.control.ids)
+
+    @property
+    def added_stop(self) -> int | None:
+        """The template's end of a turn if no setting of the model names it, as of some base models."""
+        return None if self.turn_ends.trained in self.configured_stop_ids else self.turn_ends.trained
+
+    @cached_property
+    def thoughts(self) -> Thoughts:
+        """Tells thoughts from answers in completions."""
+        return Thoughts(self.hf, self.stop_ids)
 
     @cached_property
     def pad_id(self) -> int | None:
@@ -254,13 +289,13 @@ class Tokenizer:
         if text is None:
             return None
         ids = self.encode(text)
-        if self.parse_control_tokens or not self._control.may_occur(parts, text):
+        if self.parse_control_tokens or not self.control.may_occur(parts, text):
             return ids
-        hidden = self._control.hide(parts, text)
+        hidden = self.control.hide(parts, text)
         rendered = text if hidden.parts == parts else render(*hidden.parts)
         if rendered is None:
             return None
-        return ids if self._control.only_those_of(rendered, ids) else self._control.encode(rendered, hidden)
+        return ids if self.control.only_those_of(rendered, ids) else self.control.encode(rendered, hidden)
 
     def _after_completion(
         self, messages: _Messages, tools: _Messages, calls: _Messages, *, settings: Mapping[str, object] | None
@@ -277,7 +312,7 @@ class Tokenizer:
             completion |= {"content": "", "tool_calls": [*calls[:-1], marked]}
         conversation: _Messages = [{"role": "user", "content": "?"}, completion, *messages]
         try:
-            text = self._text(conversation, add_generation_prompt=True, tools=tools, settings=settings)
+            text = self.text(conversation, add_generation_prompt=True, tools=tools, settings=settings)
         except ModelError:
             if calls:
                 return None
@@ -285,24 +320,30 @@ class Tokenizer:
         _, found, after = text.partition(self._completion)
         if not calls:
             return after if found else None
-        ends = [at for token in self.stop_ids if (at := after.find(self.hf.convert_ids_to_tokens(token) or "\0")) >= 0]
+        names = map(self.hf.convert_ids_to_tokens, self._closing_ids)
+        ends = [place for name in names if (place := after.find(name or "\0")) >= 0]
         return after[min(ends) :] if ends else None
 
-    def _text(
+    def text(
         self,
         messages: _Messages,
         *,
         add_generation_prompt: bool,
-        tools: _Messages | None,
+        tools: _Messages | None = None,
         settings: Mapping[str, object] | None = None,
     ) -> str:
+        """Return the text that the chat template renders; arguments as for `render`.
+
+        Raises:
+            ModelError: the template refuses these messages.
+        """
         try:
             text: str = self.hf.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
-                **(settings or {}),
+                **self.template_args | dict(settings or {}),
             )
             return text
         except Exception as error:  # templates can raise anything, for example for values that are not JSON
@@ -313,8 +354,14 @@ class Tokenizer:
             ) from error
 
     @cached_property
-    def _control(self) -> ControlTokens:
+    def control(self) -> ControlTokens:
+        """Control tokens of the vocabulary."""
         return ControlTokens(self.hf.backend_tokenizer)
+
+    @cached_property
+    def _closing_ids(self) -> tuple[int, ...]:
+        """Ids of tokens that end the assistant's turns in a history."""
+        return tuple(token for token in (*self.stop_ids, self.turn_ends.inner) if token is not None)
 
     @cached_property
     def _added(self) -> frozenset[int]:
@@ -335,29 +382,6 @@ class Tokenizer:
             return None
         settings = json.loads(path.read_text())
         return settings.get(key, settings.get("text_config", {}).get(key))
-
-
-class TextStream:
-    """Decodes one completion token by token; a character that is split over tokens is returned with the last one."""
-
-    def __init__(self, hf: PreTrainedTokenizerFast, prompt_ids: TokenIds, skip_special: bool) -> None:
-        from tokenizers.decoders import DecodeStream
-
-        self._tokenizer = hf.backend_tokenizer
-        self._fresh = lambda ids: DecodeStream(ids=ids, skip_special_tokens=skip_special)
-        # Whether a word begins with a blank depends on the preceding tokens.
-        self._stream = self._fresh(np.asarray(prompt_ids[-8:]).tolist())
-
-    def add(self, token: int) -> str:
-        """Return the text that a token adds; "" while a character is incomplete."""
-        try:
-            return self._stream.step(self._tokenizer, token) or ""
-        except Exception as error:
-            # Invalid UTF-8 can make the stream lose its prefix (vLLM issue 17448).
-            if not str(error).startswith("Invalid prefix encountered"):
-                raise
-            self._stream = self._fresh([])
-            return self._stream.step(self._tokenizer, token) or ""
 
 
 def check_same_tokens(who: str, folder: Path, policy: Path) -> None:

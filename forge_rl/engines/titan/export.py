@@ -14,6 +14,7 @@ from forge_rl.engines.titan.blocks import Block, LoadPlanner
 from forge_rl.engines.titan.index import TensorReader
 from forge_rl.models.hf_folder import HEAD, complete_folder, open_weights, tensor_files
 from forge_rl.runtime.far_files import Folder, filled
+from forge_rl.tokens.stops import name_added_stop
 from forge_rl.weights.names import VALUE_HEAD, Part
 from forge_rl.weights.slices import TensorSlice
 
@@ -180,3 +181,4 @@ class Export:
             valued=self._valued,
             untied=HEAD in placed,
         )
+        name_added_stop(self._source, folder)

@@ -1,0 +1,81 @@
+"""The parsers of calls and thoughts that are chosen for a chat template, by reading back what it writes."""
+
+from pathlib import Path
+
+import pytest
+
+from forge_rl.errors import ConfigError
+from forge_rl.gateway.tools import parser_for, reasoning_parser_for
+from forge_rl.tokens.template_args import read_template_args
+from forge_rl.tokens.tokenizer import Tokenizer
+from tests.test_thoughts import CHATML, OPENS, tokenizer_with
+
+TOOLS = "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+OBJECT = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+PYTHONIC = (
+    "{{ c.function.name }}({% for p in c.function.arguments %}{{ p }}={{ c.function.arguments[p] | tojson }}"
+    "{{ ', ' if not loop.last }}{% endfor %})"
+)
+THOUGHT = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+
+
+def with_calls(before: str, call: str, after: str, *, between: str = "", around: tuple[str, str] = ("", "")) -> str:
+    """A template that writes calls so, after the content, or instead of it if they are a list."""
+    calls = f"{before}{call}{after}{{{{ {between!r} if not loop.last }}}}"
+    written = f"{around[0]}{{% for c in m.tool_calls %}}{calls}{{% endfor %}}{around[1]}"
+    content = f"{THOUGHT}{{{{ m.content }}}}{{% if m.tool_calls %}}{written}{{% endif %}}"
+    if around[0] == "[":  # as Llama 3.2, which writes calls alone
+        content = f"{{% if m.tool_calls %}}{written}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    return TOOLS + CHATML.replace("{{ m.content }}", content)
+
+
+@pytest.mark.parametrize(
+    ("template", "chosen"),
+    [
+        (CHATML, "hermes"),  # no tools: they are written in Hermes' format
+        (with_calls("<tool_call>\n", OBJECT, "\n</tool_call>"), "hermes"),
+        (with_calls("", PYTHONIC, "", between=", ", around=("[", "]")), "pythonic"),  # Llama 3.2
+        (with_calls("", OBJECT, "", between=", ", around=("<TOOLCALL>[", "]</TOOLCALL>")), None),  # Nemotron
+    ],
+)
+def test_the_tool_parser_reads_back_what_the_template_writes(tmp_path: Path, template: str, chosen: str | None) -> None:
+    tokenizer = tokenizer_with(tmp_path, template)
+    if chosen is not None:
+        assert parser_for(tokenizer) == chosen
+        return
+    with pytest.raises(ConfigError, match=r"(?s)none of vLLM's tool parsers reads.*<TOOLCALL>.*set --tool-parser"):
+        parser_for(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "tags", "chosen"),
+    [
+        (CHATML, (), ""),
+        (OPENS, ("<think>", "</think>"), "deepseek_r1"),
+        (with_calls("<tool_call>\n", OBJECT, "\n</tool_call>"), ("<think>", "</think>"), "deepseek_r1"),
+        (OPENS.replace("<think>", "◁think▷") + "{# ◁/think▷ #}", (), None),
+    ],
+)
+def test_the_reasoning_parser_reads_back_thoughts(tmp_path: Path, template: str, tags, chosen: str | None) -> None:
+    tokenizer = tokenizer_with(tmp_path, template, tags=tags)
+    if chosen is not None:
+        assert reasoning_parser_for(tokenizer, "hermes") == chosen
+        return
+    with pytest.raises(
+        ConfigError, match=r"(?s)none of vLLM's reasoning parsers reads.*--gateway.reasoning-parser.*none"
+    ):
+        reasoning_parser_for(tokenizer, "hermes")
+
+
+def test_variables_of_the_template_hold_for_all_conversations(tmp_path: Path) -> None:
+    template = CHATML.replace("assistant\n{%", "assistant\n{{ '' if enable_thinking|default(true) else 'no' }}{%")
+    tokenizer_with(tmp_path, template)
+    args = read_template_args(["enable_thinking=false"])
+    tokenizer, question = Tokenizer(tmp_path, template_args=args), [{"role": "user", "content": "?"}]
+    assert tokenizer.decode(tokenizer.render(question)).endswith("assistant\nno")
+    assert tokenizer.decode(tokenizer.render(question, settings={"enable_thinking": True})).endswith("assistant\n")
+    with pytest.raises(ConfigError, match="sets effort, which the model's chat template does not use"):
+        Tokenizer(tmp_path, template_args={"effort": "high"})
+    for text in ("enable_thinking", "messages=[]", "eos_token=a"):
+        with pytest.raises(ConfigError, match="--template-args"):
+            read_template_args([text])
