@@ -1,6 +1,6 @@
 """Thoughts and answers: what rewards, environments and tool parsers see of a completion."""
 
-import shutil
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +33,8 @@ def tokenizer_with(
     hf.add_tokens(list(tags))
     hf.chat_template = template
     hf.save_pretrained(folder)
-    shutil.copy(bundled_model(default_cache()) / "config.json", folder)
+    config = json.loads((bundled_model(default_cache()) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": len(hf)}))
     return Tokenizer(folder)
 
 

@@ -18,8 +18,8 @@ from forge_rl.rewards.extract import (
     stated,
     true_answers,
 )
-from forge_rl.rewards.quantities import canonical, plain, read_quantity
 from forge_rl.rewards.protocol import TextReward
+from forge_rl.rewards.quantities import canonical, plain, read_quantity
 from forge_rl.types import Episode, Score, Task
 
 _ROUNDING = 1e-6

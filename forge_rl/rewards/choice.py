@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from forge_rl.errors import TaskError, check_flags
 from forge_rl.rewards.extract import marked, true_answers
-from forge_rl.rewards.quantities import plain
 from forge_rl.rewards.protocol import TextReward
+from forge_rl.rewards.quantities import plain
 from forge_rl.types import Score, Task
 
 _FORM = r"(?:\*\*|\\text\{|\$)?[\(\[]?([A-Za-z])[\)\]]?[.):]?(?:\*\*|\}|\$)?[.):]?"

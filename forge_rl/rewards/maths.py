@@ -15,8 +15,8 @@ from forge_rl.rewards.answers import normalised
 from forge_rl.rewards.choice import letter_of, settled_letter
 from forge_rl.rewards.equality import equal
 from forge_rl.rewards.kinds import is_copy, kind_of, notation
-from forge_rl.rewards.quantities import read_quantity, same_quantity
 from forge_rl.rewards.protocol import TextReward
+from forge_rl.rewards.quantities import read_quantity, same_quantity
 from forge_rl.rewards.workers import shared_workers
 from forge_rl.types import Score, Task
 
