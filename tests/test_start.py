@@ -40,6 +40,7 @@ class Handle:
     dtype = "float32"
     sampling = Sampling(max_tokens=4)
     function = None
+    description = ""
     leaves = replicas = 1
     non_finite = NonFiniteTokens()
 
