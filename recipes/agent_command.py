@@ -22,6 +22,7 @@ EXAMPLE = shlex.join([sys.executable, str(Path(__file__).parent / "agents" / "as
 class Config(rl.RunConfig):
     """Train an agent command with group-relative advantages."""
 
+    UNUSED = ("environment",)
     command: str = EXAMPLE
     """The agent's program and arguments, split as by a shell. Each episode runs it once."""
     tasks: rl.TaskTexts = (rl.ONE_DIGIT_ADDITION,)

@@ -37,6 +37,7 @@ async def solve(client: AsyncOpenAI, question: str, model: str = "gpt-4o-mini") 
 class Config(rl.RunConfig):
     """Train an agent with group-relative advantages."""
 
+    UNUSED = ("environment",)
     tasks: rl.TaskTexts = (rl.ONE_DIGIT_ADDITION,)
     eval_tasks: tuple[str, ...] = ()
     """Tasks for evaluation only, as [NAME=]TASKS; by default a share of --tasks is held out."""

@@ -68,12 +68,14 @@ CAUSES: dict[str, tuple[Sequence[Row], str]] = {
     "repeated": ([{"episodes/repeated": 0.5}], "50% of the answers end in a loop"),
     "worse": ([{"held_out": 0.3}], "the score held_out is 0.3, below the base model's 0.5"),
     "tools": ([{"tools/errors": 0.8}], "80% of the tool calls end in an error"),
-    "failing": ([{"outcomes/infrastructure_error": 3.0}], "3 in the last by infrastr"),
+    "failing": ([{"outcomes/infrastructure_error": 3.0}], "9 in the last 5 steps by infrastr"),
     "skipped": ([{"updates/skipped": 1.0}], "--trainer.dtype float32"),
     "gradient": ([{"grad_norm": 50.0}], "--trainer.optimizer.max-grad-norm"),
     "drafts": ([{"rollout/drafted": 0.0}], "--generator.speculation"),
 }
 STEADY_STEPS = 8
+LATER = dict.fromkeys(("gap", "drift", "entropy", "longer", "shorter"), 2) | {"failing": 1}
+"""Steps that some conditions need to be seen, as they are of several steps."""
 
 
 def run_of(kind: str) -> list[Row]:
@@ -98,7 +100,7 @@ def test_a_condition_is_named_with_its_first_step(kind: str) -> None:
     for row in run_of(kind):
         begun += watch.look_at(int(str(row["step"])), {name: value for name, value in row.items() if name != "step"})
     found = next(each for each in begun if each.kind == kind)
-    assert found.since == STEADY_STEPS + 1 + 2 * (kind in ("gap", "drift", "entropy", "longer", "shorter"))
+    assert found.since == STEADY_STEPS + 1 + LATER.get(kind, 0)
     assert CAUSES[kind][1] in found.text
     assert "--" in found.text or "forge-rl" in found.text
     assert [each.kind for each in begun].count(kind) == 1, "it is returned once"
@@ -111,6 +113,14 @@ def test_a_cache_counts_as_full_by_its_use_or_by_preemptions(usage: float, preem
     row = {"generator/kv_cache_usage": usage, "generator/preemptions": preemptions}
     found = advisories_of([{"step": step, **row} for step in range(1, 4)])
     assert [advisory.kind for advisory, _ in found] == ["cache"] * full
+
+
+@pytest.mark.parametrize(("counts", "begins"), [([3, 0, 2, 0, 4, 0], [3]), ([3, 0, 0, 0, 0, 0], []), ([0] * 6, [])])
+def test_failures_that_alternate_with_0_are_told_and_a_single_step_of_them_is_not(
+    counts: list[int], begins: list[int]
+) -> None:
+    rows = [{"step": step, "outcomes/environment_error": float(count)} for step, count in enumerate(counts, 1)]
+    assert [advisory.since for advisory, end in advisories_of(rows) if end is None] == begins
 
 
 def test_an_advisory_ends_and_a_rollback_forgets() -> None:

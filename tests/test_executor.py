@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from forge_rl.envs.protocol import Observation, Step
 from forge_rl.envs.single_turn import SingleTurn
@@ -12,9 +14,13 @@ from forge_rl.errors import (
     SpendingError,
     TaskError,
 )
+from forge_rl.metrics import PhaseClock
+from forge_rl.packing.rows import Layout, pack
 from forge_rl.rollout.advice import Advice
 from forge_rl.rollout.dispatcher import PolicyClient
 from forge_rl.rollout.state import InflightEpisode, ScheduleConfig
+from forge_rl.run.run_config import RunConfig
+from forge_rl.run.step_metrics import StepMetrics
 from forge_rl.runtime.hold import Hold
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.token_arrays import Chunk
@@ -210,22 +216,24 @@ def test_a_task_that_is_too_long_for_the_context_is_skipped_named_and_counted() 
     assert "--generator.max-model-len" in caught.value.hint
 
 
-def test_batches_with_equal_rewards_are_delivered_and_the_user_is_told_once() -> None:
+def test_batches_with_equal_rewards_are_delivered_and_the_user_is_told_once_if_no_advantage_is_left() -> None:
     async def main() -> None:
-        generator = StagedGenerator()
-        rewards = iter([0.5, 0.5, None, 0.5])
         warnings: list[str] = []
-        reward = 0.5
-
-        def score(task: Task, text: str) -> float:
-            return float(int(text) % 7) if reward is None else reward
-
-        executor = rollouts(generator=generator, reward=StagedReward(score), warn=warnings.append)
-        for generator.version, reward in enumerate(rewards):  # noqa: B007  the score
-            assert len((await executor.next_batch()).groups) == 3
-        assert [warning.split(":")[0] for warning in warnings] == ["batch 0", "batch 3"]
-        assert "all rewards within each group are equal, 0.5 in the first" in warnings[0]
+        executor = rollouts(reward=StagedReward(lambda task, text: 0.5), warn=warnings.append)
+        batch = await executor.next_batch()
+        assert len(batch.groups) == 3
+        assert warnings == [], "a method without groups may learn from them"
         assert executor.metrics().get("groups/replaced_uniform", 0) == 0
+
+        log = SimpleNamespace(warn=warnings.append)
+        monitor = SimpleNamespace(log=log, clock=PhaseClock())
+        services, mixture = SimpleNamespace(trainers=(), rollout=None), SimpleNamespace(epochs={})
+        metrics = StepMetrics(RunConfig(), services, executor, mixture, monitor)  # type: ignore[arg-type]
+        varied = torch.arange(float(batch.rewards.numel())).reshape(batch.rewards.shape)
+        for step, advantages in enumerate([varied * 0, varied * 0, varied, varied * 0]):
+            metrics.warn(step, {}, pack(batch, advantages, Layout()))
+        assert [warning.split(":")[0] for warning in warnings] == ["step 0", "step 3"]
+        assert "all advantages are 0" in warnings[0]
 
     asyncio.run(main())
 
@@ -254,7 +262,8 @@ def test_the_user_is_told_when_most_answers_stay_cut_and_rewards_do_not_rise(ris
             for index, outcome in enumerate([Outcome.TRUNCATED] * 3 + [Outcome.COMPLETED] * 2)
         ]
         batch = Batch(groups=(Group(task=task, episodes=tuple(episodes)),), version=number)
-        warnings += [f"batch {number}: {text}" for text in advice.look_at(batch, max_tokens=4)]
+        if text := advice.look_at(batch, max_tokens=4):
+            warnings.append(f"batch {number}: {text}")
     assert [warning.split(":")[0] for warning in warnings] == told
 
 

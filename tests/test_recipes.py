@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
+import importlib
+import re
 import textwrap
 from inspect import getsource
 from pathlib import Path
@@ -12,8 +15,11 @@ import pytest
 
 import forge_rl as rl
 from forge_rl.errors import ConfigError
+from forge_rl.flags.command_line import parse
+from forge_rl.flags.config_file import dump
+from forge_rl.flags.fields import usable_flags
 from forge_rl.rewards.composition import WeightedSum
-from recipes import dapo, grpo, reinforce
+from recipes import agent_openai, dapo, grpo, reinforce, sft
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MOST = {"reinforce": 15, "dapo": 22, "ppo": 32, "distill": 40}
@@ -92,3 +98,47 @@ def test_sources_are_the_tasks_or_else_those_of_the_environment() -> None:
     assert list(game.sources(rl.build_environment(game.env))) == ["game"]
     with pytest.raises(ConfigError, match="none of its own"):
         rl.TaskConfig(env="tools").sources(rl.SingleTurn)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "message"),
+    [
+        ("grpo", "--mixture.least 0.1", "--mixture.least has no effect, as --mixture.adapt is off"),
+        ("grpo", "--curriculum.part math", "--curriculum.part has no effect, as --curriculum.pools is off"),
+        ("grpo", "--schedule.kind one_step --schedule.max-lag 3", "--schedule.max-lag is 3, but with .*one_step"),
+        ("grpo", "--schedule.kind synchronous --schedule.max-lag 3", "--schedule.max-lag is 3, but with .*synchronous"),
+        ("grpo", "--checkpoint-mirror memory://x --checkpoint-every 0", "--checkpoint-mirror .*--checkpoint-every 0"),
+        ("sft", "--group-size 4", "does not use --group-size"),
+        ("sft", "--generator.max-tokens 32", "--generator.max-tokens needs engines"),
+        ("dpo", "--schedule.retries 1", "--schedule.retries needs engines"),
+        ("dpo", "--reward auto --schedule.max-lag 2", "--schedule.max-lag acts on batches that engines generate"),
+        ("sft", "--trainer.router-replay", "--trainer.router-replay"),
+        ("agent_command", "--environment.replicas 2", "does not use --environment.replicas"),
+        ("agent_openai", "--environment.deadline-s 2", "does not use --environment.deadline-s"),
+        ("grpo", "--mixture.adapt success", "--mixture.adapt success shifts weight between sources"),
+        ("grpo", "--environment.replicas 2", "--environment.replicas is of processes of environments"),
+        ("grpo", "--schedule.kind synchronous --schedule.max-lag 0", ""),
+        ("mixture", "--mixture.adapt off", ""),
+        ("sft", "--reward auto --generator.max-tokens 32 --schedule.retries 1", ""),
+        ("grpo", "--environment.replicas 2 --env tools --tasks chain_sum", ""),
+        ("grpo", "--mixture.adapt success --mixture.most 0.8 --tasks chain_sum basic_arithmetic", ""),
+    ],
+)
+def test_flags_without_an_effect_are_refused_by_name(recipe: str, flags: str, message: str, tmp_path: Path) -> None:
+    module = importlib.import_module(f"recipes.{recipe}")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c", "answer": "d"}\n' * 2)
+    examples = ["--tasks", str(tmp_path / "rows.jsonl")] if recipe in ("sft", "dpo") else []
+    config = parse(module.Config, recipe, [*flags.split(), *examples])
+    expected = pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
+    with expected:
+        config.check_effects()
+        if hasattr(module, "start"):
+            module.start(config)
+
+
+def test_flags_that_a_recipe_does_not_use_are_in_neither_its_help_nor_its_files() -> None:
+    for module, name in ((agent_openai, "environment"), (sft, "group_size")):
+        assert name not in {flag.path[0] for flag in usable_flags(module.Config)}
+        assert not re.search(rf"^\[?{name}\b", dump(module.Config()), re.MULTILINE)
+    with pytest.raises(ConfigError, match="no group of flags 'environment'"):
+        parse(agent_openai.Config, "prog", ["--help", "environment"])

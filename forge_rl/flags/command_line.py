@@ -16,7 +16,7 @@ import tyro
 
 from forge_rl.errors import ConfigError
 from forge_rl.flags.config_file import dump, read
-from forge_rl.flags.fields import Flag, flags_of
+from forge_rl.flags.fields import Flag, usable_flags
 from forge_rl.flags.texts import suggest
 
 C = TypeVar("C")
@@ -29,7 +29,7 @@ def parse(kind: type[C], prog: str, args: Sequence[str] | None = None) -> C:
 
     Beside the config's flags there are --config FILE, whose values the other flags override; --dump-config, which
     prints the config as such a file and exits; --help, which lists the flags that are used most (those in the class's
-    USED and its own top-level ones), --help GROUP and --help-all.
+    USED and its own top-level ones), --help GROUP and --help-all. None of them shows flags in the class's UNUSED.
 
     Raises:
         ConfigError: values contradict each other, or the file is wrong.
@@ -68,7 +68,7 @@ def print_help(kind: type, prog: str, asked: str, *, shows_all: bool = False) ->
     shared = next((base for base in reversed(kind.__mro__) if "USED" in vars(base)), None)
     run = {field.name for field in dataclasses.fields(shared)} if shared is not None else set()
     used: Collection[str] = getattr(kind, "USED", ())
-    flags = list(flags_of(kind))
+    flags = usable_flags(kind)
 
     def group_of(flag: Flag) -> str:
         return flag.path[0] if len(flag.path) > 1 else "run" if flag.path[0] in run else "flags"

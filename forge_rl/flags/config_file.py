@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from forge_rl.errors import ConfigError
-from forge_rl.flags.fields import Flag, default_of, flags_of
+from forge_rl.flags.fields import Flag, default_of, flags_of, usable_flags
 from forge_rl.flags.texts import suggest, written
 
 C = TypeVar("C")
@@ -22,7 +22,7 @@ C = TypeVar("C")
 def dump(config: object) -> str:
     """Return a config as TOML, with each field's docstring as a comment. `read` restores it."""
     lines: list[str] = []
-    flags = sorted(flags_of(type(config), config), key=lambda flag: flag.path[:-1])
+    flags = sorted(usable_flags(type(config), config), key=lambda flag: flag.path[:-1])
     for table, inside in itertools.groupby(flags, key=lambda flag: flag.path[:-1]):
         if table:
             lines += ["", f"[{'.'.join(table)}]"]

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import textwrap
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,27 @@ def flags_of(kind: type, config: object = None, path: tuple[str, ...] = (), pref
         else:
             shown = field.name if tyro.conf.Positional in marks else f"{prefix}{name}"
             yield Flag(path=here, name=shown, hint=hint, value=value, owner=kind)
+
+
+def usable_flags(kind: type, config: object = None) -> list[Flag]:
+    """Return the flags of a config class, as `flags_of` does, but those of fields in its UNUSED."""
+    unused: Collection[str] = getattr(kind, "UNUSED", ())
+    return [flag for flag in flags_of(kind, config) if flag.path[0] not in unused]
+
+
+def changed_flags(config: object, groups: Collection[str]) -> list[str]:
+    """Return the flags of groups of a config, such as "schedule" or "trainer.optimizer", that differ from the defaults.
+
+    The defaults are those of the config's class, so that a recipe's own defaults do not count as changed.
+    """
+    kind = type(config)
+    defaults = {flag.dotted: flag.value for flag in flags_of(kind)}
+    return [
+        flag.name
+        for flag in flags_of(kind, config)
+        if any(f"{flag.dotted}.".startswith(f"{group}.") for group in groups)
+        and flag.value != defaults.get(flag.dotted, flag.value)
+    ]
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

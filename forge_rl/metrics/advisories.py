@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -146,6 +147,10 @@ class _History:
         """Return the median of the last values."""
         return median([*self._latest[name]][-_RECENT:]) if name in self._latest else None
 
+    def latest(self, name: str, steps: int) -> list[float]:
+        """Return up to so many of the last values."""
+        return [*self._latest.get(name, ())][-steps:]
+
     def before(self, name: str) -> float | None:
         """Return the median of the values before the last one; None if there are few."""
         values = [*self._latest.get(name, ())][:-1]
@@ -176,8 +181,8 @@ def _uniform(of: _History) -> str:
     if not of.above("groups/uniform", 0.999):
         return ""
     return (
-        "the rewards within each group are equal, so group-relative advantages are 0 and nothing is learned: choose "
-        "tasks of another difficulty, raise --group-size, or set --curriculum.pools"
+        "all advantages are 0, as those of equal rewards in a group are, and nothing is learned: choose tasks of "
+        "another difficulty, raise --group-size, or set --curriculum.pools"
     )
 
 
@@ -335,12 +340,14 @@ def _tools(of: _History) -> str:
 
 
 def _failing(of: _History) -> str:
-    failed = {name: of.last(f"outcomes/{name}") or 0.0 for name in _FAILURES}
-    name = max(failed, key=lambda name: failed[name])
-    if not failed[name]:
+    # Schedules that work ahead count a batch's failures in the steps before it, so that counts alternate with 0.
+    counts = {name: of.latest(f"outcomes/{name}", _RECENT) for name in _FAILURES}
+    steps_with_failures = sum(any(step) for step in itertools.zip_longest(*counts.values(), fillvalue=0.0))
+    if steps_with_failures < 2:
         return ""
+    name = max(counts, key=lambda name: sum(counts[name]))
     return (
-        f"episodes fail in each step, {failed[name]:g} in the last by {name.replace('_', ' ')}s: see them with "
+        f"episodes fail, {sum(counts[name]):g} in the last {_RECENT} steps by {name.replace('_', ' ')}s: see them with "
         f"forge-rl show RUN --outcome {name}, and faults in events.jsonl"
     )
 
@@ -388,7 +395,7 @@ _CONDITIONS: dict[str, tuple[str | tuple[str, ...], int, Callable[[_History], st
     "repeated": ("episodes/repeated", 3, _repeated),
     "worse": (("held_out", "eval/"), 2, _worse),
     "tools": ("tools/errors", 3, _tools),
-    "failing": ("outcomes/", 3, _failing),
+    "failing": ("outcomes/", 2, _failing),
     "skipped": ("updates/skipped", 3, _skipped),
     "gradient": ("grad_norm", 1, _gradient),
     "drafts": ("rollout/drafted", 5, _drafts),

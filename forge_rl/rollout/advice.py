@@ -1,4 +1,4 @@
-"""Warnings to the user about batches with little learning signal."""
+"""Warnings to the user about batches of answers that are cut."""
 
 from __future__ import annotations
 
@@ -11,37 +11,29 @@ _CUT_BATCHES = 5
 
 
 class Advice:
-    """Finds batches with little learning signal, once per streak."""
+    """Finds batches whose answers are mostly truncated, once per streak."""
 
     def __init__(self) -> None:
         self._cut_rewards: list[float] = []
         """Mean rewards of the current streak of batches with mostly truncated episodes."""
-        self._in_streak: set[str] = set()
-        """Kinds of warnings that apply to the last batch; not repeated while they keep applying."""
+        self._in_streak = False
+        """Whether the warning applies to the last batch; it is not repeated while it keeps applying."""
 
-    def look_at(self, batch: Batch, *, max_tokens: int) -> list[str]:
-        """Return warnings about a delivered batch with little learning signal.
+    def look_at(self, batch: Batch, *, max_tokens: int) -> str:
+        """Return a warning about a delivered batch, or "".
 
         `max_tokens` is the maximum of a completion.
         """
         episodes = batch.episodes
         cut = sum(episode.outcome is Outcome.TRUNCATED for episode in episodes)
-        found = {}
         mean_reward = sum(episode.reward for episode in episodes) / len(episodes)
         self._cut_rewards = [*self._cut_rewards, mean_reward] if 2 * cut > len(episodes) else []
         # Rising rewards mean that the policy is learning to be brief.
         lasting = len(self._cut_rewards) >= _CUT_BATCHES and mean_reward <= self._cut_rewards[0]
-        if cut > _NEARLY_ALL * len(episodes) or lasting:
-            found["cut"] = (
-                f"{cut} of {len(episodes)} episodes were truncated, by --generator.max-tokens {max_tokens} or "
-                "by the context: raise it if answers need more"
-            )
-        if all(max(group.rewards) == min(group.rewards) for group in batch.groups):
-            found["uniform"] = (
-                f"all rewards within each group are equal, {batch.groups[0].rewards[0]:g} in the first, so "
-                "group-relative advantages are 0: tasks may be too easy or too hard for this model, or its answers not "
-                "recognised; see episodes.jsonl"
-            )
-        new = [text for kind, text in found.items() if kind not in self._in_streak]
-        self._in_streak = set(found)
-        return new
+        was_in_streak, self._in_streak = self._in_streak, cut > _NEARLY_ALL * len(episodes) or lasting
+        if was_in_streak or not self._in_streak:
+            return ""
+        return (
+            f"{cut} of {len(episodes)} episodes were truncated, by --generator.max-tokens {max_tokens} or by the "
+            "context: raise it if answers need more"
+        )

@@ -165,7 +165,7 @@ class RolloutExecutor:
             await self._hand_to_trainer()
         self._advance()
         self.last = Batch(groups=made, version=version)
-        for text in self._advice.look_at(self.last, max_tokens=self._generator.sampling.max_tokens):
+        if text := self._advice.look_at(self.last, max_tokens=self._generator.sampling.max_tokens):
             self._warn(f"batch {number}: {text}")
         return self.last
 

@@ -11,7 +11,14 @@ from forge_rl.data.data_config import DataConfig
 from forge_rl.data.mixture import Mixture
 from forge_rl.data.sources.rows import Kind
 from forge_rl.errors import ConfigError
+from forge_rl.flags.fields import changed_flags
 from forge_rl.run.run_config import RunConfig
+
+_OF_BATCHES = tuple(
+    f"schedule.{name}"
+    for name in ("kind", "max_lag", "over_sampling", "dynamic_sampling", "least_advantage", "max_replaced")
+)
+"""Settings that act on batches of generated episodes, and not on evaluations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +36,7 @@ class ExampleConfig(RunConfig):
         name for name in RunConfig.USED if name.partition(".")[0] not in ("schedule", "generator", "group_size")
     )
     """Flags that `--help` lists, next to the recipe's own."""
+    UNUSED: ClassVar[tuple[str, ...]] = ("group_size", "environment")
 
     tasks: tuple[str, ...] = ()
     """The mixture of examples, as NAME[:KEY=VALUE,...][*WEIGHT]: files, folders, hub ids, or FILE.py:NAME. Keys of
@@ -55,6 +63,22 @@ class ExampleConfig(RunConfig):
                     f"--{name} is {value}, which follows rewards, and given examples have none",
                     hint=f"leave out --{name}",
                 )
+
+    def check_effects(self) -> None:
+        super().check_effects()
+        if self.trainer.router_replay:
+            raise ConfigError(
+                "--trainer.router-replay repeats the experts that engines chose, and no engine wrote the examples",
+                hint="leave it out",
+            )
+        without = ("generator", "schedule", "reward", "weights") if not self.starts_engines else _OF_BATCHES
+        if changed := changed_flags(self, without):
+            needs = "acts on batches that engines generate" if self.starts_engines else "needs engines"
+            raise ConfigError(
+                f"{changed[0]} {needs}, and this recipe trains on given examples",
+                hint=f"leave out {changed[0]}"
+                + ("" if self.starts_engines else ", or add --reward, for which evaluations generate answers"),
+            )
 
     def sources(self, kind: Kind) -> Mixture:
         """Return the sources of the examples.

@@ -52,7 +52,7 @@ def launch(
             `forge_rl.flags.command_line.parse`. A field `isolation`
             decides whether the run gets its own network namespace; a field `plan`, whether to show the memory plan
             instead of running; a field `job`, where the run's hosts come from; a field `dry_run`, whether to show what
-            that job would start.
+            that job would start. A method `check_effects` refuses settings that would have no effect.
         main: the recipe.
         prog: command shown by `--help`; by default `python -m` and the module.
         args: flags to parse; by default the command line's.
@@ -60,6 +60,7 @@ def launch(
     try:
         with on_target(sys.argv[1:] if args is None else args):
             config = parse(config_class, prog or _command_of(main), args)
+            getattr(config, "check_effects", lambda: None)()
             if is_plan := vars(config).get("plan"):
                 _show_plan(config)
         if is_plan:

@@ -293,6 +293,11 @@ def _evaluation_sets(
     sets = mixture.eval_sets(config.evaluation.tasks)
     if 0 < (found := len(sets.get(HELD_OUT, ()))) < config.evaluation.tasks:
         warn(f"there are only {found} distinct held-out tasks")
+    if not any(sets.values()) and config.evaluation.tasks:
+        warn(
+            "nothing is evaluated, as the tasks are too few to hold some out: name others with --eval-tasks, raise "
+            "--data.held-out-share, or set --evaluation.every 0"
+        )
     return sets
 
 

@@ -249,7 +249,7 @@ class Run(Generic[C]):
             packed = packed.without_uniform  # what was computed
         values = self._metrics.end_step(stats, batch, packed)
         self._checkpointer.end_step()
-        self._metrics.warn(self.step, stats)
+        self._metrics.warn(self.step, stats, packed)
         self._log.log(self.step, values, batch)
         if batch is not None:
             self.last_batch = batch

@@ -11,6 +11,7 @@ import tyro
 from forge_rl.data.adaptive import Adapting
 from forge_rl.data.curriculum import Curriculum
 from forge_rl.errors import ConfigError, check_flags
+from forge_rl.flags.fields import changed_flags
 from forge_rl.metrics.alerts import Alerts
 from forge_rl.metrics.recorder import Recording
 from forge_rl.models.bundled import default_cache
@@ -46,6 +47,8 @@ class RunConfig:
         *("generator.replicas", "generator.max_tokens", "generator.max_model_len", "generator.temperature"),
     )
     """Flags that `--help` lists, next to the recipe's own."""
+    UNUSED: ClassVar[tuple[str, ...]] = ()
+    """Fields that nothing in the recipe uses: they are no flags, and must keep their defaults."""
     model: str = "smollm2-135m"
     """Name of a bundled model, Hugging Face id, or folder of a model or a checkpoint."""
     steps: int = 10
@@ -180,6 +183,40 @@ class RunConfig:
                 hint="leave out --weights.transport or --generator.hosts-per-replica",
             )
         self._check_sizes()
+
+    def check_effects(self) -> None:
+        """Refuse settings that cannot have an effect beside the others.
+
+        Called before a run starts, and not when a config is made, as a start may fill in settings that stay unused.
+
+        Raises:
+            ConfigError: names the flags.
+        """
+        if unused := changed_flags(self, self.UNUSED):
+            raise ConfigError(f"this recipe does not use {unused[0]}", hint="leave it out")
+        switches = {
+            "mixture": ("--mixture.adapt", "success", self.mixture.adapt),
+            "curriculum": ("--curriculum.pools", "solve_rate", self.curriculum.pools),
+        }
+        for group, (switch, value, current) in switches.items():
+            changed = [flag for flag in changed_flags(self, (group,)) if flag != switch]
+            if changed and current == "off":
+                raise ConfigError(
+                    f"{changed[0]} has no effect, as {switch} is off",
+                    hint=f"add {switch} {value}, or leave out {changed[0]}",
+                )
+        schedule = self.schedule
+        if schedule.max_lag != schedule.lag and changed_flags(self, ("schedule.max_lag",)):
+            raise ConfigError(
+                f"--schedule.max-lag is {schedule.max_lag}, but with --schedule.kind {schedule.kind} the lag is "
+                f"{schedule.lag}",
+                hint="leave out --schedule.max-lag, or choose --schedule.kind pipelined or asynchronous",
+            )
+        if self.checkpoint_mirror and not self.checkpoint_every:
+            raise ConfigError(
+                "--checkpoint-mirror copies checkpoints, and --checkpoint-every 0 writes none",
+                hint="leave out one of them",
+            )
 
     def _check_sizes(self) -> None:
         """Refuse lengths and numbers that contradict each other.

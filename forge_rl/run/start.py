@@ -16,6 +16,7 @@ from forge_rl.data.mixture import AnySources, as_mixture
 from forge_rl.envs.protocol import AgentEnvironment, EnvFactory
 from forge_rl.envs.single_turn import SingleTurn
 from forge_rl.errors import ConfigError, ForgeError, RunStopped
+from forge_rl.flags.fields import changed_flags
 from forge_rl.gateway import GatewayConfig
 from forge_rl.rewards.peers import as_reward
 from forge_rl.rollout.agents import Agent
@@ -121,7 +122,31 @@ class Starting(Generic[C]):
                 hint="leave out --reward: evaluations measure the loss",
             )
         self.mixture = as_mixture(self.sources, seed=self.config.seed)
+        self._check_effects()
         self._running = self._run()
+
+    def _check_effects(self) -> None:
+        """Refuse settings that have no effect on what the run is made of.
+
+        Raises:
+            ConfigError: names the flags.
+        """
+        config = self.config
+        config.check_effects()
+        if len(self.mixture.sources) == 1 and config.mixture.adapt != "off":
+            raise ConfigError(
+                f"--mixture.adapt {config.mixture.adapt} shifts weight between sources, and there is only "
+                f"{next(iter(self.mixture.sources))!r}",
+                hint="leave it out, or name several sources with --tasks",
+            )
+        if changed := changed_flags(config, ("environment",)):
+            in_process = getattr(self.environment, "in_process", False)
+            if self.agent is not None or in_process:
+                plays = "the agent plays the episodes" if self.agent is not None else "the environment has none"
+                raise ConfigError(
+                    f"{changed[0]} is of processes of environments, and {plays}",
+                    hint=f"leave out {changed[0]}, or choose an --env that runs in processes",
+                )
 
     async def __aenter__(self) -> Run[C]:
         return await self._running.__aenter__()

@@ -1,4 +1,4 @@
-"""The metrics of each step, from batch, services and clock, with warnings of skipped updates and logprob gaps."""
+"""The metrics of each step, from batch, services and clock, with warnings about the update."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ class StepMetrics:
         self._rollout = services.rollout
         self._batches = batches
         self._generates = isinstance(batches, RolloutExecutor)
+        self._taught_nothing = False
+        """Whether all advantages of the last step were 0; not repeated while it lasts."""
         self._mixture = mixture
         self._epochs = mixture.epochs
         self._monitor = monitor
@@ -84,8 +86,18 @@ class StepMetrics:
         self._tell_epochs()
         return values | self._batches.metrics() | self._monitor.pop_depths() | self.end_times()
 
-    def warn(self, step: int, stats: Mapping[str, float]) -> None:
-        """Warn of skipped updates, and of a gap between the logprobs of engines and trainer."""
+    def warn(self, step: int, stats: Mapping[str, float], packed: Packed | None) -> None:
+        """Warn of skipped updates, of a gap between the logprobs of engines and trainer, and of advantages that are 0.
+
+        The latter is said of what the method made of the rewards: equal ones in a group may teach it all the same.
+        """
+        teaches_nothing = self._generates and packed is not None and packed.uniform_share == 1
+        if teaches_nothing and not self._taught_nothing:
+            self._monitor.log.warn(
+                f"step {step}: all advantages are 0, so nothing is learned: tasks may be too easy or too hard for this "
+                "model, or its answers not recognised; see episodes.jsonl"
+            )
+        self._taught_nothing = teaches_nothing
         for trainer in self._trainers:
             prefix = "" if trainer is self._trainers[0] else f"{trainer.name}/"
             if skipped := stats.get(f"{prefix}updates/skipped"):
