@@ -171,6 +171,12 @@ class CacheUse(NamedTuple):
     """Most requests that waited inside the engine at once."""
     fitting: int
     """Number of requests that ran while others waited and the cache was full; 0 if it never was."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts of requests that started."""
+    cached_tokens: int = 0
+    """Those of `prompt_tokens` whose keys and values were in the cache."""
+    prefilled_again: int = 0
+    """Tokens computed again of requests that had lost their keys and values: to others, or as weights were loaded."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

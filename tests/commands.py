@@ -120,12 +120,10 @@ TASKS = ("--tasks", f"chain_sum:{_LARGE}*3", f"basic_arithmetic:{_LARGE}*1")
 
 
 def tiny_run(commands: list[Command], model: Path, out: Path, *arguments: str, recipe: str = "tests.tiny") -> Command:
-    command = Command(
-        recipe,
-        *("--model", str(model), "--out", str(out), "--display", "plain"),
-        *("--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25"),
-        *arguments,
-    )
+    has_engines = "--reward" in arguments or recipe not in ("recipes.sft", "recipes.dpo", "recipes.reward_model")
+    engines = ("--generator.max-model-len", "256", "--generator.kv-cache-gib", "0.25") if has_engines else ()
+    shared = ("--model", str(model), "--out", str(out), "--display", "plain")
+    command = Command(recipe, *shared, *engines, *arguments)
     commands.append(command)
     return command
 

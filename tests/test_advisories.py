@@ -9,6 +9,7 @@ import pytest
 
 from forge_rl.metrics import Display, EventSink, PhaseClock, RunLog, batch_metrics
 from forge_rl.metrics.advisories import _CONDITIONS, Advisories, advisories_of
+from forge_rl.metrics.effects import EFFECTS
 from forge_rl.types import Batch, Episode, Group, Score, Task, ToolCall, Turn
 
 Row = dict[str, object]
@@ -40,7 +41,6 @@ STEADY: Row = {
     "outcomes/infrastructure_error": 0.0,
     "updates/skipped": 0.0,
     "grad_norm": 0.5,
-    "rollout/drafted": 900.0,
 }
 """Metrics of a step with nothing to object to."""
 CAUSES: dict[str, tuple[Sequence[Row], str]] = {
@@ -71,7 +71,6 @@ CAUSES: dict[str, tuple[Sequence[Row], str]] = {
     "failing": ([{"outcomes/infrastructure_error": 3.0}], "9 in the last 5 steps by infrastr"),
     "skipped": ([{"updates/skipped": 1.0}], "--trainer.dtype float32"),
     "gradient": ([{"grad_norm": 50.0}], "--trainer.optimizer.max-grad-norm"),
-    "drafts": ([{"rollout/drafted": 0.0}], "--generator.speculation"),
 }
 STEADY_STEPS = 8
 LATER = dict.fromkeys(("gap", "drift", "entropy", "longer", "shorter"), 2) | {"failing": 1}
@@ -90,7 +89,9 @@ def test_every_condition_has_a_cause_here() -> None:
     assert advisories_of([{"step": step, **STEADY} for step in range(1, 200)], max_lag=4) == []
     page = (Path(__file__).parent.parent / "docs" / "running" / "see.md").read_text()
     kinds = re.findall(r"^\| (`.*?`) \|", page.partition("## Advisories")[2].partition("## ")[0], re.M)
-    assert {kind.strip("`") for cell in kinds for kind in cell.split(", ")} == _CONDITIONS.keys(), "as documented"
+    assert {kind.strip("`") for cell in kinds for kind in cell.split(", ")} == _CONDITIONS.keys() | EFFECTS.keys(), (
+        "as documented"
+    )
 
 
 @pytest.mark.parametrize("kind", CAUSES)
@@ -137,6 +138,80 @@ def test_an_advisory_ends_and_a_rollback_forgets() -> None:
     assert [str(each) for each in watch.look_at(4, {"episodes/truncated": 0.9})] == [
         "since step 2: 90% of the episodes are truncated: raise --generator.max-tokens"
     ]
+
+
+ASKED: dict[str, tuple[Row, Row, Row]] = {
+    "drafts": ({"generator.speculation": "ngram"}, {"rollout/drafted": 0.0}, {"rollout/drafted": 9.0}),
+    "lent_experts": (
+        {"trainer.expert_balance": "least_loaded"},
+        {"experts/rank_max_over_mean": 1.5, "experts/rank_max_over_mean/plain": 1.5},
+        {"experts/rank_max_over_mean": 1.1, "experts/rank_max_over_mean/plain": 1.5},
+    ),
+    "replayed_experts": (
+        {"trainer.router_replay": True},
+        {"experts/load_max_over_mean": 1.0},
+        {"experts/replayed": 0.9},
+    ),
+    "shared_prefixes": (
+        {"group_size": 8},
+        {"tokens/sequences": 100.0, "tokens/packed": 100.0},
+        {"tokens/sequences": 100.0, "tokens/packed": 60.0},
+    ),
+    "cached_tools": ({}, {"tools/cache_hits": 0.0}, {"tools/cache_hits": 0.1}),
+    "dynamic_sampling": (
+        {"schedule.dynamic_sampling": True},
+        {"outcomes/completed": 8.0},
+        {"outcomes/completed": 8.0, "groups/replaced_uniform": 1.0},
+    ),
+    "over_sampling": (
+        {"schedule.over_sampling": 1.5},
+        {"outcomes/completed": 8.0, "groups/overtaken": 0.0},
+        {"outcomes/completed": 8.0, "groups/overtaken": 2.0},
+    ),
+    "spares": ({"generator.spares": 1}, {"generator/spares": 0.0}, {"generator/spares": 1.0}),
+    "guests": (
+        {"generator.guests": 1, "generator.urls": ["http://a"]},
+        {"busy/generator/0": 0.9, "busy/generator/1": 0.0, "busy/generator/2": 0.9},
+        {"busy/generator/0": 0.9, "busy/generator/1": 0.2, "busy/generator/2": 0.9},
+    ),
+    "compactions": (
+        {"env": "tools:compact_above_chars=800"},
+        {"episodes/segments": 1.0},
+        {"episodes/segments": 1.5},
+    ),
+    "mirrored_changes": (
+        {"weights.mirror": "s3://a/b"},
+        {"weights/mirrored_share": 1.0},
+        {"weights/mirrored_share": 0.1},
+    ),
+}
+"""Of each effect, settings that ask for it, metrics of a step without it, and of one with it."""
+
+
+@pytest.mark.parametrize("kind", EFFECTS)
+def test_a_flag_without_an_effect_is_told_after_some_steps_and_no_longer_once_it_has_one(kind: str) -> None:
+    settings, without, having = ASKED[kind]
+    steps = EFFECTS[kind].steps
+    rows = [{"step": step, **without} for step in range(1, steps + 1)]
+    assert advisories_of(rows[:-1], settings=settings) == []
+    ((advisory, end),) = advisories_of(rows, settings=settings)
+    assert (advisory.kind, advisory.since, end) == (kind, 1, None)
+    assert advisory.text.startswith(f"{EFFECTS[kind].flag} had no effect in {steps} steps: ")
+    ((_, end),) = advisories_of([*rows, {"step": steps + 1, **having}], settings=settings)
+    assert end == steps + 1
+    assert advisories_of([{**row, **having} for row in rows], settings=settings) == []
+    assert not settings or advisories_of(rows, settings={}) == [], "nobody asked for it"
+
+
+def test_the_page_of_metrics_names_each_effect_with_its_metric_and_tests_that_exist() -> None:
+    root = Path(__file__).parent.parent
+    table = (root / "docs" / "running" / "metrics.md").read_text().partition("## Effects of flags")[2]
+    rows = [line.split("|") for line in table.splitlines() if "`tests/" in line]
+    kinds = {kind for row in rows for kind in re.findall(r"`(\w+)`", row[4])}
+    assert kinds == EFFECTS.keys()
+    for row in rows:
+        for file, test in re.findall(r"`(tests/\w+\.py)`: `(\w+)`", row[5]):
+            assert f"def {test}(" in (root / file).read_text(), f"{file}: {test}"
 
 
 def test_the_log_warns_of_advisories(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_a_batch_is_measured_over_its_episodes_and_its_tokens():
         "episodes/truncated": 0.25,
         "episodes/repeated": 0.0,
         "episodes/turns": 1.0,
+        "episodes/segments": 1.0,
         "lag/mean": pytest.approx(3 / 8),
         "lag/max": 2.0,
     }

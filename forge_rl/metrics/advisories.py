@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from forge_rl.metrics.effects import Settings, effects_of
+
 _FIRST = 5
 """Steps at the start of a run, whose median is what later steps are compared with."""
 _RECENT = 5
@@ -43,10 +45,12 @@ class Advisories:
 
     Args:
         max_lag: the schedule's bound on the lag; 0 for none.
+        settings: the run's settings by flag, whose effects are watched; see `effects`.
     """
 
-    def __init__(self, *, max_lag: int = 0) -> None:
+    def __init__(self, *, max_lag: int = 0, settings: Settings | None = None) -> None:
         self._history = _History(max_lag)
+        self._settings = settings or {}
         self._held: dict[str, list[int]] = {}
         """First step and number of steps in a row for which a condition holds, by its kind."""
         self.current: dict[str, Advisory] = {}
@@ -66,30 +70,45 @@ class Advisories:
         self._history.add(given)
         begun = []
         for kind, (metric, patience, check) in _CONDITIONS.items():
-            if not any(name.startswith(metric) for name in given):
-                continue
-            text = check(self._history)
-            if not text:
-                self._held.pop(kind, None)
-                self.current.pop(kind, None)
-                continue
-            held = self._held.setdefault(kind, [step, 0])
-            held[1] += 1
-            if held[1] >= patience:
-                if kind not in self.current:
-                    begun.append(Advisory(kind=kind, since=held[0], text=text))
-                self.current[kind] = Advisory(kind=kind, since=held[0], text=text)
+            if any(name.startswith(metric) for name in given):
+                text = check(self._history)
+                begun += self._hold(kind, step, patience, lambda _, text=text: text) if text else self._end(kind)
+        for kind, effect, has_effect in effects_of(given, self._settings):
+            begun += self._end(kind) if has_effect else self._hold(kind, step, effect.steps, effect.text)
         return begun
 
+    def _hold(self, kind: str, step: int, patience: int, text: Callable[[int], str]) -> list[Advisory]:
+        """Count a step for which a condition holds; returns its advisory if that begins.
 
-def advisories_of(rows: Iterable[Mapping[str, object]], *, max_lag: int = 0) -> list[tuple[Advisory, int | None]]:
+        Args:
+            text: returns the advisory's text for a number of steps in a row.
+        """
+        held = self._held.setdefault(kind, [step, 0])
+        held[1] += 1
+        if held[1] < patience:
+            return []
+        advisory = Advisory(kind=kind, since=held[0], text=text(held[1]))
+        begins, self.current[kind] = kind not in self.current, advisory
+        return [advisory] if begins else []
+
+    def _end(self, kind: str) -> list[Advisory]:
+        """Note that a condition does not hold."""
+        self._held.pop(kind, None)
+        self.current.pop(kind, None)
+        return []
+
+
+def advisories_of(
+    rows: Iterable[Mapping[str, object]], *, max_lag: int = 0, settings: Settings | None = None
+) -> list[tuple[Advisory, int | None]]:
     """Return the advisories of a run, and the step at which each ended; None for those that hold at its end.
 
     Args:
         rows: metrics of each step, with its "step", in order.
+        max_lag, settings: as for `Advisories`.
     """
     found: list[tuple[Advisory, int | None]] = []
-    watch = Advisories(max_lag=max_lag)
+    watch = Advisories(max_lag=max_lag, settings=settings)
     for row in rows:
         step = row.get("step")
         if not isinstance(step, int):
@@ -367,15 +386,6 @@ def _gradient(of: _History) -> str:
     return f"the gradient's norm is {norm:.2g}, usual is {usual:.2g}: lower --trainer.optimizer.max-grad-norm"
 
 
-def _drafts(history: _History) -> str:
-    if history.last("rollout/drafted") != 0:
-        return ""
-    return (
-        "engines draft nothing, so speculation gains nothing: more requests than its max_running run at all times, or "
-        "their texts do not recur; raise it in --generator.speculation, or set that to off"
-    )
-
-
 _CONDITIONS: dict[str, tuple[str | tuple[str, ...], int, Callable[[_History], str]]] = {
     "uniform": ("groups/uniform", 3, _uniform),
     "truncated": ("episodes/truncated", 3, _truncated),
@@ -398,6 +408,5 @@ _CONDITIONS: dict[str, tuple[str | tuple[str, ...], int, Callable[[_History], st
     "failing": ("outcomes/", 2, _failing),
     "skipped": ("updates/skipped", 3, _skipped),
     "gradient": ("grad_norm", 1, _gradient),
-    "drafts": ("rollout/drafted", 5, _drafts),
 }
 """What the names of each condition's metrics start with, the steps in a row for which it must hold, and its text."""

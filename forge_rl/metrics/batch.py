@@ -37,6 +37,7 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
         found["episodes/truncated"] = sum(episode.outcome == "truncated" for episode in episodes) / len(episodes)
         found["episodes/repeated"] = sum(map(_repeats, episodes)) / len(episodes)
         found["episodes/turns"] = sum(len(episode.turns) for episode in episodes) / len(episodes)
+        found["episodes/segments"] = sum(len(episode.runs) for episode in episodes) / len(episodes)
         found["lag/mean"] = sum(lag * tokens for lag, tokens in lags.counts.items()) / lags.total
         found |= {"lag/max": float(max(lags.counts)), "lag/hist": lags}
     calls = [call for each in episodes for turn in each.turns for call in turn.calls]

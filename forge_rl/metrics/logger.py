@@ -44,6 +44,7 @@ class RunLog:
     def __init__(self, display: Display, *sinks: Sink, max_lag: int = 0) -> None:
         self.display = display
         self._sinks = sinks
+        self._max_lag = max_lag
         self._advisories = Advisories(max_lag=max_lag)
         self._lost: dict[tuple[int, str], int] = {}
         """Consecutive failures, by the sink's id and the method."""
@@ -54,6 +55,7 @@ class RunLog:
 
     def start(self, info: RunInfo) -> None:
         """Open all; on a resumed run, drop entries after `info.step`."""
+        self._advisories = Advisories(max_lag=self._max_lag, settings=info.config)
         for sink in self._sinks:
             sink.start(info)
         history = next((sink.history() for sink in self._sinks if isinstance(sink, JSONLSink)), ())

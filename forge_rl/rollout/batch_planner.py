@@ -77,6 +77,8 @@ class BatchPlanner:
         """Version that the engines serve, and the latest published one; see `set_versions`."""
         self.replaced: Counter[str] = Counter()
         """Number of unused groups by reason: uniform, weak, failed, too_long, aged."""
+        self.overtaken = 0
+        """Number of groups that had not ended when their batch was delivered with groups planned after them."""
         self._config = config
         self._groups, self._episodes = groups, episodes
         self._tasks = tasks
@@ -137,6 +139,8 @@ class BatchPlanner:
             self._pace = max(1, *self._paces)
         self._delivered_at = self.published
         self._due = self.published + self._pace
+        last = max(group.order for group in chosen)
+        self.overtaken += sum(group.completed is None and group.order < last for group in batch.groups)
         for group in batch.groups:
             if group in chosen:
                 continue

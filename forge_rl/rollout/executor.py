@@ -273,6 +273,8 @@ class RolloutExecutor:
         values = {f"outcomes/{outcome}": float(scheduler.outcomes[outcome]) for outcome in Outcome}
         values |= {f"groups/replaced_{reason}": float(count) for reason, count in replaced.items()}
         values["rollouts/in_flight"] = float(scheduler.in_flight)
+        if self.config.over_sampling > 1:
+            values["groups/overtaken"], scheduler.planner.overtaken = float(scheduler.planner.overtaken), 0
         if offered:
             values["rollouts/slots_busy"] = busy / offered
         scheduler.outcomes.clear()

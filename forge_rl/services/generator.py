@@ -456,8 +456,10 @@ class Generator:
         return Guests(self._pool)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return metrics of the engines' KV caches since the last call; see `RequestLimits.pop_metrics`."""
-        return self._limits.pop_metrics()
+        """Return metrics of the engines' KV caches since the last call, see `RequestLimits.pop_metrics`, and the number
+        of spares that stand by."""
+        spares = {"generator/spares": float(self.spares)} if self.config.spares else {}
+        return self._limits.pop_metrics() | spares
 
     def drain_busy_s(self) -> list[float]:
         """Return each engine's busy seconds since the last call."""

@@ -45,6 +45,7 @@ class RequestLimits:
         self._most = most
         self._limits: WeakKeyDictionary[Replica, RequestLimit] = WeakKeyDictionary()
         self._preemptions = self._waiting = 0
+        self._prompt_tokens = self._cached_tokens = self._prefilled_again = 0
         self._usage: float | None = None
         self._lowest = most
 
@@ -59,6 +60,9 @@ class RequestLimits:
         now = self.of(engine)
         self._preemptions += use.preemptions
         self._waiting = max(self._waiting, use.waiting)
+        self._prompt_tokens += use.prompt_tokens
+        self._cached_tokens += use.cached_tokens
+        self._prefilled_again += use.prefilled_again
         self._usage = max(self._usage or 0.0, use.usage)
         self._lowest = min(self._lowest, now)
         return now != before
@@ -68,7 +72,9 @@ class RequestLimits:
 
         `generator/kv_cache_usage`: the highest share of a cache in use. `generator/preemptions`: how often requests had
         to give up their place in one. `generator/waiting`: most requests that waited inside an engine at once.
-        `generator/request_limit`: the lowest limit of an engine.
+        `generator/request_limit`: the lowest limit of an engine. `generator/prefix_hits`: the share of prompts' tokens
+        that were in a cache. `generator/prefilled_again`: tokens computed again as weights were loaded, or for lack of
+        room.
         """
         if self._usage is None:
             return {}
@@ -77,8 +83,12 @@ class RequestLimits:
             "generator/preemptions": float(self._preemptions),
             "generator/waiting": float(self._waiting),
             "generator/request_limit": float(self._lowest),
+            "generator/prefilled_again": float(self._prefilled_again),
         }
+        if self._prompt_tokens:
+            found["generator/prefix_hits"] = self._cached_tokens / self._prompt_tokens
         self._preemptions = self._waiting = 0
+        self._prompt_tokens = self._cached_tokens = self._prefilled_again = 0
         self._usage = None
         self._lowest = min((each.limit for each in self._limits.values()), default=self._most)
         return found

@@ -30,9 +30,10 @@ _Work = tuple[AbstractAsyncContextManager[Manifest], Transport]
 """Lease of a version to write, not begun, and how to read it."""
 
 
-async def _write(manifest: Manifest, transport: Transport, replica: Replica) -> None:
+async def _write(manifest: Manifest, transport: Transport, replica: Replica) -> int:
+    """Write a version; returns the bytes written."""
     deadline_s = _DEADLINE_S + manifest.bytes / _LEAST_RATE
-    await replica.call("write", manifest, transport, deadline_s=deadline_s)
+    return await replica.call("write", manifest, transport, deadline_s=deadline_s)
 
 
 class MirrorActor(ServiceActor):
@@ -62,6 +63,8 @@ class WeightMirror:
         self._service = service
         self._next: _Work | None = None
         self._task: asyncio.Task[None] | None = None
+        self._written_bytes = self._whole_bytes = 0
+        """Bytes written since the last `pop_metrics`, and bytes of the versions."""
 
     @classmethod
     async def open(
@@ -88,6 +91,12 @@ class WeightMirror:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 
+    def pop_metrics(self) -> dict[str, float]:
+        """Return metrics since the last call: bytes written, and their share of the versions' bytes; empty if none."""
+        written, whole = self._written_bytes, self._whole_bytes
+        self._written_bytes = self._whole_bytes = 0
+        return {"weights/mirrored_bytes": float(written), "weights/mirrored_share": written / whole} if whole else {}
+
     async def stop(self) -> None:
         """Wait until the last version is written, for a minute at most, and stop."""
         if self._task is not None:
@@ -101,7 +110,9 @@ class WeightMirror:
             (lease, transport), self._next = self._next, None
             try:
                 async with lease as manifest:
-                    await self._service.try_on(functools.partial(_write, manifest, transport))
+                    written = await self._service.try_on(functools.partial(_write, manifest, transport))
+                    self._written_bytes += written
+                    self._whole_bytes += manifest.bytes
             except ForgeError as error:
                 self._service.faults.record(_NAME, 0, f"a version was not written: {error.message}", fatal=False)
             else:

@@ -225,6 +225,10 @@ class WeightStore:
             if replica.alive
         }
 
+    def pop_metrics(self) -> dict[str, float]:
+        """Return what was written to --weights.mirror since the last call; see `WeightMirror.pop_metrics`."""
+        return self._mirror.pop_metrics() if self._mirror is not None else {}
+
     async def stop(self) -> None:
         """Stop the store; its versions are lost."""
         if self._mirror is not None:

@@ -177,7 +177,7 @@ def _float(found: object) -> float:
 
 def _cache(found: object) -> CacheUse:
     usage, *counts = _floats(found, "the cache's numbers")
-    if len(counts) != 3 or not all(math.isfinite(each) for each in counts):
+    if len(counts) not in (3, 6) or not all(math.isfinite(each) for each in counts):
         raise WireError("the use of a cache is malformed")
     return CacheUse(usage, *map(int, counts))
 

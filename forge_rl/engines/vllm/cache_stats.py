@@ -24,6 +24,7 @@ class CacheStats:
         self._preemptions = 0
         self._usage = 0.0
         self._waiting = 0
+        self._prompt_tokens = self._cached_tokens = self._prefilled_again = 0
         self._running: dict[int, int] = {}
         """Number of requests in the last step of each copy."""
         self._last_usage: dict[int, float] = {}
@@ -42,9 +43,16 @@ class CacheStats:
     def pop(self) -> CacheUse:
         """Return the numbers since the last call, and start again."""
         use = CacheUse(
-            usage=self._usage, preemptions=self._preemptions, waiting=self._waiting, fitting=self.fitting or 0
+            usage=self._usage,
+            preemptions=self._preemptions,
+            waiting=self._waiting,
+            fitting=self.fitting or 0,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            prefilled_again=self._prefilled_again,
         )
         self._usage, self._preemptions, self._waiting, self.fitting = 0.0, 0, 0, None
+        self._prompt_tokens = self._cached_tokens = self._prefilled_again = 0
         return use
 
     def note(self, copy: int, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
@@ -54,6 +62,10 @@ class CacheStats:
             self._running[copy] = scheduler.num_running_reqs
             self._usage = max(self._usage, scheduler.kv_cache_usage)
             self._waiting = max(self._waiting, scheduler.num_waiting_reqs)
+            prefixes = scheduler.prefix_cache_stats
+            self._prompt_tokens += prefixes.queries
+            self._cached_tokens += prefixes.hits
+            self._prefilled_again += prefixes.preempted_queries - prefixes.preempted_hits
             # Requests that ended or were preempted in this step have given their blocks back, so the step before counts
             # too.
             fullest = max(scheduler.kv_cache_usage, self._last_usage.get(copy, 0.0))

@@ -85,7 +85,9 @@ class RunData:
             "episodes": episodes,
             "advisories": [
                 [clip(each.text, 600), each.since, end]
-                for each, end in advisories_of(map(_numbers_of, self._rows()), max_lag=self._max_lag())
+                for each, end in advisories_of(
+                    map(_numbers_of, self._rows()), max_lag=self._max_lag(), settings=settings
+                )
             ],
             "problems": problems,
         }

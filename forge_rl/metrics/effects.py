@@ -1,0 +1,168 @@
+"""The effect that each flag promises: its metric, and the advisory if it stays at 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+Settings = Mapping[str, object]
+"""A run's settings by flag, such as {"trainer.ranks": 1}."""
+Values = Mapping[str, float]
+"""Metrics of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """What a flag promises, and how a step's metrics show it."""
+
+    flag: str
+    is_asked_for: Callable[[Settings], bool]
+    counted_with: str
+    """Start of a metric's name without which a step says nothing about the effect."""
+    amount: Callable[[Values, Settings], float]
+    """The effect in a step, in any unit; 0 if there was none."""
+    steps: int = 5
+    """Number of steps in a row without an effect after which the user is told."""
+    cause: str
+    """Why there was none, and what to change."""
+
+    def text(self, steps: int) -> str:
+        """Return the advisory after so many steps without an effect."""
+        return f"{self.flag} had no effect in {steps} steps: {self.cause}"
+
+
+def _of(*metrics: str) -> Callable[[Values, Settings], float]:
+    return lambda values, settings: sum(values.get(metric, 0.0) for metric in metrics)
+
+
+def _differs(flag: str, *defaults: object) -> Callable[[Settings], bool]:
+    return lambda settings: settings.get(flag, defaults[0]) not in defaults
+
+
+def _above(flag: str, bound: float) -> Callable[[Settings], bool]:
+    def is_above(settings: Settings) -> bool:
+        value = settings.get(flag)
+        return isinstance(value, int | float) and value > bound
+
+    return is_above
+
+
+def _lent_experts(values: Values, settings: Settings) -> float:
+    name = "experts/rank_max_over_mean"
+    return values.get(f"{name}/plain", 0.0) - values.get(name, 0.0)
+
+
+def _shared_tokens(values: Values, settings: Settings) -> float:
+    return values.get("tokens/sequences", 0.0) - values.get("tokens/packed", 0.0)
+
+
+def _busy_guests(values: Values, settings: Settings) -> float:
+    urls, guests = settings.get("generator.urls"), settings.get("generator.guests")
+    first = len(urls) if isinstance(urls, list | tuple) else 0
+    indices = range(first, first + guests) if isinstance(guests, int) else range(0)
+    shares = {name.removeprefix("busy/generator/"): share for name, share in values.items()}
+    return sum(share for index, share in shares.items() if index.isdecimal() and int(index) in indices)
+
+
+def _compacts(settings: Settings) -> bool:
+    name, _, options = str(settings.get("env", "")).partition(":")
+    return name == "tools" and "compact_above_chars=" in options
+
+
+EFFECTS: dict[str, Effect] = {
+    "drafts": Effect(
+        flag="--generator.speculation",
+        is_asked_for=_differs("generator.speculation", "off"),
+        counted_with="rollout/drafted",
+        amount=_of("rollout/drafted"),
+        cause="engines draft nothing, as more requests than its max_running run at all times, or as their texts do not "
+        "recur; raise it in --generator.speculation, or set that to off",
+    ),
+    "lent_experts": Effect(
+        flag="--trainer.expert-balance",
+        is_asked_for=lambda settings: settings.get("trainer.expert_balance") == "least_loaded",
+        counted_with="experts/rank_max_over_mean",
+        amount=_lent_experts,
+        cause="no rank lent an expert, as their loads are even; plain saves the exchange",
+    ),
+    "replayed_experts": Effect(
+        flag="--trainer.router-replay",
+        is_asked_for=_differs("trainer.router_replay", False),
+        counted_with="experts/",
+        amount=_of("experts/replayed"),
+        cause="engines returned no experts for the trained tokens; leave it out if agents or teachers wrote them",
+    ),
+    "shared_prefixes": Effect(
+        flag="--group-size",
+        is_asked_for=_above("group_size", 1),
+        counted_with="tokens/packed",
+        amount=_shared_tokens,
+        cause="no prompt was trained once for its group, as no two of its sequences begin alike; look at the prompts "
+        "in forge-rl show",
+    ),
+    "cached_tools": Effect(
+        flag="the cache of pure tools",
+        is_asked_for=lambda settings: True,
+        counted_with="tools/cache_hits",
+        amount=_of("tools/cache_hits"),
+        steps=10,
+        cause="no call was made twice with the same arguments; see the calls in forge-rl show",
+    ),
+    "dynamic_sampling": Effect(
+        flag="--schedule.dynamic-sampling",
+        is_asked_for=_differs("schedule.dynamic_sampling", False),
+        counted_with="outcomes/",
+        amount=_of("groups/replaced_uniform", "groups/replaced_weak"),
+        steps=20,
+        cause="no group had equal rewards, so none was replaced; without --schedule.dynamic-sampling the run is the "
+        "same",
+    ),
+    "over_sampling": Effect(
+        flag="--schedule.over-sampling",
+        is_asked_for=_above("schedule.over_sampling", 1),
+        counted_with="outcomes/",
+        amount=_of("groups/overtaken"),
+        cause="no batch had stragglers to go ahead of; leave it out, so that engines work ahead by the whole lag",
+    ),
+    "spares": Effect(
+        flag="--generator.spares",
+        is_asked_for=_above("generator.spares", 0),
+        counted_with="generator/spares",
+        amount=_of("generator/spares"),
+        steps=20,
+        cause="none stands by to replace an engine, as they do not start; see logs/ and faults in events.jsonl",
+    ),
+    "guests": Effect(
+        flag="--generator.guests",
+        is_asked_for=_above("generator.guests", 0),
+        counted_with="busy/generator/",
+        amount=_busy_guests,
+        cause="they decoded nothing, as the trainer does not wait longer for a batch than the change of its devices "
+        "takes; leave it out, or raise --groups-per-batch",
+    ),
+    "compactions": Effect(
+        flag="--env tools:compact_above_chars",
+        is_asked_for=_compacts,
+        counted_with="episodes/segments",
+        amount=lambda values, settings: values.get("episodes/segments", 1.0) - 1,
+        cause="no conversation has so many characters before the context is full, which has about four a token; lower "
+        "it, or raise --generator.max-model-len",
+    ),
+    "mirrored_changes": Effect(
+        flag="--weights.mirror",
+        is_asked_for=_differs("weights.mirror", ""),
+        counted_with="weights/mirrored_share",
+        amount=lambda values, settings: 1 - values.get("weights/mirrored_share", 1.0),
+        steps=10,
+        cause="versions were written whole or as large, as float32 changes in nearly every element; set "
+        "--generator.dtype bfloat16, or raise --weights.mirror-full-every",
+    ),
+}
+"""Effects by the kind of their advisory; docs/running/metrics.md has a table of them."""
+
+
+def effects_of(values: Values, settings: Settings) -> Iterator[tuple[str, Effect, bool]]:
+    """Yield each effect that a run's settings ask for and a step says something about, and whether the step had it."""
+    for kind, effect in EFFECTS.items():
+        if effect.is_asked_for(settings) and any(name.startswith(effect.counted_with) for name in values):
+            yield kind, effect, effect.amount(values, settings) > 0

@@ -1,0 +1,46 @@
+"""A whole run with flags that promise an effect: the metric of each is above zero."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command, metrics, tiny_run
+
+pytestmark = pytest.mark.processes
+
+REWARD = """
+import zlib
+
+def half_of_the_tasks_teach(task, text):
+    if zlib.crc32(task.id.encode()) % 2:
+        return 0.5
+    return sum(letter in "aeiou" for letter in text) / max(1, len(text))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_what_flags_promise_is_above_zero_in_a_run(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARD)
+    out = tmp_path / "run"
+    flags = ("--reward", f"{tmp_path}/mine.py:half_of_the_tasks_teach", "--steps", "8", "--evaluation.every", "0")
+    flags += ("--schedule.dynamic-sampling", "--schedule.over-sampling", "2", "--schedule.max-lag", "2")
+    flags += ("--generator.spares", "1", "--generator.max-num-seqs", "6", "--generator.max-tokens", "32")
+    flags += ("--generator.dtype", "bfloat16", "--weights.mirror", f"file://{tmp_path}/versions")
+    flags += ("--data.system", "Answer with letters, please. " * 20, "--checkpoint-every", "0")
+    command = tiny_run(commands, tiny_model, out, *flags)
+    assert command.end(500) == 0, command.output
+    rows = [row for row in metrics(out) if row["step"]]
+    assert all(row["tokens/packed"] < row["tokens/sequences"] for row in rows)
+    for name in (
+        "groups/replaced_uniform",
+        "groups/overtaken",
+        "generator/spares",
+        "generator/prefix_hits",
+        "generator/prefilled_again",
+    ):
+        assert sum(row.get(name, 0.0) for row in rows) > 0, name
+    assert min(row.get("weights/mirrored_share", 1.0) for row in rows) < 1, "later versions are written as changes"
+    assert "had no effect" not in command.output
