@@ -104,7 +104,7 @@ def test_too_many_weak_groups_are_an_error_that_names_their_rewards() -> None:
 
 
 def test_a_surplus_group_is_carried_on_until_its_deadline_and_then_dropped() -> None:
-    plan = Plan(max_lag=1, over_sampling=2.0)
+    plan = Plan(max_lag=2, over_sampling=2.0)
     plan.planner.fill(0, idle=False)
     assert plan.planner.add_surplus()
     (*needed, surplus) = plan.planned

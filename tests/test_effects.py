@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -25,22 +27,24 @@ def half_of_the_tasks_teach(task, text):
 def test_what_flags_promise_is_above_zero_in_a_run(commands: list[Command], tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
     out = tmp_path / "run"
-    flags = ("--reward", f"{tmp_path}/mine.py:half_of_the_tasks_teach", "--steps", "8", "--evaluation.every", "0")
+    flags = ("--reward", f"{tmp_path}/mine.py:half_of_the_tasks_teach", "--steps", "100000", "--evaluation.every", "0")
     flags += ("--schedule.dynamic-sampling", "--schedule.over-sampling", "2", "--schedule.max-lag", "2")
     flags += ("--generator.spares", "1", "--generator.max-num-seqs", "6", "--generator.max-tokens", "32")
     flags += ("--generator.dtype", "bfloat16", "--weights.mirror", f"file://{tmp_path}/versions")
     flags += ("--data.system", "Answer with letters, please. " * 20, "--checkpoint-every", "0")
     command = tiny_run(commands, tiny_model, out, *flags)
-    assert command.end(500) == 0, command.output
-    rows = [row for row in metrics(out) if row["step"]]
+    command.wait_for("step +2/")
+    missing = {"groups/replaced_uniform", "groups/overtaken", "generator/spares"}
+    missing |= {"generator/prefix_hits", "generator/prefilled_again", "weights/mirrored_share"}
+
+    until = time.monotonic() + 300
+    while missing:
+        assert command.process.poll() is None, command.output
+        assert time.monotonic() < until, (missing, command.output)
+        time.sleep(0.5)
+        missing -= {name for row in metrics(out) for name in missing if row.get(name, 0.0) > 0}
+    command.process.send_signal(signal.SIGINT)
+    assert command.end(120) == 130, command.output
+    rows = [row for row in metrics(out) if "tokens/packed" in row]
     assert all(row["tokens/packed"] < row["tokens/sequences"] for row in rows)
-    for name in (
-        "groups/replaced_uniform",
-        "groups/overtaken",
-        "generator/spares",
-        "generator/prefix_hits",
-        "generator/prefilled_again",
-    ):
-        assert sum(row.get(name, 0.0) for row in rows) > 0, name
     assert min(row.get("weights/mirrored_share", 1.0) for row in rows) < 1, "later versions are written as changes"
-    assert "had no effect" not in command.output

@@ -95,7 +95,7 @@ def test_a_straggler_that_over_sampling_carries_over_is_drawn_again_by_a_resumed
                 await (asyncio.Event().wait() if self.task.id == "1" else asyncio.sleep(0))
                 return Step(done=True, reward=1.0)
 
-        schedule = ScheduleConfig(max_lag=1, over_sampling=2.0)
+        schedule = ScheduleConfig(max_lag=2, over_sampling=2.0)
         whole = rollouts(environment=StagedEnvironment(Slow), schedule=schedule)
         batch = await whole.next_batch()
         assert "1" not in [group.task.id for group in batch.groups]

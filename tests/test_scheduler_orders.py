@@ -47,7 +47,7 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
     Evaluations overlap with batches, and some are awaited."""
     rng = random.Random(seed)
     tasks = Drawn()
-    over_sampling = over_sampling if kind == "pipelined" else 1.0
+    over_sampling = over_sampling if kind == "pipelined" and max_lag > 1 else 1.0
     policy = ScheduleConfig(
         kind=kind,
         max_lag=max_lag,
@@ -130,7 +130,7 @@ def test_in_any_order_of_events_the_lag_the_mixture_and_the_budgets_hold_and_not
                 scheduler.capacity.set_paused(False)
                 if changes and rng.random() < 0.5:
                     lag = rng.randrange(kind == "asynchronous", 4)
-                    factor = rng.choice([1.0, 1.5, 2.0]) if kind == "pipelined" and lag else 1.0
+                    factor = rng.choice([1.0, 1.5, 2.0]) if kind == "pipelined" and lag > 1 else 1.0
                     policy = replace(policy, max_lag=lag, over_sampling=factor, max_episodes=rng.choice([1, 3, 64]))
                     largest = max(largest, (policy.lag + 2) * factor)
                     scheduler.reconfigure(policy)

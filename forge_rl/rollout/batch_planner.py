@@ -175,7 +175,11 @@ class BatchPlanner:
     def open_batches(self) -> range:
         """Return the numbers of the batches for which episodes may start."""
         last = self._last_batch()
-        return range(self.next_batch, 1 + (last if self._config.kind == "pipelined" else min(last, self.next_batch)))
+        if self._config.kind != "pipelined":
+            last = min(last, self.next_batch)
+        elif self._config.over_sampling > 1 and last > self.next_batch:
+            last -= 1  # groups started for the last batch would be too old to be carried over: it would wait for them
+        return range(self.next_batch, 1 + last)
 
     def fill(self, number: int, *, idle: bool) -> None:
         """Plan the groups that a batch needs beyond those carried over to it.
@@ -214,7 +218,8 @@ class BatchPlanner:
         for source, needed in batch.needed.items():
             if planned[source] >= math.ceil(needed * self._config.over_sampling):
                 continue
-            room = sum(self._batch(number).needed[source] for number in self.open_batches())
+            in_time = range(self.next_batch, 1 + self._last_batch())
+            room = sum(self._batch(number).needed[source] for number in in_time)
             if sum(group.task.source == source for group in self.groups()) < room:
                 self._plan_extra(source, batch)
                 return True

@@ -24,7 +24,8 @@ class ScheduleConfig:
     version per batch, also the number of batches that pipelined works ahead. With 0, pipelined is synchronous."""
     over_sampling: float = 1.0
     """Start this many times the groups that a batch needs; the first to complete form the batch, and the others carry
-    over to the next. The rare group that is then too old is dropped and counted as groups/replaced_aged."""
+    over to the next. The rare group that is then too old is dropped and counted as groups/replaced_aged. Engines then
+    work ahead one batch less, so that a straggler may be a version older: --schedule.max-lag is 2 or more."""
     dynamic_sampling: bool = False
     """Dynamic sampling: replace a group whose rewards are all equal by another task of the same source."""
     least_advantage: float = 0.0
@@ -54,10 +55,16 @@ class ScheduleConfig:
                 f"--schedule.least-advantage is {self.least_advantage:g}, but no group is replaced by its rewards",
                 hint="add --schedule.dynamic-sampling",
             )
-        if self.over_sampling > 1 and (self.kind != "pipelined" or self.max_lag == 0):
+        if self.over_sampling > 1 and (self.kind != "pipelined" or self.max_lag < 2):
             raise ConfigError(
-                f"--schedule.over-sampling is {self.over_sampling:g}, but no later batch can use the surplus",
-                hint="choose the pipelined schedule with --schedule.max-lag 1 or more",
+                f"--schedule.over-sampling is {self.over_sampling:g}, but "
+                + (
+                    "with --schedule.max-lag 1 groups that start while the batch before theirs is awaited are too old "
+                    "for a later batch than theirs, which waits for its stragglers all the same"
+                    if self.kind == "pipelined" and self.max_lag
+                    else "no later batch can use the surplus"
+                ),
+                hint="choose the pipelined schedule with --schedule.max-lag 2 or more, or leave it out",
             )
         if self.kind == "asynchronous" and self.max_lag == 0:
             raise ConfigError(

@@ -101,7 +101,10 @@ class ScheduleKnob:
                     f"the current flags set schedule {name} {flag:g}, which overrides the live change to {live:g}"
                 )
         if kept := {name: live for name, live in differ.items() if self.given[name] == given[name]}:
-            self.set(kept)
+            try:
+                self.set(kept)
+            except ConfigError as error:  # accepted by an earlier version
+                self._tell(f"live changes of the schedule no longer apply: {error.message}")
 
 
 class MixtureKnob:
