@@ -336,7 +336,7 @@ def test_settings_that_cannot_be_name_their_flag():
         ({"max_lag": -1}, "max-lag"),
         ({"over_sampling": 0.5}, "over-sampling"),
         ({"over_sampling": 2.0, "max_lag": 0}, "over-sampling"),
-        ({"over_sampling": 2.0, "max_lag": 1}, "--schedule.max-lag 1"),
+        ({"over_sampling": 2.0, "max_lag": 1}, "over-sampling"),
         ({"kind": "asynchronous", "max_lag": 0}, "max-lag"),
         ({"retries": -1}, "retries"),
         ({"max_infrastructure_failures": 0}, "max-infrastructure-failures"),
