@@ -13,10 +13,14 @@ from tests.commands import Command, metrics, tiny_run
 pytestmark = pytest.mark.processes
 
 REWARD = """
+import asyncio
 import zlib
 
-def half_of_the_tasks_teach(task, text):
-    if zlib.crc32(task.id.encode()) % 2:
+async def half_of_the_tasks_teach(task, text):
+    digest = zlib.crc32(task.id.encode())
+    if digest % 3 == 0:
+        await asyncio.sleep(2)  # a straggler
+    if digest % 2:
         return 0.5
     return sum(letter in "aeiou" for letter in text) / max(1, len(text))
 """

@@ -1,7 +1,11 @@
 """Limits of requests: they drop to what a KV cache holds, and grow again once it has room."""
 
-from forge_rl.services.request_limits import RequestLimit
+from forge_rl.services.request_limits import RequestLimit, RequestLimits
 from forge_rl.token_arrays import CacheUse
+
+
+class Engine:
+    """An engine, by its identity alone."""
 
 
 def after(limit: RequestLimit, *uses: tuple[float, int]) -> int:
@@ -27,3 +31,17 @@ def test_a_limit_grows_by_a_sixteenth_while_as_many_requests_end_and_only_with_r
     small = RequestLimit(64)
     after(small, (1.0, 1))
     assert after(small, (0.1, 0)) == 2
+
+
+def test_hits_of_prefixes_and_tokens_prefilled_again_are_metrics_of_all_engines() -> None:
+    limits = RequestLimits(64)
+    engines = [Engine(), Engine()]
+    for engine, cached in zip(engines, (10, 30), strict=True):
+        use = CacheUse(0.5, 0, 0, 0, prompt_tokens=100, cached_tokens=cached, prefilled_again=7)
+        limits.note(engine, use)  # type: ignore[arg-type]
+    metrics = limits.pop_metrics()
+    assert (metrics["generator/prefix_hits"], metrics["generator/prefilled_again"]) == (0.2, 14)
+    limits.note(engines[0], CacheUse(0.5, 0, 0, 0))  # type: ignore[arg-type]
+    metrics = limits.pop_metrics()
+    assert "generator/prefix_hits" not in metrics, "no request started"
+    assert metrics["generator/prefilled_again"] == 0

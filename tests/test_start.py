@@ -18,6 +18,7 @@ from forge_rl.errors import ConfigError, LossError, ModelError, ServiceError, Ta
 from forge_rl.flags.user_code import load
 from forge_rl.rollout.evaluation import EvalConfig
 from forge_rl.run import services as services_module
+from forge_rl.run.preparation import _evaluation_sets
 from forge_rl.services.completion import DraftCounts
 from forge_rl.services.non_finite import NonFiniteTokens
 from forge_rl.services.teachers_config import TeachersConfig
@@ -340,3 +341,14 @@ def test_a_tool_parser_that_does_not_exist_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=r"(?s)no tool parser 'hermez'.*set --tool-parser to one of .*hermes"):
         asyncio.run(check())
     assert staged[0] == [], "nothing was started that would have to be stopped"
+
+
+@pytest.mark.parametrize(("rows", "every", "told"), [(2, 1, 1), (2, 0, 0), (100, 1, 0)])
+def test_a_file_of_too_few_tasks_to_hold_some_out_is_told(rows: int, every: int, told: int, tmp_path: Path) -> None:
+    path, warnings = tmp_path / "rows.jsonl", list[str]()
+    path.write_text("".join(f'{{"question": "What is {row} + 1?", "answer": "{row + 1}"}}\n' for row in range(rows)))
+    config = Config(tasks=(str(path),), evaluation=EvalConfig(every=every, tasks=1))
+    mixture = config.data.build(config.tasks, seed=0)
+    sets = _evaluation_sets(config, mixture, None, warnings.append)
+    assert ["nothing is evaluated, as no task is held out" in text for text in warnings] == [True] * told
+    assert bool(sets) == (every > 0 and not told)

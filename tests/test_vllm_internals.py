@@ -14,7 +14,6 @@ import torch
 from forge_rl.engines.protocol import DecodeSettings
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.services.request_limits import RequestLimit
-from forge_rl.token_arrays import CacheUse
 from forge_rl.types import Sampling
 from tests.fakes import make_model
 
@@ -174,20 +173,20 @@ def test_norms_and_swiglu_on_a_cpu_give_what_vllms_own_give(dtype: torch.dtype):
 
 
 def test_a_step_tells_how_many_requests_a_full_cache_holds() -> None:
-    from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+    from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, SchedulerStats
 
     from forge_rl.engines.vllm.cache_stats import CacheStats
 
     stats = CacheStats()
 
-    def step(usage: float, running: int, waiting: int, **finished: int) -> CacheUse:
+    def step(usage: float, running: int, waiting: int, **finished: int) -> tuple[float, ...]:
         iteration = IterationStats()
         iteration.finished_requests = [
             SimpleNamespace(request_id=ids[name], num_preemptions=count) for name, count in finished.items()
         ]
         scheduler = SchedulerStats(kv_cache_usage=usage, num_running_reqs=running, num_waiting_reqs=waiting)
         stats.note(0, scheduler, iteration)
-        return stats.pop()
+        return stats.pop()[:4]
 
     ids = {"old": stats.request_id()}
     assert step(0.4, 13, 51) == (0.4, 0, 51, 0), "others wait for their turn to be prefilled, not for room"
@@ -199,6 +198,11 @@ def test_a_step_tells_how_many_requests_a_full_cache_holds() -> None:
     ids["new"] = stats.request_id()
     assert step(0.2, 13, 51) == (0.2, 0, 51, 0), "a load of weights clears a full cache"
     assert step(0.5, 62, 0, old=3, new=1) == (0.5, 2 + 1, 0, 0), "a load has preempted the older one once"
+    prefixes = PrefixCacheStats(queries=100, hits=40, preempted_queries=50, preempted_hits=20)
+    stats.note(0, SchedulerStats(prefix_cache_stats=prefixes), None)
+    use = stats.pop()
+    assert (use.prompt_tokens, use.cached_tokens, use.prefilled_again) == (100, 40, 30)
+    assert stats.pop().prefilled_again == 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA vLLM's blocks are shorter")

@@ -42,6 +42,8 @@ def test_versions_are_written_to_an_address_and_published_from_there_to_another_
             await publish(store, 2, all_of(2) | {"a": 1, "d": 1}, changed=["b", "c"])
             await follow(2)
             assert values(subscriber) == {"a": 1, "b": 2, "c": 2, "d": 1}
+            written = store.pop_metrics()
+            assert written["weights/mirrored_bytes"] > 0, "the header at least"
             assert [spec.name for spec in subscriber.specs if spec.changed] == ["b", "c"]
 
             # The process that writes dies, or cannot write: the run goes on, and a later version is written whole.

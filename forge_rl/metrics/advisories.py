@@ -72,22 +72,19 @@ class Advisories:
         for kind, (metric, patience, check) in _CONDITIONS.items():
             if any(name.startswith(metric) for name in given):
                 text = check(self._history)
-                begun += self._hold(kind, step, patience, lambda _, text=text: text) if text else self._end(kind)
+                begun += self._hold(kind, step, patience, text) if text else self._end(kind)
         for kind, effect, has_effect in effects_of(given, self._settings):
-            begun += self._end(kind) if has_effect else self._hold(kind, step, effect.steps, effect.text)
+            steps = self._held.get(kind, [step, 0])[1] + 1
+            begun += self._end(kind) if has_effect else self._hold(kind, step, effect.steps, effect.text(steps))
         return begun
 
-    def _hold(self, kind: str, step: int, patience: int, text: Callable[[int], str]) -> list[Advisory]:
-        """Count a step for which a condition holds; returns its advisory if that begins.
-
-        Args:
-            text: returns the advisory's text for a number of steps in a row.
-        """
+    def _hold(self, kind: str, step: int, patience: int, text: str) -> list[Advisory]:
+        """Count a step for which a condition holds; returns its advisory if that begins."""
         held = self._held.setdefault(kind, [step, 0])
         held[1] += 1
         if held[1] < patience:
             return []
-        advisory = Advisory(kind=kind, since=held[0], text=text(held[1]))
+        advisory = Advisory(kind=kind, since=held[0], text=text)
         begins, self.current[kind] = kind not in self.current, advisory
         return [advisory] if begins else []
 

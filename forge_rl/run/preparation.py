@@ -295,8 +295,8 @@ def _evaluation_sets(
         warn(f"there are only {found} distinct held-out tasks")
     if not any(sets.values()) and config.evaluation.tasks:
         warn(
-            "nothing is evaluated, as the tasks are too few to hold some out: name others with --eval-tasks, raise "
-            "--data.held-out-share, or set --evaluation.every 0"
+            "nothing is evaluated, as no task is held out: name some with --eval-tasks, raise --data.held-out-share "
+            "if --tasks are few, or set --evaluation.every 0"
         )
     return sets
 
