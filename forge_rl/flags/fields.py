@@ -67,7 +67,7 @@ def flags_of(kind: type, config: object = None, path: tuple[str, ...] = (), pref
 
 
 def usable_flags(kind: type, config: object = None) -> list[Flag]:
-    """Return the flags of a config class, as `flags_of` does, but those of fields in its UNUSED."""
+    """Return the flags of a config class except for the fields in its UNUSED."""
     unused: Collection[str] = getattr(kind, "UNUSED", ())
     return [flag for flag in flags_of(kind, config) if flag.path[0] not in unused]
 
@@ -75,7 +75,7 @@ def usable_flags(kind: type, config: object = None) -> list[Flag]:
 def changed_flags(config: object, groups: Collection[str]) -> list[str]:
     """Return the flags of groups of a config, such as "schedule" or "trainer.optimizer", that differ from the defaults.
 
-    The defaults are those of the config's class, so that a recipe's own defaults do not count as changed.
+    A recipe's own defaults do not count as changed.
     """
     kind = type(config)
     defaults = {flag.dotted: flag.value for flag in flags_of(kind)}

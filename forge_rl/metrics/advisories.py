@@ -80,11 +80,11 @@ class Advisories:
 
     def _hold(self, kind: str, step: int, patience: int, text: str) -> list[Advisory]:
         """Count a step for which a condition holds; returns its advisory if that begins."""
-        held = self._held.setdefault(kind, [step, 0])
-        held[1] += 1
-        if held[1] < patience:
+        streak = self._held.setdefault(kind, [step, 0])
+        streak[1] += 1
+        if streak[1] < patience:
             return []
-        advisory = Advisory(kind=kind, since=held[0], text=text)
+        advisory = Advisory(kind=kind, since=streak[0], text=text)
         begins, self.current[kind] = kind not in self.current, advisory
         return [advisory] if begins else []
 

@@ -22,7 +22,7 @@ class Effect:
     amount: Callable[[Values, Settings], float]
     """The effect in a step, in any unit; 0 if there was none."""
     steps: int = 5
-    """Number of steps in a row without an effect after which the user is told."""
+    """Warn after this many consecutive steps without an effect."""
     cause: str
     """Why there was none, and what to change."""
 

@@ -48,7 +48,7 @@ class RunConfig:
     )
     """Flags that `--help` lists, next to the recipe's own."""
     UNUSED: ClassVar[tuple[str, ...]] = ()
-    """Fields that nothing in the recipe uses: they are no flags, and must keep their defaults."""
+    """Fields that the recipe ignores: `--help` and config files leave them out, and they must keep their defaults."""
     model: str = "smollm2-135m"
     """Name of a bundled model, Hugging Face id, or folder of a model or a checkpoint."""
     steps: int = 10
@@ -185,7 +185,7 @@ class RunConfig:
         self._check_sizes()
 
     def check_effects(self) -> None:
-        """Refuse settings that cannot have an effect beside the others.
+        """Refuse settings that other settings rule out.
 
         Called before a run starts, and not when a config is made, as a start may fill in settings that stay unused.
 

@@ -93,9 +93,12 @@ class WeightMirror:
 
     def pop_metrics(self) -> dict[str, float]:
         """Return metrics since the last call: bytes written, and their share of the versions' bytes; empty if none."""
-        written, whole = self._written_bytes, self._whole_bytes
+        written_bytes, whole_bytes = self._written_bytes, self._whole_bytes
         self._written_bytes = self._whole_bytes = 0
-        return {"weights/mirrored_bytes": float(written), "weights/mirrored_share": written / whole} if whole else {}
+        if not whole_bytes:
+            return {}
+        share = written_bytes / whole_bytes
+        return {"weights/mirrored_bytes": float(written_bytes), "weights/mirrored_share": share}
 
     async def stop(self) -> None:
         """Wait until the last version is written, for a minute at most, and stop."""
@@ -110,8 +113,8 @@ class WeightMirror:
             (lease, transport), self._next = self._next, None
             try:
                 async with lease as manifest:
-                    written = await self._service.try_on(functools.partial(_write, manifest, transport))
-                    self._written_bytes += written
+                    written_bytes = await self._service.try_on(functools.partial(_write, manifest, transport))
+                    self._written_bytes += written_bytes
                     self._whole_bytes += manifest.bytes
             except ForgeError as error:
                 self._service.faults.record(_NAME, 0, f"a version was not written: {error.message}", fatal=False)

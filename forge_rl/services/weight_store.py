@@ -226,7 +226,7 @@ class WeightStore:
         }
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return what was written to --weights.mirror since the last call; see `WeightMirror.pop_metrics`."""
+        """Return the bytes written to --weights.mirror since the last call; see `WeightMirror.pop_metrics`."""
         return self._mirror.pop_metrics() if self._mirror is not None else {}
 
     async def stop(self) -> None:
