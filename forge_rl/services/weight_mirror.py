@@ -33,7 +33,8 @@ _Work = tuple[AbstractAsyncContextManager[Manifest], Transport]
 async def _write(manifest: Manifest, transport: Transport, replica: Replica) -> int:
     """Write a version; returns the bytes written."""
     deadline_s = _DEADLINE_S + manifest.bytes / _LEAST_RATE
-    return await replica.call("write", manifest, transport, deadline_s=deadline_s)
+    written_bytes: int = await replica.call("write", manifest, transport, deadline_s=deadline_s)
+    return written_bytes
 
 
 class MirrorActor(ServiceActor):
