@@ -266,7 +266,12 @@ def test_a_group_with_equal_rewards_is_replaced_where_that_is_asked_for() -> Non
     executor = rollouts(reward=StagedReward(even_tasks_teach), schedule=schedule)
     batch = asyncio.run(executor.next_batch())
     assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
-    assert executor.metrics()["groups/replaced_uniform"] == 3
+    values = executor.metrics()
+    assert values["groups/replaced_uniform"] == 3
+    assert values["completed/groups"] == 6, "all, whatever became of them"
+    assert values["completed/reward_mean"] * 24 == pytest.approx(float(batch.rewards.sum()) + 12)
+    delivered_tokens = sum(episode.response_tokens for episode in batch.episodes)
+    assert values["completed/tokens"] == delivered_tokens + values["discarded/uniform_tokens"]
 
 
 def test_a_group_whose_turns_differ_in_value_teaches_although_its_rewards_are_equal() -> None:

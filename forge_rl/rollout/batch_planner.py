@@ -17,6 +17,7 @@ from typing import Literal
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import TaskError
 from forge_rl.rollout.state import GroupState, InflightEpisode, ScheduleConfig
+from forge_rl.rollout.tally import RolloutTally
 from forge_rl.types import Group
 
 _ANY = "*"
@@ -77,6 +78,7 @@ class BatchPlanner:
         """Version that the engines serve, and the latest published one; see `set_versions`."""
         self.replaced: Counter[str] = Counter()
         """Number of unused groups by reason: uniform, weak, failed, too_long, aged."""
+        self.tally = RolloutTally()
         self._config = config
         self._groups, self._episodes = groups, episodes
         self._tasks = tasks
@@ -139,6 +141,7 @@ class BatchPlanner:
         self._due = self.published + self._pace
         for group in batch.groups:
             if group in chosen:
+                self.tally.complete(group)
                 continue
             following = self._batch(self.next_batch)
             if group.first_version is not None and self._last_batch(group) < self.next_batch:
@@ -361,7 +364,10 @@ class BatchPlanner:
 
     def _drop(self, group: GroupState, reason: str) -> None:
         self.replaced[reason] += 1
-        group.dropped = True
+        group.dropped = reason
+        if group.completed is not None:
+            self.tally.complete(group)
+        self.tally.discard_episodes(reason, group.results)
         if reason == "aged":  # later batches may count on it as surplus
             for batch in self._batches.values():
                 batch.changed = True
