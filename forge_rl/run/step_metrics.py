@@ -70,11 +70,9 @@ class StepMetrics:
             if self._generates:
                 self._clock.tokens("rollout", decoded_tokens(group.episodes for group in batch.groups))
         if packed is not None:
-            values |= {
-                "tokens/packed": float(packed.packed_tokens),
-                "tokens/unscored": float(packed.unscored_tokens),
-            }
+            values["tokens/packed"] = float(packed.packed_tokens)
             if self._generates:
+                values["tokens/unscored"] = float(packed.unscored_tokens)
                 values["groups/uniform"] = packed.uniform_share
             self._clock.tokens("train", packed.sequence_tokens)
         if self._rollout is not None:
