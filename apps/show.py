@@ -157,8 +157,8 @@ def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
     about = f"{name}  {episode.task.source} {episode.task.id}"
     console.rule(Text(clipped(about, lines=1, width=console.width - 10), "bold"), align="left")
     where = f"{record.kind}{f' on {record.set}' if record.set else ''} in step {record.step}, group {record.group}"
-    given = {"": "", "given": "a given answer"}.get(record.given, f"the {record.given} answer")
-    facts = {"": f"{where}; {given or f'{episode.outcome} after {duration(episode.seconds)}'}"}
+    said = {"": "", "given": "a given answer"}.get(record.given_answer, f"the {record.given_answer} answer")
+    facts = {"": f"{where}; {said or f'{episode.outcome} after {duration(episode.seconds)}'}"}
     if episode.score is not None:
         parts = "".join(f", {key} {number(value)}" for key, value in episode.score.parts.items())
         facts["reward"] = number(episode.reward) + parts
@@ -230,7 +230,7 @@ def _numbers(record: RecordedEpisode, turn: Turn, tokens: slice, place: int) -> 
     score = record.episode.score
     if score is not None and place < len(score.turns):
         said.append(f"value {number(score.turns[place])}")
-    if not record.given:
+    if not record.given_answer:
         response = f", {duration(turn.response_s)} for the response" * (turn.response_s >= 0.005)
         said.append(f"{duration(turn.seconds)} to answer{response}")
     return "; ".join(said)

@@ -151,9 +151,9 @@ def test_given_answers_say_which_they_are_and_nothing_that_only_a_sampled_one_ha
     ]
     assert {(row["seconds"], row["advantage"]) for row in EpisodeFile(path).listing()} == {(None, None)}
     assert "0.0" not in shown(show.Config(run=tmp_path))
-    for place, which in enumerate(("the chosen", "the rejected", "a given")):
+    for place, answer in enumerate(("the chosen", "the rejected", "a given")):
         text = " ".join(shown(show.Config(run=tmp_path, episode=f"1-trained-{place}"), width=1000).split())
-        assert f"group {place // 2}; {which} answer" in text
+        assert f"group {place // 2}; {answer} answer" in text
         assert "2 + 2 tokens; logprob -3.25 on average" in text
         for undefined in ("version", "gap", "to answer", "advantage", "completed"):
             assert undefined not in text, text

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from forge_rl.metrics.divergence import Divergence
+
 _FIRST = 5
 """Steps at the start of a run, whose median is what later steps are compared with."""
 _RECENT = 5
@@ -67,7 +69,7 @@ class Advisories:
         for kind, (metric, patience, check) in _CONDITIONS.items():
             if not any(name.startswith(metric) for name in given):
                 continue
-            text = check(self._history)
+            text = "" if "diverged" in self.current and kind in _EFFECTS_OF_DIVERGENCE else check(self._history)
             if not text:
                 self._held.pop(kind, None)
                 self.current.pop(kind, None)
@@ -111,8 +113,10 @@ class _History:
         self.max_lag = max_lag
         self._first: dict[str, list[float]] = {}
         self._latest: dict[str, deque[float]] = {}
+        self.divergence = Divergence()
 
     def add(self, values: Mapping[str, float]) -> None:
+        self.divergence.add(values)
         for name, value in values.items():
             first = self._first.setdefault(name, [])
             if len(first) < _FIRST:
@@ -369,7 +373,13 @@ def _drafts(history: _History) -> str:
     )
 
 
+_EFFECTS_OF_DIVERGENCE = {
+    *("uniform", "variance", "truncated", "repeated", "longer", "shorter"),
+    *("gap", "drift", "entropy", "ratio", "clipped", "gradient"),
+}
+"""Conditions that a policy that has diverged also meets, whose advice would then mislead."""
 _CONDITIONS: dict[str, tuple[str | tuple[str, ...], int, Callable[[_History], str]]] = {
+    "diverged": ("grad_norm", 1, lambda history: history.divergence.text),
     "uniform": ("groups/uniform", 3, _uniform),
     "truncated": ("episodes/truncated", 3, _truncated),
     "gap": ("logprob_gap", 3, _gap),

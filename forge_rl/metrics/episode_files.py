@@ -69,7 +69,7 @@ class RecordedEpisode:
     """[T], True where the loss saw the token; None if it saw none."""
 
     @property
-    def given(self) -> str:
+    def given_answer(self) -> str:
         """Which given answer it is: "chosen" or "rejected" of a pair, "given" of others; "" if a model sampled it."""
         versions = [turn.versions for turn in self.episode.turns if len(turn.versions)]
         if not versions or any(of_turn.max() >= 0 for of_turn in versions):
@@ -235,7 +235,7 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
         "outcome": [episode.outcome.value for episode in episodes],
         "problem": [episode.problem for episode in episodes],
         "output": [episode.output for episode in episodes],
-        "seconds": [None if record.given else record.episode.seconds for record in records],
+        "seconds": [None if record.given_answer else record.episode.seconds for record in records],
         "began": [episode.began or None for episode in episodes],
         "reward": [episode.score.total if episode.score else None for episode in episodes],
         "parts": [
@@ -245,7 +245,7 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
         "answer": [episode.score.answer if episode.score else "" for episode in episodes],
         "feedback": [_encodable(episode.score.feedback) if episode.score else "" for episode in episodes],
         "asked": [_asked(episode.task) for episode in episodes],
-        "said": [_last_words(record.episode.text, record.given) for record in records],
+        "said": [_last_words(record.episode.text, record.given_answer) for record in records],
         "turns_in_total": [episode.score is not None and episode.score.turns_in_total for episode in episodes],
         "advantage": [_mean(each.advantages, each.trained) for each in records],
         "tokens": generated,
@@ -363,9 +363,9 @@ def _asked(task: Task) -> str:
     return words if len(words) <= _ASKED else f"{words[: _ASKED - 1]}…"
 
 
-def _last_words(text: str, given: str) -> str:
+def _last_words(text: str, given_answer: str) -> str:
     """Return the last words of a text, on one line; after which answer it is, if that is given."""
-    start = f"{given}: " if given else ""
+    start = f"{given_answer}: " if given_answer else ""
     words, room = " ".join(text[-4 * _SAID :].split()), _SAID - len(start)
     return start + (words if len(words) <= room else f"…{words[1 - room :]}")
 

@@ -1,4 +1,4 @@
-"""Tally of rollouts: what all groups of a batch amount to, trained on or not, and what was discarded, at what cost."""
+"""Tally of rollouts: what all groups of a batch amount to, trained on or not, and the cost of discarded work."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RolloutTally:
         self.discard(reason, tokens=decoded_tokens([episodes]), seconds=seconds)
 
     def pop_metrics(self, next_batch: int) -> dict[str, float]:
-        """Return the sums over the batches before this one, and what was discarded, since the last call."""
+        """Return, since the last call, the sums over the batches before this one and the discarded work."""
         values = {f"discarded/{name}": count for name, count in self._discarded.items()}
         self._discarded.clear()
         delivered = [self._completed.pop(number) for number in sorted(self._completed) if number < next_batch]

@@ -43,12 +43,12 @@ def episode_json(name: str, record: RecordedEpisode, pieces: Sequence[bytes]) ->
         "name": name,
         **{key: getattr(record, key) for key in ("step", "kind", "group", "index", "version")},
         "set": _clipped(record.set),
-        "given": record.given,
+        "given_answer": record.given_answer,
         "source": _clipped(episode.task.source),
         "task": _clipped(episode.task.id),
         "outcome": episode.outcome.value,
         "problem": _clipped(episode.problem),
-        "seconds": None if record.given else rounded(episode.seconds),
+        "seconds": None if record.given_answer else rounded(episode.seconds),
         "reward": None if score is None else rounded(score.total),
         "parts": [] if score is None else [[_clipped(key), rounded(value)] for key, value in score.parts.items()],
         "answer": "" if score is None else _clipped(score.answer),
@@ -107,7 +107,7 @@ def _turn(
             }
             for call in turn.calls[: room.take("messages", len(turn.calls))]
         ],
-        "seconds": None if record.given else rounded(turn.seconds),
+        "seconds": None if record.given_answer else rounded(turn.seconds),
         "response_s": rounded(turn.response_s),
         "truncated": turn.truncated,
         "value": rounded(score.turns[place]) if score is not None and place < len(score.turns) else None,

@@ -155,7 +155,7 @@ function factsOf(episode, place, run) {
   /** @type {[string, any][]} */
   const facts = [
     ["task", el("a", { href: link("episodes", place.run, "", { find: episode.task }) }, `${episode.source} ${episode.task}`)],
-    ["episode", `${episode.kind}${episode.set ? ` on ${episode.set}` : ""} in step ${episode.step}; ${episode.given ? `${episode.given === "given" ? "a" : "the"} ${episode.given} answer` : `${episode.outcome} after ${duration(episode.seconds)}`}`],
+    ["episode", `${episode.kind}${episode.set ? ` on ${episode.set}` : ""} in step ${episode.step}; ${episode.given_answer ? `${episode.given_answer === "given" ? "a" : "the"} ${episode.given_answer} answer` : `${episode.outcome} after ${duration(episode.seconds)}`}`],
     ["reward", episode.reward === null ? "" : el("span", null, el("b", { class: levelOf(run, episode.reward) }, num(episode.reward)), ...episode.parts.map((/** @type {any} */ [name, value]) => el("span", { class: "part" }, `${name} ${num(value)}`)))],
     ["advantage", num(advantage)],
     ["problem", episode.problem && el("span", { class: "bad" }, episode.problem)],
