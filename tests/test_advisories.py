@@ -46,7 +46,7 @@ STEADY: Row = {
 CAUSES: dict[str, tuple[Sequence[Row], str]] = {
     "diverged": (
         [{"entropy": 9.0, "grad_norm": 40.0, "tokens/completion_mean": 900.0, "episodes/truncated": 1.0, "lr": 1e-2}],
-        "entropy went from 1 to 9, grad_norm went from 0.5 to 40, tokens/completion_mean went from 2e+02 to 9e+02: "
+        "entropy went from 1 to 9, grad_norm went from 0.5 to 40, tokens/completion_mean went from 200 to 900: "
         "first lower --trainer.optimizer.lr, now 0.01, tenfold",
     ),
     "uniform": ([{"groups/uniform": 1.0}], "--group-size"),

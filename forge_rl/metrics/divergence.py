@@ -76,7 +76,7 @@ class Divergence:
             return
         self._usual = usual
         changes = ", ".join(
-            f"{sign.metric} went from {usual[sign.metric]:.2g} to {values[sign.metric]:.2g}" for sign in held
+            f"{sign.metric} went from {usual[sign.metric]:.3g} to {values[sign.metric]:.3g}" for sign in held
         )
         rate = f", now {values['lr']:.2g}" if "lr" in values else ""
         self.text = (

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from forge_rl.types import Batch, Outcome
 
 _NEARLY_ALL = 0.9
 """Warn at once above this share of truncated episodes."""
 _CUT_BATCHES = 5
 """Warn after this many consecutive batches of mostly truncated episodes, unless rewards rise."""
+_GROWTH = 2.5
+"""Factor by which the length of episodes does not change within two batches unless the policy diverges."""
+_SHORT_TOKENS = 32
+"""Episodes as short as this vary more."""
 
 
 class Advice:
@@ -16,6 +22,8 @@ class Advice:
     def __init__(self) -> None:
         self._cut_rewards: list[float] = []
         """Mean rewards of the current streak of batches with mostly truncated episodes."""
+        self._earlier: deque[tuple[float, float]] = deque(maxlen=2)
+        """Mean tokens of an episode, and share of truncated ones, of the last two batches."""
         self._in_streak: set[str] = set()
         """Kinds of warnings that apply to the last batch; not repeated while they keep applying."""
 
@@ -42,6 +50,18 @@ class Advice:
                 "group-relative advantages are 0: tasks may be too easy or too hard for this model, or its answers not "
                 "recognised; see episodes.jsonl"
             )
+        tokens = sum(episode.response_tokens for episode in episodes) / len(episodes)
+        tokens_before, cut_before = self._earlier[0] if self._earlier else (tokens, 1.0)
+        self._earlier.append((tokens, cut / len(episodes)))
+        is_longer = tokens > _GROWTH * tokens_before and tokens > _SHORT_TOKENS
+        is_shorter = tokens_before > _GROWTH * tokens and tokens_before > _SHORT_TOKENS
+        is_cut = cut_before < 0.5 and cut > _NEARLY_ALL * len(episodes)
+        if found and (is_longer or is_shorter or is_cut or "diverged" in self._in_streak):
+            found = {
+                "diverged": f"answers went from {tokens_before:.0f} to {tokens:.0f} tokens on average within two "
+                f"batches, {cut} of {len(episodes)} are truncated: the policy may have diverged; lower "
+                "--trainer.optimizer.lr before you change --generator.max-tokens or the tasks"
+            }
         new = [text for kind, text in found.items() if kind not in self._in_streak]
         self._in_streak = set(found)
         return new
