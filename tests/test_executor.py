@@ -258,7 +258,7 @@ def test_the_user_is_told_when_most_answers_stay_cut_and_rewards_do_not_rise(ris
     assert [warning.split(":")[0] for warning in warnings] == told
 
 
-@pytest.mark.parametrize(("before", "after"), [(40, 900), (400, 900), (400, 40), (400, 400)])
+@pytest.mark.parametrize(("before", "after"), [(40, 900), (800, 900), (400, 40), (400, 400)])
 def test_a_batch_that_is_suddenly_cut_or_of_another_length_names_the_learning_rate_first(
     before: int, after: int
 ) -> None:

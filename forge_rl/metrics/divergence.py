@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from statistics import median
 
 _USUAL = 10
 """Steps whose median is usual."""
-_LEAST_SIGNS = 2
+_LEAST_WEIGHT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class _Sign:
     least: float
     """Value below which growth is noise."""
     fall: float = 0.0
+    enough: float = math.inf
+    """Value above which no other sign is needed."""
 
     def holds(self, usual: float, value: float) -> bool:
         if usual < 0 or value < 0:
@@ -33,11 +36,11 @@ class _Sign:
 
 
 _SIGNS = (
-    _Sign(kind="entropy", metric="entropy", growth=3, least=0.1, fall=0.2),
+    _Sign(kind="entropy", metric="entropy", growth=3, least=0.1, fall=1 / 3),
     _Sign(kind="norm", metric="grad_norm", growth=10, least=1),
     _Sign(kind="gap", metric="logprob_gap", growth=5, least=0.05),
-    _Sign(kind="ratio", metric="ratio/p99", growth=4, least=5),
-    _Sign(kind="ratio", metric="logprob_drift", growth=5, least=0.3),
+    _Sign(kind="ratio", metric="ratio/p99", growth=4, least=5, enough=1e3),
+    _Sign(kind="ratio", metric="logprob_drift", growth=5, least=0.3, enough=2),
     _Sign(kind="length", metric="tokens/completion_mean", growth=2.5, least=32, fall=0.4),
 )
 
@@ -71,7 +74,9 @@ class Divergence:
         for name, past in self._past.items():
             if name in values:
                 past.append(values[name])
-        if len({sign.kind for sign in held}) < _LEAST_SIGNS:
+        weights = {sign.kind: 1 for sign in held}
+        weights |= {sign.kind: _LEAST_WEIGHT for sign in held if values[sign.metric] > sign.enough}
+        if sum(weights.values()) < _LEAST_WEIGHT:
             self._usual, self.text = {}, ""
             return
         self._usual = usual

@@ -12,6 +12,8 @@ _CUT_BATCHES = 5
 """Warn after this many consecutive batches of mostly truncated episodes, unless rewards rise."""
 _GROWTH = 2.5
 """Factor by which the length of episodes does not change within two batches unless the policy diverges."""
+_CUT_MORE = 0.2
+"""The share of truncated episodes does not grow by more, while rewards fall, unless the policy diverges."""
 _SHORT_TOKENS = 32
 """Episodes as short as this vary more."""
 
@@ -22,8 +24,8 @@ class Advice:
     def __init__(self) -> None:
         self._cut_rewards: list[float] = []
         """Mean rewards of the current streak of batches with mostly truncated episodes."""
-        self._earlier: deque[tuple[float, float]] = deque(maxlen=2)
-        """Mean tokens of an episode, and share of truncated ones, of the last two batches."""
+        self._earlier: deque[tuple[float, float, float]] = deque(maxlen=2)
+        """Mean tokens of an episode, share of truncated ones, and mean reward, of the last two batches."""
         self._in_streak: set[str] = set()
         """Kinds of warnings that apply to the last batch; not repeated while they keep applying."""
 
@@ -51,11 +53,11 @@ class Advice:
                 "recognised; see episodes.jsonl"
             )
         tokens = sum(episode.response_tokens for episode in episodes) / len(episodes)
-        tokens_before, cut_before = self._earlier[0] if self._earlier else (tokens, 1.0)
-        self._earlier.append((tokens, cut / len(episodes)))
+        tokens_before, cut_before, reward_before = self._earlier[0] if self._earlier else (tokens, 1.0, 0.0)
+        self._earlier.append((tokens, cut / len(episodes), mean_reward))
         is_longer = tokens > _GROWTH * tokens_before and tokens > _SHORT_TOKENS
         is_shorter = tokens_before > _GROWTH * tokens and tokens_before > _SHORT_TOKENS
-        is_cut = cut_before < 0.5 and cut > _NEARLY_ALL * len(episodes)
+        is_cut = cut > max(_NEARLY_ALL, cut_before + _CUT_MORE) * len(episodes) and mean_reward < reward_before
         if found and (is_longer or is_shorter or is_cut or "diverged" in self._in_streak):
             found = {
                 "diverged": f"answers went from {tokens_before:.0f} to {tokens:.0f} tokens on average within two "
