@@ -157,8 +157,8 @@ def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
     about = f"{name}  {episode.task.source} {episode.task.id}"
     console.rule(Text(clipped(about, lines=1, width=console.width - 10), "bold"), align="left")
     where = f"{record.kind}{f' on {record.set}' if record.set else ''} in step {record.step}, group {record.group}"
-    said = {"": "", "given": "a given answer"}.get(record.given_answer, f"the {record.given_answer} answer")
-    facts = {"": f"{where}; {said or f'{episode.outcome} after {duration(episode.seconds)}'}"}
+    answer = {"": "", "given": "a given answer"}.get(record.given_answer, f"the {record.given_answer} answer")
+    facts = {"": f"{where}; {answer or f'{episode.outcome} after {duration(episode.seconds)}'}"}
     if episode.score is not None:
         parts = "".join(f", {key} {number(value)}" for key, value in episode.score.parts.items())
         facts["reward"] = number(episode.reward) + parts

@@ -378,7 +378,7 @@ def test_the_reward_of_all_groups_is_shown_where_the_trained_ones_have_another()
         bench = Bench(mode=mode)
         for step, of_all in ((1, 0.45311), (2, 0.857)):
             bench.display.log(step, STEP | {"completed/reward_mean": of_all})
-            shown = "\n".join(bench.panel() if mode == "none" else bench.lines()[-1:])
-            assert ("of all groups 0.857" in shown) == (step == 2), shown
-            assert "of all groups 0.453" not in shown
+            text = "\n".join(bench.panel() if mode == "none" else bench.lines()[-1:])
+            assert ("of all groups 0.857" in text) == (step == 2), text
+            assert "of all groups 0.453" not in text
         bench.display.close()

@@ -21,8 +21,8 @@ class _Sign:
     """Signs of a kind count once, as they have a cause in common: drift and ratios also grow with the lag."""
     metric: str
     growth: float
-    least: float
-    """Value below which growth is noise."""
+    noise: float
+    """Value up to which a metric is noise."""
     fall: float = 0.0
     enough: float = math.inf
     """Value above which no other sign is needed."""
@@ -30,18 +30,18 @@ class _Sign:
     def holds(self, usual: float, value: float) -> bool:
         if usual < 0 or value < 0:
             return False
-        return (value > self.growth * usual and value > self.least) or (
-            value < self.fall * usual and usual > self.least
+        return (value > self.growth * usual and value > self.noise) or (
+            value < self.fall * usual and usual > self.noise
         )
 
 
 _SIGNS = (
-    _Sign(kind="entropy", metric="entropy", growth=3, least=0.1, fall=1 / 3),
-    _Sign(kind="norm", metric="grad_norm", growth=10, least=1),
-    _Sign(kind="gap", metric="logprob_gap", growth=5, least=0.05),
-    _Sign(kind="ratio", metric="ratio/p99", growth=4, least=5, enough=1e3),
-    _Sign(kind="ratio", metric="logprob_drift", growth=5, least=0.3, enough=2),
-    _Sign(kind="length", metric="tokens/completion_mean", growth=2.5, least=32, fall=0.4),
+    _Sign(kind="entropy", metric="entropy", growth=3, noise=0.1, fall=1 / 3),
+    _Sign(kind="norm", metric="grad_norm", growth=10, noise=1),
+    _Sign(kind="gap", metric="logprob_gap", growth=5, noise=0.05),
+    _Sign(kind="ratio", metric="ratio/p99", growth=4, noise=5, enough=1e3),
+    _Sign(kind="ratio", metric="logprob_drift", growth=5, noise=0.3, enough=2),
+    _Sign(kind="length", metric="tokens/completion_mean", growth=2.5, noise=32, fall=0.4),
 )
 
 
@@ -56,7 +56,7 @@ class Divergence:
 
     def __init__(self) -> None:
         self.text = ""
-        """What to tell the user; "" while the policy has not diverged."""
+        """Advice to the user; "" while the policy has not diverged."""
         self._past: dict[str, deque[float]] = {sign.metric: deque(maxlen=_USUAL + 1) for sign in _SIGNS}
         self._usual: dict[str, float] = {}
         """Values before the policy diverged, to which it may return."""
@@ -66,7 +66,7 @@ class Divergence:
         if "grad_norm" not in values:
             return
         usual = self._usual or {name: median([*past][:-1] or past) for name, past in self._past.items() if past}
-        held = [
+        signs = [
             sign
             for sign in _SIGNS
             if sign.metric in usual and sign.metric in values and sign.holds(usual[sign.metric], values[sign.metric])
@@ -74,14 +74,14 @@ class Divergence:
         for name, past in self._past.items():
             if name in values:
                 past.append(values[name])
-        weights = {sign.kind: 1 for sign in held}
-        weights |= {sign.kind: _LEAST_WEIGHT for sign in held if values[sign.metric] > sign.enough}
+        weights = {sign.kind: 1 for sign in signs}
+        weights |= {sign.kind: _LEAST_WEIGHT for sign in signs if values[sign.metric] > sign.enough}
         if sum(weights.values()) < _LEAST_WEIGHT:
             self._usual, self.text = {}, ""
             return
         self._usual = usual
         changes = ", ".join(
-            f"{sign.metric} went from {usual[sign.metric]:.3g} to {values[sign.metric]:.3g}" for sign in held
+            f"{sign.metric} went from {usual[sign.metric]:.3g} to {values[sign.metric]:.3g}" for sign in signs
         )
         rate = f", now {values['lr']:.2g}" if "lr" in values else ""
         self.text = (

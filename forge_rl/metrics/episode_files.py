@@ -60,8 +60,8 @@ class RecordedEpisode:
     advantages: npt.NDArray[np.float32] | None = None
     """[T], 0 where the loss did not see the token; None if unknown."""
     trainer_gaps: npt.NDArray[np.float32] | None = None
-    """[T], the trainer's logprob just before the token's first update, minus the engine's; NaN where the loss did not
-    see the token; None if unknown."""
+    """[T], the trainer's logprob just before the token's first update, minus the engine's, which is 0 for given
+    tokens; NaN where the loss did not see the token; None if unknown."""
     entropies: npt.NDArray[np.float32] | None = None
     """[T], nats, entropy of the trainer's distribution of the token just before its first update; NaN where the loss
     did not see the token; None if unknown."""

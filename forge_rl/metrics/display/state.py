@@ -116,7 +116,7 @@ class RunState:
 
 
 def reward_of_all_groups(values: Mapping[str, float]) -> str:
-    """Format the mean reward of all completed groups; "" unless it differs from that of the groups trained on."""
+    """Format the mean reward of all completed groups; "" if the groups trained on have the same."""
     of_all, of_trained = (number(values[name]) if name in values else "" for name in (_REWARD_OF_ALL, REWARD))
     return of_all if of_all != of_trained else ""
 
