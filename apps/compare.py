@@ -28,8 +28,8 @@ from forge_rl.run.run_dir import defines_run
 from forge_rl.system.terminal import clipped
 
 _CURVES = (
-    *("reward/mean", "held_out", "loss", "entropy", "grad_norm", "logprob_gap", "kl_behaviour/k3"),
-    *("tokens/completion_mean", "episodes/truncated", "groups/uniform", "lag/mean"),
+    *("reward/mean", "completed/reward_mean", "held_out", "loss", "entropy", "grad_norm", "logprob_gap"),
+    *("kl_behaviour/k3", "tokens/completion_mean", "episodes/truncated", "groups/uniform", "lag/mean"),
 )
 """Metrics whose curves are shown, if a run has them."""
 _SAME = ("reward/mean", "loss", "tokens/completion_mean")

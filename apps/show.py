@@ -142,7 +142,7 @@ def _table(found: list[tuple[str, dict[str, Any]]], width: int) -> Table:
             "outcome": Text(clipped(row["outcome"], lines=1, width=20), style="red" if is_failed else ""),
             "turns": str(row["turn_count"]),
             "tokens": str(row["tokens"]),
-            "time": duration(row["seconds"] or 0.0),
+            "time": duration(row["seconds"]) if row["seconds"] else "",
             "answer": _cell(row["problem"] or row["answer"] or row["said"], 40),
         }
         for key in ("reward", "advantage"):
@@ -157,7 +157,8 @@ def print_episode(console: Console, name: str, record: RecordedEpisode) -> None:
     about = f"{name}  {episode.task.source} {episode.task.id}"
     console.rule(Text(clipped(about, lines=1, width=console.width - 10), "bold"), align="left")
     where = f"{record.kind}{f' on {record.set}' if record.set else ''} in step {record.step}, group {record.group}"
-    facts = {"": f"{where}; {episode.outcome} after {duration(episode.seconds)}"}
+    answer = {"": "", "given": "a given answer"}.get(record.given_answer, f"the {record.given_answer} answer")
+    facts = {"": f"{where}; {answer or f'{episode.outcome} after {duration(episode.seconds)}'}"}
     if episode.score is not None:
         parts = "".join(f", {key} {number(value)}" for key, value in episode.score.parts.items())
         facts["reward"] = number(episode.reward) + parts
@@ -215,13 +216,13 @@ def _print_message(console: Console, message: Message) -> None:
 def _numbers(record: RecordedEpisode, turn: Turn, tokens: slice, place: int) -> str:
     """Describe a turn's tokens."""
     said = [f"{len(turn.prompt_ids)} + {len(turn.token_ids)} tokens{', truncated' * turn.truncated}"]
-    if len(turn.versions):
+    if len(turn.versions) and turn.versions.max() >= 0:
         low, high = int(turn.versions.min()), int(turn.versions.max())
         said.append(f"version {low}" if low == high else f"versions {low} to {high}")
-    if np.isfinite(turn.logprobs).any():
-        said.append(f"logprob {number(float(np.nanmean(turn.logprobs)))} on average")
-    gaps = None if record.trainer_gaps is None else np.abs(record.trainer_gaps[tokens])
-    if gaps is not None and np.isfinite(gaps).any():
+    logprobs, gaps = record.scores_of(turn, tokens)
+    if logprobs is not None and np.isfinite(logprobs).any():
+        said.append(f"logprob {number(float(np.nanmean(logprobs)))} on average")
+    if gaps is not None and np.isfinite(gaps := np.abs(gaps)).any():
         said.append(f"gap {number(float(np.nanmean(gaps)))}, at most {number(float(np.nanmax(gaps)))}")
     entropies = None if record.entropies is None else record.entropies[tokens]
     if entropies is not None and np.isfinite(entropies).any():
@@ -229,10 +230,9 @@ def _numbers(record: RecordedEpisode, turn: Turn, tokens: slice, place: int) -> 
     score = record.episode.score
     if score is not None and place < len(score.turns):
         said.append(f"value {number(score.turns[place])}")
-    said.append(
-        f"{duration(turn.seconds)} to answer"
-        + f", {duration(turn.response_s)} for the response" * (turn.response_s >= 0.005)
-    )
+    if not record.given_answer:
+        response = f", {duration(turn.response_s)} for the response" * (turn.response_s >= 0.005)
+        said.append(f"{duration(turn.seconds)} to answer{response}")
     return "; ".join(said)
 
 

@@ -44,6 +44,11 @@ STEADY: Row = {
 }
 """Metrics of a step with nothing to object to."""
 CAUSES: dict[str, tuple[Sequence[Row], str]] = {
+    "diverged": (
+        [{"entropy": 9.0, "grad_norm": 40.0, "tokens/completion_mean": 900.0, "episodes/truncated": 1.0, "lr": 1e-2}],
+        "entropy went from 1 to 9, grad_norm went from 0.5 to 40, tokens/completion_mean went from 200 to 900: "
+        "first lower --trainer.optimizer.lr, now 0.01, tenfold",
+    ),
     "uniform": ([{"groups/uniform": 1.0}], "--group-size"),
     "truncated": ([{"episodes/truncated": 0.6}], "60% of the episodes are truncated: raise --generator.max-tokens"),
     "gap": ([{"logprob_gap": 0.1}], "--trainer.dtype"),
@@ -122,6 +127,37 @@ def test_failures_that_alternate_with_0_are_told_and_a_single_step_of_them_is_no
 ) -> None:
     rows = [{"step": step, "outcomes/environment_error": float(count)} for step, count in enumerate(counts, 1)]
     assert [advisory.since for advisory, end in advisories_of(rows) if end is None] == begins
+
+
+def test_divergence_at_the_second_step_is_told_at_once_instead_of_what_follows_from_it() -> None:
+    broken: Row = {"entropy": 0.02, "logprob_drift": 4.0, "ratio/p99": 300.0, "tokens/completion_mean": 1024.0}
+    broken |= {"episodes/truncated": 1.0, "groups/uniform": 1.0, "reward/max": 0.0, "episodes/repeated": 0.9}
+    rows = [{"step": step, **STEADY, **(broken if step > 1 else {})} for step in range(1, 40)]
+    ((advisory, end),) = advisories_of([*rows, {"step": 39, "held_out": 0.5}])
+    assert (advisory.kind, advisory.since, end) == ("diverged", 2, None)
+    assert "--trainer.optimizer.lr" in advisory.text
+    assert advisories_of([*rows, {"step": 40, **STEADY}])[0] == (advisory, 40)
+
+
+def test_the_first_steps_of_a_real_run_whose_learning_rate_is_a_thousand_times_too_high_name_it() -> None:
+    # recipes.grpo with the bundled model and --trainer.optimizer.lr 3e-2: the third batch teaches nothing.
+    usual: Row = {"entropy": 2.17, "ratio/p99": 1.0, "grad_norm": 2.02, "tokens/completion_mean": 14.1, "lr": 0.03}
+    broken: Row = {"entropy": 0.508, "ratio/p99": 4.9e8, "grad_norm": 0.12, "tokens/completion_mean": 15.8, "lr": 0.03}
+    untrained: Row = {"tokens/completion_mean": 16.0, "updates": 2.0, "episodes/truncated": 1.0, "groups/uniform": 1.0}
+    cut: Row = {"episodes/truncated": 0.97, "logprob_drift": 17.2, "groups/uniform": 0.875}
+    rows = [usual | {"episodes/truncated": 0.72}, broken | cut, *[untrained] * 5]
+    ((advisory, end),) = advisories_of([{"step": step, **row} for step, row in enumerate(rows, 1)])
+    assert (advisory.kind, advisory.since, end) == ("diverged", 2, None)
+    assert "first lower --trainer.optimizer.lr, now 0.03" in advisory.text
+
+
+def test_slow_changes_and_one_kind_of_sign_are_no_divergence() -> None:
+    slow = [STEADY | {"entropy": 0.97**step, "tokens/completion_mean": 200 * 1.03**step} for step in range(100)]
+    stale = [STEADY | ({"logprob_drift": 1.0, "ratio/p99": 80.0} if step > 9 else {}) for step in range(20)]
+    for rows in (slow, stale):
+        told = advisories_of([{"step": step, **row} for step, row in enumerate(rows, 1)])
+        assert "diverged" not in {advisory.kind for advisory, _ in told}
+        assert told, "but by its own name"
 
 
 def test_an_advisory_ends_and_a_rollback_forgets() -> None:

@@ -149,3 +149,30 @@ def test_too_many_unusable_groups_of_a_source_in_a_row_are_an_error() -> None:
         replace()
     assert caught.value.hint == "mend it"
     assert len(list(plan.planner.groups())) == 3, "another is planned all the same"
+
+
+def test_all_completed_groups_of_a_batch_are_told_beside_it_and_what_was_discarded_with_its_cost() -> None:
+    plan = Plan(max_lag=1, dynamic_sampling=True)
+    plan.planner.fill(0, idle=False)
+    second, third, _ = plan.planned[1], plan.planned[2], plan.complete(plan.planned[0], uniform=True)
+    assert "completed/groups" not in plan.planner.tally.pop_metrics(0), "its batch is not delivered"
+    plan.complete(second, uniform=True)
+    plan.planner.replace(third, "failed", "it broke", "mend it")
+    for group in plan.planned[3:]:
+        plan.complete(group)
+    delivered = plan.planner.pop_batch()
+    assert delivered is not None
+    rewards = [episode.reward for group in delivered for episode in group.results]
+    assert sum(rewards) / len(rewards) == 0.5
+    assert plan.planner.tally.pop_metrics(1) == {
+        "completed/groups": 5,  # one that failed is not complete
+        "completed/episodes": 10,
+        "completed/tokens": 10,
+        "completed/uniform": 0.4,
+        "completed/reward_mean": 0.7,
+        "discarded/uniform_tokens": 2,  # the other one was told before
+        "discarded/uniform_s": 0,
+        "discarded/failed_tokens": 0,
+        "discarded/failed_s": 0,
+    }
+    assert plan.planner.tally.pop_metrics(1) == {}

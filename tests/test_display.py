@@ -371,3 +371,14 @@ def test_a_display_whose_reader_has_gone_turns_itself_off_and_says_why(
             file.close()
     assert len(told) == 1
     assert told[0].startswith("nothing more is shown, as stdout cannot be written: [Errno ")
+
+
+def test_the_reward_of_all_groups_is_shown_where_the_trained_ones_have_another() -> None:
+    for mode in ("plain", "none"):
+        bench = Bench(mode=mode)
+        for step, of_all in ((1, 0.45311), (2, 0.857)):
+            bench.display.log(step, STEP | {"completed/reward_mean": of_all})
+            text = "\n".join(bench.panel() if mode == "none" else bench.lines()[-1:])
+            assert ("of all groups 0.857" in text) == (step == 2), text
+            assert "of all groups 0.453" not in text
+        bench.display.close()

@@ -24,7 +24,7 @@ from forge_rl.run.step_metrics import StepMetrics
 from forge_rl.runtime.hold import Hold
 from forge_rl.services.completion import ResumableCompletion
 from forge_rl.token_arrays import Chunk
-from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task
+from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
 from tests.staged_rollouts import (
     MortalGenerator,
     StagedEnvironment,
@@ -267,6 +267,25 @@ def test_the_user_is_told_when_most_answers_stay_cut_and_rewards_do_not_rise(ris
     assert [warning.split(":")[0] for warning in warnings] == told
 
 
+@pytest.mark.parametrize(("before", "after"), [(40, 900), (800, 900), (400, 40), (400, 400)])
+def test_a_batch_that_is_suddenly_cut_or_of_another_length_names_the_learning_rate_first(
+    before: int, after: int
+) -> None:
+    def batch_of(tokens: int, outcome: Outcome, spread: float) -> Batch:
+        task = Task(id="1", source="s", messages=())
+        turn = Turn(token_ids=[1] * tokens, prompt_ids=[1], logprobs=[0.0] * tokens, versions=[0] * tokens, text="")
+        episodes = [Episode(task=task, turns=(turn,), score=Score(total=spread * n), outcome=outcome) for n in range(4)]
+        return Batch(groups=(Group(task=task, episodes=tuple(episodes)),), version=0)
+
+    advice = Advice()
+    first = advice.look_at(batch_of(before, Outcome.COMPLETED, 0.5), max_tokens=1000)
+    outcome = Outcome.TRUNCATED if after == 900 else Outcome.COMPLETED
+    text = advice.look_at(batch_of(after, outcome, 0.0), max_tokens=1000)
+    later = [advice.look_at(batch_of(after, outcome, 0.0), max_tokens=1000) for _ in range(4)]
+    assert first == later[0] == later[-1] == ""
+    assert ("lower --trainer.optimizer.lr before" in text) == (before != after), text
+
+
 def test_a_group_with_equal_rewards_is_replaced_where_that_is_asked_for() -> None:
     def even_tasks_teach(task: Task, text: str) -> float:
         return float(int(text) % 7) if int(task.id) % 2 == 0 else 1.0
@@ -275,7 +294,12 @@ def test_a_group_with_equal_rewards_is_replaced_where_that_is_asked_for() -> Non
     executor = rollouts(reward=StagedReward(even_tasks_teach), schedule=schedule)
     batch = asyncio.run(executor.next_batch())
     assert [int(group.task.id) % 2 for group in batch.groups] == [0, 0, 0]
-    assert executor.metrics()["groups/replaced_uniform"] == 3
+    values = executor.metrics()
+    assert values["groups/replaced_uniform"] == 3
+    assert values["completed/groups"] == 6, "all, whatever became of them"
+    assert values["completed/reward_mean"] * 24 == pytest.approx(float(batch.rewards.sum()) + 12)
+    delivered_tokens = sum(episode.response_tokens for episode in batch.episodes)
+    assert values["completed/tokens"] == delivered_tokens + values["discarded/uniform_tokens"]
 
 
 def test_a_group_whose_turns_differ_in_value_teaches_although_its_rewards_are_equal() -> None:

@@ -45,6 +45,8 @@ def test_an_episode_whose_environment_or_judge_died_starts_again() -> None:
     assert (found["outcomes/infrastructure_error"], found["outcomes/completed"]) == (3, 12), (
         "for a judge that died nothing is decoded again"
     )
+    tokens_of_one = batch.episodes[0].response_tokens
+    assert found["discarded/failed_tokens"] == 3 * tokens_of_one, "of environments that died after an answer"
     decoded = executor._generator.seen
     assert len(decoded) == 12 + 3, "the others of its group are not decoded again"
     for group in batch.groups:
@@ -80,6 +82,26 @@ def test_a_turn_whose_engine_dies_goes_on_elsewhere_from_the_tokens_that_it_had(
                 assert again[1].max_tokens == 9
         assert lost == len(on_first)
         assert executor._scheduler.states["decoding"] == 0
+
+    asyncio.run(main())
+
+
+def test_what_a_replaced_groups_running_episodes_had_decoded_counts_as_discarded() -> None:
+    async def main() -> None:
+        generator = MortalGenerator()
+        executor = rollouts(generator=generator, reward=StagedReward(lambda task, text: float(int(text) % 7)))
+        coming = asyncio.create_task(executor.next_batch())
+        await run_until_idle()
+        planner = executor._scheduler.planner
+        planner.replace(next(planner.groups()), "failed", "it broke", "mend it")
+        executor._advance()
+        await run_until_idle()
+        assert executor.metrics()["discarded/failed_tokens"] == 4 * 3, "four episodes, three letters each"
+        for gate in generator.gates.values():
+            gate.set_result(None)
+        batch = await coming
+        assert [group.task.id for group in batch.groups] == ["4", "2", "3"]
+        assert executor.metrics()["completed/tokens"] == 12 * 12
 
     asyncio.run(main())
 

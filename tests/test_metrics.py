@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,9 @@ from forge_rl.metrics import (
     merge_all,
     reduce,
 )
+from forge_rl.rollout.state import ScheduleConfig
 from forge_rl.run.gap import describe_gap
+from forge_rl.run.step_metrics import StepMetrics
 from forge_rl.types import Batch, Episode, Group, Task, Turn
 
 
@@ -265,3 +268,34 @@ def test_a_pause_on_request_counts_in_no_phase_and_no_step() -> None:
     assert clock.finish_step() == {"seconds/rollout": 2.0, "seconds/step": 4.0}
     seconds = 18.0
     assert clock.finish_step() == {"seconds/step": 1.0}
+
+
+def test_an_evaluation_that_the_run_waited_for_leaves_the_seconds_and_shares_of_its_step() -> None:
+    time = FakeClock()
+    clock, trainer = PhaseClock(time), SimpleNamespace(name="trainer", busy_s=0.0)
+    config = SimpleNamespace(schedule=ScheduleConfig(), trainer=SimpleNamespace(dtype="float32"))
+    mixture = SimpleNamespace(epochs={}, metrics=dict)
+    monitor = SimpleNamespace(clock=clock, pop_depths=dict)
+    services = SimpleNamespace(trainers=[trainer], rollout=None)
+    metrics = StepMetrics(config, services, SimpleNamespace(metrics=dict), mixture, monitor)  # type: ignore[arg-type]
+
+    def spend(phase: str, seconds: float) -> None:
+        with metrics.phase(phase):
+            time.seconds += seconds
+            trainer.busy_s += seconds / 2
+
+    spend("train", 4.0)
+    row = metrics.end_step({}, None, None)
+    spend("evaluate", 20.0)
+    clock.tokens("evaluate", 40)
+    row |= metrics.end_evaluation()
+    assert row == {
+        "seconds/train": 4.0,
+        "seconds/step": 4.0,
+        "busy/trainer": 0.5,
+        "seconds/evaluate": 20.0,
+        "tokens/evaluate": 40.0,
+        "tokens_per_s/evaluate": 2.0,
+    }
+    spend("train", 2.0)
+    assert metrics.end_step({}, None, None) == {"seconds/train": 2.0, "seconds/step": 2.0, "busy/trainer": 0.5}

@@ -20,7 +20,10 @@ from rich.console import Console
 from apps import compare, runs, show
 from forge_rl.errors import ConfigError, ForgeError
 from forge_rl.metrics.episode_files import EpisodeFile, RecordedEpisode, write_episodes
-from forge_rl.types import Episode, Outcome, Score, Task
+from forge_rl.packing.rows import Layout, pack
+from forge_rl.run.page.episode_json import episode_json
+from forge_rl.run.recording import trained_episodes
+from forge_rl.types import Batch, Episode, Group, Outcome, Score, Task, Turn
 from tests.test_recording import HOSTILE, played, task_of, turn
 
 
@@ -114,6 +117,49 @@ def test_an_episode_is_printed_whole(tmp_path: Path) -> None:
     whole = shown(show.Config(run=tmp_path / "run", kind="failed", whole=True))
     assert "the world raised" in whole
     assert "9 + 4?" in whole
+
+
+def test_given_answers_say_which_they_are_and_nothing_that_only_a_sampled_one_has(tmp_path: Path) -> None:
+    (tmp_path / "episodes").mkdir()
+    for name in ("config.json", "versions.json"):
+        (tmp_path / name).write_text("{}")
+    pair = Task(
+        id="p",
+        source="pairs",
+        messages=({"role": "user", "content": "2 + 3?"},),
+        truth=dict.fromkeys(("chosen", "rejected"), "5"),
+    )
+    groups = tuple(
+        Group(
+            task=task, episodes=tuple(Episode(task=task, turns=(Turn.given((1, 2), (3, 4), text),)) for text in texts)
+        )
+        for task, texts in ((pair, ("five", "six")), (replace(pair, truth={}), ("seven", "eight")))
+    )
+    batch = Batch(groups=groups, version=0)
+    packed = pack(batch, batch.rewards, Layout(seq_len=32), drop_uniform=False)
+    records = [
+        replace(record, trainer_gaps=np.full(2, -3.25, np.float32))
+        for record in trained_episodes(1, batch, packed, None)
+    ]
+    path = tmp_path / "episodes" / "000001-trained.parquet"
+    write_episodes(path, records)
+    assert [row["said"] for row in EpisodeFile(path).listing()] == [
+        "chosen: five",
+        "rejected: six",
+        "given: seven",
+        "given: eight",
+    ]
+    assert {(row["seconds"], row["advantage"]) for row in EpisodeFile(path).listing()} == {(None, None)}
+    assert "0.0" not in shown(show.Config(run=tmp_path))
+    for place, answer in enumerate(("the chosen", "the rejected", "a given")):
+        text = " ".join(shown(show.Config(run=tmp_path, episode=f"1-trained-{place}"), width=1000).split())
+        assert f"group {place // 2}; {answer} answer" in text
+        assert "2 + 2 tokens; logprob -3.25 on average" in text
+        for undefined in ("version", "gap", "to answer", "advantage", "completed"):
+            assert undefined not in text, text
+        page = episode_json("1-trained-0", EpisodeFile(path)[place], [])
+        (turn,) = page["turns"]
+        assert (page["seconds"], turn["seconds"], turn["gaps"], turn["logprobs"]) == (None, None, None, -3.25)
 
 
 def test_hostile_episodes_are_text_and_damaged_files_are_named(tmp_path: Path) -> None:

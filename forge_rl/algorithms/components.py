@@ -186,6 +186,11 @@ class CrossEntropy(Loss):
         return ["observations"] if self.on == "observations" else []
 
     @property
+    def equal_metric(self) -> str:
+        is_mean = self.on == "trained" and self.aggregation.kind == "token_mean"
+        return "cross_entropy" if is_mean else ""
+
+    @property
     def keeps_uniform(self) -> bool:
         return True
 

@@ -144,6 +144,11 @@ class Loss:
         return ""
 
     @property
+    def equal_metric(self) -> str:
+        """Name of the metric that always equals this loss, and so is reported as `loss` alone; "" if there is none."""
+        return ""
+
+    @property
     def keeps_uniform(self) -> bool:
         """True unless the loss can spare groups whose advantages are all 0: these tokens have no gradient, and
         `statistics` of other tokens does not depend on them.

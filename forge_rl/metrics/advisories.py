@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from forge_rl.metrics.divergence import Divergence
 from forge_rl.metrics.effects import Settings, effects_of
 
 _FIRST = 5
@@ -71,7 +72,7 @@ class Advisories:
         begun = []
         for kind, (metric, patience, check) in _CONDITIONS.items():
             if any(name.startswith(metric) for name in given):
-                text = check(self._history)
+                text = "" if "diverged" in self.current and kind in _EFFECTS_OF_DIVERGENCE else check(self._history)
                 begun += self._hold(kind, step, patience, text) if text else self._end(kind)
         for kind, effect, has_effect in effects_of(given, self._settings):
             steps = self._held.get(kind, [step, 0])[1] + 1
@@ -128,8 +129,10 @@ class _History:
         self.max_lag = max_lag
         self._first: dict[str, list[float]] = {}
         self._latest: dict[str, deque[float]] = {}
+        self.divergence = Divergence()
 
     def add(self, values: Mapping[str, float]) -> None:
+        self.divergence.add(values)
         for name, value in values.items():
             first = self._first.setdefault(name, [])
             if len(first) < _FIRST:
@@ -383,7 +386,13 @@ def _gradient(of: _History) -> str:
     return f"the gradient's norm is {norm:.2g}, usual is {usual:.2g}: lower --trainer.optimizer.max-grad-norm"
 
 
+_EFFECTS_OF_DIVERGENCE = {
+    *("uniform", "variance", "truncated", "repeated", "longer", "shorter"),
+    *("gap", "drift", "entropy", "ratio", "clipped", "gradient"),
+}
+"""Conditions that a policy that has diverged also meets, whose advice would then mislead."""
 _CONDITIONS: dict[str, tuple[str | tuple[str, ...], int, Callable[[_History], str]]] = {
+    "diverged": ("grad_norm", 1, lambda history: history.divergence.text),
     "uniform": ("groups/uniform", 3, _uniform),
     "truncated": ("episodes/truncated", 3, _truncated),
     "gap": ("logprob_gap", 3, _gap),

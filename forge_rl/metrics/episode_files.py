@@ -60,13 +60,34 @@ class RecordedEpisode:
     advantages: npt.NDArray[np.float32] | None = None
     """[T], 0 where the loss did not see the token; None if unknown."""
     trainer_gaps: npt.NDArray[np.float32] | None = None
-    """[T], the trainer's logprob just before the token's first update, minus the engine's; NaN where the loss did not
-    see the token; None if unknown."""
+    """[T], the trainer's logprob just before the token's first update, minus the engine's, which is 0 for given
+    tokens; NaN where the loss did not see the token; None if unknown."""
     entropies: npt.NDArray[np.float32] | None = None
     """[T], nats, entropy of the trainer's distribution of the token just before its first update; NaN where the loss
     did not see the token; None if unknown."""
     trained: npt.NDArray[np.bool_] | None = None
     """[T], True where the loss saw the token; None if it saw none."""
+
+    @property
+    def given_answer(self) -> str:
+        """Which given answer it is: "chosen" or "rejected" of a pair, "given" of others; "" if a model sampled it."""
+        versions = [turn.versions for turn in self.episode.turns if len(turn.versions)]
+        if not versions or any(of_turn.max() >= 0 for of_turn in versions):
+            return ""
+        pair = ("chosen", "rejected")
+        is_of_pair = self.episode.task.truth.keys() >= {*pair} and 0 <= self.index < len(pair)
+        return pair[self.index] if is_of_pair else "given"
+
+    def scores_of(
+        self, turn: Turn, tokens: slice
+    ) -> tuple[npt.NDArray[np.float32] | None, npt.NDArray[np.float32] | None]:
+        """Return the logprobs of a turn and the trainer's gaps to them; `tokens` are the turn's place among all T.
+
+        No engine scored given tokens: theirs are the trainer's logprobs, if known, and no gaps.
+        """
+        gaps = None if self.trainer_gaps is None else self.trainer_gaps[tokens]
+        is_given = len(turn.versions) > 0 and bool((turn.versions < 0).all())
+        return (gaps, None) if is_given else (turn.logprobs, gaps)
 
 
 def write_episodes(path: Path, records: Iterable[RecordedEpisode]) -> int:
@@ -214,7 +235,7 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
         "outcome": [episode.outcome.value for episode in episodes],
         "problem": [episode.problem for episode in episodes],
         "output": [episode.output for episode in episodes],
-        "seconds": [episode.seconds for episode in episodes],
+        "seconds": [None if record.given_answer else record.episode.seconds for record in records],
         "began": [episode.began or None for episode in episodes],
         "reward": [episode.score.total if episode.score else None for episode in episodes],
         "parts": [
@@ -224,7 +245,7 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
         "answer": [episode.score.answer if episode.score else "" for episode in episodes],
         "feedback": [_encodable(episode.score.feedback) if episode.score else "" for episode in episodes],
         "asked": [_asked(episode.task) for episode in episodes],
-        "said": [_last_words(episode.text) for episode in episodes],
+        "said": [_last_words(record.episode.text, record.given_answer) for record in records],
         "turns_in_total": [episode.score is not None and episode.score.turns_in_total for episode in episodes],
         "advantage": [_mean(each.advantages, each.trained) for each in records],
         "tokens": generated,
@@ -342,10 +363,11 @@ def _asked(task: Task) -> str:
     return words if len(words) <= _ASKED else f"{words[: _ASKED - 1]}…"
 
 
-def _last_words(text: str) -> str:
-    """Return the last words of a text, on one line."""
-    words = " ".join(text[-4 * _SAID :].split())
-    return words if len(words) <= _SAID else f"…{words[1 - _SAID :]}"
+def _last_words(text: str, given_answer: str) -> str:
+    """Return the last words of a text, on one line; after which answer it is, if that is given."""
+    start = f"{given_answer}: " if given_answer else ""
+    words, room = " ".join(text[-4 * _SAID :].split()), _SAID - len(start)
+    return start + (words if len(words) <= room else f"…{words[1 - room :]}")
 
 
 def _json(value: object) -> str:
@@ -522,7 +544,7 @@ def _record(row: Mapping[str, Any]) -> RecordedEpisode:
             output=row["output"],
             outcome=Outcome(row["outcome"]),
             problem=row["problem"],
-            seconds=row["seconds"],
+            seconds=row["seconds"] or 0.0,
             began=row["began"] or 0.0,
         ),
         advantages=optional["advantages"],

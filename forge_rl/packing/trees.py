@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forge_rl.token_arrays import Segment
-from forge_rl.types import Batch, Episode
+from forge_rl.types import Episode
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,13 +172,13 @@ def first_holders(episodes: Sequence[Episode]) -> list[list[tuple[int, int]]]:
     ]
 
 
-def decoded_tokens(batch: Batch) -> int:
-    """Return the number of tokens that were generated for a batch; turns that episodes have in common count once."""
+def decoded_tokens(groups: Iterable[Sequence[Episode]]) -> int:
+    """Return the number of tokens that were generated for groups; turns that episodes have in common count once."""
     return sum(
         len(turn.token_ids)
-        for group in batch.groups
-        for number, holders in enumerate(first_holders(group.episodes))
-        for turn, (first, _) in zip(group.episodes[number].turns, holders, strict=True)
+        for episodes in groups
+        for number, holders in enumerate(first_holders(episodes))
+        for turn, (first, _) in zip(episodes[number].turns, holders, strict=True)
         if first == number
     )
 

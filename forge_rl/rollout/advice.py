@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from forge_rl.types import Batch, Outcome
 
 _NEARLY_ALL = 0.9
 """Warn at once above this share of truncated episodes."""
 _CUT_BATCHES = 5
 """Warn after this many consecutive batches of mostly truncated episodes, unless rewards rise."""
+_GROWTH = 2.5
+"""Factor by which the length of episodes does not change within two batches unless the policy diverges."""
+_CUT_MORE = 0.2
+"""The share of truncated episodes does not grow by more, while rewards fall, unless the policy diverges."""
+_SHORT_TOKENS = 32
+"""Episodes as short as this vary more."""
 
 
 class Advice:
@@ -16,8 +24,10 @@ class Advice:
     def __init__(self) -> None:
         self._cut_rewards: list[float] = []
         """Mean rewards of the current streak of batches with mostly truncated episodes."""
-        self._in_streak = False
-        """Whether the warning applies to the last batch; it is not repeated while it keeps applying."""
+        self._earlier: deque[tuple[float, float, float]] = deque(maxlen=2)
+        """Mean tokens of an episode, share of truncated ones, and mean reward, of the last two batches."""
+        self._told = ""
+        """Kind of the warning that applies to the last batch; not repeated while it keeps applying."""
 
     def look_at(self, batch: Batch, *, max_tokens: int) -> str:
         """Return a warning about a delivered batch, or "".
@@ -30,10 +40,30 @@ class Advice:
         self._cut_rewards = [*self._cut_rewards, mean_reward] if 2 * cut > len(episodes) else []
         # Rising rewards mean that the policy is learning to be brief.
         lasting = len(self._cut_rewards) >= _CUT_BATCHES and mean_reward <= self._cut_rewards[0]
-        was_in_streak, self._in_streak = self._in_streak, cut > _NEARLY_ALL * len(episodes) or lasting
-        if was_in_streak or not self._in_streak:
-            return ""
-        return (
-            f"{cut} of {len(episodes)} episodes were truncated, by --generator.max-tokens {max_tokens} or by the "
-            "context: raise it if answers need more"
-        )
+        kind = text = ""
+        if cut > _NEARLY_ALL * len(episodes) or lasting:
+            kind, text = (
+                "cut",
+                (
+                    f"{cut} of {len(episodes)} episodes were truncated, by --generator.max-tokens {max_tokens} or by the "
+                    "context: raise it if answers need more"
+                ),
+            )
+        tokens = sum(episode.response_tokens for episode in episodes) / len(episodes)
+        tokens_before, cut_before, reward_before = self._earlier[0] if self._earlier else (tokens, 1.0, 0.0)
+        self._earlier.append((tokens, cut / len(episodes), mean_reward))
+        is_longer = tokens > _GROWTH * tokens_before and tokens > _SHORT_TOKENS
+        is_shorter = tokens_before > _GROWTH * tokens and tokens_before > _SHORT_TOKENS
+        is_cut = cut > max(_NEARLY_ALL, cut_before + _CUT_MORE) * len(episodes) and mean_reward < reward_before
+        is_uniform = all(max(group.rewards) == min(group.rewards) for group in batch.groups)
+        if (kind or is_uniform) and (is_longer or is_shorter or is_cut or self._told == "diverged"):
+            kind, text = (
+                "diverged",
+                (
+                    f"answers went from {tokens_before:.0f} to {tokens:.0f} tokens on average within two batches, {cut} of "
+                    f"{len(episodes)} are truncated: the policy may have diverged; lower --trainer.optimizer.lr before you "
+                    "change --generator.max-tokens or the tasks"
+                ),
+            )
+        is_new, self._told = kind != self._told, kind
+        return text if is_new else ""

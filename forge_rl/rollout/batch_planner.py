@@ -17,6 +17,7 @@ from typing import Literal
 from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import TaskError
 from forge_rl.rollout.state import GroupState, InflightEpisode, ScheduleConfig
+from forge_rl.rollout.tally import RolloutTally
 from forge_rl.types import Group
 
 _ANY = "*"
@@ -79,6 +80,7 @@ class BatchPlanner:
         """Number of unused groups by reason: uniform, weak, failed, too_long, aged."""
         self.overtaken = 0
         """Number of groups that had not ended when their batch was delivered with groups planned after them."""
+        self.tally = RolloutTally()
         self._config = config
         self._groups, self._episodes = groups, episodes
         self._tasks = tasks
@@ -143,6 +145,7 @@ class BatchPlanner:
         self.overtaken += sum(group.completed is None and group.order < last for group in batch.groups)
         for group in batch.groups:
             if group in chosen:
+                self.tally.complete(group)
                 continue
             following = self._batch(self.next_batch)
             if group.first_version is not None and self._last_batch(group) < self.next_batch:
@@ -370,7 +373,10 @@ class BatchPlanner:
 
     def _drop(self, group: GroupState, reason: str) -> None:
         self.replaced[reason] += 1
-        group.dropped = True
+        group.dropped = reason
+        if group.completed is not None:
+            self.tally.complete(group)
+        self.tally.discard_episodes(reason, group.results)
         if reason == "aged":  # later batches may count on it as surplus
             for batch in self._batches.values():
                 batch.changed = True

@@ -191,6 +191,7 @@ class PolicyClient:
             sampling = replace(sampling, max_tokens=room)
         completion = ResumableCompletion(prompt_ids, sampling, dispatcher.tokenizer, observe=observe, gather_s=gather_s)
         async with self._one_at_a_time:
+            counted_tokens = 0
             while not completion.finish:
                 interrupted = False
                 try:
@@ -202,4 +203,6 @@ class PolicyClient:
                     completion.fail_over(error)
                 finally:
                     dispatcher.release(self.episode, interrupted=interrupted)
+                    self.episode.decoded_tokens += completion.tokens - counted_tokens
+                    counted_tokens = completion.tokens
         return completion.turn()

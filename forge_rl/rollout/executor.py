@@ -266,12 +266,13 @@ class RolloutExecutor:
         await self._cancel_all()
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics since the last call: engine utilisation, attempts by outcome, unused groups by reason, and the
-        curriculum's; and the current number of episodes in flight."""
+        """Return metrics since the last call: engine utilisation, attempts by outcome, unused groups by reason, all
+        completed groups, discarded work, and the curriculum's; and the current number of episodes in flight."""
         scheduler, replaced = self._scheduler, self._scheduler.planner.replaced
         busy, offered = scheduler.capacity.pop_busy()
         values = {f"outcomes/{outcome}": float(scheduler.outcomes[outcome]) for outcome in Outcome}
         values |= {f"groups/replaced_{reason}": float(count) for reason, count in replaced.items()}
+        values |= scheduler.planner.tally.pop_metrics(scheduler.planner.next_batch)
         values["rollouts/in_flight"] = float(scheduler.in_flight)
         if self.config.over_sampling > 1:
             values["groups/overtaken"], scheduler.planner.overtaken = float(scheduler.planner.overtaken), 0
@@ -446,6 +447,7 @@ class RolloutExecutor:
         task, scheduler = episode.group.task, self._scheduler
         evaluation = self.evaluation if episode.group.batch == EVALUATION else None
         record: Callable[[], None]
+        began_s = scheduler.own_s(episode)
         try:
             for outages in itertools.count():
                 try:
@@ -469,6 +471,8 @@ class RolloutExecutor:
             record = functools.partial(scheduler.skip, episode, error)
             warning, told = f"skipped: {error.message}", False
         except asyncio.CancelledError:
+            if episode.group.dropped:
+                scheduler.discard(episode, episode.group.dropped, scheduler.own_s(episode) - began_s)
             raise
         except BaseException as error:
             scheduler.restart(episode)

@@ -242,6 +242,8 @@ class Scheduler:
             failed = result.outcome is Outcome.INFRASTRUCTURE_ERROR
         else:
             self.outcomes[result.outcome] += 1
+        if group.batch != EVALUATION and (failed or group.dropped):
+            self.discard(episode, group.dropped or "failed", result.seconds)
         if group.dropped:
             return
         if failed and episode.tries < self.config.retries and result.outcome is not Outcome.JUDGE_ERROR:
@@ -265,6 +267,11 @@ class Scheduler:
                     self.restart(each)
             if all(each.result is not None for each in group.episodes):
                 self.planner.complete(group)
+
+    def discard(self, episode: InflightEpisode, reason: str, seconds: float) -> None:
+        """Count the work of an attempt that ended without a result to train on."""
+        self.planner.tally.discard(reason, tokens=episode.decoded_tokens, seconds=seconds)
+        episode.decoded_tokens = 0
 
     def own_s(self, episode: InflightEpisode) -> float:
         """Return a time in seconds that advances while an episode is neither waiting for an engine nor paused.

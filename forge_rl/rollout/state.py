@@ -118,8 +118,8 @@ class GroupState:
     """Version that the engines served when the first episode started."""
     completed: int | None = None
     """Number of groups that completed before this one; None while incomplete."""
-    dropped: bool = False
-    """True once the group is replaced."""
+    dropped: str = ""
+    """Why the group was replaced; "" while it is in use."""
     home: int | None = None
     """Engine that first decoded the prompt."""
 
@@ -168,6 +168,8 @@ class InflightEpisode:
     waited_s: float = 0.0
     """Seconds spent waiting for engines, without pauses."""
     waiting_since: float = 0.0
+    decoded_tokens: int = 0
+    """Number of tokens of the current attempt's own turns so far."""
     ticket: int = 0
     """Position in the order of first engine requests, from 1; 0 before the first request."""
     interrupted: bool = False

@@ -78,12 +78,12 @@ class ExampleEvaluations:
         metrics, tokens = dict[str, float](), 0
         for name, values in found.items():
             own = {key.removeprefix("loss/"): value for key, value in values.items() if key.startswith("loss")}
-            if (cross_entropy := own.get("cross_entropy")) is not None:
+            name_of_nats = "loss" if self._loss.equal_metric == "cross_entropy" else "cross_entropy"
+            if (cross_entropy := own.get(name_of_nats)) is not None:
                 own["perplexity"] = math.exp(min(cross_entropy, _MOST_NATS))
             metrics |= {f"eval/{name}/{key}": value for key, value in own.items()}
-            metrics[f"eval/{name}/score"] = -values["loss"]
             tokens += round(values["tokens/trained"])
-        score = metrics[f"eval/{next(iter(found))}/score"]
+        score = -next(iter(found.values()))["loss"]
         if [*found] == [HELD_OUT]:
             metrics[HELD_OUT] = score
         return EvaluationResult(step=step, score=score, metrics=metrics, tokens=tokens, episodes={})
@@ -177,8 +177,7 @@ class AnswerEvaluations:
         """
         self._wanted = None
         losses, answers = self._losses.pop(sets, step), self._answers.pop(sets, step)
-        others = {name: value for name, value in losses.metrics.items() if not name.endswith("/score")}
-        return replace(answers, metrics=others | answers.metrics, tokens=losses.tokens + answers.tokens)
+        return replace(answers, metrics=losses.metrics | answers.metrics, tokens=losses.tokens + answers.tokens)
 
     def cancel(self) -> None:
         """Forget the evaluation."""

@@ -36,6 +36,9 @@ def trained_episodes(
         for at, (values, fill) in enumerate(zip(own, (0.0, np.nan, np.nan), strict=False)):
             known[at] = _spread(values, mask, fill)
         of_advantages, gaps, entropies = known
+        is_given = all((turn.versions < 0).all() for turn in episode.turns)
+        if is_given and of_advantages is not None and not of_advantages.any():
+            of_advantages = None  # what a loss of given answers is packed with
         yield RecordedEpisode(
             step=step,
             kind="trained",

@@ -497,7 +497,7 @@ class Run(Generic[C]):
             return None
         self._checkpointer.mark_best()
         self._clock.tokens("evaluate", result.tokens)
-        self._log.log(result.step, result.metrics | (self._metrics.end_times() if ends_step else {}))
+        self._log.log(result.step, result.metrics | (self._metrics.end_evaluation() if ends_step else {}))
         records = functools.partial(evaluated_episodes, result.step, result.episodes)
         self._log.record(result.step, "evaluated", records)
         return result.score

@@ -70,21 +70,24 @@ class StepMetrics:
         if batch is not None:
             values |= batch_metrics(batch)
             if self._generates:
-                self._clock.tokens("rollout", decoded_tokens(batch))
+                self._clock.tokens("rollout", decoded_tokens(group.episodes for group in batch.groups))
         if packed is not None:
-            values |= {
-                "tokens/packed": float(packed.packed_tokens),
-                "tokens/sequences": float(packed.sequence_tokens),
-                "tokens/unscored": float(packed.unscored_tokens),
-            }
+            values["tokens/packed"] = float(packed.packed_tokens)
             if self._generates:
+                values["tokens/unscored"] = float(packed.unscored_tokens)
                 values["groups/uniform"] = packed.uniform_share
             self._clock.tokens("train", packed.sequence_tokens)
         if self._rollout is not None:
             values |= self._rollout.metrics()
         values |= self._mixture.metrics()
         self._tell_epochs()
-        return values | self._batches.metrics() | self._monitor.pop_depths() | self.end_times()
+        values |= self._batches.metrics() | self._monitor.pop_depths() | self.end_times()
+        if (tokens := values.get("completed/tokens")) is not None:
+            # Where engines decode all the time, so do they while the trainer trains.
+            seconds = values.get("seconds/step" if self._decodes_while_training else "seconds/rollout")
+            if isinstance(tokens, float) and isinstance(seconds, float) and seconds > 0:
+                values["completed/tokens_per_s"] = tokens / seconds
+        return values
 
     def warn(self, step: int, stats: Mapping[str, float], packed: Packed | None) -> None:
         """Warn of skipped updates, of a gap between the logprobs of engines and trainer, and of advantages that are 0.
@@ -118,6 +121,14 @@ class StepMetrics:
             trainer.busy_s = 0.0
         self._count_busy("")
         return self._clock.finish_step()
+
+    def end_evaluation(self) -> dict[str, float]:
+        """Return the times of an evaluation that the run waited for, and begin the next step after it.
+
+        They amend the row of a step that has ended, whose seconds and devices' shares stay as they were.
+        """
+        times = self.end_times()
+        return {name: value for name, value in times.items() if not name.startswith(("seconds/step", "busy/"))}
 
     def reset(self) -> None:
         """Forget what belongs to no step, after a reset of the run."""

@@ -84,6 +84,8 @@ def measured_loss(loss: Loss, inputs: LossInputs, measures: Measures, failed: li
         return outputs.sum() * math.nan
     tokens = inputs.mask.sum()
     for name, value in sums.items():
+        if name == loss.equal_metric:
+            continue
         if isinstance(value, tuple):
             measures.add(f"loss/{name}", Mean if len(value) == 2 else EffectiveShare, *value)
         elif name.endswith("/max"):

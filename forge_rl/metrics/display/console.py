@@ -18,7 +18,15 @@ from forge_rl.errors import ConfigError, Fault
 from forge_rl.metrics.display.format import duration, number
 from forge_rl.metrics.display.output import Output
 from forge_rl.metrics.display.panel import RunPanel
-from forge_rl.metrics.display.state import REWARD, UPDATE, Pause, RunState, held_out_scores, phases
+from forge_rl.metrics.display.state import (
+    REWARD,
+    UPDATE,
+    Pause,
+    RunState,
+    held_out_scores,
+    phases,
+    reward_of_all_groups,
+)
 from forge_rl.metrics.display.summary import print_summary
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.metrics.sinks import Level, Metric, RunInfo, Sink, Steps
@@ -256,6 +264,7 @@ class Display(Sink):
         parts = [f"step {step:>{len(str(steps))}}/{steps}" if steps else f"step {step}"]
         shown = {"reward": REWARD, **UPDATE}
         parts += [f"{label} {number(values[name])}" for label, name in shown.items() if name in values]
+        parts += [f"reward of all groups {reward}" for reward in (reward_of_all_groups(values),) if reward]
         parts += [f"{f'held-out {name}'.strip()} {number(score)}" for name, score in held_out_scores(values).items()]
         parts += [f"{phase} {took}" for phase, took in phases(values).items()]
         if "seconds/step" in values and (eta := self._state.eta_s()):

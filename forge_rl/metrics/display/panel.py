@@ -16,7 +16,7 @@ from rich.text import Text
 
 from forge_rl.metrics.display.curve import Curve
 from forge_rl.metrics.display.format import duration, number, sparkline
-from forge_rl.metrics.display.state import UPDATE, RunState, phases
+from forge_rl.metrics.display.state import UPDATE, RunState, phases, reward_of_all_groups
 from forge_rl.metrics.phases import PhaseClock
 from forge_rl.system.terminal import visible
 
@@ -113,6 +113,7 @@ def _results(state: RunState) -> Iterator[tuple[str, RenderableType]]:
     if rewards.points:
         ends = f" min {rewards.low:.2f} max {rewards.high:.2f}"
         line = (sparkline(rewards.means, 24), "green")
+        ends += f" of all groups {of_all}" if (of_all := reward_of_all_groups(last)) else ""
         yield "reward", Text.assemble((f"{rewards.last:.3f} ", "bold"), line, (ends, "dim"))
     if state.held_out:
         yield "held-out", _flow({name: _score(scores) for name, scores in state.held_out.items()})

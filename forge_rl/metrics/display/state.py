@@ -15,6 +15,7 @@ from forge_rl.metrics.status import RolloutStatus
 from forge_rl.types import Batch
 
 REWARD = "reward/mean"
+_REWARD_OF_ALL = "completed/reward_mean"
 UPDATE = {"loss": "loss", "gap": "logprob_gap", "grad": "grad_norm"}
 """Metrics of an update that the display shows when a step has them: label and name."""
 HELD_OUT = "held_out"
@@ -112,6 +113,12 @@ class RunState:
         left = max(self.info.steps - self.step, 0)
         median = statistics.median(self.step_seconds)
         return median * left - min(elapsed_s, median) if left else 0.0
+
+
+def reward_of_all_groups(values: Mapping[str, float]) -> str:
+    """Format the mean reward of all completed groups; "" if the groups trained on have the same."""
+    of_all, of_trained = (number(values[name]) if name in values else "" for name in (_REWARD_OF_ALL, REWARD))
+    return of_all if of_all != of_trained else ""
 
 
 def held_out_scores(values: Mapping[str, float]) -> dict[str, float]:

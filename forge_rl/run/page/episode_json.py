@@ -43,11 +43,12 @@ def episode_json(name: str, record: RecordedEpisode, pieces: Sequence[bytes]) ->
         "name": name,
         **{key: getattr(record, key) for key in ("step", "kind", "group", "index", "version")},
         "set": _clipped(record.set),
+        "given_answer": record.given_answer,
         "source": _clipped(episode.task.source),
         "task": _clipped(episode.task.id),
         "outcome": episode.outcome.value,
         "problem": _clipped(episode.problem),
-        "seconds": rounded(episode.seconds),
+        "seconds": None if record.given_answer else rounded(episode.seconds),
         "reward": None if score is None else rounded(score.total),
         "parts": [] if score is None else [[_clipped(key), rounded(value)] for key, value in score.parts.items()],
         "answer": "" if score is None else _clipped(score.answer),
@@ -87,6 +88,7 @@ def _turn(
 ) -> dict[str, Any]:
     score, count = record.episode.score, room.take("tokens", len(turn.token_ids))
     values = score.tokens[place] if score is not None and place < len(score.tokens) else None
+    logprobs, gaps = record.scores_of(turn, tokens)
 
     def own(array: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
         return None if array is None else array[tokens][:count]
@@ -105,7 +107,7 @@ def _turn(
             }
             for call in turn.calls[: room.take("messages", len(turn.calls))]
         ],
-        "seconds": rounded(turn.seconds),
+        "seconds": None if record.given_answer else rounded(turn.seconds),
         "response_s": rounded(turn.response_s),
         "truncated": turn.truncated,
         "value": rounded(score.turns[place]) if score is not None and place < len(score.turns) else None,
@@ -114,10 +116,10 @@ def _turn(
         "shown": _texts(shown[: room.take("shown", len(shown))], pieces),
         "tokens": _texts(turn.token_ids[:count], pieces),
         "ids": turn.token_ids[:count].tolist(),
-        "logprobs": _numbers(turn.logprobs[:count]),
+        "logprobs": _numbers(None if logprobs is None else logprobs[:count]),
         "versions": _numbers(turn.versions[:count]),
         "trained": _numbers(own(record.trained)),
-        "gaps": _numbers(own(record.trainer_gaps)),
+        "gaps": _numbers(None if gaps is None else gaps[:count]),
         "entropies": _numbers(own(record.entropies)),
         "advantages": _numbers(own(record.advantages)),
         "values": _numbers(None if values is None else np.asarray(values, np.float32)[:count]),

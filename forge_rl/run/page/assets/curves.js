@@ -2,14 +2,14 @@
 
 /** @type {[string, RegExp][]} */
 const TOPICS = [
-  ["Reward", /^reward\/|^reward_parts\//],
+  ["Reward", /^reward\/|^reward_parts\/|^completed\/reward/],
   ["Evaluation", /^eval\/|^held_out/],
   ["Loss", /^loss(\/|$)/],
   ["Entropy", /^entropy/],
   ["Gap between engine and trainer", /^logprob_(gap|drift)|^kl|^ratio\//],
   ["Gradient and learning rate", /^grad_norm|^lr$|^updates/],
   ["Lengths", /^tokens\/(completion|prompt)|^episodes\/|^turns/],
-  ["Groups and lag", /^groups\/|^lag\//],
+  ["Groups and lag", /^groups\/|^completed\/|^discarded\/|^lag\//],
   ["Time", /^seconds\/|^transition\//],
   ["Tokens", /^tokens/],
   ["Devices and queues", /^busy|^queue\/|^rollouts\//],
@@ -25,9 +25,10 @@ function chartOf(name) {
   if (/^loss\/(clipped|dual_clipped)/.test(name)) return "share of clipped tokens";
   if (/^(loss|logprob_gap|logprob_drift|entropy|grad_norm|kl)/.test(name)) return rest.length > 1 ? `${first}/${rest[0]}` : name;
   if (first === "reward" && /^(mean|min|max)$/.test(rest[0])) return "reward";
+  if (name === "completed/reward_mean") return "reward";
   if (name === "reward/std") return name;
   if (first === "reward" || first === "tokens_per_s" || first === "mixture") return `${first} by ${first === "tokens_per_s" ? "phase" : "source"}`;
-  if (/^(eval|ratio|kl_behaviour|data|groups)$/.test(first)) return name;
+  if (/^(eval|ratio|kl_behaviour|data|groups|completed|discarded)$/.test(first)) return name;
   if (first === "tokens") return rest[0].startsWith("completion") ? "tokens of an episode" : name;
   return rest.length ? first : name;
 }

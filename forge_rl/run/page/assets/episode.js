@@ -155,7 +155,7 @@ function factsOf(episode, place, run) {
   /** @type {[string, any][]} */
   const facts = [
     ["task", el("a", { href: link("episodes", place.run, "", { find: episode.task }) }, `${episode.source} ${episode.task}`)],
-    ["episode", `${episode.kind}${episode.set ? ` on ${episode.set}` : ""} in step ${episode.step}; ${episode.outcome} after ${duration(episode.seconds)}`],
+    ["episode", `${episode.kind}${episode.set ? ` on ${episode.set}` : ""} in step ${episode.step}; ${episode.given_answer ? `${episode.given_answer === "given" ? "a" : "the"} ${episode.given_answer} answer` : `${episode.outcome} after ${duration(episode.seconds)}`}`],
     ["reward", episode.reward === null ? "" : el("span", null, el("b", { class: levelOf(run, episode.reward) }, num(episode.reward)), ...episode.parts.map((/** @type {any} */ [name, value]) => el("span", { class: "part" }, `${name} ${num(value)}`)))],
     ["advantage", num(advantage)],
     ["problem", episode.problem && el("span", { class: "bad" }, episode.problem)],
@@ -176,7 +176,7 @@ function turnTitle(turn, at, episode) {
   const segment = (episode.segments > 1 ? `, segment ${turn.segment + 1} of ${episode.segments}` : "") + (turn.agent ? `, ${visible(turn.agent)}` : "") + (turn.branch ? `, branch ${visible(turn.branch)}` : "");
   const facts = [
     `${turn.prompt_tokens} + ${turn.count} tokens${turn.truncated ? ", truncated" : ""}`,
-    `${duration(turn.seconds)} to answer`,
+    turn.seconds === null ? "" : `${duration(turn.seconds)} to answer`,
     turn.response_s > 0 ? `${duration(turn.response_s)} for the response` : "",
     turn.value === null ? "" : `value ${num(turn.value)}`,
   ].filter(Boolean);
@@ -310,7 +310,7 @@ function inspected(token, episode) {
     ["advantage", num(token.advantage)],
     ["value", num(token.value)],
     ["version", token.version === null || token.version < 0 ? "given" : String(token.version)],
-    ["lag", episode.version < 0 || token.version === null ? "" : num(episode.version - token.version)],
+    ["lag", episode.version < 0 || token.version === null || token.version < 0 ? "" : num(episode.version - token.version)],
     ["loss", token.mask ? "saw it" : "did not see it"],
   ];
   return facts.filter(([, value]) => value !== "").map(([name, value]) => el("span", { class: "fact" }, el("i", null, name), value));
