@@ -119,8 +119,9 @@ class Tokenizer:
         Raises:
             ModelError: the template refuses these messages, or they hold a lone surrogate.
         """
-        messages = self.message_form.with_arguments(messages)
-        if has_tools(messages, tools or ()) and not self.shows_tools:
+        if not has_tools(messages, tools or ()) or self.shows_tools:
+            messages = self.message_form.with_arguments(messages)
+        else:
             messages, tools = as_text(messages, tools or ()), None
 
         def text(messages: _Messages, tools: _Messages) -> str:

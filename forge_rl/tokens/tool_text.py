@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 
@@ -58,5 +59,9 @@ def as_text(messages: _Messages, tools: _Messages) -> list[dict[str, object]]:
 
 def _call(call: Mapping[str, Mapping[str, object]]) -> str:
     function = call.get("function", call)
-    written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # text that is no JSON stays text
+            arguments = json.loads(arguments)
+    written = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{written}\n</tool_call>"
