@@ -155,6 +155,91 @@ def test_a_template_that_hides_what_to_train_is_an_error(
         conversation_episodes(task_of(user("2+3?"), completion="5"), tokenizer)
 
 
+CHATML = "{% for one in messages %}<|im_start|>{{ one.role }}\n"
+END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CALL: dict[str, Any] = {"function": {"name": "add", "arguments": '{"a": "x\\n"}'}}
+CALLS = (
+    "{% for call in one.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments ARGUMENTS }}{% endfor %}"
+)
+TOOLS = "{% for tool in tools or [] %}{{ tool|tojson }}{% endfor %}"
+HABITS = {
+    "shows all": CHATML + "{{ one.content }}" + END,
+    "cuts thoughts": CHATML + "{{ one.content.split('</think>')[-1] }}" + END,
+    "reads reasoning_content": CHATML
+    + "{{ '<t>' + one.reasoning_content if one.reasoning_content }}{{ one.content.split('</think>')[-1] }}"
+    + END,
+    "reads thinking": CHATML
+    + "{{ '<t>' + one.thinking if one.thinking }}{{ one.content.split('</think>')[-1] }}"
+    + END,
+    "calls alone": TOOLS
+    + CHATML
+    + "{% if one.tool_calls %}"
+    + CALLS.replace("ARGUMENTS", "|tojson")
+    + "{% else %}{{ one.content }}{% endif %}"
+    + END,
+    "arguments as text": TOOLS + CHATML + CALLS.replace("ARGUMENTS", "") + "{{ one.content }}" + END,
+    "no system": CHATML.replace("%}<", "if one.role != 'system' %}<") + "{{ one.content }}" + END,
+}
+"""Templates that each have one habit of published ones."""
+IN_TEXT, IN_FIELD = assistant("<think>\nTWO\n</think>\n\nFIVE"), {**assistant("FIVE"), "reasoning_content": "TWO"}
+TRAINED: list[tuple[str, dict[str, object], str]] = [
+    ("shows all", IN_TEXT, "<think>\nTWO\n</think>\n\nFIVE<|im_end|>"),
+    ("shows all", IN_FIELD, "<think>\nTWO\n</think>\n\nFIVE<|im_end|>"),
+    ("cuts thoughts", IN_TEXT, "message 3's thoughts would not be trained: the chat template leaves out 'TWO'"),
+    ("cuts thoughts", IN_FIELD, "message 3's thoughts would not be trained"),
+    ("cuts thoughts", assistant("TWO</think>FIVE"), "message 3's thoughts would not be trained"),
+    ("cuts thoughts", assistant("<think>5</think>55"), "message 3's thoughts would not be trained: .* '5'"),
+    ("reads reasoning_content", IN_FIELD, "<t>TWOFIVE<|im_end|>"),
+    ("reads reasoning_content", IN_TEXT, "<t>TWOFIVE<|im_end|>"),
+    ("reads thinking", IN_FIELD, "<t>TWOFIVE<|im_end|>"),
+    (
+        "shows all",
+        {**assistant("FIVE"), "tool_calls": [CALL]},
+        'FIVE\n<tool_call>\n{"name": "add", "arguments": {"a": "x\\n"}}\n</tool_call><|im_end|>',
+    ),
+    ("calls alone", {**assistant(""), "tool_calls": [CALL]}, 'add{"a": "x\\n"}<|im_end|>'),
+    (
+        "calls alone",
+        {**assistant("FIVE"), "tool_calls": [CALL]},
+        "message 3's text beside its tool call would not be trained",
+    ),
+    ("arguments as text", {**assistant(""), "tool_calls": [CALL]}, 'add{"a": "x\\n"}<|im_end|>'),
+    ("no system", assistant("FIVE"), "message 1's text would not be shown: the chat template leaves out 'SYS'"),
+]
+
+
+@pytest.mark.parametrize(("habit", "answer", "expected"), TRAINED)
+def test_text_that_is_given_is_trained_or_the_row_is_refused(
+    habit: str, answer: dict[str, object], expected: str, folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(folder, tmp_path, HABITS[habit])
+    task = task_of({"role": "system", "content": "SYS"}, user("2+3?"), completion=[answer])
+    if "would not be" in expected:
+        with pytest.raises(TaskError, match=expected):
+            conversation_episodes(task, tokenizer)
+        return
+    ((_, said),) = texts(conversation_episodes(task, tokenizer)[0], tokenizer)
+    assert said == expected
+
+
+def test_an_answer_of_weight_0_is_shown_to_later_ones_and_not_trained(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    wrong = {**assistant("WRONG"), "weight": 0}
+    (episode,) = conversation_episodes(task_of(user("?"), completion=[wrong, user("Sure?"), assistant("9")]), tokenizer)
+    ((prompt, said),) = texts(episode, tokenizer)
+    assert "WRONG<|im_end|>" in prompt
+    assert said == "9<|im_end|>"
+    with pytest.raises(TaskError, match="all its answers have weight 0"):
+        conversation_episodes(task_of(user("?"), completion=[wrong]), tokenizer)
+
+
+def test_a_pair_whose_answers_the_template_writes_alike_is_refused(folder: Path) -> None:
+    task = task_of(user("?"), chosen="5", rejected=[{**assistant("5"), "name": "me"}])
+    for make in (preference_episodes, comparison_episodes):
+        with pytest.raises(TaskError, match="the same tokens for its chosen and its rejected"):
+            make(task, Tokenizer(folder))
+
+
 @pytest.mark.parametrize("truth", [{}, {"completion": []}, {"answer": 5}, {"completion": ["5"]}])
 def test_a_task_without_a_given_answer_is_an_error(truth: dict[str, object], folder: Path) -> None:
     with pytest.raises(TaskError, match="has no completion or answer to train on"):
