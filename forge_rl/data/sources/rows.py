@@ -316,7 +316,8 @@ def _check_prompt(used: str, messages: Sequence[Message]) -> None:
             "ends with an assistant message, so the prompt would contain the answer",
             column=used or _TEMPLATE,
             value=messages[-1].get("content"),
-            hint="remove that message; name the column of the true answer with :answer=COLUMN",
+            hint="remove that message, and name the column of the true answer with :answer=COLUMN; to train on the "
+            "answers of conversations, use recipes.sft",
         )
 
 
