@@ -37,6 +37,10 @@ THINKING = """{%- set ns = namespace(last=-1) %}
 """Like Qwen3's: thinking stays only after the last user message."""
 
 
+CHATML = "{% for one in messages %}<|im_start|>{{ one.role }}\n"
+END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
@@ -125,6 +129,19 @@ def test_thinking_is_trained_in_its_turn_and_absent_from_later_prompts(folder: P
     assert len(episode.segments) == 2
 
 
+def test_thoughts_that_an_answer_removes_from_before_it_are_in_its_prompt(folder: Path, tmp_path: Path) -> None:
+    thought = "{{ '<t>' + one.thinking if one.thinking and (loop.last or messages[-1].role == 'user') }}"
+    tokenizer = tokenizer_of(folder, tmp_path, CHATML + thought + "{{ one.content }}" + END)
+    completion = [{**assistant("5"), "thinking": "ONE"}, user("+4?"), {**assistant("9"), "thinking": "TWO"}]
+    (episode,) = conversation_episodes(task_of(user("2+3?"), completion=completion), tokenizer)
+    begin = "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
+    middle = "<|im_end|>\n<|im_start|>user\n+4?<|im_end|>\n<|im_start|>assistant\n"
+    assert texts(episode, tokenizer) == [
+        (begin, "<t>ONE5<|im_end|>"),
+        (f"{begin}<t>ONE5{middle}", "<t>TWO9<|im_end|>"),
+    ]
+
+
 def test_an_opening_that_an_answer_lacks_is_not_in_its_prompt(folder: Path, tmp_path: Path) -> None:
     opening = MARKED.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
     assert opening != MARKED
@@ -155,8 +172,6 @@ def test_a_template_that_hides_what_to_train_is_an_error(
         conversation_episodes(task_of(user("2+3?"), completion="5"), tokenizer)
 
 
-CHATML = "{% for one in messages %}<|im_start|>{{ one.role }}\n"
-END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CALL: dict[str, Any] = {"function": {"name": "add", "arguments": '{"a": "x\\n"}'}}
 CALLS = (
     "{% for call in one.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments ARGUMENTS }}{% endfor %}"

@@ -11,6 +11,7 @@ from forge_rl.data.given_text import check_answer, check_context
 from forge_rl.data.sources.messages import read_messages
 from forge_rl.data.sources.tables import RowError
 from forge_rl.errors import ModelError, TaskError
+from forge_rl.tokens.message_form import THOUGHT_KEYS
 from forge_rl.tokens.stops import final_stop
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Message, Task, Turn
@@ -122,7 +123,11 @@ def _turn(task: Task, messages: Sequence[Message], tokenizer: Tokenizer) -> Turn
     begin = _shared(prompt, whole)
     # Some templates open an assistant's turn with more than all answers have, such as <think>.
     if begin < len(prompt) and begin < len(_rendered(task, messages[:-1], tokenizer)):
-        raise _refused("changes the messages before an answer when it is added")
+        # gpt-oss's leaves out the thoughts before an answer once that is there; who writes it still sees them.
+        answer = _after(_last_message(task, messages[:-1], prompt, tokenizer), whole)
+        if answer is None:
+            raise _refused("changes the messages before an answer when it is added")
+        whole, begin = (*prompt, *answer), len(prompt)
     stops = [place for place in range(begin, len(whole)) if whole[place] in tokenizer.stop_ids]
     end = stops[-1] + 1 if stops else len(whole)
     if begin == end:
@@ -133,6 +138,22 @@ def _turn(task: Task, messages: Sequence[Message], tokenizer: Tokenizer) -> Turn
         # Some templates end a turn only when another follows: the model would never learn to stop.
         token_ids = (*token_ids, stop)
     return Turn.given(whole[:begin], token_ids, text)
+
+
+def _last_message(
+    task: Task, messages: Sequence[Message], prompt: Sequence[int], tokenizer: Tokenizer
+) -> Sequence[int]:
+    """Return the tokens of a prompt from its last message on, if an answer before that has thoughts, or else none."""
+    if not any(message.get(key) for message in messages[:-1] for key in THOUGHT_KEYS):
+        return ()
+    return prompt[_shared(prompt, _rendered(task, messages[:-1], tokenizer)) :]
+
+
+def _after(part: Sequence[int], ids: Sequence[int]) -> Sequence[int] | None:
+    """Return the ids after the last occurrence of a part; None if there is none."""
+    size = len(part)
+    places = (place for place in range(len(ids) - size, -1, -1) if ids[place : place + size] == part)
+    return next((ids[place + size :] for place in places), None) if size else None
 
 
 def _compared(task: Task, answer: Sequence[Message], tokenizer: Tokenizer) -> Episode:

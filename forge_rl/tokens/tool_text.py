@@ -6,6 +6,8 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 
+from forge_rl.tokens.message_form import THOUGHT_KEYS
+
 _INTRODUCTION = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -53,7 +55,8 @@ def as_text(messages: _Messages, tools: _Messages) -> list[dict[str, object]]:
             assert isinstance(calls, Sequence)
             content = "\n".join([*filter(None, [str(content)]), *map(_call, calls)])
         after_tool = message["role"] == "tool"
-        texts.append({"role": role, "content": content})
+        thoughts = {key: message[key] for key in THOUGHT_KEYS if key in message}
+        texts.append({"role": role, "content": content, **thoughts})
     return texts
 
 
