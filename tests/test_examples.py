@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forge_rl.data.data_config import DataConfig
 from forge_rl.data.examples import comparison_episodes, conversation_episodes, preference_episodes
+from forge_rl.data.mixture import Mixture
+from forge_rl.data.scan import check_tasks
+from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import TaskError
 from forge_rl.models.bundled import bundled_model, default_cache
+from forge_rl.rollout.examples import ExampleLengths, ExampleMaker, Examples
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Message, Task
 
@@ -246,6 +253,32 @@ def test_an_answer_of_weight_0_is_shown_to_later_ones_and_not_trained(folder: Pa
     assert said == "9<|im_end|>"
     with pytest.raises(TaskError, match="all its answers have weight 0"):
         conversation_episodes(task_of(user("?"), completion=[wrong]), tokenizer)
+
+
+def test_a_run_says_which_row_lacks_text_and_how_many_have_rewritten_turns(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    tokenizer = tokenizer_of(folder, tmp_path / "model", THINKING.replace("'</think>' in message.content", "false"))
+    path = tmp_path / "a.jsonl"
+    chat = [user("2+3?"), assistant("5"), user("Sure?"), assistant("Yes.")]
+    path.write_text(json.dumps({"messages": chat}) + "\n")
+
+    def scanned() -> tuple[Mixture, ExampleMaker, str]:
+        mixture = DataConfig(held_out_share=1e-9).build([str(path)], seed=0, kind="conversation")
+        maker = ExampleMaker(conversation_episodes, tokenizer, longest=1000)
+        return mixture, maker, check_tasks(mixture, lambda: ExampleLengths(maker), cache=tmp_path)["a"].describe(1000)
+
+    mixture, maker, told = scanned()
+    assert "1 of the 1 looked at are trained turn by turn, as the chat template changes earlier turns" in told
+    examples = Examples(ResumableTaskStream(mixture), mixture.sources, maker, groups=2)
+    asyncio.run(examples.next_batch())
+    assert examples.metrics() == {"data/a/rewritten_turns": 2.0}
+    path.write_text(path.read_text() + json.dumps({"messages": [user("?"), assistant("<think>A</think>B")]}) + "\n")
+    place = r"a\.jsonl, line 2: message 2's thoughts would not be trained"
+    with pytest.raises(TaskError, match=place):
+        scanned()
+    unscanned = DataConfig(held_out_share=1e-9).build([str(path)], seed=0, kind="conversation")
+    with pytest.raises(TaskError, match=place):
+        asyncio.run(Examples(ResumableTaskStream(unscanned), unscanned.sources, maker, groups=2).next_batch())
 
 
 def test_a_pair_whose_answers_the_template_writes_alike_is_refused(folder: Path) -> None:
