@@ -83,7 +83,7 @@ def _of_answer(message: Message, tokenizer: Tokenizer) -> Iterator[GivenText]:
 
 
 def _of_content(message: Message, tokenizer: Tokenizer) -> Iterator[GivenText]:
-    """Yield the text of a message; that of an answer in its parts, thoughts before a closing tag and the answer."""
+    """Yield the text of a message. An answer's text is split at tags: text before a closing tag is a thought."""
     content = message.get("content") or ""
     assert isinstance(content, str), content
     rest = "text beside its tool call" if message.get("tool_calls") else "text"
@@ -115,7 +115,7 @@ def _values(arguments: object) -> Iterator[str]:
 
 
 def _form_in(rendered: str, text: str, tokenizer: Tokenizer) -> str | None:
-    """Return the form in which a text is in a rendered one: as it is, as JSON, or as the vocabulary can write it."""
+    """Return the form in which a rendered text has a text: unchanged, as JSON, or as the vocabulary can write it."""
     for form in (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]):
         if (joined := _joined(form)) in rendered:
             return joined

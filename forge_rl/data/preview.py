@@ -1,4 +1,4 @@
-"""Shows tasks and given examples to a person: what their rows are, what the model sees of them, and what is trained."""
+"""Shows tasks and given examples to a person: the kind of their rows, prompts, and trained tokens."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def trained_text(episode: Episode, tokenizer: Tokenizer) -> Text:
             token_ids = [token for _, token in part]
             count = f"{len(token_ids):,} token" + "s" * (len(token_ids) != 1)
             text.append("\n" * bool(text) + f"{'trained' if trained else 'not trained'}, {count}\n", style="dim")
-            written = visible(tokenizer.decode(token_ids, skip_special=False))
-            text.append(written.rstrip("\n") + "\n", style="bold green" if trained else "")
+            part_text = visible(tokenizer.decode(token_ids, skip_special=False))
+            text.append(part_text.rstrip("\n") + "\n", style="bold green" if trained else "")
     return text
 
 
@@ -123,14 +123,14 @@ def histogram(lengths: Sequence[int], width: int = 40) -> list[str]:
 
 
 def example_panel(tokenizer: Tokenizer, task: Task, episodes: Sequence[Episode], title: str) -> Panel:
-    """Return what is trained of a conversation or a pair, and what is not."""
-    shown: list[Text | Table] = []
+    """Return the trained and the untrained text of a conversation or a pair, and its other columns."""
+    lines: list[Text | Table] = []
     for name, episode in zip(_PAIR if len(episodes) > 1 else ("",), episodes, strict=True):
-        shown += [Text(name, style="bold")] if name else []
-        shown.append(trained_text(episode, tokenizer))
+        lines += [Text(name, style="bold")] if name else []
+        lines.append(trained_text(episode, tokenizer))
     rest = {key: value for key, value in task.truth.items() if key not in (*_PAIR, "completion")}
-    shown += [Text("other columns, not shown to the model", style="dim"), _table(rest)] if rest else []
-    return Panel(Group(*shown), title=Text(visible(title)), title_align="left", border_style="dim")
+    lines += [Text("other columns, not shown to the model", style="dim"), _table(rest)] if rest else []
+    return Panel(Group(*lines), title=Text(visible(title)), title_align="left", border_style="dim")
 
 
 def task_panel(tokenizer: Tokenizer, task: Task, title: str) -> Panel:

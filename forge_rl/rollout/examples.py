@@ -126,13 +126,13 @@ class ExampleLengths:
 
     def take_note(self) -> str:
         """Return what the examples made since the last call have in common, or ""."""
-        made, rewritten = self._made, self._rewritten
+        examples, rewritten = self._made, self._rewritten
         self._made = self._rewritten = 0
         if not rewritten:
             return ""
         return (
-            f"{rewritten:,} of the {made:,} looked at are trained turn by turn, as the chat template changes earlier "
-            "turns, such as by leaving out their thoughts"
+            f"{rewritten:,} of the {examples:,} looked at are trained turn by turn, as the chat template changes "
+            "earlier turns, such as by leaving out their thoughts"
         )
 
     def digest(self) -> str:
@@ -207,10 +207,10 @@ class Examples:
         """Return the number of skipped tasks, and of turns as `rewritten_turns` counts them, of each source that had
         some."""
         return {
-            f"data/{name}/{what}": float(counts[what])
+            f"data/{name}/{count}": float(counts[count])
             for name, counts in self._counts.items()
-            for what in ("skipped", "rewritten_turns")
-            if counts[what]
+            for count in ("skipped", "rewritten_turns")
+            if counts[count]
         }
 
     def status(self) -> RolloutStatus:

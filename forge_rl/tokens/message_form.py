@@ -68,7 +68,7 @@ class MessageForm:
         return {"content": f"{opening}\n{thought.strip()}\n{closing}\n\n{answer}"}
 
     def _shows(self, form: str, answers: bool, calls: bool) -> bool:
-        """Return True if the template shows a thought in this form, once, with what comes after it."""
+        """Return True if the template shows a thought in this form, once, with its answer and call."""
         if (form, answers, calls) not in self._shown:
             thought, answer = (f"{name}-{secrets.token_hex(8)}" for name in ("THOUGHT", "ANSWER"))
             message = {"role": "assistant", **self._written(form, thought, answer if answers else "")}

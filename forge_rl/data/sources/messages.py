@@ -181,7 +181,7 @@ def _renamed(entry: object) -> object:
 
 
 def _content(column: str, where: str, content: object) -> tuple[object, list[str]]:
-    """Return the text of a content, and the thoughts in its parts; a content that has no parts as it is."""
+    """Return the text of a content, and the thoughts in its parts; a content without parts is returned unchanged."""
     if not isinstance(content, list | tuple):
         return content, []
     texts: list[str] = []
