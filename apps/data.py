@@ -1,5 +1,7 @@
 """Show tasks as the model will see them, with truth, lengths, duplicates and held-out tasks; starts no engine.
 
+Of conversations and pairs, as recipes.sft and recipes.dpo take them, it shows which tokens are trained.
+
 python -m apps.data data/train.jsonl:question=problem,answer=solution chain_sum*0.3
 python -m apps.data --env game --play hand
 
@@ -11,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import json
 import secrets
 import statistics
@@ -23,14 +24,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
-from rich.console import Console, Group
-from rich.panel import Panel
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from forge_rl.data.data_config import DataConfig, TaskTexts
+from forge_rl.data.examples import conversation_episodes, preference_episodes
 from forge_rl.data.mixture import Mixture
-from forge_rl.data.scan import PromptLengths, Scan, check_tasks
+from forge_rl.data.preview import Measured, example_panel, guess_kind, histogram, measure, task_panel
+from forge_rl.data.scan import Lengths, PromptLengths, Scan, check_tasks
+from forge_rl.data.sources.rows import Kind
 from forge_rl.envs.env_flag import build_environment, sources_of
 from forge_rl.envs.play import Answer, play, typed
 from forge_rl.envs.protocol import Observation, Parsed, Step
@@ -38,6 +40,7 @@ from forge_rl.errors import ConfigError, ForgeError, check_flags, check_installe
 from forge_rl.models.bundled import default_cache
 from forge_rl.models.resolve import resolve_model
 from forge_rl.rollout.evaluation import EvalTasks
+from forge_rl.rollout.examples import ExampleFn, ExampleLengths, ExampleMaker
 from forge_rl.run.launch import launch
 from forge_rl.system.redaction import without_credentials
 from forge_rl.system.terminal import visible
@@ -46,7 +49,6 @@ from forge_rl.tokens.template_args import TemplateArgTexts, read_template_args
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Message, Task, ToolCall
 
-_BINS = 10
 _BAR = 40
 
 
@@ -58,6 +60,14 @@ class Limits:
     """Maximum tokens of a prompt and its completion together."""
     max_tokens: int = 16
     """Maximum tokens of one completion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLimits:
+    """Length limit of conversations and pairs, with a recipe's name and default on CPUs."""
+
+    seq_len: int = 1024
+    """Maximum tokens of a conversation, or of an answer of a pair with its prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +84,10 @@ class Config:
     """Name of a bundled model, Hugging Face id, or folder of a model or a checkpoint: its tokenizer and its chat
     template are used."""
     generator: Limits = field(default_factory=Limits)
+    trainer: RowLimits = field(default_factory=RowLimits)
+    rows: Literal["auto", "prompt", "conversation", "pair"] = "auto"
+    """What rows are: prompts to answer; conversations with their answers, for recipes.sft; or pairs of answers, for
+    recipes.dpo and recipes.reward_model. By default, one row of each source tells."""
     groups_per_batch: int = 8
     """Number of tasks per batch."""
     evaluation: EvalTasks = field(default_factory=EvalTasks)
@@ -104,11 +118,16 @@ class Config:
     cache: Path = field(default_factory=default_cache)
     """Folder for bundled models, which are built on first use, and for scan results of large files."""
 
+    @property
+    def prompt_limit(self) -> int:
+        """Maximum tokens of a prompt."""
+        return self.generator.max_model_len - self.generator.max_tokens
+
     def __post_init__(self) -> None:
         check_flags(self, "--", least={"show": 0, "sample": 1, "groups_per_batch": 1, "turns": 1})
         if self.play != "no" and not self.env:
             raise ConfigError(f"--play {self.play} has no environment to play", hint="set --env, such as --env game")
-        if self.generator.max_model_len <= self.generator.max_tokens:
+        if self.prompt_limit <= 0:
             raise ConfigError(
                 f"--generator.max-model-len is {self.generator.max_model_len}",
                 hint="set it above --generator.max-tokens",
@@ -238,7 +257,9 @@ async def _request(
 def _tell(console: Console, tokenizer: Tokenizer, task: Task, seen: Observation | Step) -> None:
     """Print what the environment showed."""
     if isinstance(seen, Observation):
-        console.print(_shown(tokenizer, replace(task, messages=seen.messages, tools=seen.tools or task.tools), "shown"))
+        console.print(
+            task_panel(tokenizer, replace(task, messages=seen.messages, tools=seen.tools or task.tools), "shown")
+        )
         return
     for call in seen.calls:
         console.print(Text(visible(f"call {call.name}({call.arguments:.500}) {call.error:.500}"), style="dim"))
@@ -258,57 +279,49 @@ def show(config: Config, console: Console) -> None:
         def progress(what: str, fraction: float) -> None:
             status.update(f"{what} {fraction:.0%}")
 
-        mixture = config.data.build((*config.named, *config.tasks), seed=config.seed, eval_tasks=config.eval_tasks)
-        limit = config.generator.max_model_len - config.generator.max_tokens
+        texts = (*config.named, *config.tasks)
+        kind = guess_kind(config.data, texts, seed=config.seed) if config.rows == "auto" else config.rows
+        mixture = config.data.build(texts, seed=config.seed, eval_tasks=config.eval_tasks, kind=kind)
         status.update("loading the tokenizer")
         folder = resolve_model(config.model, config.cache, progress)
         tokenizer = _tokenizer(config, folder)
-        lengths = PromptLengths(tokenizer, limit)
+        maker = _maker(config, kind, tokenizer)
+        lengths = ExampleLengths(maker) if maker is not None else PromptLengths(tokenizer, config.prompt_limit)
         scans = check_tasks(mixture, lambda: lengths, cache=config.cache, progress=progress)
         found: dict[str, object] = {}
         parts = []
         for name in mixture:
             status.update(f"measuring {name}")
             tasks = _sample(mixture, name, scans.get(name), config.sample)
-            measured = [lengths.length(task) for task in tasks]
-            parts.append((name, tasks, measured))
+            measured = measure(lengths, tasks)
+            parts.append((name, measured))
             found[name] = _as_json(mixture, name, scans.get(name), measured, config.groups_per_batch)
         sets = mixture.eval_sets(config.evaluation.tasks)
-    for name, tasks, measured in parts:
-        _show_source(console, config, mixture, name, scans.get(name), tasks, measured, tokenizer)
-    _show_sets(console, sets, scans, limit)
+    for name, measured in parts:
+        _show_source(console, config, mixture, name, scans.get(name), lengths, measured)
+        for number, (task, length) in enumerate(zip(measured.tasks[: config.show], measured.lengths, strict=False), 1):
+            title = f"{name}, task {number}: {length} tokens"
+            console.print(
+                task_panel(tokenizer, task, title)
+                if maker is None
+                else example_panel(maker.tokenizer, task, maker.any_length(task).episodes, title)
+            )
+        console.print()
+    _show_sets(console, sets, scans, lengths)
     if config.json is not None:
         evaluated = {name: len(tasks) for name, tasks in sets.items()}
-        config.json.write_text(json.dumps({"sources": found, "evaluation": evaluated}, indent=1) + "\n")
+        config.json.write_text(json.dumps({"rows": kind, "sources": found, "evaluation": evaluated}, indent=1) + "\n")
+
+
+def _maker(config: Config, kind: Kind, tokenizer: Tokenizer) -> ExampleMaker | None:
+    """Return what makes the examples that recipes train on; None if rows are prompts."""
+    makers: dict[Kind, ExampleFn] = {"conversation": conversation_episodes, "pair": preference_episodes}
+    return ExampleMaker(makers[kind], tokenizer, longest=config.trainer.seq_len) if kind in makers else None
 
 
 def _tokenizer(config: Config, folder: Path) -> Tokenizer:
     args = read_template_args(config.template_args)
     return Tokenizer(folder, parse_control_tokens=config.parse_control_tokens, template_args=args)
-
-
-def rendered(tokenizer: Tokenizer, task: Task) -> Text:
-    """Return a task's prompt as the model sees it, with control tokens highlighted and terminal escapes neutralized."""
-    special = set(tokenizer.hf.added_tokens_decoder)
-    text = Text()
-    prompt = tokenizer.render(task.messages, tools=task.tools)
-    for is_special, ids in itertools.groupby(prompt, special.__contains__):
-        written = tokenizer.decode(tuple(ids), skip_special=False)
-        text.append(visible(written), style="bold magenta" if is_special else "")
-    return text
-
-
-def histogram(lengths: Sequence[int], width: int = _BAR) -> list[str]:
-    """Return the lines of a histogram, each a range, a bar and a count."""
-    low, high = min(lengths), max(lengths)
-    step = max(1, -(-(high - low + 1) // _BINS))
-    counts = [sum(at <= length < at + step for length in lengths) for at in range(low, high + 1, step)]
-    digits = len(str(high))
-    return [
-        f"{low + number * step:>{digits}} to {min(high, low + number * step + step - 1):>{digits}}  "
-        f"{'█' * -(-count * width // max(counts)):<{width}}  {count:,}"
-        for number, count in enumerate(counts)
-    ]
 
 
 def _show_source(
@@ -317,49 +330,42 @@ def _show_source(
     mixture: Mixture,
     name: str,
     scan: Scan | None,
-    tasks: Sequence[Task],
-    lengths: Sequence[int],
-    tokenizer: Tokenizer,
+    limits: Lengths,
+    measured: Measured,
 ) -> None:
-    limit = config.generator.max_model_len - config.generator.max_tokens
+    tasks, lengths, limit = measured.tasks, measured.lengths, limits.limit
     console.rule(Text(f"{name}  {mixture.shares[name]:.0%} of the mixture", style="bold"), align="left")
-    console.print(Text(visible(scan.describe(limit) if scan is not None else "generated, without end")))
+    console.print(
+        Text(visible(scan.describe(limit, limits.measured) if scan is not None else "generated, without end"))
+    )
     if scan is not None:
         batches = scan.trained / max(1e-9, config.groups_per_batch * mixture.shares[name])
         console.print(
             f"an epoch of {scan.trained:,} tasks is {batches:,.1f} batches of {config.groups_per_batch} tasks"
         )
     tools = len({tool_name for task in tasks for tool_name in map(str, task.tools)})
+    what = "prompts" if isinstance(limits, PromptLengths) else "examples"
     console.print(
-        f"prompts of {len(tasks):,} tasks: {min(lengths):,} to {max(lengths):,} tokens, median "
+        f"{what} of {len(tasks):,} tasks: {min(lengths):,} to {max(lengths):,} tokens, median "
         f"{statistics.median(lengths):,.0f}, room for {limit:,}" + (f"; {tools} tools" if tools else "")
     )
     if max(lengths) > limit:
         over = sum(length > limit for length in lengths)
         console.print(f"{over} of them are longer than {limit:,} tokens and will be skipped", style="yellow")
+    if measured.refused:
+        refused = f"{len(measured.refused):,} cannot be trained on, the first: {measured.refused[0]}"
+        console.print(Text(visible(refused), style="yellow"))
+    if measured.note and scan is None:
+        console.print(Text(measured.note))
     for line in histogram(lengths, min(_BAR, max(10, console.width - 40))):
         console.print(f"  {line}", soft_wrap=True)
-    for number, task in enumerate(tasks[: config.show], 1):
-        console.print(_shown(tokenizer, task, f"{name}, task {number}: {lengths[number - 1]} tokens"))
-    console.print()
 
 
-def _shown(tokenizer: Tokenizer, task: Task, title: str) -> Panel:
-    truth = Table.grid(padding=(0, 2))
-    truth.add_column(style="dim", no_wrap=True)
-    truth.add_column(overflow="fold")
-    for key, value in task.truth.items():
-        text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-        truth.add_row(Text(visible(str(key))), Text(visible(text if len(text) <= 300 else f"{text[:300]} ...")))
-    shown = Group(rendered(tokenizer, task), Text("\ntruth, never shown to the model", style="dim"), truth)
-    return Panel(shown, title=Text(visible(title)), title_align="left", border_style="dim")
-
-
-def _show_sets(console: Console, sets: dict[str, tuple[Task, ...]], scans: dict[str, Scan], limit: int) -> None:
+def _show_sets(console: Console, sets: dict[str, tuple[Task, ...]], scans: dict[str, Scan], lengths: Lengths) -> None:
     console.rule(Text("evaluation", style="bold"), align="left")
     for name, tasks in sets.items():
         scan = scans.get(f"evaluation {name}")
-        of = f" ({scan.describe(limit)})" if scan is not None else ""
+        of = f" ({scan.describe(lengths.limit, lengths.measured)})" if scan is not None else ""
         console.print(Text(visible(f"{name}: {len(tasks):,} tasks{of}")))
 
 
@@ -367,10 +373,12 @@ def _sample(mixture: Mixture, name: str, scan: Scan | None, count: int) -> list[
     return [mixture.draw_from(name) for _ in range(min(count, scan.trained) if scan is not None else count)]
 
 
-def _as_json(mixture: Mixture, name: str, scan: Scan | None, lengths: Sequence[int], groups: int) -> dict[str, object]:
+def _as_json(mixture: Mixture, name: str, scan: Scan | None, measured: Measured, groups: int) -> dict[str, object]:
+    lengths = measured.lengths
     found: dict[str, object] = {
         "share": mixture.shares[name],
         "prompt_tokens": {"least": min(lengths), "median": statistics.median(lengths), "most": max(lengths)},
+        "refused": len(measured.refused),
     }
     if scan is not None:
         found |= {

@@ -174,6 +174,10 @@ FILES: dict[str, tuple[Callable[[Path], str], str]] = {
         lines({"messages": [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}]}),
         "column 'messages' ends with an assistant message, so the prompt would contain the answer: '5'",
     ),
+    "a message with an image": (
+        lines({"messages": [{"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image_url"}]}]}),
+        "column 'messages' has a message 1 with a part of the type 'image_url', which is not text",
+    ),
     "tools that are no list": (
         lines({"question": "?", "tools": "add"}),
         "column 'tools' is not a list of tool schemas",
@@ -419,10 +423,14 @@ def test_a_scan_that_leaves_nothing_is_an_error(name: str, tmp_path: Path, token
     assert re.search(said, str(caught.value), re.DOTALL), str(caught.value)
 
 
-def test_messages_that_the_chat_template_refuses_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_messages_that_the_chat_template_refuses_are_named(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text(GOOD + json.dumps({"messages": [{"role": "user", "content": [{"type": "image"}]}]}) + "\n")
+    path.write_text(GOOD + json.dumps({"messages": [{"role": "critic", "content": "?" * 200}]}) + "\n")
     mixture = DataConfig(held_out_share=1e-9).build([str(path)], seed=0)
+    template = "{{ raise_exception('no critics') if messages[0].role == 'critic' }}{{ messages[0].content }}"
+    monkeypatch.setattr(tokenizer.hf, "chat_template", template)
     with pytest.raises(ForgeError, match=r"a.jsonl, line 2: the chat template of .* refuses"):
         check_tasks(mixture, lambda: PromptLengths(tokenizer, 100), cache=tmp_path)
 

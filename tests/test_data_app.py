@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from apps.data import Config, Limits, histogram, rendered, show, show_environment
+from apps.data import Config, Limits, RowLimits, show, show_environment
+from forge_rl.data.data_config import DataConfig
+from forge_rl.data.preview import histogram, rendered
 from forge_rl.envs.play import typed
 from forge_rl.errors import ForgeError
 from forge_rl.models.bundled import bundled_model, default_cache
@@ -21,6 +23,7 @@ from forge_rl.services.generator import Generator
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Task
 from recipes.grpo import Config as GRPOConfig
+from recipes.sft import Config as SFTConfig
 from tests.fake_engine import FOLDER, FakeEngine
 from tests.judge_server import judge_server, raw, reply
 
@@ -74,6 +77,33 @@ def test_tasks_are_shown_with_prompt_truth_lengths_duplicates_and_held_out_share
     assert "held_out: " in shown(Config(named=(f"{path}{columns}",), show=0))
 
 
+CHAT = [{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": f"5 {EVIL}"}]
+AGAIN = [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "No.", "weight": 0}]
+EXAMPLES: list[tuple[dict[str, object], str, list[str]]] = [
+    ({"messages": [*CHAT, *AGAIN], "n": 1}, "conversation", [r"5 red \x1b[31m"]),
+    ({"prompt": "2+3?", "completion": "5"}, "conversation", ["5<|im_end|>"]),
+    ({"prompt": "2+3?", "chosen": "5", "rejected": "6"}, "pair", ["5<|im_end|>", "6<|im_end|>"]),
+    ({"chosen": CHAT, "rejected": [CHAT[0], AGAIN[1] | {"weight": 1}]}, "pair", ["5 red", "No.<|im_end|>"]),
+]
+
+
+@pytest.mark.parametrize(("row", "kind", "trained"), EXAMPLES)
+def test_conversations_and_pairs_are_shown_with_what_is_trained_of_them(
+    row: dict[str, object], kind: str, trained: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps(row) + "\n") * 2)
+    config = Config(named=(str(path),), data=DataConfig(held_out_share=1e-9), show=1, json=tmp_path / "out.json")
+    text = shown(config)
+    parts = [part.splitlines()[1] for part in text.split("│ trained, ")[1:]]
+    assert len(parts) == len(trained)
+    assert all(start in part for start, part in zip(trained, parts, strict=True)), parts
+    assert "not trained, " in text
+    assert "examples of 2 tasks: " in text
+    assert ("other columns, not shown to the model" in text) == ("n" in row)
+    assert json.loads((tmp_path / "out.json").read_text())["rows"] == kind
+
+
 def test_control_tokens_stand_out_and_text_that_reads_like_one_does_not(tokenizer: Tokenizer) -> None:
     text = rendered(tokenizer, Task(id="1", source="s", messages=({"role": "user", "content": EVIL},)))
     styled = [text.plain[span.start : span.end] for span in text.spans if span.style]
@@ -94,6 +124,7 @@ def test_lengths_are_those_of_recipes() -> None:
     recipe = GRPOConfig()
     for field in fields(Limits):
         assert getattr(Limits(), field.name) == getattr(recipe.generator, field.name)
+    assert RowLimits().seq_len == (SFTConfig().trainer.seq_len or 1024)
     for name in ("model", "groups_per_batch", "seed", "parse_control_tokens"):
         assert getattr(Config(), name) == getattr(recipe, name)
     assert Config().evaluation.tasks == recipe.evaluation.tasks

@@ -6,12 +6,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forge_rl.data.data_config import DataConfig
 from forge_rl.data.sources import rows
+from forge_rl.data.sources.messages import read_messages
 from forge_rl.data.sources.rows import Columns, Kind, problem_key
 from forge_rl.errors import TaskError
 
@@ -48,6 +51,60 @@ def test_a_conversation_is_its_prompt_and_what_follows(
     assert task.truth["completion"][: len(completion)] == completion  # type: ignore[index]
     assert problem == problem_key("2+3?"), "an answer must not tell held-out problems apart"
     assert task.tools == ((TOOL,) if "tools" in row else ())
+
+
+ARGUMENTS = {"a": 2, "b": None}
+CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": ARGUMENTS}}]}
+FLAT = {"name": "add", "arguments": json.dumps(ARGUMENTS)}
+TYPED = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}]}
+THOUGHT = {**SAID, "reasoning_content": "2 and 3"}
+
+FORMS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "parts": (
+        {"role": "assistant", "content": [{"type": "text", "text": "5"}, {"type": "output_text", "text": "."}]},
+        {**SAID, "content": "5\n."},
+    ),
+    "a part that is a thought": (
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "2 and 3"}, {"type": "text", "text": "5"}]},
+        THOUGHT,
+    ),
+    "a thought in Ollama's words": ({**SAID, "thinking": "2 and 3", "tool_calls": []}, THOUGHT),
+    "a thought given twice": ({**SAID, "reasoning": "2 and 3", "reasoning_content": "2 and 3"}, THOUGHT),
+    "a thought in the text": ({**SAID, "content": "<think>2</think>5"}, {**SAID, "content": "<think>2</think>5"}),
+    "arguments as text": ({**CALLED, "content": None, "tool_calls": [{"id": None, "function": FLAT}]}, CALLED),
+    "no arguments": (
+        {**CALLED, "tool_calls": [{"function": {"name": "add", "arguments": ""}}]},
+        {**CALLED, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
+    ),
+    "calls as text": ({**CALLED, "tool_calls": json.dumps([FLAT])}, TYPED),
+    "the former format's": ({"role": "assistant", "content": None, "function_call": FLAT}, TYPED),
+    "ShareGPT's": ({"from": "function_call", "value": json.dumps(FLAT)}, TYPED),
+    "untrained": ({**SAID, "weight": 0}, {**SAID, "weight": 0}),
+    "untrained in ShareGPT's words": ({"from": "gpt", "value": "5", "train": False}, {**SAID, "weight": 0}),
+    "trained": ({**SAID, "weight": 1.0}, SAID),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_messages_of_all_data_sets_become_those_of_chat_templates(name: str) -> None:
+    written, message = FORMS[name]
+    row = {"messages": [ASKED, written]}
+    task, _ = Columns(kind="conversation").read(row, "t")
+    assert task.truth["completion"] == [message]
+    assert read_messages("messages", [ASKED, message]) == [ASKED, message], "what was read is read again as it is"
+
+
+def test_only_nulls_that_a_columnar_format_added_are_removed(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"default": None}}}}}
+    bare: dict[str, object] = {"messages": [ASKED, CALLED], "tools": [tool]}
+    filled = {"messages": [{**ASKED, "tool_calls": None}, {**CALLED, "content": None}], "tools": [tool]}
+    for row, nulls in ((bare, True), (filled, False)):
+        task, _ = Columns(kind="conversation").read(row, "t")
+        text = json.dumps([task.truth, task.tools])
+        assert ("null" in text) == nulls, text
+    pq.write_table(pa.Table.from_pylist([bare]), tmp_path / "a.parquet")
+    task = DataConfig(held_out_share=1e-9).build([f"{tmp_path}/a.parquet"], seed=0, kind="conversation").draw_from("a")
+    assert "null" not in json.dumps([task.truth, task.messages, task.tools])
 
 
 PAIRS: list[dict[str, object]] = [
@@ -98,6 +155,18 @@ BAD: list[tuple[Kind, dict[str, object], str]] = [
         "column 'chosen' has no message in common with 'rejected'",
     ),
     ("pair", {"chosen": [ASKED, SAID], "rejected": [ASKED, SAID, *MORE]}, "'chosen' does not continue the prompt with"),
+    ("conversation", {"messages": [ASKED, {**SAID, "weight": 0.5}]}, "has a message 2 with the weight 0.5"),
+    (
+        "conversation",
+        {"messages": [ASKED, {**CALLED, "tool_calls": [{"function": {"name": "add", "arguments": "{a"}}]}]},
+        "has a message 2 whose call of 'add' has arguments that are not JSON",
+    ),
+    (
+        "conversation",
+        {"messages": [ASKED, {"role": "assistant", "content": [{"type": "image_url"}]}]},
+        "has a message 2 with a part of the type 'image_url', which is not text",
+    ),
+    ("conversation", {"conversations": [{"from": "function_call", "value": "add"}]}, "whose tool calls are not JSON"),
     ("pair", {"chosen": [ASKED, SAID], "rejected": [ASKED]}, "'rejected' does not end with an assistant message"),
 ]
 

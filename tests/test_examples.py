@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forge_rl.data.data_config import DataConfig
 from forge_rl.data.examples import comparison_episodes, conversation_episodes, preference_episodes
+from forge_rl.data.mixture import Mixture
+from forge_rl.data.scan import check_tasks
+from forge_rl.data.task_stream import ResumableTaskStream
 from forge_rl.errors import TaskError
 from forge_rl.models.bundled import bundled_model, default_cache
+from forge_rl.rollout.examples import ExampleLengths, ExampleMaker, Examples
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Message, Task
 
@@ -35,6 +42,10 @@ THINKING = """{%- set ns = namespace(last=-1) %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' + opening|default('') }}{% endif %}"""
 """Like Qwen3's: thinking stays only after the last user message."""
+
+
+CHATML = "{% for one in messages %}<|im_start|>{{ one.role }}\n"
+END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def user(text: str) -> Message:
@@ -125,6 +136,19 @@ def test_thinking_is_trained_in_its_turn_and_absent_from_later_prompts(folder: P
     assert len(episode.segments) == 2
 
 
+def test_thoughts_that_an_answer_removes_from_before_it_are_in_its_prompt(folder: Path, tmp_path: Path) -> None:
+    thought = "{{ '<t>' + one.thinking if one.thinking and (loop.last or messages[-1].role == 'user') }}"
+    tokenizer = tokenizer_of(folder, tmp_path, CHATML + thought + "{{ one.content }}" + END)
+    completion = [{**assistant("5"), "thinking": "ONE"}, user("+4?"), {**assistant("9"), "thinking": "TWO"}]
+    (episode,) = conversation_episodes(task_of(user("2+3?"), completion=completion), tokenizer)
+    begin = "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n"
+    middle = "<|im_end|>\n<|im_start|>user\n+4?<|im_end|>\n<|im_start|>assistant\n"
+    assert texts(episode, tokenizer) == [
+        (begin, "<t>ONE5<|im_end|>"),
+        (f"{begin}<t>ONE5{middle}", "<t>TWO9<|im_end|>"),
+    ]
+
+
 def test_an_opening_that_an_answer_lacks_is_not_in_its_prompt(folder: Path, tmp_path: Path) -> None:
     opening = MARKED.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
     assert opening != MARKED
@@ -153,6 +177,115 @@ def test_a_template_that_hides_what_to_train_is_an_error(
     tokenizer = tokenizer_of(folder, tmp_path, template)
     with pytest.raises(TaskError, match=said):
         conversation_episodes(task_of(user("2+3?"), completion="5"), tokenizer)
+
+
+CALL: dict[str, Any] = {"function": {"name": "add", "arguments": '{"a": "x\\n"}'}}
+CALLS = (
+    "{% for call in one.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments ARGUMENTS }}{% endfor %}"
+)
+TOOLS = "{% for tool in tools or [] %}{{ tool|tojson }}{% endfor %}"
+HABITS = {
+    "shows all": CHATML + "{{ one.content }}" + END,
+    "cuts thoughts": CHATML + "{{ one.content.split('</think>')[-1] }}" + END,
+    "reads reasoning_content": CHATML
+    + "{{ '<t>' + one.reasoning_content if one.reasoning_content }}{{ one.content.split('</think>')[-1] }}"
+    + END,
+    "reads thinking": CHATML
+    + "{{ '<t>' + one.thinking if one.thinking }}{{ one.content.split('</think>')[-1] }}"
+    + END,
+    "calls alone": TOOLS
+    + CHATML
+    + "{% if one.tool_calls %}"
+    + CALLS.replace("ARGUMENTS", "|tojson")
+    + "{% else %}{{ one.content }}{% endif %}"
+    + END,
+    "arguments as text": TOOLS + CHATML + CALLS.replace("ARGUMENTS", "") + "{{ one.content }}" + END,
+    "no system": CHATML.replace("%}<", "if one.role != 'system' %}<") + "{{ one.content }}" + END,
+}
+"""Templates that each have one habit of published ones."""
+IN_TEXT, IN_FIELD = assistant("<think>\nTWO\n</think>\n\nFIVE"), {**assistant("FIVE"), "reasoning_content": "TWO"}
+TRAINED: list[tuple[str, dict[str, object], str]] = [
+    ("shows all", IN_TEXT, "<think>\nTWO\n</think>\n\nFIVE<|im_end|>"),
+    ("shows all", IN_FIELD, "<think>\nTWO\n</think>\n\nFIVE<|im_end|>"),
+    ("cuts thoughts", IN_TEXT, "message 3's thoughts would not be trained: the chat template leaves out 'TWO'"),
+    ("cuts thoughts", IN_FIELD, "message 3's thoughts would not be trained"),
+    ("cuts thoughts", assistant("TWO</think>FIVE"), "message 3's thoughts would not be trained"),
+    ("cuts thoughts", assistant("<think>5</think>55"), "message 3's thoughts would not be trained: .* '5'"),
+    ("reads reasoning_content", IN_FIELD, "<t>TWOFIVE<|im_end|>"),
+    ("reads reasoning_content", IN_TEXT, "<t>TWOFIVE<|im_end|>"),
+    ("reads thinking", IN_FIELD, "<t>TWOFIVE<|im_end|>"),
+    (
+        "shows all",
+        {**assistant("FIVE"), "tool_calls": [CALL]},
+        'FIVE\n<tool_call>\n{"name": "add", "arguments": {"a": "x\\n"}}\n</tool_call><|im_end|>',
+    ),
+    ("calls alone", {**assistant(""), "tool_calls": [CALL]}, 'add{"a": "x\\n"}<|im_end|>'),
+    (
+        "calls alone",
+        {**assistant("FIVE"), "tool_calls": [CALL]},
+        "message 3's text beside its tool call would not be trained",
+    ),
+    ("arguments as text", {**assistant(""), "tool_calls": [CALL]}, 'add{"a": "x\\n"}<|im_end|>'),
+    ("no system", assistant("FIVE"), "message 1's text would not be shown: the chat template leaves out 'SYS'"),
+]
+
+
+@pytest.mark.parametrize(("habit", "answer", "expected"), TRAINED)
+def test_text_that_is_given_is_trained_or_the_row_is_refused(
+    habit: str, answer: dict[str, object], expected: str, folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(folder, tmp_path, HABITS[habit])
+    task = task_of({"role": "system", "content": "SYS"}, user("2+3?"), completion=[answer])
+    if "would not be" in expected:
+        with pytest.raises(TaskError, match=expected):
+            conversation_episodes(task, tokenizer)
+        return
+    ((_, said),) = texts(conversation_episodes(task, tokenizer)[0], tokenizer)
+    assert said == expected
+
+
+def test_an_answer_of_weight_0_is_shown_to_later_ones_and_not_trained(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    wrong = {**assistant("WRONG"), "weight": 0}
+    (episode,) = conversation_episodes(task_of(user("?"), completion=[wrong, user("Sure?"), assistant("9")]), tokenizer)
+    ((prompt, said),) = texts(episode, tokenizer)
+    assert "WRONG<|im_end|>" in prompt
+    assert said == "9<|im_end|>"
+    with pytest.raises(TaskError, match="all its answers have weight 0"):
+        conversation_episodes(task_of(user("?"), completion=[wrong]), tokenizer)
+
+
+def test_a_run_says_which_row_lacks_text_and_how_many_have_rewritten_turns(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    tokenizer = tokenizer_of(folder, tmp_path / "model", THINKING.replace("'</think>' in message.content", "false"))
+    path = tmp_path / "a.jsonl"
+    chat = [user("2+3?"), assistant("5"), user("Sure?"), assistant("Yes.")]
+    path.write_text(json.dumps({"messages": chat}) + "\n")
+
+    def scanned() -> tuple[Mixture, ExampleMaker, str]:
+        mixture = DataConfig(held_out_share=1e-9).build([str(path)], seed=0, kind="conversation")
+        maker = ExampleMaker(conversation_episodes, tokenizer, longest=1000)
+        return mixture, maker, check_tasks(mixture, lambda: ExampleLengths(maker), cache=tmp_path)["a"].describe(1000)
+
+    mixture, maker, told = scanned()
+    assert "1 of the 1 looked at are trained turn by turn, as the chat template changes earlier turns" in told
+    examples = Examples(ResumableTaskStream(mixture), mixture.sources, maker, groups=2)
+    asyncio.run(examples.next_batch())
+    assert examples.metrics() == {"data/a/rewritten_turns": 2.0}
+    path.write_text(path.read_text() + json.dumps({"messages": [user("?"), assistant("<think>A</think>B")]}) + "\n")
+    place = r"a\.jsonl, line 2: message 2's thoughts would not be trained"
+    with pytest.raises(TaskError, match=place):
+        scanned()
+    unscanned = DataConfig(held_out_share=1e-9).build([str(path)], seed=0, kind="conversation")
+    with pytest.raises(TaskError, match=place):
+        asyncio.run(Examples(ResumableTaskStream(unscanned), unscanned.sources, maker, groups=2).next_batch())
+
+
+def test_a_pair_whose_answers_the_template_writes_alike_is_refused(folder: Path) -> None:
+    task = task_of(user("?"), chosen="5", rejected=[{**assistant("5"), "name": "me"}])
+    for make in (preference_episodes, comparison_episodes):
+        with pytest.raises(TaskError, match="the same tokens for its chosen and its rejected"):
+            make(task, Tokenizer(folder))
 
 
 @pytest.mark.parametrize("truth", [{}, {"completion": []}, {"answer": 5}, {"completion": ["5"]}])

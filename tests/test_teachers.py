@@ -27,7 +27,8 @@ from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.teachers import Teachers, engine_settings, resolve_teachers
 from forge_rl.services.teachers_config import POLICY, TeachersConfig
 from forge_rl.token_arrays import ScoredTokens
-from forge_rl.tokens.tokenizer import Tokenizer, check_same_tokens
+from forge_rl.tokens.same_tokens import check_same_tokens
+from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Batch, Episode, Group, Score, Task, Turn
 from recipes.distill import Config
 from tests.fakes import batch_of, make_model

@@ -5,37 +5,49 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import takewhile
 
+import numpy as np
+
+from forge_rl.data.given_text import check_answer, check_context
+from forge_rl.data.sources.messages import read_messages
+from forge_rl.data.sources.tables import RowError
 from forge_rl.errors import ModelError, TaskError
+from forge_rl.tokens.message_form import THOUGHT_KEYS
 from forge_rl.tokens.stops import final_stop
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Message, Task, Turn
+
+_PAIR = ("chosen", "rejected")
+"""Names of a pair's answers in the truth."""
 
 
 def conversation_episodes(task: Task, tokenizer: Tokenizer) -> tuple[Episode]:
     """Return the one episode of a conversation, for supervised fine-tuning: trained are the assistant's messages.
 
-    They are the truth's "completion", text or messages, or else its "answer". Each of the assistant's messages there is
-    a turn: its prompt is what the chat template shows before it, and its tokens are what the template writes for it, up
-    to and including the token that ends a turn. So thinking is trained as the template writes it in the last message,
-    and later turns do not see it if the template then leaves it out; they are a segment of their own.
+    They are the truth's "completion", text or messages, or else its "answer". Each of the assistant's messages there
+    whose "weight" is not 0 is a turn: its prompt is what the chat template shows before it, and its tokens are what
+    the template writes for it, up to and including the token that ends a turn. So thinking is trained as the template
+    writes it in the last message, and later turns do not see it if the template then leaves it out; they are a segment
+    of their own.
 
     The tokens have no behaviour policy: their logprobs are 0, and their versions -1.
 
     Raises:
-        TaskError: the task has no such answer; the template refuses it, or does not continue the prompt with it.
+        TaskError: the task has no such answer; the template refuses it, does not continue the prompt with it, or leaves
+            out some of its text.
     """
-    given = task.truth.get("completion", task.truth.get("answer"))
-    return (_episode(task, _messages(given, "completion or answer"), tokenizer),)
+    completion = task.truth.get("completion", task.truth.get("answer"))
+    return (_episode(task, _answer(completion, "completion or answer"), tokenizer),)
 
 
 def preference_episodes(task: Task, tokenizer: Tokenizer) -> tuple[Episode, Episode]:
     """Return the episodes of a pair, for DPO: the truth's "chosen", then its "rejected", made as for a conversation.
 
     Raises:
-        TaskError: as for `conversation_episodes`.
+        TaskError: as for `conversation_episodes`, or both have the same tokens.
     """
-    chosen, rejected = (_messages(task.truth.get(name), name) for name in ("chosen", "rejected"))
-    return _episode(task, chosen, tokenizer), _episode(task, rejected, tokenizer)
+    chosen, rejected = (_episode(task, _answer(task.truth.get(name), name), tokenizer) for name in _PAIR)
+    _check_differ(chosen, rejected)
+    return chosen, rejected
 
 
 def comparison_episodes(task: Task, tokenizer: Tokenizer) -> tuple[Episode, Episode]:
@@ -46,28 +58,61 @@ def comparison_episodes(task: Task, tokenizer: Tokenizer) -> tuple[Episode, Epis
     token that is not padding.
 
     Raises:
-        TaskError: as for `conversation_episodes`.
+        TaskError: as for `preference_episodes`.
     """
-    chosen, rejected = (_messages(task.truth.get(name), name) for name in ("chosen", "rejected"))
-    return _compared(task, chosen, tokenizer), _compared(task, rejected, tokenizer)
+    chosen, rejected = (_compared(task, _answer(task.truth.get(name), name), tokenizer) for name in _PAIR)
+    _check_differ(chosen, rejected)
+    return chosen, rejected
 
 
-def _messages(given: object, name: str) -> list[Message]:
+def _check_differ(chosen: Episode, rejected: Episode) -> None:
+    turns = zip(chosen.turns, rejected.turns, strict=False)
+    same = all(np.array_equal(one.context, other.context) for one, other in turns)
+    if same and len(chosen.turns) == len(rejected.turns):
+        raise TaskError(
+            "the chat template writes the same tokens for its chosen and its rejected answer",
+            hint="remove the pair, or change the model's chat_template.jinja",
+        )
+
+
+def _answer(answer: object, name: str) -> list[Message]:
     """Return the messages of a given answer, which may be text."""
-    if isinstance(given, str) and given:
-        return [{"role": "assistant", "content": given}]
-    if not isinstance(given, list) or not given or any(not isinstance(one, dict) for one in given):
+    if isinstance(answer, str) and answer:
+        return [{"role": "assistant", "content": answer}]
+    if not isinstance(answer, list) or not answer or any(not isinstance(message, dict) for message in answer):
         raise TaskError(
             f"it has no {name} to train on",
             hint=f'give its truth the {name.partition(" ")[0]}, text or messages such as {{"role": "assistant", ...}}',
         )
-    return given
+    return answer
+
+
+def _conversation(task: Task, answer: Sequence[Message], tokenizer: Tokenizer) -> list[Message]:
+    """Return prompt and answer in the form that the chat template reads."""
+    try:
+        messages = read_messages("messages", [*task.messages, *answer])
+    except RowError as error:
+        raise TaskError(str(error), hint=error.hint) from error
+    return tokenizer.message_form.with_thoughts(messages)
 
 
 def _episode(task: Task, answer: Sequence[Message], tokenizer: Tokenizer) -> Episode:
-    messages = [*task.messages, *answer]
-    places = range(len(task.messages), len(messages))
-    turns = [_turn(task, messages[: at + 1], tokenizer) for at in places if messages[at]["role"] == "assistant"]
+    messages = _conversation(task, answer, tokenizer)
+    places = [
+        place
+        for place in range(len(task.messages), len(messages))
+        if messages[place]["role"] == "assistant" and messages[place].get("weight") != 0
+    ]
+    if not places:
+        raise TaskError("all its answers have weight 0, so none is trained", hint="leave the row out")
+    turns: list[Turn] = []
+    first = 0  # of the messages that no earlier turn has checked
+    for place in places:
+        turn = _turn(task, messages[: place + 1], tokenizer)
+        check_context(messages[first:place], turn.prompt_ids, tokenizer, first=first + 1)
+        check_answer(messages[place], place + 1, turn.token_ids, tokenizer)
+        turns.append(turn)
+        first = place + 1
     return Episode(task=task, turns=tuple(turns))
 
 
@@ -78,7 +123,11 @@ def _turn(task: Task, messages: Sequence[Message], tokenizer: Tokenizer) -> Turn
     begin = _shared(prompt, whole)
     # Some templates open an assistant's turn with more than all answers have, such as <think>.
     if begin < len(prompt) and begin < len(_rendered(task, messages[:-1], tokenizer)):
-        raise _refused("changes the messages before an answer when it is added")
+        # gpt-oss's leaves out the thoughts before an answer once that is there; who writes it still sees them.
+        answer = _after(_last_message(task, messages[:-1], prompt, tokenizer), whole)
+        if answer is None:
+            raise _refused("changes the messages before an answer when it is added")
+        whole, begin = (*prompt, *answer), len(prompt)
     stops = [place for place in range(begin, len(whole)) if whole[place] in tokenizer.stop_ids]
     end = stops[-1] + 1 if stops else len(whole)
     if begin == end:
@@ -91,8 +140,27 @@ def _turn(task: Task, messages: Sequence[Message], tokenizer: Tokenizer) -> Turn
     return Turn.given(whole[:begin], token_ids, text)
 
 
+def _last_message(
+    task: Task, messages: Sequence[Message], prompt: Sequence[int], tokenizer: Tokenizer
+) -> Sequence[int]:
+    """Return the tokens of a prompt from its last message on, if an answer before that has thoughts, or else none."""
+    if not any(message.get(key) for message in messages[:-1] for key in THOUGHT_KEYS):
+        return ()
+    return prompt[_shared(prompt, _rendered(task, messages[:-1], tokenizer)) :]
+
+
+def _after(part: Sequence[int], ids: Sequence[int]) -> Sequence[int] | None:
+    """Return the ids after the last occurrence of a part; None if there is none."""
+    size = len(part)
+    places = (place for place in range(len(ids) - size, -1, -1) if ids[place : place + size] == part)
+    return next((ids[place + size :] for place in places), None) if size else None
+
+
 def _compared(task: Task, answer: Sequence[Message], tokenizer: Tokenizer) -> Episode:
-    ids = _rendered(task, [*task.messages, *answer], tokenizer)
+    messages = _conversation(task, answer, tokenizer)
+    ids = _rendered(task, messages, tokenizer)
+    check_context(messages[:-1], ids, tokenizer, first=1)
+    check_answer(messages[-1], len(messages), ids, tokenizer)
     while ids and ids[-1] == tokenizer.pad_id:
         ids = ids[:-1]
     return Episode(task=task, turns=(Turn.given(ids, tokenizer.stop_ids[:1] or (0,), ""),))

@@ -28,6 +28,8 @@ from forge_rl.types import Task
 
 _VERSION = 3
 _ROWS_AT_ONCE = 1000
+_MEASURED = 200
+"""Rows of a source to render before a run, to find what the chat template refuses or leaves out."""
 _LOOKED_AT = 999
 """Rows to read after the first bad one, to say how many are bad."""
 _BIG_BYTES = 1 << 25
@@ -58,6 +60,8 @@ class Scan:
     """Rows that are too long, such as prompts that leave no room for an answer; see `ReadRow.row`."""
     overlap: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     """Training rows whose problem is also in an evaluation set, by set name."""
+    note: str = ""
+    """What the rendered rows have in common; see `Lengths.take_note`."""
 
     @property
     def trained(self) -> int:
@@ -74,6 +78,8 @@ class Scan:
             parts.append(f"{self.bad:,} bad rows skipped, the first: {self.example}")
         if self.duplicates:
             parts.append(f"{self.duplicates:,} duplicates")
+        if self.note:
+            parts.append(self.note)
         return "; ".join(parts)
 
 
@@ -97,6 +103,9 @@ class Lengths(Protocol):
 
     def length(self, task: Task) -> int:
         """Return the number of tokens that are limited; errors as in `too_long`."""
+
+    def take_note(self) -> str:
+        """Return what the user should know of the tasks measured since the last call, or ""."""
 
     def digest(self) -> str:
         """Return a digest of everything that the lengths depend on."""
@@ -195,6 +204,10 @@ class PromptLengths:
         """Return the number of tokens of a task's prompt."""
         return len(self.tokenizer.render(task.messages, tools=task.tools))
 
+    def take_note(self) -> str:
+        """Return "": prompts have nothing to tell."""
+        return ""
+
     def digest(self) -> str:
         """Return a digest of the tokenizer and its chat template."""
         return template_digest(self.tokenizer)
@@ -259,9 +272,10 @@ def _scan(
             example = example or f"{source.describe(read.row)}: {read.error}"
             continue
         try:
-            if not keys:  # the template may refuse these messages, and too_long rarely renders
-                lengths.length(read.task)
-            is_long = lengths.too_long(read.task)
+            if len(keys) < _MEASURED:  # the template may refuse these messages, and too_long rarely renders
+                is_long = lengths.length(read.task) > lengths.limit
+            else:
+                is_long = lengths.too_long(read.task)
         except (ModelError, TaskError) as error:
             found = f"{source.describe(read.row)}: {error.message}"
             if isinstance(error, ModelError) or source.max_bad_rows == 0:
@@ -289,6 +303,7 @@ def _scan(
         duplicates=len(keys) - len(np.unique(np.array(keys, np.uint64))),
         too_long=tuple(too_long),
         overlap={name: tuple(found) for name, found in overlap.items()},
+        note=lengths.take_note(),
     )
 
 

@@ -16,7 +16,7 @@ from forge_rl.flags.texts import parse, suggest
 from forge_rl.models.cache import Progress
 from forge_rl.models.dequantized import dequantized
 from forge_rl.models.resolve import resolve_model
-from forge_rl.tokens.tokenizer import check_same_tokens
+from forge_rl.tokens.same_tokens import check_same_tokens
 
 OFF = "off"
 _KINDS = ("ngram", "suffix", "draft")

@@ -89,6 +89,12 @@ def row_tokens(group: Group) -> int:
     return max((len(s.token_ids) - 1 for episode in group.episodes for s in episode.segments), default=0)
 
 
+def rewritten_turns(group: Group) -> int:
+    """Return how many turns do not continue the one before, as the chat template has changed that by then; most leave
+    out the thoughts of earlier turns. Each is trained in a sequence of its own, with all of its own text."""
+    return sum(max(0, len(episode.segments) - 1) for episode in group.episodes)
+
+
 class ExampleLengths:
     """Finds tasks whose examples do not fit into a row; most need not be made, as no token is shorter than a byte."""
 
@@ -98,6 +104,7 @@ class ExampleLengths:
     def __init__(self, maker: ExampleMaker) -> None:
         self.limit = maker.longest
         self._maker = maker
+        self._made = self._rewritten = 0
 
     def too_long(self, task: Task) -> bool:
         """Return whether a task's longest segment exceeds the limit.
@@ -112,7 +119,21 @@ class ExampleLengths:
 
     def length(self, task: Task) -> int:
         """Return the number of tokens of the row that a task needs; errors as in `too_long`."""
-        return row_tokens(self._maker.any_length(task))
+        group = self._maker.any_length(task)
+        self._made += 1
+        self._rewritten += rewritten_turns(group) > 0
+        return row_tokens(group)
+
+    def take_note(self) -> str:
+        """Return what the examples made since the last call have in common, or ""."""
+        examples, rewritten = self._made, self._rewritten
+        self._made = self._rewritten = 0
+        if not rewritten:
+            return ""
+        return (
+            f"{rewritten:,} of the {examples:,} looked at are trained turn by turn, as the chat template changes "
+            "earlier turns, such as by leaving out their thoughts"
+        )
 
     def digest(self) -> str:
         """Return a digest of the tokenizer, its chat template, and the function that makes the examples."""
@@ -170,6 +191,7 @@ class Examples:
             for place, found in zip(missing, tried, strict=True):
                 if isinstance(found, Group):
                     made[place] = found
+                    self._counts[self._order[place]]["rewritten_turns"] += rewritten_turns(found)
                 else:
                     self._skip(self._drawn[place], found)
                     self._drawn[place] = self._draw(self._order[place])
@@ -182,9 +204,14 @@ class Examples:
         return self.last
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of skipped tasks of each source that had some."""
-        skipped = {name: counts["skipped"] for name, counts in self._counts.items()}
-        return {f"data/{name}/skipped": float(count) for name, count in skipped.items() if count}
+        """Return the number of skipped tasks, and of turns as `rewritten_turns` counts them, of each source that had
+        some."""
+        return {
+            f"data/{name}/{count}": float(counts[count])
+            for name, counts in self._counts.items()
+            for count in ("skipped", "rewritten_turns")
+            if counts[count]
+        }
 
     def status(self) -> RolloutStatus:
         """Return the progress of the next batch."""
@@ -237,13 +264,15 @@ class Examples:
         """
         counts, most = self._counts[task.source], getattr(self._sources[task.source], "max_bad_rows", 0.0)
         counts["skipped"] += 1
+        describe = getattr(self._sources[task.source], "describe_task", None)
+        row = (describe(task) if describe else "") or f"{task.source} {task.id}"
         if counts["skipped"] <= most * max(counts["drawn"], _FEW_TASKS):
             return
         if most == 0:
-            raise TaskError(f"{task.source} {task.id}: {error.message}", hint=error.hint) from error
+            raise TaskError(f"{row}: {error.message}", hint=error.hint) from error
         raise TaskError(
             f"{counts['skipped']} of {counts['drawn']} tasks of {task.source!r} cannot be used, more than "
-            f"--data.max-bad-rows {most:g}; one is {task.id}: {error.message}",
+            f"--data.max-bad-rows {most:g}; one is {row}: {error.message}",
             hint=error.hint,
         ) from error
 

@@ -28,7 +28,7 @@ from forge_rl.services.generator_config import GeneratorConfig
 from forge_rl.services.teachers_config import POLICY, TeachersConfig
 from forge_rl.system.tasks import task_group
 from forge_rl.token_arrays import ScoredTokens, TokenIds
-from forge_rl.tokens.tokenizer import check_same_tokens
+from forge_rl.tokens.same_tokens import check_same_tokens
 from forge_rl.types import Batch, Episode
 
 

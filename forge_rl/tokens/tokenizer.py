@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from forge_rl.errors import ConfigError, ModelError
+from forge_rl.errors import ModelError
 from forge_rl.token_arrays import TokenIds
 from forge_rl.tokens.control_tokens import ControlTokens
+from forge_rl.tokens.message_form import MessageForm
 from forge_rl.tokens.template_args import check_template_args
 from forge_rl.tokens.text_stream import TextStream
 from forge_rl.tokens.thoughts import Thoughts
@@ -118,7 +119,9 @@ class Tokenizer:
         Raises:
             ModelError: the template refuses these messages, or they hold a lone surrogate.
         """
-        if has_tools(messages, tools or ()) and not self.shows_tools:
+        if not has_tools(messages, tools or ()) or self.shows_tools:
+            messages = self.message_form.with_arguments(messages)
+        else:
             messages, tools = as_text(messages, tools or ()), None
 
         def text(messages: _Messages, tools: _Messages) -> str:
@@ -260,6 +263,11 @@ class Tokenizer:
         return None if self.turn_ends.trained in self.configured_stop_ids else self.turn_ends.trained
 
     @cached_property
+    def message_form(self) -> MessageForm:
+        """Writes messages as the chat template reads them."""
+        return MessageForm(partial(self.text, add_generation_prompt=False), self.thoughts.tags)
+
+    @cached_property
     def thoughts(self) -> Thoughts:
         """Tells thoughts from answers in completions."""
         return Thoughts(self.hf, self.stop_ids)
@@ -382,25 +390,3 @@ class Tokenizer:
             return None
         settings = json.loads(path.read_text())
         return settings.get(key, settings.get("text_config", {}).get(key))
-
-
-def check_same_tokens(who: str, folder: Path, policy: Path) -> None:
-    """Check that a model's tokenizer has the same token for each id as the policy's.
-
-    Args:
-        who: what errors call the model, such as "the teacher NAME".
-
-    Raises:
-        ConfigError: it has not.
-        ModelError: one has no tokenizer.
-    """
-    if folder.samefile(policy):
-        return
-    own, policys = (Tokenizer(each).hf.get_vocab() for each in (folder, policy))
-    if differ := sorted({token for token, _ in own.items() ^ policys.items()}):
-        token = differ[0]
-        raise ConfigError(
-            f"{who} has another tokenizer than the policy: {len(differ)} tokens differ, such as "
-            f"{token!r}, which is {own.get(token, 'none')} there and {policys.get(token, 'none')} in the policy",
-            hint="choose a model of the policy's own family, with the same tokenizer",
-        )

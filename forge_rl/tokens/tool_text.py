@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
+
+from forge_rl.tokens.message_form import THOUGHT_KEYS
 
 _INTRODUCTION = """# Tools
 
@@ -52,11 +55,16 @@ def as_text(messages: _Messages, tools: _Messages) -> list[dict[str, object]]:
             assert isinstance(calls, Sequence)
             content = "\n".join([*filter(None, [str(content)]), *map(_call, calls)])
         after_tool = message["role"] == "tool"
-        texts.append({"role": role, "content": content})
+        thoughts = {key: message[key] for key in THOUGHT_KEYS if key in message}
+        texts.append({"role": role, "content": content, **thoughts})
     return texts
 
 
 def _call(call: Mapping[str, Mapping[str, object]]) -> str:
     function = call.get("function", call)
-    written = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    arguments = function["arguments"]
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # text that is no JSON stays text
+            arguments = json.loads(arguments)
+    written = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{written}\n</tool_call>"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from forge_rl.data.sources.derived import check_room, derived
 from forge_rl.data.sources.open_files import changed
+from forge_rl.data.sources.tables import FilledRow
 from forge_rl.errors import TaskError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Arrow:
 
     def parse(self, row: object) -> Mapping[str, object]:
         assert isinstance(row, dict)
-        return row
+        return FilledRow(row)
 
     def describe(self, row: int) -> str:
         return f"row {row + 1}"

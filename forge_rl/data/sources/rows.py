@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from forge_rl.criteria import read_criteria
-from forge_rl.data.sources.tables import RowError
+from forge_rl.data.sources.messages import check_text, has_fillers, is_chat, read_messages, read_tools
+from forge_rl.data.sources.tables import FilledRow, RowError
 from forge_rl.errors import TaskError
 from forge_rl.types import Message, Task
 
@@ -27,8 +28,6 @@ _TEMPLATE = "--data.template"
 _MESSAGES = "messages"
 _CHATS = (_MESSAGES, "conversations", "prompt")
 """Default columns of chat messages, used if they hold a list."""
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-"""Roles in ShareGPT's words; the others, such as system, have their own names."""
 _QUESTIONS = ("question", "prompt")
 """Default columns of the question."""
 _COMPLETIONS = ("completion", "answer")
@@ -36,8 +35,6 @@ _COMPLETIONS = ("completion", "answer")
 _FOLDED = b"".join(b" " if chr(code).isspace() else bytes([code]).lower() for code in range(256))
 """Lower case of each ASCII character, and a space for each blank."""
 _MOST_NAMES = 20
-_MAX_TEXT_LENGTH = 1 << 23
-"""Largest text of a prompt or an answer, in characters: about two million tokens, whose encoding takes 1.2 GB."""
 _NO_COLUMN = object()
 
 Kind: TypeAlias = Literal["prompt", "conversation", "pair"]
@@ -111,7 +108,7 @@ class Columns:
         used, messages, given = self._example(row)
         asked = prompt_key(messages)
         tools_column = self.tools or ("tools" if row.get("tools") is not None else "")
-        tools = _tools(tools_column, _get(row, tools_column)) if tools_column else ()
+        tools = read_tools(tools_column, _get(row, tools_column), fillers=_fills(row)) if tools_column else ()
         truth = {name: value for name, value in row.items() if name not in (used, tools_column)}
         if self.answer:
             truth["answer"] = _get(row, self.answer)
@@ -134,7 +131,7 @@ class Columns:
         else:
             content = written or json.dumps(row, sort_keys=True, default=str).encode()
             name = f"{_digest(content):016x}"
-        is_text = isinstance(row.get(used), str) and not _is_chat(row.get(used))
+        is_text = isinstance(row.get(used), str) and not is_chat(row.get(used))
         task = Task(id=name, source=source, messages=tuple(messages), truth=truth, tools=tools, prompt_is_text=is_text)
         return task, asked
 
@@ -159,11 +156,11 @@ class Columns:
                 hint="end the messages with the assistant's, or name the column of its answer: :answer=COLUMN",
             )
         _check_prompt(used, messages)
-        return used, messages, {"completion": _continuation(column, _answer(column, _get(row, column)))}
+        return used, messages, {"completion": _continuation(column, _answer(column, row))}
 
     def _pair(self, row: Mapping[str, object]) -> tuple[str, list[Message], dict[str, list[Message]]]:
         names = self.chosen or "chosen", self.rejected or "rejected"
-        sides = [_answer(name, _get(row, name)) for name in names]
+        sides = [_answer(name, row) for name in names]
         if sides[0] == sides[1]:
             raise RowError(f"is the same as {names[1]!r}", column=names[0], value=sides[0][-1].get("content"))
         if any(side[0]["role"] == "assistant" for side in sides):
@@ -181,9 +178,9 @@ class Columns:
         """Return the column used, or "", and the messages from it, without instruction and system message."""
         chat = self.messages
         if not (chat or self.question or self._template):
-            chat = next((name for name in _CHATS if _is_chat(row.get(name))), "")
+            chat = next((name for name in _CHATS if is_chat(row.get(name))), "")
         if chat:
-            return chat, _chat(chat, _get(row, chat))
+            return chat, read_messages(chat, _get(row, chat), fillers=_fills(row))
         if self._template is not None:
             return "", self._rendered(row)
         column = self.question or next((name for name in _QUESTIONS if name in row), "")
@@ -198,7 +195,7 @@ class Columns:
             seen = None if text == "" or text is None else text
             what = "is null" if text is None else "is empty" if text == "" else "is not text"
             raise RowError(what, column=column, value=seen)
-        _check_text(column, text)
+        check_text(column, text)
         return column, [{"role": "user", "content": text}]
 
     def _rendered(self, row: Mapping[str, object]) -> list[Message]:
@@ -214,11 +211,11 @@ class Columns:
             raise RowError(f"fails in the template: {error}", hint=f"fix {name}, or the row") from None
         if not text.strip():
             raise RowError("is rendered to empty text by the template")
-        _check_text(name, text)
+        check_text(name, text)
         if _MESSAGES not in self._template.blocks:
             return [{"role": "user", "content": text.strip()}]
         try:
-            return _chat(name, json.loads(text))
+            return read_messages(name, json.loads(text))
         except ValueError as error:
             raise RowError(
                 f"is not rendered to JSON by the template's block messages: {error}",
@@ -308,58 +305,9 @@ def _printable(text: str) -> str:
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
-def _is_chat(value: object) -> bool:
-    return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("[{"))
-
-
-def _listed(column: str, value: object, what: str) -> list[object]:
-    """Return a list, parsing it from JSON if it is a string."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise RowError(f"is not a list of {what} and not JSON: {error}", column=column, value=value) from None
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
-        raise RowError(f"is not a list of {what}", column=column, value=value)
-    return list(value)
-
-
-def _chat(column: str, value: object) -> list[Message]:
-    found = _listed(column, value, "messages")
-    if not found:
-        raise RowError("has no messages", column=column)
-    messages: list[Message] = []
-    for number, one in enumerate(map(_renamed, found), 1):
-        if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
-            raise RowError(
-                f"has a message {number} without a role",
-                column=column,
-                value=one,
-                hint='messages are {"role": "user", "content": "..."}',
-            )
-        message = _without_nulls(one)
-        content = message.get("content")
-        if not (isinstance(content, str | list) or (content is None and message.get("tool_calls"))):
-            raise RowError(f"has a message {number} without content", column=column, value=one)
-        if isinstance(content, str):
-            _check_text(column, content)
-        messages.append(message)
-    return messages
-
-
-def _renamed(message: object) -> object:
-    """Return a message of ShareGPT with the keys and roles of chat templates, and any other unchanged."""
-    if not isinstance(message, Mapping) or message.get("role") is not None:
-        return message
-    match message.get("from"):
-        case "function_call":
-            raise RowError(
-                "has a tool call as ShareGPT's text", value=message, hint='write it as a message\'s "tool_calls"'
-            )
-        case str(role):
-            return {"role": _ROLES.get(role, role), "content": message.get("value")}
-        case _:
-            return message
+def _fills(row: Mapping[str, object]) -> bool:
+    """Return True if nulls in a row's messages stand for fields that they do not have: a columnar format added them."""
+    return isinstance(row, FilledRow) or has_fillers(row)
 
 
 def _check_prompt(used: str, messages: Sequence[Message]) -> None:
@@ -368,7 +316,8 @@ def _check_prompt(used: str, messages: Sequence[Message]) -> None:
             "ends with an assistant message, so the prompt would contain the answer",
             column=used or _TEMPLATE,
             value=messages[-1].get("content"),
-            hint="remove that message; name the column of the true answer with :answer=COLUMN",
+            hint="remove that message, and name the column of the true answer with :answer=COLUMN; to train on the "
+            "answers of conversations, use recipes.sft",
         )
 
 
@@ -384,14 +333,15 @@ def _check_answer(column: str, value: object, *, is_named: bool) -> None:
         raise RowError("is not a finite number", column=column, value=value)
 
 
-def _answer(column: str, value: object) -> list[Message]:
+def _answer(column: str, row: Mapping[str, object]) -> list[Message]:
     """Return the messages of a given answer: a text, or messages that end with the assistant's."""
+    value = _get(row, column)
     if value is None or value == "":
         raise RowError("is null" if value is None else "is empty", column=column)
-    if isinstance(value, str) and not (_is_chat(value) and '"role"' in value):
-        _check_text(column, value)
+    if isinstance(value, str) and not (is_chat(value) and '"role"' in value):
+        check_text(column, value)
         return [{"role": "assistant", "content": value}]
-    messages = _chat(column, value)
+    messages = read_messages(column, value, fillers=_fills(row))
     if messages[-1]["role"] != "assistant":
         raise RowError("does not end with an assistant message", column=column, value=messages[-1])
     return messages
@@ -412,35 +362,12 @@ def _are_equal(pair: tuple[object, object]) -> bool:
     return pair[0] == pair[1]
 
 
-def _tools(column: str, value: object) -> tuple[Mapping[str, object], ...]:
-    if value is None:
-        return ()
-    found = _listed(column, value, "tool schemas")
-    for number, one in enumerate(found, 1):
-        if not isinstance(one, Mapping):
-            raise RowError(f"has a tool {number} that is not a JSON schema", column=column, value=one)
-    return tuple(_without_nulls(one) for one in found)
-
-
 def _rubric(column: str, value: object) -> list[dict[str, object]]:
     try:
         return [{"criterion": one.text, "weight": one.weight} for one in read_criteria(value)]
     except ValueError as error:
         hint = 'write a list such as [{"criterion": "Names the capital.", "weight": 1}]'
         raise RowError(str(error), column=column, value=value, hint=hint) from None
-
-
-def _without_nulls(value: object) -> dict[str, object]:
-    """Drop null fields: Arrow and Parquet give every message the union of all fields."""
-
-    def cleaned(value: object) -> object:
-        if isinstance(value, Mapping):
-            return {name: cleaned(part) for name, part in value.items() if part is not None}
-        return [cleaned(part) for part in value] if isinstance(value, list) else value
-
-    found = cleaned(value)
-    assert isinstance(found, dict)
-    return found
 
 
 def _instructed(messages: list[Message], instruction: str) -> list[Message]:
@@ -451,24 +378,3 @@ def _instructed(messages: list[Message], instruction: str) -> list[Message]:
             changed = {**messages[index], "content": content + instruction}
             return [*messages[:index], changed, *messages[index + 1 :]]
     return messages
-
-
-def _check_text(column: str, text: str) -> None:
-    if len(text) > _MAX_TEXT_LENGTH:
-        raise RowError(
-            f"has {len(text):,} characters, more than {_MAX_TEXT_LENGTH:,}",
-            column=column,
-            value=text[:20],
-            hint="cut the text: no model's context is this long",
-        )
-    if text.isascii():
-        return
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RowError(
-            f"has a lone surrogate, U+{ord(text[error.start]):04X}, which stands for no character",
-            column=column,
-            value=text[max(0, error.start - 20) : error.start + 20],
-            hint="decode the text with errors='replace' when writing the file",
-        ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from forge_rl.types import Task
 
 _SHOWN_ROWS = 5
 """Bad rows that an error shows."""
+_REMEMBERED_ROWS = 10_000
 _FEW_ROWS = 1000
 """Minimum number of rows to which the maximum share of bad rows applies."""
 
@@ -75,6 +77,8 @@ class TableSource:
         self._drawn = 0
         """Rows drawn since this source was made."""
         self._left_out = np.zeros(0, np.bool_)
+        self._last_rows: OrderedDict[str, int] = OrderedDict()
+        """Rows of the tasks drawn last, by the tasks' ids."""
 
     def __repr__(self) -> str:
         return f"{self.name}({len(self.tables)} files) seed {self.seed}, epoch {self.epoch:.2f}"
@@ -104,6 +108,9 @@ class TableSource:
             if read.error is not None:
                 self._count_bad(read)
             elif read.task is not None and not self.is_held_out(read.problem) and not self._is_left_out(row):
+                self._last_rows[read.task.id] = row
+                if len(self._last_rows) > _REMEMBERED_ROWS:
+                    self._last_rows.popitem(last=False)
                 return read.task
         raise TaskError(
             f"no row of {self.name!r} can be trained on: all are held out, too long or bad",
@@ -186,6 +193,11 @@ class TableSource:
         """Describe a row's place by its file and its line or number."""
         table, offset = self._table_of(row)
         return f"{table.path}, {table.describe(row - offset)}"
+
+    def describe_task(self, task: Task) -> str:
+        """Describe a recently drawn task's place by its file and its line or number; "" if it is not known."""
+        row = self._last_rows.get(task.id)
+        return "" if row is None else self.describe(row)
 
     def state(self) -> dict[str, object]:
         return {

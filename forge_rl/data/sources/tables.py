@@ -37,6 +37,10 @@ class RowError(Exception):
         return f"{where}{self.args[0]}{seen}"
 
 
+class FilledRow(dict[str, object]):
+    """Row of a columnar format, which writes null for each field of other rows' messages that a message lacks."""
+
+
 class Table(Protocol):
     """Rows of a file, numbered from 0."""
 

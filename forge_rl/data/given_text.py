@@ -1,0 +1,137 @@
+"""Checks that the text of given messages is in the tokens that a chat template makes of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from forge_rl.errors import TaskError
+from forge_rl.token_arrays import TokenIds
+from forge_rl.tokens.message_form import THOUGHT_KEYS
+from forge_rl.tokens.tokenizer import Tokenizer
+from forge_rl.types import Message
+
+_TAGS = ("<think>", "</think>")
+_HINTS = {
+    "thoughts": "change the model's chat_template.jinja so that it keeps them, or remove them from the row",
+    "text beside its tool call": "move it to a message of its own, or change the model's chat_template.jinja",
+}
+_HINT = "change the message, or the model's chat_template.jinja"
+
+
+@dataclass(frozen=True)
+class GivenText:
+    """Text of a message, or of a part of one."""
+
+    part: str
+    """The part of the message, in words."""
+    text: str
+
+
+def check_answer(message: Message, number: int, token_ids: TokenIds, tokenizer: Tokenizer) -> None:
+    """Refuse an answer of which the chat template leaves text out.
+
+    Args:
+        number: the message's number in its conversation, from 1.
+        token_ids: what the template makes of the answer.
+
+    Raises:
+        TaskError: names the message, the part and the text.
+    """
+    rendered = _joined(tokenizer.decode(token_ids, skip_special=False))
+    # The longest first, each at a place of its own: a thought "5" is not the 5 of "15".
+    for given in sorted(_of_answer(message, tokenizer), key=lambda given: -len(given.text)):
+        form = _form_in(rendered, given.text, tokenizer)
+        if form is None:
+            raise _left_out(number, given, "trained")
+        rendered = rendered.replace(form, "\0", 1)
+
+
+def check_context(
+    messages: Sequence[Message], token_ids: TokenIds, tokenizer: Tokenizer, *, first: int, shown: str = "shown"
+) -> None:
+    """Refuse messages whose text the model is not shown. Thoughts and calls of earlier answers may be left out.
+
+    Args:
+        token_ids: what the template makes of the conversation.
+        first: number of the first message in its conversation, from 1.
+
+    Raises:
+        TaskError: names the message and the text.
+    """
+    rendered = _joined(tokenizer.decode(token_ids, skip_special=False))
+    for number, message in enumerate(messages, first):
+        for given in _of_content(message, tokenizer):
+            if given.part != "thoughts" and _form_in(rendered, given.text, tokenizer) is None:
+                raise _left_out(number, given, shown)
+
+
+def _of_answer(message: Message, tokenizer: Tokenizer) -> Iterator[GivenText]:
+    thoughts = next((str(message[key]) for key in THOUGHT_KEYS if message.get(key)), "")
+    if thoughts.strip():
+        yield GivenText("thoughts", thoughts)
+    yield from _of_content(message, tokenizer)
+    calls = message.get("tool_calls") or ()
+    assert isinstance(calls, Sequence)
+    for call in calls:
+        function = call.get("function", call)
+        yield GivenText("tool call", str(function["name"]))
+        for value in _values(function.get("arguments")):
+            yield GivenText(f"argument of its call of {function['name']!r}", value)
+
+
+def _of_content(message: Message, tokenizer: Tokenizer) -> Iterator[GivenText]:
+    """Yield the text of a message. An answer's text is split at tags: text before a closing tag is a thought."""
+    content = message.get("content") or ""
+    assert isinstance(content, str), content
+    rest = "text beside its tool call" if message.get("tool_calls") else "text"
+    if message.get("role") == "assistant":
+        tags = {*_TAGS, *tokenizer.thoughts.tags}
+        pieces = re.split("(" + "|".join(map(re.escape, sorted(tags))) + ")", content)
+        closing = {_TAGS[1], tokenizer.thoughts.tags[1]}
+        for place in range(0, len(pieces), 2):
+            closed = place + 1 < len(pieces) and pieces[place + 1] in closing
+            if pieces[place].strip():
+                yield GivenText("thoughts" if closed else rest, pieces[place])
+    elif content.strip():
+        yield GivenText(rest, content)
+
+
+def _values(arguments: object) -> Iterator[str]:
+    """Yield names and texts in arguments, and numbers; other values have many forms in templates."""
+    if isinstance(arguments, Mapping):
+        for name, value in arguments.items():
+            yield str(name)
+            yield from _values(value)
+    elif isinstance(arguments, list):
+        for value in arguments:
+            yield from _values(value)
+    elif isinstance(arguments, int) and not isinstance(arguments, bool):
+        yield str(arguments)
+    elif isinstance(arguments, str) and arguments.strip():
+        yield arguments
+
+
+def _form_in(rendered: str, text: str, tokenizer: Tokenizer) -> str | None:
+    """Return the form in which a rendered text has a text: unchanged, as JSON, or as the vocabulary can write it."""
+    for form in (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]):
+        if (joined := _joined(form)) in rendered:
+            return joined
+    joined = _joined(tokenizer.decode(tokenizer.encode(text), skip_special=False))
+    return joined if joined in rendered else None
+
+
+def _joined(text: str) -> str:
+    """Return a text without blanks, which templates trim."""
+    return "".join(text.split())
+
+
+def _left_out(number: int, given: GivenText, use: str) -> TaskError:
+    text = " ".join(given.text[:200].split())
+    seen = ascii(text if len(text) <= 60 else f"{text[:60]} ...")
+    return TaskError(
+        f"message {number}'s {given.part} would not be {use}: the chat template leaves out {seen}",
+        hint=_HINTS.get(given.part, _HINT),
+    )

@@ -1,0 +1,31 @@
+"""Compares the vocabularies of two models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forge_rl.errors import ConfigError
+from forge_rl.tokens.tokenizer import Tokenizer
+
+
+def check_same_tokens(who: str, folder: Path, policy: Path) -> None:
+    """Check that a model's tokenizer has the same token for each id as the policy's.
+
+    Args:
+        who: what errors call the model, such as "the teacher NAME".
+
+    Raises:
+        ConfigError: it has not.
+        ModelError: one has no tokenizer.
+    """
+    if folder.samefile(policy):
+        return
+    model_ids, policy_ids = (Tokenizer(path).hf.get_vocab() for path in (folder, policy))
+    if differ := sorted({token for token, _ in model_ids.items() ^ policy_ids.items()}):
+        token = differ[0]
+        raise ConfigError(
+            f"{who} has another tokenizer than the policy: {len(differ)} tokens differ, such as "
+            f"{token!r}, which is {model_ids.get(token, 'none')} there and {policy_ids.get(token, 'none')} in the "
+            "policy",
+            hint="choose a model of the policy's own family, with the same tokenizer",
+        )
