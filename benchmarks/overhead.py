@@ -204,8 +204,8 @@ async def _measure(config: Config, report: Report) -> None:
                 elif side == "tokens":
                     rate = await _tokens(config, services)
                 else:
-                    rate, least = await _turns(config, services, config.many if side == "many" else config.few)
-                    in_flight = {"least_in_flight": least}
+                    rate, lowest = await _turns(config, services, config.many if side == "many" else config.few)
+                    in_flight = {"least_in_flight": lowest}
                 report.rows.append({"side": side, "warm_up": not counts, "per_s": rate, **in_flight})
                 print(f"{side}: {rate:.0f} a second", flush=True)
                 if counts:
@@ -249,7 +249,7 @@ async def _turns(config: Config, services: Services, in_flight: int) -> tuple[fl
 
     async def deliver(turns: int) -> int:
         """Deliver batches of so many turns; return the least number of episodes in flight at the end of one."""
-        until, least = generator.answered + turns, in_flight
+        until, lowest = generator.answered + turns, in_flight
         while generator.answered < until:
             try:
                 async with asyncio.timeout(_DEADLINE_S):
@@ -258,23 +258,23 @@ async def _turns(config: Config, services: Services, in_flight: int) -> tuple[fl
                 raise BenchmarkError(f"after {_DEADLINE_S:g} s, {rollouts.waiting_for()}") from error
             generator.load(generator.version + 1)
             metrics = rollouts.metrics()
-            least = min(least, round(metrics["rollouts/in_flight"]))
+            lowest = min(lowest, round(metrics["rollouts/in_flight"]))
             outcomes = {name for name, value in metrics.items() if value and name.startswith("outcomes/")}
             if outcomes - {"outcomes/completed"}:
                 raise BenchmarkError(f"not all episodes completed: {outcomes}")
-        return least
+        return lowest
 
     try:
         # Until they are no longer all at the same turn, and all have started: they do so in waves while a batch is
         # awaited, which on a busy machine takes longer than the first batch.
-        least = await deliver(config.turns * in_flight)
+        lowest = await deliver(config.turns * in_flight)
         for _ in range(_WARM_UP_BATCHES):
-            if least == in_flight:
+            if lowest == in_flight:
                 break
-            least = await deliver(1)
+            lowest = await deliver(1)
         began, before = time.perf_counter(), generator.answered
-        least = await deliver(max(config.turns * in_flight, 0 if config.smoke else config.least_turns))
-        return (generator.answered - before) / (time.perf_counter() - began), least
+        lowest = await deliver(max(config.turns * in_flight, 0 if config.smoke else config.least_turns))
+        return (generator.answered - before) / (time.perf_counter() - began), lowest
     finally:
         await rollouts.close()
 

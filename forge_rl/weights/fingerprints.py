@@ -182,9 +182,9 @@ def _run(tasks: Iterator[tuple[int, Callable[[], SupportsInt]]]) -> list[tuple[i
                     return
                 results.append((number, int(task())))
 
-    some = list(itertools.islice(tasks, 2))
-    tasks = itertools.chain(some, tasks)
-    helpers = torch.get_num_threads() - 1 if len(some) > 1 else 0
+    first_tasks = list(itertools.islice(tasks, 2))
+    tasks = itertools.chain(first_tasks, tasks)
+    helpers = torch.get_num_threads() - 1 if len(first_tasks) > 1 else 0
     futures = [_pool(os.getpid(), helpers).submit(work) for _ in range(helpers)]
     try:
         work()
