@@ -362,9 +362,7 @@ def compare(found: Trained, expected: Trained) -> Deviation:
         BenchmarkError: they trained on different tokens, or started from different weights.
     """
     for mine, theirs in zip(found.metrics, expected.metrics, strict=True):
-        # One process has no metrics of ranks.
-        of_all = {name for name in mine if not name.startswith(("attention/rank_", "experts/rank_", "pipeline/"))}
-        if of_all != theirs.keys() or mine["tokens/trained"] != theirs["tokens/trained"]:
+        if _shared_names(mine) != _shared_names(theirs) or mine["tokens/trained"] != theirs["tokens/trained"]:
             raise BenchmarkError(f"a layout has the metrics {mine}, and one process {theirs}")
     if any(not torch.equal(start, expected.start[name]) for name, start in found.start.items()):
         raise BenchmarkError("a layout published other weights at its start than one process")
@@ -383,6 +381,11 @@ def compare(found: Trained, expected: Trained) -> Deviation:
         weights=float((other - end).norm() / end.norm()),
         of_way=float((other - end).norm() / (end - start).norm()),
     )
+
+
+def _shared_names(metrics: Mapping[str, float]) -> set[str]:
+    """Return the names of metrics that every layout has: those of ranks and stages need several of them."""
+    return {name for name in metrics if not name.startswith(("attention/rank_", "experts/rank_", "pipeline/"))}
 
 
 def alone(case: Case) -> Case:

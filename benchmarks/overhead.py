@@ -51,6 +51,8 @@ from forge_rl.token_arrays import Chunk, TokenIds
 from forge_rl.types import Message, Task
 
 _DEADLINE_S = 300.0
+_WARM_UP_BATCHES = 20
+"""Most batches in which the episodes in flight may become as many as there should be."""
 _GROUP_SIZE = 4
 _ENGINES = 8
 _REPLY = np.array([1, 2, 3], np.int32)
@@ -196,13 +198,15 @@ async def _measure(config: Config, report: Report) -> None:
             # The order alternates, so that a machine that slows down favours neither.
             sides = ("few", "many", "monarch", "tokens")
             for side in sides if number % 2 else reversed(sides):
+                in_flight = {}
                 if side == "monarch":
                     rate = await _bare_calls(config, services)
                 elif side == "tokens":
                     rate = await _tokens(config, services)
                 else:
-                    rate = await _turns(config, services, config.many if side == "many" else config.few)
-                report.rows.append({"side": side, "warm_up": not counts, "per_s": rate})
+                    rate, lowest = await _turns(config, services, config.many if side == "many" else config.few)
+                    in_flight = {"least_in_flight": lowest}
+                report.rows.append({"side": side, "warm_up": not counts, "per_s": rate, **in_flight})
                 print(f"{side}: {rate:.0f} a second", flush=True)
                 if counts:
                     rates[side].append(rate)
@@ -222,8 +226,8 @@ async def _measure(config: Config, report: Report) -> None:
     report.results[f"cost_{config.many}_over_{config.few}"] = median(rates["few"]) / median(rates["many"])
 
 
-async def _turns(config: Config, services: Services, in_flight: int) -> float:
-    """Return turns per second with `in_flight` concurrent episodes."""
+async def _turns(config: Config, services: Services, in_flight: int) -> tuple[float, int]:
+    """Return turns per second with `in_flight` concurrent episodes, and their least number at the end of a batch."""
     generator = PromptEngines(engines=_ENGINES, budget=in_flight)
     mixture = Mixture({"tasks": StagedSource(Kind(name="tasks", share=1.0, least_s=1.0, most_s=1.0))})
     tokenizer: Any = PromptTokenizer()
@@ -243,23 +247,34 @@ async def _turns(config: Config, services: Services, in_flight: int) -> float:
         listener=Printed(),
     )
 
-    async def deliver(turns: int) -> None:
-        until = generator.answered + turns
+    async def deliver(turns: int) -> int:
+        """Deliver batches of so many turns; return the least number of episodes in flight at the end of one."""
+        until, lowest = generator.answered + turns, in_flight
         while generator.answered < until:
-            await rollouts.next_batch()
+            try:
+                async with asyncio.timeout(_DEADLINE_S):
+                    await rollouts.next_batch()
+            except TimeoutError as error:
+                raise BenchmarkError(f"after {_DEADLINE_S:g} s, {rollouts.waiting_for()}") from error
             generator.load(generator.version + 1)
-            async with asyncio.timeout(_DEADLINE_S):  # a delivered batch's successors start in waves
-                while rollouts.metrics()["rollouts/in_flight"] < in_flight:  # noqa: ASYNC110 -- there is no event for it
-                    await asyncio.sleep(0.001)
-            ended = {name for name, value in rollouts.metrics().items() if value and name.startswith("outcomes/")}
-            if ended - {"outcomes/completed"}:
-                raise BenchmarkError(f"not all episodes completed: {ended}")
+            metrics = rollouts.metrics()
+            lowest = min(lowest, round(metrics["rollouts/in_flight"]))
+            outcomes = {name for name, value in metrics.items() if value and name.startswith("outcomes/")}
+            if outcomes - {"outcomes/completed"}:
+                raise BenchmarkError(f"not all episodes completed: {outcomes}")
+        return lowest
 
     try:
-        await deliver(config.turns * in_flight)  # until they are no longer all at the same turn
+        # Until they are no longer all at the same turn, and all have started: they do so in waves while a batch is
+        # awaited, which on a busy machine takes longer than the first batch.
+        lowest = await deliver(config.turns * in_flight)
+        for _ in range(_WARM_UP_BATCHES):
+            if lowest == in_flight:
+                break
+            lowest = await deliver(1)
         began, before = time.perf_counter(), generator.answered
-        await deliver(max(config.turns * in_flight, 0 if config.smoke else config.least_turns))
-        return (generator.answered - before) / (time.perf_counter() - began)
+        lowest = await deliver(max(config.turns * in_flight, 0 if config.smoke else config.least_turns))
+        return (generator.answered - before) / (time.perf_counter() - began), lowest
     finally:
         await rollouts.close()
 

@@ -274,3 +274,13 @@ def test_nothing_adds_nothing():
 
 def test_the_sum_stays_within_64_bits():
     assert combine([(1 << 64) - 1, 2]) == 1
+
+
+def test_parameters_of_inference_are_written_from_every_thread(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    sources = [torch.randn(33, 9) for _ in range(200)]
+    with torch.inference_mode():
+        targets = [torch.zeros(9, 33).t() for _ in sources]  # not in the source's order, so that torch copies
+        moves = [Move(*pair, (33, 9), TensorSlice.whole((33, 9))) for pair in zip(targets, sources, strict=True)]
+        assert move(moves) == [fingerprint(source, (33, 9)) for source in sources]
+    assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))

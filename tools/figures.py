@@ -7,7 +7,8 @@ A page has a table between the lines `<!-- measured: NAME -->` and `<!-- end -->
 `<!-- measured: NAME by CASE CASE -->` makes a column of each case: RESULT_CASE is then a cell in the row RESULT.
 `<!-- rows: NAME by FIELD FIELD -->` begins a table of these fields of the report's rows. Text between
 `<!-- value: NAME.RESULT -->` and `<!-- end -->` is one result. With --check nothing is written, and the exit status is
-1 if a page differs from its files.
+1 if a page differs from its files. With --stale nothing is written either, and it is 1 if a figure is older than a
+change of what it measures.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 
 import tyro
 
+from tools.stale_figures import stale
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "figures"
 _REGION = re.compile(r"(<!-- measured: (\w+)(?: by ([\w ]+))? -->\n)(?:.*?)(?=<!-- end -->)", re.DOTALL)
@@ -35,6 +38,8 @@ class Config:
 
     check: bool = False
     """Only list the pages that differ from their files."""
+    stale: bool = False
+    """Only list the figures to measure again: what they depend on has changed since their commit."""
 
 
 def table(report: dict[str, Any], cases: Sequence[str] = ()) -> str:
@@ -138,7 +143,11 @@ def pages() -> list[Path]:
 
 
 def main(config: Config) -> int:
-    """Write or check all pages; return the exit status."""
+    """Write or check all pages, or list stale figures; return the exit status."""
+    if config.stale:
+        older = list(stale(FOLDER))
+        print("\n".join(older) or "no figure is older than what it measures")
+        return int(bool(older))
     status = 0
     for path in pages():
         text = path.read_text()

@@ -16,8 +16,9 @@ import itertools
 import math
 import operator
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache, partial
 from typing import Any, NamedTuple, SupportsInt
 
@@ -79,25 +80,24 @@ def move(moves: Sequence[Move]) -> list[int]:
         WeightsError: a block begins or ends within a word.
     """
     totals = [0] * len(moves)
+    on_cpu: list[int] = []
     numbers: list[int] = []
     parts: list[torch.Tensor] = []
-    tasks: list[tuple[int, Callable[[], SupportsInt]]] = []
     for number, (target, source, shape, tensor_slice) in enumerate(moves):
         dtype = source.dtype if target is None else target.dtype
         if not tensor_slice.numel:
             continue
         _check_words(shape, tensor_slice, dtype)
         if source.device.type == "cpu" and (target is None or target.device.type == "cpu"):
-            tasks += ((number, task) for task in _tasks(target, source, shape, tensor_slice))
+            on_cpu.append(number)
         else:
             values = source.to(dtype)
             if target is not None:
                 target.copy_(values, non_blocking=values.is_cuda)
             parts.append(_by_torch(values, shape, tensor_slice))
             numbers.append(number)
-    run = map if len(tasks) == 1 or torch.get_num_threads() == 1 else _pool(os.getpid(), torch.get_num_threads()).map
-    for (number, _), part in zip(tasks, run(lambda task: task[1](), tasks), strict=True):
-        totals[number] = (totals[number] + int(part)) % (1 << 64)
+    for number, part in _run((index, task) for index in on_cpu for task in _tasks(*moves[index])):
+        totals[number] = (totals[number] + part) % (1 << 64)
     if parts:  # the only device sync, which also waits for the copies
         for number, total in zip(
             numbers, torch.stack([part.to(parts[0].device) for part in parts]).tolist(), strict=True
@@ -161,6 +161,38 @@ def _tasks(
             else:
                 run = kernels.cast_rows if casts else kernels.copy_rows
                 yield partial(run, to[row * to_step + column :], to_step, block, of_step, *where)
+
+
+def _run(tasks: Iterator[tuple[int, Callable[[], SupportsInt]]]) -> list[tuple[int, int]]:
+    """Return the tasks' results with their numbers.
+
+    Every thread makes the next task itself, while others copy: that is Python, and for a model's hundreds of tensors it
+    takes a tenth as long as to copy them.
+    """
+    lock, results = threading.Lock(), list[tuple[int, int]]()
+    # Both are of a thread: vLLM's parameters can be viewed and written in inference mode only.
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def work() -> None:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            while True:
+                with lock:
+                    number, task = next(tasks, (0, None))
+                if task is None:
+                    return
+                results.append((number, int(task())))
+
+    first_tasks = list(itertools.islice(tasks, 2))
+    tasks = itertools.chain(first_tasks, tasks)
+    helpers = torch.get_num_threads() - 1 if len(first_tasks) > 1 else 0
+    futures = [_pool(os.getpid(), helpers).submit(work) for _ in range(helpers)]
+    try:
+        work()
+    finally:
+        wait(futures)  # an error must leave no thread that writes
+    for future in futures:
+        future.result()
+    return results
 
 
 def _by_torch(values: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSlice) -> torch.Tensor:

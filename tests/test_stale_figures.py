@@ -1,0 +1,59 @@
+"""Figures that are older than a change of what they measure."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools import figures
+from tools.stale_figures import DEPENDENCIES, benchmark_path, stale
+
+
+def test_every_figure_depends_on_files_that_exist() -> None:
+    reports = {path.stem: json.loads(path.read_text()) for path in figures.FOLDER.glob("*.json")}
+    assert DEPENDENCIES.keys() == reports.keys()
+    paths = {path for paths in DEPENDENCIES.values() for path in paths}
+    paths |= {benchmark_path(report["command"]) for report in reports.values()}
+    assert {path for path in paths if not (figures.ROOT / path).exists()} == set()
+
+
+def test_a_figure_is_stale_after_a_change_of_its_paths_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(figures, "FOLDER", tmp_path)
+
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=A", "-c", "user.email=a@example.com"]
+        return subprocess.check_output(["git", *identity, *words], cwd=tmp_path, text=True).strip()
+
+    def change(name: str) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.read_text() + "more\n" if path.exists() else "\n")
+        git("add", name)
+        git("commit", "-qm", f"change of {name}")
+        return git("rev-parse", "HEAD")
+
+    def measured(commit: str) -> None:
+        report = {"commit": commit, "command": "python -m benchmarks.sandbox"}
+        (tmp_path / "sandbox.json").write_text(json.dumps(report))
+
+    git("init", "-q")
+    first = change("forge_rl/sandbox/pool.py")
+    measured(first)
+    change("forge_rl/weights/volume.py")
+    assert figures.main(figures.Config(stale=True)) == 0
+    measured(f"{first} with uncommitted changes")
+    assert list(stale(tmp_path)) == [f"sandbox: measured at {first[:8]} with uncommitted changes"]
+    second = change("benchmarks/sandbox.py")
+    assert figures.main(figures.Config(stale=True)) == 1
+    assert f"sandbox: commits since {first[:8]}: 1; the last: " in capsys.readouterr().out
+    change("forge_rl/sandbox/pool.py")
+    measured(second)
+    [line] = stale(tmp_path)
+    assert line.endswith("the last: " + git("log", "-1", "--format=%h %s"))
+    measured("0" * 40)  # as in a shallow clone
+    assert list(stale(tmp_path)) == [f"sandbox: its commit {'0' * 40} is not in this clone's history"]
