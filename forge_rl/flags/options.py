@@ -78,7 +78,8 @@ def read_option(parsed: FlagText, key: str, kind: Any) -> Any:
     """
     import pydantic
 
-    text, value = parsed.written[key], parsed.params[key]
+    text = parsed.written[key]
+    value = parsed.params.get(key, text)
     presets = getattr(kind, "presets", None)
     if presets is not None and text in presets:
         return presets[text]

@@ -42,12 +42,10 @@ class Advice:
         lasting = len(self._cut_rewards) >= _CUT_BATCHES and mean_reward <= self._cut_rewards[0]
         kind = text = ""
         if cut > _NEARLY_ALL * len(episodes) or lasting:
-            kind, text = (
-                "cut",
-                (
-                    f"{cut} of {len(episodes)} episodes were truncated, by --generator.max-tokens {max_tokens} or by the "
-                    "context: raise it if answers need more"
-                ),
+            kind = "cut"
+            text = (
+                f"{cut} of {len(episodes)} episodes were truncated, by --generator.max-tokens {max_tokens} or by the "
+                "context: raise it if answers need more"
             )
         tokens = sum(episode.response_tokens for episode in episodes) / len(episodes)
         tokens_before, cut_before, reward_before = self._earlier[0] if self._earlier else (tokens, 1.0, 0.0)
@@ -57,13 +55,11 @@ class Advice:
         is_cut = cut > max(_NEARLY_ALL, cut_before + _CUT_MORE) * len(episodes) and mean_reward < reward_before
         is_uniform = all(max(group.rewards) == min(group.rewards) for group in batch.groups)
         if (kind or is_uniform) and (is_longer or is_shorter or is_cut or self._told == "diverged"):
-            kind, text = (
-                "diverged",
-                (
-                    f"answers went from {tokens_before:.0f} to {tokens:.0f} tokens on average within two batches, {cut} of "
-                    f"{len(episodes)} are truncated: the policy may have diverged; lower --trainer.optimizer.lr before you "
-                    "change --generator.max-tokens or the tasks"
-                ),
+            kind = "diverged"
+            text = (
+                f"answers went from {tokens_before:.0f} to {tokens:.0f} tokens on average within two batches, {cut} "
+                f"of {len(episodes)} are truncated: the policy may have diverged; lower --trainer.optimizer.lr before "
+                "you change --generator.max-tokens or the tasks"
             )
         is_new, self._told = kind != self._told, kind
         return text if is_new else ""

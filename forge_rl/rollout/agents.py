@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from forge_rl.errors import ContextError, ForgeError, PoisonError, ReplicaError
+from forge_rl.flags.user_code import line_of
 from forge_rl.gateway.backend import Backend
 from forge_rl.gateway.errors import ENDS_ENGINES
 from forge_rl.gateway.gateway_config import GatewayConfig
@@ -217,9 +217,9 @@ class _OwnTime:
 
 
 def _line_of(error: Exception) -> str:
-    """Return the line of the agent's code that an error came through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[1].filename}:{frames[1].lineno})" if len(frames) > 1 else ""
+    """Return the last line of the agent's code that an error came through."""
+    line = line_of(error)
+    return f" ({line})" if line else ""
 
 
 @contextlib.asynccontextmanager

@@ -282,7 +282,7 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of the model's logits, V, which may exceed the tokenizer's number of tokens."""
         size = self._setting("config.json", "vocab_size")
-        return size if isinstance(size, int) else len(self.hf)
+        return size if isinstance(size, int) else 1 + max(self.hf.get_vocab().values())  # ids may have gaps
 
     @cached_property
     def model_type(self) -> str:

@@ -93,7 +93,8 @@ def sampling_from_json(found: object) -> Sampling:
     if not isinstance(found, dict) or not isinstance(found.get("extra", {}), dict):
         raise WireError("sampling settings are not an object")
     try:
-        return Sampling(**{**found, "stop": tuple(map(str, found.get("stop", ())))})
+        stops = {"stop": tuple(map(str, found.get("stop", ()))), "stop_ids": tuple(map(int, found.get("stop_ids", ())))}
+        return Sampling(**{**found, **stops})
     except (TypeError, ValueError, ForgeError) as error:
         raise WireError(f"sampling settings are malformed: {error}") from error
 
