@@ -190,8 +190,8 @@ ASKED: dict[str, tuple[Row, Row, Row]] = {
     ),
     "shared_prefixes": (
         {"group_size": 8},
-        {"tokens/sequences": 100.0, "tokens/packed": 100.0},
-        {"tokens/sequences": 100.0, "tokens/packed": 60.0},
+        {"tokens/train": 100.0, "tokens/packed": 100.0},
+        {"tokens/train": 100.0, "tokens/packed": 60.0},
     ),
     "cached_tools": ({}, {"tools/cache_hits": 0.0}, {"tools/cache_hits": 0.1}),
     "dynamic_sampling": (

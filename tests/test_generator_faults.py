@@ -39,7 +39,7 @@ def test_a_completion_is_resumed_elsewhere_from_the_tokens_that_there_are(tmp_pa
                 first, second = on.orders.notes("stream")[before:]
                 assert (first["engine"], first["shown"], first["seed"]) == (0, len(PROMPT), 7)
                 assert (second["engine"], second["shown"]) == (1, len(PROMPT) + 3)
-                assert second["seed"] != 7
+                assert second["seed"] == 7, "which goes on at its position"
                 assert said in on.faults.seen[-1].cause
                 await on.until_serving(0, 1)
                 assert on.faults.seen[-1].recovered_s is not None
@@ -336,6 +336,7 @@ def test_an_engine_whose_cache_is_full_gets_fewer_requests_until_it_dies(tmp_pat
                 "preemptions": 6,
                 "waiting": 5,
                 "request_limit": 11,
+                "prefilled_again": 0,
             }
             on.orders.tell(0, cache=(float("nan"), 0, 0, 0))
             assert right(await on.generator.generate(PROMPT, Sampling(max_tokens=20), engine=0))

@@ -6,6 +6,7 @@ import ast
 import asyncio
 import importlib
 import inspect
+import json
 import re
 import shlex
 from dataclasses import replace
@@ -77,6 +78,8 @@ def test_a_command_on_a_page_is_accepted(page: str, line: str, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "pairs.jsonl").write_text('{"prompt": "2+3?", "chosen": "5", "rejected": "6"}\n')
+    rows = [json.dumps({"question": f"{n}+3?", "problem": f"{n}+3?", "solution": str(n + 3)}) for n in range(40)]
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(rows))
     python, flag, name, *arguments = shlex.split(line)
     assert (python, flag) == ("python", "-m")
     recipe = importlib.import_module(name)

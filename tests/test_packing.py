@@ -380,7 +380,7 @@ def test_advantages_may_be_arrays_or_lists_and_anything_else_is_named():
     for advantages, message in (
         ([["much", "little"]], "a list, are not numbers of shape"),
         ([1.0, -1.0], "a list, are not numbers of shape"),
-        (np.zeros((1, 2, 5)), r"an episode of 1 tokens has \[5\] advantages"),
+        (np.zeros((1, 2, 5)), r"an episode of 1 tokens has 5 advantages"),
         (torch.zeros(1, 2, 5), r"shape \[1, 2, 5\]"),
         ([[[1.0], 2.0]], r"an episode of 2 tokens has \[\] advantages"),
     ):

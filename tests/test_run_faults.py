@@ -294,6 +294,7 @@ def test_a_stop_while_a_run_recovers_leaves_checkpoints_whose_parts_are_of_one_s
 
     command = run(100000, 4, place)
     command.wait_for("step +7/")
+    wait_until(lambda: bool(saved_steps(out)), command)  # it is written while steps go on
     actor_of(command, "trainer").kill()
     command.wait_for(f"waits in {place}")
     command.process.send_signal(signal.SIGTERM)

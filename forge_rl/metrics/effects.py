@@ -53,7 +53,7 @@ def _lent_experts(values: Values, settings: Settings) -> float:
 
 
 def _shared_tokens(values: Values, settings: Settings) -> float:
-    return values.get("tokens/sequences", 0.0) - values.get("tokens/packed", 0.0)
+    return values.get("tokens/train", 0.0) - values.get("tokens/packed", 0.0)
 
 
 def _busy_guests(values: Values, settings: Settings) -> float:

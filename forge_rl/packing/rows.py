@@ -333,7 +333,7 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int], layout: Layou
         for values, episode in zip((values for group in advantages for values in group), batch.episodes, strict=True):
             if values.shape != (episode.response_tokens,):
                 raise ConfigError(
-                    f"an episode of {episode.response_tokens} tokens has {'x'.join(map(str, values.shape))} advantages",
+                    f"an episode of {episode.response_tokens} tokens has {len(values) if len(values.shape) == 1 else list(values.shape)} advantages",
                     hint=hint,
                 )
     if batch.groups and len(batch.groups) < layout.minibatches:

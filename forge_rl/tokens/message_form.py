@@ -16,6 +16,17 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 _ASKED: Message = {"role": "user", "content": "?"}
 
 
+def decoded_arguments(text: str) -> object:
+    """Return what a call's arguments are as JSON; the text itself if it is no JSON, or cannot be rendered decoded, as
+    half of a surrogate pair cannot."""
+    try:
+        value: object = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return text
+    return value
+
+
 class MessageForm:
     """Writes messages as one chat template reads them; what that is, is found by rendering some.
 
@@ -88,10 +99,7 @@ class MessageForm:
         if not isinstance(function, Mapping) or isinstance(arguments, str) == self._takes_text:
             return call
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                return call
+            arguments = decoded_arguments(arguments)
         elif isinstance(arguments, Mapping):
             arguments = json.dumps(arguments, ensure_ascii=False)
         converted = {**function, "arguments": arguments}

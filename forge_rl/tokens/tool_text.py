@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 
-from forge_rl.tokens.message_form import THOUGHT_KEYS
+from forge_rl.tokens.message_form import THOUGHT_KEYS, decoded_arguments
 
 _INTRODUCTION = """# Tools
 
@@ -64,7 +63,6 @@ def _call(call: Mapping[str, Mapping[str, object]]) -> str:
     function = call.get("function", call)
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # text that is no JSON stays text
-            arguments = json.loads(arguments)
+        arguments = decoded_arguments(arguments)
     written = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{written}\n</tool_call>"

@@ -36,12 +36,13 @@ async def scored(task: Task, text: str) -> Score:
 
 @pytest.mark.parametrize("dataset", sorted(OWN))
 def test_an_answer_that_is_code_does_not_run(dataset: str, tmp_path: Path):
-    entry = ReasoningGymSource(dataset, {}, 0, 0.1).draw().truth["entry"]
+    params = {"min_string_length": 200, "max_string_length": 300} if dataset == "string_insertion" else {}
+    entry = ReasoningGymSource(dataset, params, 0, 0.1).draw().truth["entry"]
     assert isinstance(entry, dict)
     written = tmp_path / "written"
     code = f"__import__('pathlib').Path({str(written)!r}).write_text('ran')"
     for answer in (code, f"[{code}]", f"[[{code}]]", f"({code}) + 1", f"sqrt({code})"):
-        assert verify(dataset, {}, entry, answer) in (0.0, 0.01)
+        assert verify(dataset, params, entry, answer) in (0.0, 0.01)
     assert not written.exists()
 
 

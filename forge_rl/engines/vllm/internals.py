@@ -228,7 +228,7 @@ def finish_reload(model: Any, model_config: Any, *, tied: bool) -> None:
         tied: the embedding is also the output projection.
     """
     finalize_layerwise_reload(model, model_config)
-    if not tied:
+    if not tied or not hasattr(model, "lm_head"):
         return
     check_names(model, ("lm_head.tie_weights", "model.embed_tokens"))
     model.lm_head = model.lm_head.tie_weights(model.model.embed_tokens)
