@@ -332,10 +332,8 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int], layout: Layou
     if not isinstance(advantages, torch.Tensor):
         for values, episode in zip((values for group in advantages for values in group), batch.episodes, strict=True):
             if values.shape != (episode.response_tokens,):
-                raise ConfigError(
-                    f"an episode of {episode.response_tokens} tokens has {len(values) if len(values.shape) == 1 else list(values.shape)} advantages",
-                    hint=hint,
-                )
+                count = len(values) if len(values.shape) == 1 else list(values.shape)
+                raise ConfigError(f"an episode of {episode.response_tokens} tokens has {count} advantages", hint=hint)
     if batch.groups and len(batch.groups) < layout.minibatches:
         raise ConfigError(
             f"{len(batch.groups)} groups cannot be split into {layout.minibatches} minibatches",
