@@ -459,7 +459,8 @@ def _parameters(sampling: Sampling, stream_interval: int = 1) -> SamplingParams:
     if isinstance(constraint := extra.get("structured_outputs"), Mapping):
         extra["structured_outputs"] = StructuredOutputsParams(**constraint)
     if not extra.get("ignore_eos"):
-        extra["stop_token_ids"] = [*(extra.get("stop_token_ids") or ()), *sampling.stop_ids]
+        requested: Any = extra.get("stop_token_ids")
+        extra["stop_token_ids"] = [*(requested or ()), *sampling.stop_ids]
     return SamplingParams(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
