@@ -89,6 +89,22 @@ def test_scores_are_the_models_logits_however_they_are_batched(classifier: Path)
     assert squeezed == pytest.approx([1 / (1 + 2.718281828 ** -truth[0])], abs=1e-2)
 
 
+def test_a_model_is_loaded_once_however_many_episodes_wait_for_it(classifier: Path, monkeypatch: pytest.MonkeyPatch):
+    from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+    loads = list[Path]()
+    load, tie = AutoModelForSequenceClassification.from_pretrained, PreTrainedModel.tie_weights
+
+    def counted(path: Path, **options: object) -> object:
+        loads.append(path)
+        return load(path, **options)
+
+    monkeypatch.setattr(AutoModelForSequenceClassification, "from_pretrained", counted)
+    scores_of(RewardModel(path=classifier), *ANSWERS)
+    assert loads == [classifier]
+    assert PreTrainedModel.tie_weights is tie, "two loads at once leave transformers' classes changed"
+
+
 def test_what_reads_like_a_control_token_in_an_answer_is_text(classifier: Path):
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,10 @@ from forge_rl.errors import ModelError, check_flags
 from forge_rl.models.resolve import model_in
 from forge_rl.tokens.tokenizer import Tokenizer
 from forge_rl.types import Episode, Message, Score, Task
+
+_LOADING = threading.Lock()
+"""Held while a model loads: transformers replaces methods of its classes meanwhile, and two loads at once can leave
+them replaced, after which no tied model of this process is tied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +85,9 @@ class RewardModel:
         Raises:
             ModelError: the folder lacks weights, a tokenizer or a chat template.
         """
-        object.__setattr__(self, "_scorer", _Scorer(self))
+        with _LOADING:
+            if self._scorer is None:
+                object.__setattr__(self, "_scorer", _Scorer(self))
 
     async def __call__(self, task: Task, episode: Episode) -> Score:
         """Return the model's score."""
