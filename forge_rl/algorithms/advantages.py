@@ -83,33 +83,35 @@ def group_advantages(
     """
     import torch  # over 60 lines in all, for the formulas above
 
-    known = torch.ones(rewards.shape, dtype=torch.bool) if scored is None else scored
-    if known.shape != rewards.shape:
-        raise ConfigError(f"`scored` has shape {list(known.shape)}", hint="give one value to each reward")
-    rewards = rewards.detach().to(torch.float32).double().where(known, 0.0)
+    mask = torch.ones(rewards.shape, dtype=torch.bool) if scored is None else scored
+    if mask.shape != rewards.shape:
+        raise ConfigError(f"`scored` has shape {list(mask.shape)}", hint="give one value to each reward")
+    rewards = rewards.detach().to(torch.float32).double().where(mask, 0.0)
     _check(rewards, estimator)
-    if not bool(known.any()):
+    if not bool(mask.any()):
         return torch.zeros(rewards.shape)
     tokens = _lengths(rewards, lengths) if estimator in ("opo", "reinforce_pp", "reinforce_pp_baseline") else rewards
-    tokens = tokens.where(known, 0.0)
+    tokens = tokens.where(mask, 0.0)
     match estimator:
         case "reinforce":
-            found = _in_groups(rewards.reshape(1, -1), "grpo", tokens, known.reshape(1, -1)).reshape(rewards.shape)
+            advantages = _in_groups(rewards.reshape(1, -1), "grpo", tokens, mask.reshape(1, -1)).reshape(rewards.shape)
         case "reinforce_pp":
-            found = _whitened(rewards, tokens)
+            advantages = _whitened(rewards, tokens)
         case _:
-            found = _in_groups(rewards, estimator, tokens, known)
-    return found.where(known, 0.0).float()
+            advantages = _in_groups(rewards, estimator, tokens, mask)
+    return advantages.where(mask, 0.0).float()
 
 
-def _in_groups(rewards: torch.Tensor, estimator: Estimator, tokens: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Compare each reward with the others of its group; float64, as are the rewards. Unknown rewards are 0, and what
-    they get has no meaning."""
-    count = known.sum(dim=1, keepdim=True)
+def _in_groups(rewards: torch.Tensor, estimator: Estimator, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Compare each reward with the others of its group; float64, as are the rewards.
+
+    Rewards outside the mask are 0; their advantages have no meaning.
+    """
+    count = mask.sum(dim=1, keepdim=True)
     mean = rewards.sum(dim=1, keepdim=True) / count.clamp(min=1)
-    low, high = (rewards.where(known, end * math.inf) for end in (1, -1))
+    low, high = (rewards.where(mask, sign * math.inf) for sign in (1, -1))
     differ = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
-    centered = (rewards - mean).where(differ & known, 0.0)
+    centered = (rewards - mean).where(differ & mask, 0.0)
     match estimator:
         case "grpo":
             variance = centered.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
@@ -121,20 +123,20 @@ def _in_groups(rewards: torch.Tensor, estimator: Estimator, tokens: torch.Tensor
             baseline = (tokens * rewards).sum(dim=1, keepdim=True) / total.clamp(min=1)
             centered = (rewards - baseline.where(total > 0, mean)).where(differ, 0.0)
         case "max_rl":
-            most = (count - 1).clamp(min=0).double()
-            centered = (centered / mean).clamp(-most, most).where(differ & (mean > 0), 0.0)
-        case "batch_std" if int(known.sum()) > 1:
-            centered = centered / (rewards[known].std() + EPSILON)
+            bound = (count - 1).clamp(min=0).double()
+            centered = (centered / mean).clamp(-bound, bound).where(differ & (mean > 0), 0.0)
+        case "batch_std" if int(mask.sum()) > 1:
+            centered = centered / (rewards[mask].std() + EPSILON)
         case "reinforce_pp_baseline":
             centered = _whitened(centered, tokens)
     return centered
 
 
 def _check(rewards: torch.Tensor, estimator: Estimator) -> None:
-    """Refuse what `group_advantages` cannot work with."""
+    """Refuse arguments that `group_advantages` cannot work with."""
     if estimator not in get_args(Estimator):
-        known = ", ".join(get_args(Estimator))
-        raise ConfigError(f"unknown estimator of advantages {estimator!r}", hint=f"use one of {known}")
+        estimators = ", ".join(get_args(Estimator))
+        raise ConfigError(f"unknown estimator of advantages {estimator!r}", hint=f"use one of {estimators}")
     if rewards.ndim != 2:
         raise ConfigError(f"rewards have shape {list(rewards.shape)}, not [P, G]", hint="give one row to each group")
     if not bool(rewards.isfinite().all()):
@@ -148,17 +150,18 @@ def _check(rewards: torch.Tensor, estimator: Estimator) -> None:
 def _lengths(rewards: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
     """Return the lengths as float64, or refuse them."""
     if lengths is None or lengths.shape != rewards.shape or bool((lengths < 0).any()):
-        seen = "missing" if lengths is None else f"of shape {list(lengths.shape)}, or below 0"
+        problem = "missing" if lengths is None else f"of shape {list(lengths.shape)}, or below 0"
         raise ConfigError(
-            f"the episodes' lengths are {seen}", hint="give the generated tokens of each episode, or batch_advantages"
+            f"the episodes' lengths are {problem}",
+            hint="give the generated tokens of each episode, or batch_advantages",
         )
     return lengths.detach().double()
 
 
 def _whitened(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Whiten values over the tokens that carry them; 0 if these are fewer than two, or all equal."""
-    carried, count = values[tokens > 0], tokens.sum()
-    if count < 2 or carried.max() == carried.min():
+    used_values, count = values[tokens > 0], tokens.sum()
+    if count < 2 or used_values.max() == used_values.min():
         return values * 0
     mean = (tokens * values).sum() / count
     variance = (tokens * (values - mean) ** 2).sum() / (count - 1)
@@ -196,15 +199,15 @@ def batch_advantages(batch: Batch, *, estimator: Estimator = "grpo") -> Advantag
     """
     import torch
 
-    lengths = torch.tensor([[each.response_tokens for each in group.episodes] for group in batch.groups])
+    lengths = torch.tensor([[episode.response_tokens for episode in group.episodes] for group in batch.groups])
     advantages = group_advantages(batch.rewards, estimator=estimator, lengths=lengths, scored=_scored(batch))
-    if not any(each.score and (each.score.turns or each.score.tokens) for each in batch.episodes):
+    if not any(episode.score and (episode.score.turns or episode.score.tokens) for episode in batch.episodes):
         return advantages
     scaled = estimator not in _UNSCALED
     if estimator not in _UNGROUPED:
         return [_with_values(group.episodes, advantages[p].tolist(), scaled) for p, group in enumerate(batch.groups)]
-    found = iter(_with_values(batch.episodes, advantages.flatten().tolist(), scaled))
-    return [[next(found) for _ in group.episodes] for group in batch.groups]
+    token_advantages = iter(_with_values(batch.episodes, advantages.flatten().tolist(), scaled))
+    return [[next(token_advantages) for _ in group.episodes] for group in batch.groups]
 
 
 def gdpo_advantages(batch: Batch, weights: Mapping[str, float]) -> torch.Tensor:
@@ -230,64 +233,69 @@ def gdpo_advantages(batch: Batch, weights: Mapping[str, float]) -> torch.Tensor:
     total = torch.zeros(batch.rewards.shape, dtype=torch.float64)
     for name, weight in weights.items():
         rows = [
-            [each.score.parts.get(name, math.nan) if each.score else math.nan for each in group.episodes]
+            [episode.score.parts.get(name, math.nan) if episode.score else math.nan for episode in group.episodes]
             for group in batch.groups
         ]
         values = torch.tensor(rows, dtype=torch.float32).double().reshape(total.shape)
-        known = values.isfinite()
-        if not bool(known.any()):
-            seen = sorted({part for each in batch.episodes if each.score for part in each.score.parts})
+        mask = values.isfinite()
+        if not bool(mask.any()):
+            part_names = sorted({part for episode in batch.episodes if episode.score for part in episode.score.parts})
             raise ConfigError(
                 f"the reward's part {name!r} is in no episode",
-                hint=f"parts of these episodes: {', '.join(seen) or 'none'}",
+                hint=f"parts of these episodes: {', '.join(part_names) or 'none'}",
             )
-        count = known.sum(dim=1, keepdim=True)
-        centered = (values - values.where(known, math.nan).nanmean(dim=1, keepdim=True)).where(known, 0.0)
+        count = mask.sum(dim=1, keepdim=True)
+        centered = (values - values.where(mask, math.nan).nanmean(dim=1, keepdim=True)).where(mask, 0.0)
         std = (centered.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
-        low, high = (values.where(known, end * math.inf) for end in (1, -1))
+        low, high = (values.where(mask, sign * math.inf) for sign in (1, -1))
         differ = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
         total += weight * (centered / (std + EPSILON)).where(differ, 0.0)
     return group_advantages(total, estimator="reinforce", scored=_scored(batch))
 
 
 def _scored(batch: Batch) -> torch.Tensor:
-    """Return which episodes have a score, [P, G] bool. Batches of a run have no others: those that fail through no
-    fault of the policy are retried, or their group is replaced."""
+    """Return which episodes have a score, [P, G] bool.
+
+    In batches of a run, all have one: an episode that fails through no fault of the policy is retried, or its group is
+    replaced.
+    """
     import torch
 
-    rows = [[each.score is not None for each in group.episodes] for group in batch.groups]
+    rows = [[episode.score is not None for episode in group.episodes] for group in batch.groups]
     return torch.tensor(rows, dtype=torch.bool).reshape(batch.rewards.shape)
 
 
 def _with_values(
     episodes: Sequence[Episode], advantages: Sequence[float], scaled: bool
 ) -> list[npt.NDArray[np.float32]]:
-    """Return token advantages of each episode, relative to the other episodes given."""
+    """Return the token advantages of each episode, relative to the other `episodes`."""
     scores = [episode.score or Score(total=0.0) for episode in episodes]
-    of_turns = _normalised([np.asarray(score.turns, np.float32) for score in scores], episodes, scaled)
-    of_tokens = _normalised([np.concatenate([_NONE, *score.tokens]) for score in scores], episodes, scaled)
-    found = []
-    for episode, advantage, turns, tokens in zip(episodes, advantages, of_turns, of_tokens, strict=True):
-        own = np.full(episode.response_tokens, advantage, np.float32)
+    turn_values = _normalised([np.asarray(score.turns, np.float32) for score in scores], episodes, scaled)
+    token_values = _normalised([np.concatenate([_NONE, *score.tokens]) for score in scores], episodes, scaled)
+    token_advantages = []
+    for episode, advantage, turns, tokens in zip(episodes, advantages, turn_values, token_values, strict=True):
+        episode_advantages = np.full(episode.response_tokens, advantage, np.float32)
         if len(turns):
-            own += np.repeat(turns, [len(turn.token_ids) for turn in episode.turns])
+            episode_advantages += np.repeat(turns, [len(turn.token_ids) for turn in episode.turns])
         if len(tokens):
-            own += tokens
-        found.append(own)
-    return found
+            episode_advantages += tokens
+        token_advantages.append(episode_advantages)
+    return token_advantages
 
 
 def _normalised(
     values: Sequence[npt.NDArray[np.float32]], episodes: Sequence[Episode], scaled: bool
 ) -> list[npt.NDArray[np.float32]]:
     """Center and scale values over all episodes; NaN, a missing value, becomes 0."""
-    infinite = next((each.task.id for each, own in zip(episodes, values, strict=True) if np.isinf(own).any()), None)
-    if infinite is not None:
-        raise ConfigError(f"the reward of {infinite} has infinite values", hint="give turns and tokens finite numbers")
-    given = np.concatenate(values)
-    given = given[~np.isnan(given)]
-    if not len(given) or given.max() == given.min():
-        return [np.zeros_like(each) for each in values]
-    mean = float(given.mean(dtype=np.float64))
-    divisor = float(given.std(ddof=1, dtype=np.float64)) + EPSILON if scaled else 1.0
-    return [np.nan_to_num((each - mean) / divisor).astype(np.float32) for each in values]
+    task_id = next(
+        (episode.task.id for episode, array in zip(episodes, values, strict=True) if np.isinf(array).any()), None
+    )
+    if task_id is not None:
+        raise ConfigError(f"the reward of {task_id} has infinite values", hint="give turns and tokens finite numbers")
+    flat_values = np.concatenate(values)
+    flat_values = flat_values[~np.isnan(flat_values)]
+    if not len(flat_values) or flat_values.max() == flat_values.min():
+        return [np.zeros_like(array) for array in values]
+    mean = float(flat_values.mean(dtype=np.float64))
+    divisor = float(flat_values.std(ddof=1, dtype=np.float64)) + EPSILON if scaled else 1.0
+    return [np.nan_to_num((array - mean) / divisor).astype(np.float32) for array in values]

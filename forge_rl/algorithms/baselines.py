@@ -38,13 +38,13 @@ def remax_advantages(
             f"rewards have shape {list(rewards.shape)} and baselines {list(baselines.shape)}",
             hint="give one baseline to each group, [P] for rewards of [P, G]",
         )
-    found = (rewards.detach().double() - baselines.detach().double()[:, None]).float()
-    found = found.where(~baselines.isnan()[:, None], 0.0)
+    advantages = (rewards.detach().double() - baselines.detach().double()[:, None]).float()
+    advantages = advantages.where(~baselines.isnan()[:, None], 0.0)
     if scored is not None:
-        found = found.where(scored, 0.0)
-    if not bool(found.isfinite().all()):
+        advantages = advantages.where(scored, 0.0)
+    if not bool(advantages.isfinite().all()):
         raise ConfigError("a reward or baseline is not finite", hint="score a bad answer 0.0")
-    return found
+    return advantages
 
 
 class RoleBaselines:
@@ -93,9 +93,9 @@ class RoleBaselines:
         """
         import torch
 
-        means, found = dict(self._means), []
+        means, rows = dict(self._means), []
         for group in batch.groups:
-            found.append([0.0] * len(group.episodes))
+            rows.append([0.0] * len(group.episodes))
             for place, episode in enumerate(group.episodes):
                 if episode.score is None:
                     continue
@@ -105,9 +105,9 @@ class RoleBaselines:
                     )
                 key = episode.task.source, self._role(episode)
                 means[key] = self._decay * means.get(key, self._initial) + (1 - self._decay) * episode.reward
-                found[-1][place] = episode.reward - means[key]
+                rows[-1][place] = episode.reward - means[key]
         self._means = means
-        return torch.tensor(found, dtype=torch.float32)
+        return torch.tensor(rows, dtype=torch.float32)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the baselines by source and role, as JSON."""
@@ -136,5 +136,5 @@ class RoleBaselines:
         self._means = means
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{source}/{role}: {mean:.3g}" for (source, role), mean in self._means.items())
-        return f"RoleBaselines({shown})"
+        means = ", ".join(f"{source}/{role}: {mean:.3g}" for (source, role), mean in self._means.items())
+        return f"RoleBaselines({means})"

@@ -46,7 +46,7 @@ class _Several(Loss):
         return any(loss.keeps_uniform for loss in self.losses.values())
 
     def divisor(self, counts: Counts) -> float:
-        return 1.0  # each has been divided by its own
+        return 1.0  # each loss has been divided by its own divisor
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
         return {
@@ -57,12 +57,14 @@ class _Several(Loss):
         }
 
     def _call(self, name: str, inputs: LossInputs) -> tuple[torch.Tensor, dict[str, Sum]]:
-        """Call one loss; returns its mean over the minibatch, as far as it lies in this row, and its metrics."""
+        """Call one loss; returns this row's part of its mean over the minibatch, and its sums for metrics."""
         loss, start = self.losses[name], f"{name}/"
-        own = {key.removeprefix(start): each for key, each in inputs.statistics.items() if key.startswith(start)}
+        statistics = {
+            key.removeprefix(start): value for key, value in inputs.statistics.items() if key.startswith(start)
+        }
         weights = loss.aggregation.weights(inputs.lengths.to(inputs.logprobs.dtype))
-        total, sums = loss(replace(inputs, weights=weights, statistics=own))
-        return total / loss.divisor(inputs.counts), {f"{start}{key}": each for key, each in sums.items()}
+        total, sums = loss(replace(inputs, weights=weights, statistics=statistics))
+        return total / loss.divisor(inputs.counts), {f"{start}{key}": value for key, value in sums.items()}
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,9 @@ class LossSum(_Several):
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, Sum]]:
         total, sums = inputs.logprobs.new_zeros(()), dict[str, Sum]()
         for name in self.losses:
-            mean, own = self._call(name, inputs)
+            mean, loss_sums = self._call(name, inputs)
             total = total + self.coefficients.get(name, 1.0) * mean
-            sums |= own
+            sums |= loss_sums
         return total, sums
 
 
@@ -119,37 +121,40 @@ class LossBySource(_Several):
             )
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, Sum]]:
+        # A product with the logprobs, so that the sum has a gradient even if no loss has a token in this row.
         total, sums = 0.0 * inputs.logprobs.where(inputs.mask, 0.0).sum(), dict[str, Sum]()
         for name in self.losses:
-            own = self._of(name, inputs)
-            if not own.any():
+            source_mask = self._of(name, inputs)
+            if not source_mask.any():
                 continue
-            observed = None if inputs.observed is None else inputs.observed & own
-            mean, found = self._call(name, replace(inputs, mask=inputs.mask & own, observed=observed))
+            observed = None if inputs.observed is None else inputs.observed & source_mask
+            mean, loss_sums = self._call(name, replace(inputs, mask=inputs.mask & source_mask, observed=observed))
             total = total + mean
-            count = (inputs.mask & own).sum()
-            for key, each in found.items():
-                is_sum = not isinstance(each, tuple) and not key.endswith("/max")
-                sums[key.removeprefix("/")] = cast("Sum", (each, count) if is_sum else each)
+            count = (inputs.mask & source_mask).sum()
+            for key, value in loss_sums.items():
+                is_sum = not isinstance(value, tuple) and not key.endswith("/max")
+                sums[key.removeprefix("/")] = cast("Sum", (value, count) if is_sum else value)
         return total, sums
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
+        statistics: dict[str, torch.Tensor] = {}
         for name, loss in self.losses.items():
-            own = self._of(name, tokens)
-            if not loss.scope or not own.any():
+            mask = self._of(name, tokens)
+            if not loss.scope or not mask.any():
                 continue
-            for key, value in loss.statistics(tokens.at(own)).items():
-                spread = value.new_zeros(len(own), *value.shape[1:]).masked_scatter(own, value) if value.ndim else value
-                found[f"{name}/{key}"] = spread
-        return found
+            for key, value in loss.statistics(tokens.at(mask)).items():
+                spread = (
+                    value.new_zeros(len(mask), *value.shape[1:]).masked_scatter(mask, value) if value.ndim else value
+                )
+                statistics[f"{name}/{key}"] = spread
+        return statistics
 
     def _of(self, name: str, inputs: LossInputs) -> torch.Tensor:
-        """Return which tokens are of the loss's sources, [L] bool."""
+        """Return which tokens belong to sources of the loss called `name`, [L] bool."""
         import torch
 
-        wanted = [source == name or (name == "" and source not in self.losses) for source in inputs.sources]
-        lookup = torch.tensor([*wanted, False], device=inputs.mask.device)
+        is_covered = [source == name or (name == "" and source not in self.losses) for source in inputs.sources]
+        lookup = torch.tensor([*is_covered, False], device=inputs.mask.device)
         return lookup[inputs.groups.long().clamp(min=-1)]
 
 

@@ -77,10 +77,10 @@ class Correction:
 
     def __post_init__(self) -> None:
         check_flags(self, "correction.", least={"low": 0}, most={"low": self.high}, above={"high": 0})
-        for name, known in (("proximal", Proximal), ("mode", Mode), ("level", Level)):
-            if (value := getattr(self, name)) not in get_args(known):
+        for name, choices in (("proximal", Proximal), ("mode", Mode), ("level", Level)):
+            if (value := getattr(self, name)) not in get_args(choices):
                 raise ConfigError(
-                    f"correction.{name} is {value!r}", hint=f"set correction.{name} to {', '.join(get_args(known))}"
+                    f"correction.{name} is {value!r}", hint=f"set correction.{name} to {', '.join(get_args(choices))}"
                 )
         if self.mode != "none" and self.proximal == "behaviour":
             raise ConfigError(
@@ -105,7 +105,7 @@ class Correction:
 
     @property
     def scope(self) -> Scope:
-        by_sequence = self.level != "token" or any(each.level != "token" for each in self.criteria)
+        by_sequence = self.level != "token" or any(criterion.level != "token" for criterion in self.criteria)
         return "episode" if by_sequence else ""
 
     def old_logprobs(self, tokens: LossInputs) -> torch.Tensor:
@@ -128,14 +128,16 @@ class Correction:
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
         """Compute what depends on whole sequences; see `Loss.statistics`."""
-        found = {}
+        statistics = {}
         if self.level != "token":
-            of_sequence = sequence_sums if self.level == "sequence" else sequence_means
-            found["correction_weight"] = of_sequence(log_ratios(self.old_logprobs(tokens), tokens.behaviour), tokens)
-        criteria = [each for each in self.criteria if each.level != "token"]
+            reduce_sequence = sequence_sums if self.level == "sequence" else sequence_means
+            statistics["correction_weight"] = reduce_sequence(
+                log_ratios(self.old_logprobs(tokens), tokens.behaviour), tokens
+            )
+        criteria = [criterion for criterion in self.criteria if criterion.level != "token"]
         if criteria:
-            found["correction_rejected"] = self._rejected(criteria, tokens)
-        return found
+            statistics["correction_rejected"] = self._rejected(criteria, tokens)
+        return statistics
 
     def weights(
         self, inputs: LossInputs, old: torch.Tensor, behaviour: torch.Tensor
@@ -161,7 +163,7 @@ class Correction:
             outside = weight != bounded
             factor = bounded if self.mode == "truncate" else bounded.where(~outside, 0.0)
             sums["correction/out_of_bounds"] = (mask & outside).sum()
-        criteria = [each for each in self.criteria if each.level == "token"]
+        criteria = [criterion for criterion in self.criteria if criterion.level == "token"]
         if self.criteria:
             rejected = self._rejected(criteria, inputs) if criteria else mask.new_zeros(mask.shape)
             if len(criteria) < len(self.criteria):
@@ -169,41 +171,44 @@ class Correction:
             factor = factor.where(~rejected, 0.0)
             sums["correction/rejected"] = (mask & rejected).sum()
         if sums:
-            own = factor.where(mask, 0.0)
-            sums |= {"correction/weight": own.sum(), "correction/ess": (own.sum(), own.square().sum(), mask.sum())}
+            token_weights = factor.where(mask, 0.0)
+            sums |= {
+                "correction/weight": token_weights.sum(),
+                "correction/ess": (token_weights.sum(), token_weights.square().sum(), mask.sum()),
+            }
         return factor, sums
 
     def _rejected(self, criteria: Sequence[Criterion], tokens: LossInputs) -> torch.Tensor:
         """Return which tokens do not meet one of the criteria, [L] bool."""
-        trainer = tokens.logprobs.detach() if self.proximal == "behaviour" else self.old_logprobs(tokens)
-        difference = log_ratios(trainer, tokens.behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        trainer_logprobs = tokens.logprobs.detach() if self.proximal == "behaviour" else self.old_logprobs(tokens)
+        difference = log_ratios(trainer_logprobs, tokens.behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         kinds = {"k1": -difference, "k2": difference.square() / 2, "k3": difference.expm1() - difference}
-        of_level = {"token": _same, "seq_sum": sequence_sums, "seq_mean": sequence_means, "seq_max": sequence_maxima}
-        found = tokens.mask.new_zeros(tokens.mask.shape)
+        reducers = {"token": _same, "seq_sum": sequence_sums, "seq_mean": sequence_means, "seq_max": sequence_maxima}
+        rejected = tokens.mask.new_zeros(tokens.mask.shape)
         for criterion in criteria:
-            estimate = of_level[criterion.level](kinds[criterion.kind], tokens)
-            found = found | (estimate < criterion.low) | (estimate > criterion.high)
-        return found
+            estimate = reducers[criterion.level](kinds[criterion.kind], tokens)
+            rejected = rejected | (estimate < criterion.low) | (estimate > criterion.high)
+        return rejected
 
 
 def _criterion(text: str) -> Criterion:
     """Read one criterion of `Correction.reject`."""
-    found = _CRITERION.fullmatch(text.strip())
+    match = _CRITERION.fullmatch(text.strip())
     try:
-        bounds = [float(each) for each in (found[3], found[4]) if each is not None] if found else []
+        bounds = [float(bound) for bound in (match[3], match[4]) if bound is not None] if match else []
     except ValueError:
         bounds = []
-    is_k1 = found is not None and found[2] == "k1"
-    within = bool(bounds) and 0 < bounds[0] <= bounds[-1] and len(bounds) <= 1 + is_k1
-    if found is None or not within or (is_k1 and (found[1] == "seq_max" or bounds[-1] < 1 > len(bounds) - 1)):
+    is_k1 = match is not None and match[2] == "k1"
+    is_valid = bool(bounds) and 0 < bounds[0] <= bounds[-1] and len(bounds) <= 1 + is_k1
+    if match is None or not is_valid or (is_k1 and (match[1] == "seq_max" or bounds[-1] < 1 > len(bounds) - 1)):
         raise ConfigError(
             f"correction.reject has {text!r}",
             hint="write LEVEL_KIND:BOUND, as seq_mean_k1:0.999_1.001, token_k3:0.1 or seq_max_k2:2, joined by +",
         )
     if not is_k1:
-        return Criterion(found[1], found[2], -math.inf, bounds[0])
+        return Criterion(match[1], match[2], -math.inf, bounds[0])
     low = bounds[0] if len(bounds) == 2 else 1 / bounds[0]
-    return Criterion(found[1], found[2], math.log(low), math.log(bounds[-1]))
+    return Criterion(match[1], match[2], math.log(low), math.log(bounds[-1]))
 
 
 def loglinear(logprobs: torch.Tensor, behaviour: torch.Tensor, versions: torch.Tensor, version: float) -> torch.Tensor:
@@ -222,9 +227,9 @@ def loglinear(logprobs: torch.Tensor, behaviour: torch.Tensor, versions: torch.T
         version: the current policy's; the proximal policy's is its whole part.
     """
     proximal = math.floor(version)
-    passed = (version - versions).clamp(min=0).to(logprobs.dtype)
+    lag = (version - versions).clamp(min=0).to(logprobs.dtype)
     # Tokens of the current version itself: both ends are the same policy.
-    share = ((proximal - versions).to(logprobs.dtype) / passed).where(passed > 0, 1.0).clamp(0.0, 1.0)
+    share = ((proximal - versions).to(logprobs.dtype) / lag).where(lag > 0, 1.0).clamp(0.0, 1.0)
     interpolated: torch.Tensor = behaviour + share * (logprobs - behaviour)
     return interpolated
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _LEAST_LOGPROB = -50.0
 """Logprob of a token that has none: a divergence from a distribution without the token would be infinite."""
 _TAIL_EPS = 16
-"""Least probability of a tail, in units of the dtype's rounding: of a sum of k probabilities close to 1, the rest is
-known no better."""
+"""Least probability of a tail, in units of the dtype's rounding: the error of 1 minus a sum of probabilities close to
+1."""
 
 
 def teacher_advantages(
@@ -50,19 +50,19 @@ def teacher_advantages(
         reward_coef: factor of the rewards' group-relative advantages, see `batch_advantages`, which are added.
     """
     rewards = batch_advantages(batch) if reward_coef else None
-    found = []
-    for p, (group, given) in enumerate(zip(batch.groups, teacher, strict=True)):
+    advantages = []
+    for p, (group, group_teacher) in enumerate(zip(batch.groups, teacher, strict=True)):
         rows = []
-        for g, (episode, own) in enumerate(zip(group.episodes, given, strict=True)):
-            policy = np.concatenate([turn.logprobs for turn in episode.turns] or [np.zeros(0, np.float32)])
-            known = np.isfinite(own) & np.isfinite(policy)
-            difference = np.where(known, own, 0) - np.where(known, policy, 0)
+        for g, (episode, teacher_logprobs) in enumerate(zip(group.episodes, group_teacher, strict=True)):
+            policy_logprobs = np.concatenate([turn.logprobs for turn in episode.turns] or [np.zeros(0, np.float32)])
+            mask = np.isfinite(teacher_logprobs) & np.isfinite(policy_logprobs)
+            difference = np.where(mask, teacher_logprobs, 0) - np.where(mask, policy_logprobs, 0)
             total = coef * difference.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
             if rewards is not None:
                 total = total + reward_coef * np.asarray(rewards[p][g])
             rows.append(total.astype(np.float32))
-        found.append(rows)
-    return found
+        advantages.append(rows)
+    return advantages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,40 +129,40 @@ class Distillation(Loss):
                 "the batch has no scores of a teacher", hint="give pack the columns top_ids and top_teacher"
             )
         inputs.check()
-        given = inputs.columns["top_teacher"].to(inputs.logprobs.dtype)
-        missing = given.isnan().any(dim=1)
-        known = inputs.mask & ~missing
+        top_teacher = inputs.columns["top_teacher"].to(inputs.logprobs.dtype)
+        missing = top_teacher.isnan().any(dim=1)
+        mask = inputs.mask & ~missing
         # Apply where before exp: a masked inf or NaN must reach neither the sum nor, as 0 * inf, the gradient.
-        filler = torch.full_like(given, -math.log(2 * self.k))
-        teacher = with_tail(given.clamp(min=_LEAST_LOGPROB).where(known[:, None], filler))
-        top = inputs.top_logprobs.where(inputs.top_logprobs.isfinite(), _LEAST_LOGPROB)
-        policy = with_tail(top.where(known[:, None], filler))
+        filler = torch.full_like(top_teacher, -math.log(2 * self.k))
+        teacher = with_tail(top_teacher.clamp(min=_LEAST_LOGPROB).where(mask[:, None], filler))
+        top_policy = inputs.top_logprobs.where(inputs.top_logprobs.isfinite(), _LEAST_LOGPROB)
+        policy = with_tail(top_policy.where(mask[:, None], filler))
         terms = divergence_terms(teacher, policy, self.beta)
-        divergence = terms.clamp(max=self.clip).sum(dim=1).where(known, 0.0)
-        weights = inputs.weights.where(known, 0.0)
+        divergence = terms.clamp(max=self.clip).sum(dim=1).where(mask, 0.0)
+        weights = inputs.weights.where(mask, 0.0)
         sums = {
             "divergence": divergence.sum(),
-            "tail": policy[:, -1].exp().where(known, 0.0).sum(),
+            "tail": policy[:, -1].exp().where(mask, 0.0).sum(),
             "unscored": (inputs.mask & missing).sum(),
         }
         if self.ratio_max:
-            ratio = importance_ratio(inputs.logprobs.detach().where(known, 0.0), inputs.behaviour.where(known, 0.0))
+            ratio = importance_ratio(inputs.logprobs.detach().where(mask, 0.0), inputs.behaviour.where(mask, 0.0))
             weights = weights * ratio.clamp(max=self.ratio_max)
-            sums["ratio_capped"] = (known & (ratio > self.ratio_max)).sum()
-        return (weights * divergence).sum(), {name: each.detach() for name, each in sums.items()}
+            sums["ratio_capped"] = (mask & (ratio > self.ratio_max)).sum()
+        return (weights * divergence).sum(), {name: value.detach() for name, value in sums.items()}
 
 
 def with_tail(top: torch.Tensor) -> torch.Tensor:
     """Append to the logprobs of k tokens the logprob of all others: [L, k] -> [L, k + 1].
 
     The tail is 1 - sum(exp(top)), computed by expm1, but at least 16 roundings of the dtype, as that is how far the sum
-    may be off. That least value keeps the gradient of the sum, without which a policy could not leave the top k.
+    may be off. The bounded tail keeps the gradient of the sum, without which a policy could not leave the top k.
     """
     import torch
 
-    rest = -torch.expm1(top.logsumexp(dim=1, keepdim=True))
-    known = rest.detach().clamp(min=_TAIL_EPS * torch.finfo(top.dtype).eps)
-    return torch.cat([top, (rest + (known - rest.detach())).log()], dim=1)
+    tail = -torch.expm1(top.logsumexp(dim=1, keepdim=True))
+    bounded_tail = tail.detach().clamp(min=_TAIL_EPS * torch.finfo(top.dtype).eps)
+    return torch.cat([top, (tail + (bounded_tail - tail.detach())).log()], dim=1)
 
 
 def divergence_terms(teacher: torch.Tensor, policy: torch.Tensor, beta: float) -> torch.Tensor:

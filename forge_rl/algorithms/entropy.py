@@ -68,8 +68,8 @@ class AdaptiveEntropy:
         if entropy is None or math.isnan(entropy):
             return
         self._is_low = entropy <= self.target
-        changed = self._coefficient + (self._delta if self._is_low else -self._delta)
-        self._coefficient = min(max(changed, 0.0), self._largest)
+        coefficient = self._coefficient + (self._delta if self._is_low else -self._delta)
+        self._coefficient = min(max(coefficient, 0.0), self._largest)
 
     def state_dict(self) -> dict[str, float]:
         """Return the state, as JSON."""

@@ -46,7 +46,7 @@ def mean_over_tasks(scores: Sequence[float]) -> Estimate:
 
 def avg_at_k(rewards: Rewards) -> Estimate:
     """Average all rewards with equal weight per task: avg@k. Tasks without episodes are left out."""
-    return mean_over_tasks([float(np.mean(each)) for each in rewards if len(each)])
+    return mean_over_tasks([float(np.mean(task_rewards)) for task_rewards in rewards if len(task_rewards)])
 
 
 def pass_at_k(rewards: Rewards, k: int, *, success: float = 1.0) -> Estimate:
@@ -60,12 +60,12 @@ def pass_at_k(rewards: Rewards, k: int, *, success: float = 1.0) -> Estimate:
         success: minimum reward of a successful episode, to rounding: weights of a sum that add up to 1 may miss it.
     """
     assert k >= 1, f"pass@{k}"
-    found = []
-    for each in rewards:
-        n, c = len(each), sum(reward >= success - _ROUNDING for reward in each)
+    scores = []
+    for task_rewards in rewards:
+        n, c = len(task_rewards), sum(reward >= success - _ROUNDING for reward in task_rewards)
         if n >= k:
-            found.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
-    return mean_over_tasks(found)
+            scores.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
+    return mean_over_tasks(scores)
 
 
 def maj_at_k(rewards: Rewards, answers: Sequence[Sequence[str]]) -> Estimate:
@@ -77,16 +77,17 @@ def maj_at_k(rewards: Rewards, answers: Sequence[Sequence[str]]) -> Estimate:
     Args:
         answers: extracted answer of each episode, aligned with the rewards.
     """
-    found = []
-    for each, texts in zip(rewards, answers, strict=True):
+    scores = []
+    for task_rewards, texts in zip(rewards, answers, strict=True):
         votes: dict[str, list[float]] = defaultdict(list)
-        for reward, text in zip(each, texts, strict=True):
+        for reward, text in zip(task_rewards, texts, strict=True):
             votes[text.strip()].append(reward)
-        named = {text: given for text, given in votes.items() if text} or votes
-        if named:
-            most = max(map(len, named.values()))
-            found.append(float(np.mean([np.mean(given) for given in named.values() if len(given) == most])))
-    return mean_over_tasks(found)
+        candidates = {text: answer_rewards for text, answer_rewards in votes.items() if text} or votes
+        if candidates:
+            max_votes = max(map(len, candidates.values()))
+            winners = [answer_rewards for answer_rewards in candidates.values() if len(answer_rewards) == max_votes]
+            scores.append(float(np.mean([np.mean(answer_rewards) for answer_rewards in winners])))
+    return mean_over_tasks(scores)
 
 
 @dataclass(frozen=True, kw_only=True)

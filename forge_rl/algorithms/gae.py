@@ -66,11 +66,11 @@ def gae(
         ConfigError: values and rewards differ in number or shape, or are not finite.
     """
     config = config or GaeConfig()
-    lengths = np.array([len(each) for each in values], np.int64)
+    lengths = np.array([len(episode_values) for episode_values in values], np.int64)
     value, reward = flat(values, lengths, "values"), flat(rewards, lengths, "rewards")
-    following = np.append(value[1:], 0.0)[: len(value)]
-    following[np.cumsum(lengths[lengths > 0]) - 1] = 0.0
-    delta = reward + config.gamma * following - value
+    next_value = np.append(value[1:], 0.0)[: len(value)]
+    next_value[np.cumsum(lengths[lengths > 0]) - 1] = 0.0
+    delta = reward + config.gamma * next_value - value
     decay = np.full(len(lengths), config.lambda_policy)
     if config.length_adaptive_alpha:
         decay = 1 - 1 / np.maximum(config.length_adaptive_alpha * lengths, 1)

@@ -36,9 +36,9 @@ def gate_advantages(advantages: Advantages, *, least: float, by: Literal["episod
     if isinstance(advantages, torch.Tensor):
         large = advantages.abs() >= least
         return advantages.where(large.any(dim=1, keepdim=True) if by == "group" else large, 0.0)
-    found = []
+    rows = []
     for group in advantages:
-        kept = [bool((np.abs(each) >= least).any()) for each in group]
-        kept = [any(kept)] * len(kept) if by == "group" else kept
-        found.append([each if keep else np.zeros_like(each) for each, keep in zip(group, kept, strict=True)])
-    return found
+        is_large = [bool((np.abs(array) >= least).any()) for array in group]
+        is_large = [any(is_large)] * len(is_large) if by == "group" else is_large
+        rows.append([array if keep else np.zeros_like(array) for array, keep in zip(group, is_large, strict=True)])
+    return rows

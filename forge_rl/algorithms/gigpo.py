@@ -70,33 +70,35 @@ def _of_group(
     episodes: Sequence[Episode], gamma: float, step_weight: float, scaled: bool, anchor: Anchor
 ) -> list[npt.NDArray[np.float32]]:
     """Return the token advantages of each episode of a group."""
-    scored = [place for place, episode in enumerate(episodes) if episode.score is not None and episode.turns]
-    rewards = [_turn_rewards(episodes[place]) for place in scored]
-    lengths = np.array([len(each) for each in rewards], np.int64)
-    flat = np.concatenate([np.zeros(0), *rewards])
-    of_episodes = _normalised(np.array([each.sum() for each in rewards]), scaled)
-    returns = discounted(flat, lengths, gamma)
+    scored_indices = [place for place, episode in enumerate(episodes) if episode.score is not None and episode.turns]
+    rewards = [_turn_rewards(episodes[place]) for place in scored_indices]
+    lengths = np.array([len(turn_rewards) for turn_rewards in rewards], np.int64)
+    flat_rewards = np.concatenate([np.zeros(0), *rewards])
+    episode_advantages = _normalised(np.array([turn_rewards.sum() for turn_rewards in rewards]), scaled)
+    returns = discounted(flat_rewards, lengths, gamma)
     anchors = defaultdict[Hashable, list[int]](list)
-    started = [(episodes[place], turn) for place in scored for turn in range(len(episodes[place].turns))]
-    for index, (episode, turn) in enumerate(started):
+    starts = [(episodes[place], turn) for place in scored_indices for turn in range(len(episodes[place].turns))]
+    for index, (episode, turn) in enumerate(starts):
         anchors[_key(episode, turn, anchor)].append(index)
-    of_turns = np.zeros(len(flat))
+    turn_advantages = np.zeros(len(flat_rewards))
     for members in anchors.values():
-        of_turns[members] = _normalised(returns[members], scaled)
-    summed = np.repeat(of_episodes, lengths) + step_weight * of_turns
-    found = [np.zeros(episode.response_tokens, np.float32) for episode in episodes]
-    for place, values in zip(scored, np.split(summed, np.cumsum(lengths)[:-1]), strict=False):
-        found[place] = np.repeat(values.astype(np.float32), [len(turn.token_ids) for turn in episodes[place].turns])
-    return found
+        turn_advantages[members] = _normalised(returns[members], scaled)
+    sums = np.repeat(episode_advantages, lengths) + step_weight * turn_advantages
+    advantages = [np.zeros(episode.response_tokens, np.float32) for episode in episodes]
+    for place, values in zip(scored_indices, np.split(sums, np.cumsum(lengths)[:-1]), strict=False):
+        advantages[place] = np.repeat(
+            values.astype(np.float32), [len(turn.token_ids) for turn in episodes[place].turns]
+        )
+    return advantages
 
 
 def _turn_rewards(episode: Episode) -> npt.NDArray[np.float64]:
     """Return the reward of each turn."""
-    (placed,) = token_rewards([episode])
-    if not np.isfinite(placed).all():
+    (rewards,) = token_rewards([episode])
+    if not np.isfinite(rewards).all():
         raise ConfigError(f"a reward of {episode.task.id} is not finite", hint="give episodes and turns finite numbers")
     ends = np.cumsum([len(turn.token_ids) for turn in episode.turns])
-    return np.array([part.sum() for part in np.split(placed, ends[:-1])])
+    return np.array([part.sum() for part in np.split(rewards, ends[:-1])])
 
 
 def _key(episode: Episode, turn: int, anchor: Anchor) -> Hashable:

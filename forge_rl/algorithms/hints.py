@@ -26,22 +26,24 @@ def hint_of(group: Group, index: int, kind: Hint) -> str | None:
         if all others failed, the scorer's `Score.feedback` on this one: SDPO (arXiv 2601.20802).
     """
     if kind == "feedback":
-        others = [each for place, each in enumerate(group.episodes) if place != index and each.reward >= _SUCCESS]
-        best = max(others, key=lambda each: each.reward, default=None)
+        successes = [
+            episode for place, episode in enumerate(group.episodes) if place != index and episode.reward >= _SUCCESS
+        ]
+        best = max(successes, key=lambda episode: episode.reward, default=None)
         if best is not None and (answer := _answer(best.text)):
             return f"This is a correct answer:\n\n{answer}\n\nNow answer the question correctly yourself."
         score = group.episodes[index].score
         if score is None or not score.feedback:
             return None
-        said = f"This is feedback on an earlier, unsuccessful attempt:\n\n{score.feedback}"
-        return f"{said}\n\nNow answer the question correctly."
+        hint = f"This is feedback on an earlier, unsuccessful attempt:\n\n{score.feedback}"
+        return f"{hint}\n\nNow answer the question correctly."
     if kind == "solution":
-        found = _text(group.task.truth, "solution") or _text(group.task.truth, "answer")
-        said = f"This is a reference solution:\n\n{found}\n\nNow answer the question yourself."
+        truth_text = _text(group.task.truth, "solution") or _text(group.task.truth, "answer")
+        hint = f"This is a reference solution:\n\n{truth_text}\n\nNow answer the question yourself."
     else:
-        found = _text(group.task.truth, "demonstration")
-        said = f"This is an example of a good answer:\n\n{found}\n\nNow answer the question yourself."
-    return said if found else None
+        truth_text = _text(group.task.truth, "demonstration")
+        hint = f"This is an example of a good answer:\n\n{truth_text}\n\nNow answer the question yourself."
+    return hint if truth_text else None
 
 
 def with_hint(messages: tuple[Message, ...], hint: str) -> tuple[Message, ...] | None:

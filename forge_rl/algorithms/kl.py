@@ -16,16 +16,16 @@ MAX_PENALTY_LOG_RATIO = 3.0
 policies disagree cannot outweigh the rest of a batch."""
 
 
-def kl_estimates(logprobs: torch.Tensor, others: torch.Tensor) -> dict[str, torch.Tensor]:
+def kl_estimates(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
     """Estimate KL(policy || other) at each token that the policy sampled, as metrics, by k1, k2 and k3.
 
-    With d = logprobs - others, clamped to +-20, k1 = d is unbiased and may be negative, k2 = d^2 / 2 is biased and has
-    little variance, and k3 = exp(-d) + d - 1 is unbiased and never negative (Schulman, "Approximating KL divergence",
-    2020). As losses, k1 and k3 have wrong gradients: see kl_penalty.
+    With d = logprobs - other_logprobs, clamped to +-20, k1 = d is unbiased and may be negative, k2 = d^2 / 2 is biased
+    and has little variance, and k3 = exp(-d) + d - 1 is unbiased and never negative (Schulman, "Approximating KL
+    divergence", 2020). As losses, k1 and k3 have wrong gradients: see kl_penalty.
 
     Both logprobs are float32 of the same, arbitrary shape, as are the estimates.
     """
-    difference = (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    difference = (logprobs - other_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return {"k1": difference, "k2": difference.square() / 2, "k3": (-difference).expm1() + difference}
 
 

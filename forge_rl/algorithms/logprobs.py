@@ -113,14 +113,14 @@ class _TokenScores(torch.autograd.Function):
         chunk_tokens: int,
         overwrite_logits: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        logprobs, entropy = logits.new_empty(targets.shape, dtype=wide), logits.new_empty(len(targets), dtype=wide)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        logprobs, entropy = logits.new_empty(targets.shape, dtype=dtype), logits.new_empty(len(targets), dtype=dtype)
         squares = torch.empty_like(entropy) if scoring.squares else None
-        room = _room(logits, chunk_tokens), _room(logits, chunk_tokens)
+        buffers = _room(logits, chunk_tokens), _room(logits, chunk_tokens)
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             scaled = _scaled(logits[rows], scoring.temperature)
-            logp, p = (each[: len(scaled)] for each in room)
+            logp, p = (buffer[: len(scaled)] for buffer in buffers)
             torch.log_softmax(scaled, dim=1, out=logp)
             logprobs[rows] = logp.gather(1, targets[rows].view(len(scaled), -1)).view(targets[rows].shape)
             torch.exp(logp, out=p)
@@ -142,17 +142,17 @@ class _TokenScores(torch.autograd.Function):
         logits, targets, entropy = ctx.saved_tensors
         scoring, chunk_tokens, overwrite_logits = ctx.options
         grad_logits = logits.detach() if overwrite_logits else torch.empty_like(logits)
-        room = _room(logits, chunk_tokens)
+        buffer = _room(logits, chunk_tokens)
         for start in range(0, len(targets), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             scaled = _scaled(logits[rows], scoring.temperature)
             slope = (grad_logprobs[rows] / scoring.temperature).view(len(scaled), -1)
             all_slopes = slope.sum(dim=1, keepdim=True)
             if scoring.entropy_gradient:
-                logp = torch.log_softmax(scaled, dim=1, out=room[: len(scaled)])
+                logp = torch.log_softmax(scaled, dim=1, out=buffer[: len(scaled)])
                 grad = entropy_slope(logp, entropy[rows], grad_entropy[rows] / scoring.temperature, all_slopes)
             else:
-                grad = torch.softmax(scaled, dim=1, out=room[: len(scaled)]).mul_(-all_slopes)
+                grad = torch.softmax(scaled, dim=1, out=buffer[: len(scaled)]).mul_(-all_slopes)
             grad_logits[rows] = grad.scatter_add_(1, targets[rows].view(slope.shape), slope)
         return grad_logits, None, None, None, None
 
@@ -178,8 +178,8 @@ def entropy_slope(
 def _room(logits: torch.Tensor, tokens: int) -> torch.Tensor:
     """Allocate a buffer for results that all chunks share: fresh pages per chunk would cost a CPU more than the
     arithmetic."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return logits.new_empty(min(tokens, len(logits)), logits.shape[1], dtype=wide)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return logits.new_empty(min(tokens, len(logits)), logits.shape[1], dtype=dtype)
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -77,8 +77,8 @@ def build_loss(texts: Sequence[str] | Loss) -> Loss:
     for text in texts:
         parsed = parse(text, "--loss", bundled=METHODS, takes_weight=False)
         if parsed.title in losses:
-            of = f"the source {parsed.title}" if parsed.title else "all sources"
-            raise parsed.wrong(f"{of} already has a loss", "name each source once, as SOURCE=NAME")
+            target = f"the source {parsed.title}" if parsed.title else "all sources"
+            raise parsed.wrong(f"{target} already has a loss", "name each source once, as SOURCE=NAME")
         losses[parsed.title] = _loss_of(parsed)
     if not losses:
         raise ConfigError("no loss is given", hint="set --loss to one, such as clipped")
@@ -99,9 +99,9 @@ def _loss_of(parsed: FlagText) -> Loss:
         try:
             make = make(**options)
         except ForgeError as error:
-            named = f"--loss {parsed.name}:"  # dapo's class is called clipped
+            flag = f"--loss {parsed.name}:"  # dapo's class is called clipped
             raise type(error)(
-                re.sub(r"--loss \w+:", named, error.message), hint=re.sub(r"--loss \w+:", named, error.hint)
+                re.sub(r"--loss \w+:", flag, error.message), hint=re.sub(r"--loss \w+:", flag, error.hint)
             ) from None
         except Exception as error:
             raise ConfigError(

@@ -74,12 +74,12 @@ class PolicyLoss(Loss):
 
     @property
     def needs(self) -> Collection[Need]:
-        wanted: dict[Need, bool] = {
+        needs: dict[Need, bool] = {
             "reference": self.kl_coef > 0,
             "proximal": self.correction.proximal == "recompute",
             "entropy_gradient": self.entropy_coef > 0,
         }
-        return [need for need, is_wanted in wanted.items() if is_wanted]
+        return [need for need, is_needed in needs.items() if is_needed]
 
     @property
     def keeps_uniform(self) -> bool:
@@ -96,13 +96,13 @@ class PolicyLoss(Loss):
         )
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
-        found = dict(self.correction.statistics(tokens))
+        statistics = dict(self.correction.statistics(tokens))
         if self.off_policy_bound < math.inf:
-            found["off_policy"] = sequence_means(log_ratios(tokens.behaviour, tokens.logprobs), tokens)
+            statistics["off_policy"] = sequence_means(log_ratios(tokens.behaviour, tokens.logprobs), tokens)
         if self.top_entropy_quantile < 1:
             assert tokens.entropy is not None
-            found["high_entropy"] = tokens.entropy >= quantile(tokens.entropy, 1 - self.top_entropy_quantile)
-        return found
+            statistics["high_entropy"] = tokens.entropy >= quantile(tokens.entropy, 1 - self.top_entropy_quantile)
+        return statistics
 
     def old_logprobs(self, tokens: LossInputs) -> torch.Tensor:
         """Return the logprobs that ratios are to; see `Correction.old_logprobs`."""
@@ -138,11 +138,11 @@ class PolicyLoss(Loss):
                 hint=f"give the trainer a frozen reference, or set {self.flag}kl_coef=0",
             )
         inputs.check()
-        known = inputs.logprobs.isfinite() & inputs.behaviour.isfinite()
-        for others in (inputs.reference, inputs.proximal):
-            known = known if others is None else known & others.isfinite()
-        mask = inputs.mask & known
-        sums: dict[str, Sum] = {"not_finite": (inputs.mask & ~known).sum()}
+        is_finite = inputs.logprobs.isfinite() & inputs.behaviour.isfinite()
+        for other_logprobs in (inputs.reference, inputs.proximal):
+            is_finite = is_finite if other_logprobs is None else is_finite & other_logprobs.isfinite()
+        mask = inputs.mask & is_finite
+        sums: dict[str, Sum] = {"not_finite": (inputs.mask & ~is_finite).sum()}
         inputs = replace(inputs, mask=mask)
 
         def masked(values: torch.Tensor) -> torch.Tensor:
@@ -151,8 +151,8 @@ class PolicyLoss(Loss):
 
         logprobs, behaviour, advantages = map(masked, (inputs.logprobs, inputs.behaviour, inputs.advantages))
         weights, old = masked(inputs.weights), masked(self.old_logprobs(inputs))
-        factor, of_correction = self.correction.weights(inputs, old, behaviour)
-        losses, own = self.token_losses(logprobs, old, advantages, inputs)
+        factor, correction_sums = self.correction.weights(inputs, old, behaviour)
+        losses, method_sums = self.token_losses(logprobs, old, advantages, inputs)
         if self.off_policy_bound < math.inf:
             dropped = mask & (advantages < 0) & (inputs.statistics["off_policy"] > self.off_policy_bound)
             losses = losses.where(~dropped, 0.0)
@@ -161,7 +161,7 @@ class PolicyLoss(Loss):
             losses = losses.where(inputs.statistics["high_entropy"], 0.0)
         loss = (weights * factor * losses).sum()
         ratio = masked(importance_ratio(logprobs.detach(), old))
-        sums |= {"surrogate": losses.sum(), "ratio": ratio.sum(), **of_correction, **own}
+        sums |= {"surrogate": losses.sum(), "ratio": ratio.sum(), **correction_sums, **method_sums}
         if self.entropy_coef > 0:
             assert inputs.entropy is not None, "needs has entropy_gradient"
             loss = loss - self.entropy_coef * (weights * masked(inputs.entropy)).sum()
@@ -213,14 +213,14 @@ class ClippedSurrogate(PolicyLoss):
         was clipped away), of which "clipped_high" by the upper bound, "clipped_low" by the lower one, and
         "dual_clipped" by the dual clip."""
         ratio = importance_ratio(logprobs, old)
-        losses, lost = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
-        dual = (advantages < 0) & (ratio > self.dual_clip)
-        losses = losses.where(~dual, -self.dual_clip * advantages)
+        losses, is_clipped = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
+        is_dual_clipped = (advantages < 0) & (ratio > self.dual_clip)
+        losses = losses.where(~is_dual_clipped, -self.dual_clip * advantages)
         return losses, {
-            "clipped": (lost | dual).sum(),
-            "clipped_high": (lost & (advantages > 0)).sum(),
-            "clipped_low": (lost & (advantages < 0)).sum(),
-            "dual_clipped": dual.sum(),
+            "clipped": (is_clipped | is_dual_clipped).sum(),
+            "clipped_high": (is_clipped & (advantages > 0)).sum(),
+            "clipped_low": (is_clipped & (advantages < 0)).sum(),
+            "dual_clipped": is_dual_clipped.sum(),
         }
 
 
@@ -232,14 +232,14 @@ def clipped_surrogate(
     return losses, ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
 
 
-def importance_ratio(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return exp(logprobs - others) without overflow."""
-    return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def importance_ratio(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
+    """Return exp(logprobs - other_logprobs) without overflow."""
+    return (logprobs - other_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def quantile(values: torch.Tensor, share: float) -> torch.Tensor:
     """Return the value below which a share of the values, [N], lies, interpolated as NumPy and TRL do; any N."""
-    ordered = values.nan_to_num(nan=0.0).sort().values
-    place = share * (len(ordered) - 1)
+    sorted_values = values.nan_to_num(nan=0.0).sort().values
+    place = share * (len(sorted_values) - 1)
     low = int(place)
-    return ordered[low].lerp(ordered[min(low + 1, len(ordered) - 1)], place - low)
+    return sorted_values[low].lerp(sorted_values[min(low + 1, len(sorted_values) - 1)], place - low)

@@ -49,10 +49,10 @@ class M2po(PolicyLoss):
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
         log_ratio = log_ratios(tokens.logprobs, self.old_logprobs(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        away = (log_ratio * tokens.advantages > 0).nonzero()[:, 0]
-        ordered, order = log_ratio[away].double().square().sort(stable=True)
-        means = ordered.cumsum(0) / (ordered.new_ones(len(ordered)).cumsum(0))
-        dropped = away[order[means > self.m2_bound]]
+        candidates = (log_ratio * tokens.advantages > 0).nonzero()[:, 0]
+        squares, order = log_ratio[candidates].double().square().sort(stable=True)
+        means = squares.cumsum(0) / (squares.new_ones(len(squares)).cumsum(0))
+        dropped = candidates[order[means > self.m2_bound]]
         return {**super().statistics(tokens), "dropped": _only(dropped, tokens)}
 
     def token_losses(
@@ -101,25 +101,25 @@ class ClipCov(ClippedSurrogate):
         import torch
 
         ratio = log_ratios(tokens.logprobs, self.old_logprobs(tokens)).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        _, lost = clipped_surrogate(ratio, tokens.advantages, self.clip_low, self.clip_high)
+        _, is_clipped = clipped_surrogate(ratio, tokens.advantages, self.clip_low, self.clip_high)
         covariance = _covariance(tokens)
-        able = ((covariance > self.cov_low) & (covariance < self.cov_high) & ~lost).nonzero()[:, 0]
+        candidates = ((covariance > self.cov_low) & (covariance < self.cov_high) & ~is_clipped).nonzero()[:, 0]
         # Seeded by what every rank knows, in whatever layout: another batch or minibatch has another choice.
         seed = derive_seed(int(tokens.versions.max()), "token choice", len(tokens.mask))
-        drawn = torch.Generator().manual_seed(seed)
-        chosen = torch.randperm(len(able), generator=drawn)[: _at_least_one(self.cov_ratio, tokens)]
-        return {**super().statistics(tokens), "chosen": _only(able[chosen.to(able.device)], tokens)}
+        generator = torch.Generator().manual_seed(seed)
+        choice = torch.randperm(len(candidates), generator=generator)[: _at_least_one(self.cov_ratio, tokens)]
+        return {**super().statistics(tokens), "chosen": _only(candidates[choice.to(candidates.device)], tokens)}
 
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
         losses, sums = super().token_losses(logprobs, old, advantages, inputs)
-        chosen = inputs.mask & inputs.statistics["chosen"]
-        return losses.where(~chosen, 0.0), {
+        is_chosen = inputs.mask & inputs.statistics["chosen"]
+        return losses.where(~is_chosen, 0.0), {
             **sums,
-            "clipped": sums["clipped"] + chosen.sum(),
-            "cov_clipped": chosen.sum(),
+            "clipped": sums["clipped"] + is_chosen.sum(),
+            "cov_clipped": is_chosen.sum(),
         }
 
 
@@ -165,23 +165,23 @@ class KlCov(PolicyLoss):
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
-        chosen = inputs.mask & inputs.statistics["chosen"]
-        penalty = self.penalty * (logprobs - old).abs().where(chosen, 0.0)
-        return -importance_ratio(logprobs, old) * advantages + penalty, {"penalised": chosen.sum()}
+        is_chosen = inputs.mask & inputs.statistics["chosen"]
+        penalty = self.penalty * (logprobs - old).abs().where(is_chosen, 0.0)
+        return -importance_ratio(logprobs, old) * advantages + penalty, {"penalised": is_chosen.sum()}
 
 
 def _covariance(tokens: LossInputs) -> torch.Tensor:
     """Return the product of each token's deviations from the mean advantage and the mean logprob, [N] float64."""
     advantages, logprobs = tokens.advantages.double(), log_ratios(tokens.logprobs, 0 * tokens.logprobs).double()
-    found: torch.Tensor = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
-    return found
+    covariance: torch.Tensor = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+    return covariance
 
 
 def _at_least_one(share: float, tokens: LossInputs) -> int:
     return max(1, int(share * len(tokens.mask)))
 
 
-def _only(chosen: torch.Tensor, tokens: LossInputs) -> torch.Tensor:
-    """Return True at the indices in `chosen`, [N] bool."""
-    found: torch.Tensor = tokens.mask.new_zeros(len(tokens.mask)).index_fill(0, chosen, True)
-    return found
+def _only(indices: torch.Tensor, tokens: LossInputs) -> torch.Tensor:
+    """Return a mask that is True at these indices, [N] bool."""
+    mask: torch.Tensor = tokens.mask.new_zeros(len(tokens.mask)).index_fill(0, indices, True)
+    return mask

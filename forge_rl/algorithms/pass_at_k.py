@@ -61,19 +61,21 @@ def pass_at_k_advantages(
 
     if baseline not in ("mean", "leave_one_out"):
         raise ConfigError(f"unknown baseline of pass@k {baseline!r}", hint="use mean or leave_one_out")
-    known = torch.ones(rewards.shape, dtype=torch.bool) if scored is None else scored
-    if known.shape != rewards.shape or rewards.ndim != 2 or not bool(rewards[known].isfinite().all()):
+    mask = torch.ones(rewards.shape, dtype=torch.bool) if scored is None else scored
+    if mask.shape != rewards.shape or rewards.ndim != 2 or not bool(rewards[mask].isfinite().all()):
         raise ConfigError(
-            f"rewards have shape {list(rewards.shape)}, for scores of {list(known.shape)}, or are not all finite",
+            f"rewards have shape {list(rewards.shape)}, for scores of {list(mask.shape)}, or are not all finite",
             hint="give finite numbers, [P, G]",
         )
-    least, size = (1 if baseline == "mean" else 2), rewards.shape[1]
-    if not least <= k <= size:
-        raise ConfigError(f"k is {k} for groups of {size}", hint=f"choose k from {least} to the group size")
-    found = np.zeros(rewards.shape, np.float32)
-    for row, given, used in zip(found, rewards.detach().double().cpu().numpy(), known.cpu().numpy(), strict=True):
-        row[used] = _of_group(given[used], k, baseline == "mean")
-    return torch.from_numpy(found)
+    min_k, size = (1 if baseline == "mean" else 2), rewards.shape[1]
+    if not min_k <= k <= size:
+        raise ConfigError(f"k is {k} for groups of {size}", hint=f"choose k from {min_k} to the group size")
+    advantages = np.zeros(rewards.shape, np.float32)
+    for row, row_rewards, row_mask in zip(
+        advantages, rewards.detach().double().cpu().numpy(), mask.cpu().numpy(), strict=True
+    ):
+        row[row_mask] = _of_group(row_rewards[row_mask], k, baseline == "mean")
+    return torch.from_numpy(advantages)
 
 
 def _of_group(rewards: Float64, k: int, centered: bool) -> Float64:
@@ -81,31 +83,31 @@ def _of_group(rewards: Float64, k: int, centered: bool) -> Float64:
     if len(rewards) < k or rewards.max() == rewards.min():
         return np.zeros_like(rewards)
     order = np.argsort(rewards, kind="stable")
-    ranked, found = rewards[order], np.empty_like(rewards)
-    own, above, below = _weights(len(ranked), k)
+    ranked, advantages = rewards[order], np.empty_like(rewards)
+    best_weights, above_weights, below_weights = _weights(len(ranked), k)
     if centered:
-        later = np.append(np.cumsum((above * ranked)[::-1])[::-1][1:], 0.0)
-        best = own * ranked + later  # of subsets with the episode of this rank
-        share = own * k / len(ranked)  # of all subsets, those whose highest reward has this rank
+        later = np.append(np.cumsum((above_weights * ranked)[::-1])[::-1][1:], 0.0)
+        best = best_weights * ranked + later  # of subsets with the episode of this rank
+        share = best_weights * k / len(ranked)  # of all subsets, those whose highest reward has this rank
         mean = float((share * ranked).sum())
         spread = float((share * (ranked - mean) ** 2).sum()) ** 0.5
-        found[order] = (best - mean) / (spread + EPSILON)
+        advantages[order] = (best - mean) / (spread + EPSILON)
     else:
-        earlier = np.append(0.0, np.cumsum(below * ranked)[:-1])
-        found[order] = own * ranked - earlier
-    return found
+        earlier = np.append(0.0, np.cumsum(below_weights * ranked)[:-1])
+        advantages[order] = best_weights * ranked - earlier
+    return advantages
 
 
 @functools.lru_cache(maxsize=64)
 def _weights(size: int, k: int) -> tuple[Float64, Float64, Float64]:
-    """Return, for each rank i from the lowest, the shares of the subsets of k with one given episode in which
+    """Return, for each rank i from the lowest, three shares of the subsets of k that have a certain episode:
 
-    - that episode, of rank i, is the highest,
-    - another, of rank i, is the highest, where the given one is below it,
-    - the best of the others has rank i, where the given one is above it.
+    - best: the episode has rank i, and is the highest of its subset,
+    - above: another episode, of rank i, is the highest, above this one,
+    - below: the best of the other episodes has rank i, below this one.
     """
     subsets = comb(size - 1, k - 1)
-    own = [comb(i, k - 1) / subsets for i in range(size)]
+    best = [comb(i, k - 1) / subsets for i in range(size)]
     above = [comb(i - 1, k - 2) / subsets if i and k > 1 else 0.0 for i in range(size)]
     below = [comb(i, k - 2) / subsets if k > 1 else 0.0 for i in range(size)]
-    return np.array(own), np.array(above), np.array(below)
+    return np.array(best), np.array(above), np.array(below)

@@ -74,17 +74,17 @@ class Dppo(PolicyLoss):
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
-        now = logprobs.detach()
-        p, q = now.exp(), old.exp()
+        detached = logprobs.detach()
+        p, q = detached.exp(), old.exp()
         if self.divergence == "tv":
             divergence = (p - q).abs()
         else:  # 1e-8 as in verl: the other tokens' probability may round to 0
-            others, others_old = (1 - p).clamp(min=0) + 1e-8, (1 - q).clamp(min=0) + 1e-8
-            divergence = q * (old - now) + (1 - q) * (others_old / others).log()
-        away = ((advantages > 0) & (p > q)) | ((advantages < 0) & (p < q))
-        lost = away & (divergence > self.threshold)
-        losses = -importance_ratio(now, old).clamp(max=self.ratio_max) * advantages * logprobs
-        return losses.where(~lost, 0.0), {"clipped": lost.sum()}
+            other_p, other_q = (1 - p).clamp(min=0) + 1e-8, (1 - q).clamp(min=0) + 1e-8
+            divergence = q * (old - detached) + (1 - q) * (other_q / other_p).log()
+        is_diverging = ((advantages > 0) & (p > q)) | ((advantages < 0) & (p < q))
+        is_clipped = is_diverging & (divergence > self.threshold)
+        losses = -importance_ratio(detached, old).clamp(max=self.ratio_max) * advantages * logprobs
+        return losses.where(~is_clipped, 0.0), {"clipped": is_clipped.sum()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +162,8 @@ class Gspo(PolicyLoss):
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
         mean = inputs.statistics["log_ratio"].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         ratio = mean.exp() * (logprobs - logprobs.detach()).exp()
-        losses, lost = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
-        return losses, {"clipped": lost.sum()}
+        losses, is_clipped = clipped_surrogate(ratio, advantages, self.clip_low, self.clip_high)
+        return losses, {"clipped": is_clipped.sum()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,16 +199,16 @@ class Gmpo(PolicyLoss):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the clipped log ratios, and where they have no gradient."""
         log_ratio = log_ratios(logprobs, old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        lost = ((advantages > 0) & (log_ratio > self.clip)) | ((advantages < 0) & (log_ratio < -self.clip))
-        return log_ratio.where(~lost, self.clip * advantages.sign()), lost
+        is_clipped = ((advantages > 0) & (log_ratio > self.clip)) | ((advantages < 0) & (log_ratio < -self.clip))
+        return log_ratio.where(~is_clipped, self.clip * advantages.sign()), is_clipped
 
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
-        log_ratio, lost = self._clipped(logprobs, old, advantages)
-        own = 1 + log_ratio - log_ratio.detach()
-        return -advantages * inputs.statistics["log_ratio"].exp() * own, {"clipped": lost.sum()}
+        log_ratio, is_clipped = self._clipped(logprobs, old, advantages)
+        straight_through = 1 + log_ratio - log_ratio.detach()
+        return -advantages * inputs.statistics["log_ratio"].exp() * straight_through, {"clipped": is_clipped.sum()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ class PreferenceLoss(Loss):
         """Return each token's part of its episode's score, [L] with gradient; anything where mask is False."""
         raise NotImplementedError
 
-    def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    def pair_losses(self, chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> torch.Tensor:
         """Return the loss of each pair from the scores of its episodes, [pairs] each, with gradient."""
         raise NotImplementedError
 
@@ -57,31 +57,33 @@ class PreferenceLoss(Loss):
         scores = torch.zeros(2 * len(pairs), dtype=torch.float64, device=place.device)
         scores.index_add_(0, place, self.terms(tokens).double())
         with torch.enable_grad():
-            chosen, rejected = (each.clone().requires_grad_() for each in scores.view(-1, 2).unbind(1))
-            losses = self.pair_losses(chosen, rejected)
-            slopes = torch.stack(torch.autograd.grad(losses.sum(), [chosen, rejected]), 1)
+            chosen_scores, rejected_scores = (
+                column.clone().requires_grad_() for column in scores.view(-1, 2).unbind(1)
+            )
+            losses = self.pair_losses(chosen_scores, rejected_scores)
+            slopes = torch.stack(torch.autograd.grad(losses.sum(), [chosen_scores, rejected_scores]), 1)
         share = pair.bincount().double().reciprocal()
-        found = {
+        statistics = {
             "loss": losses.detach()[pair],
             "slope": slopes.flatten()[place],
-            "chosen": chosen.detach()[pair],
-            "rejected": rejected.detach()[pair],
+            "chosen": chosen_scores.detach()[pair],
+            "rejected": rejected_scores.detach()[pair],
             "share": share[pair],
         }
-        return {name: each.to(tokens.weights.dtype) for name, each in found.items()}
+        return {name: value.to(tokens.weights.dtype) for name, value in statistics.items()}
 
     def __call__(self, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str, Sum]]:
-        terms, found = self.terms(inputs).where(inputs.mask, 0.0), inputs.statistics
+        terms, statistics = self.terms(inputs).where(inputs.mask, 0.0), inputs.statistics
         # The value of the losses, each pair's spread over its tokens, with the gradient by each token.
-        total = (found["loss"] * found["share"] + found["slope"] * (terms - terms.detach())).sum()
-        share, margin = found["share"], found["chosen"] - found["rejected"]
-        scored = {
-            "chosen": found["chosen"],
-            "rejected": found["rejected"],
+        total = (statistics["loss"] * statistics["share"] + statistics["slope"] * (terms - terms.detach())).sum()
+        share, margin = statistics["share"], statistics["chosen"] - statistics["rejected"]
+        metrics = {
+            "chosen": statistics["chosen"],
+            "rejected": statistics["rejected"],
             "margin": margin,
             "accuracy": (margin > 0).to(margin.dtype),
         }
-        return total, {f"rewards/{name}": ((each * share).sum(), share.sum()) for name, each in scored.items()}
+        return total, {f"rewards/{name}": ((value * share).sum(), share.sum()) for name, value in metrics.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,15 +122,15 @@ class Dpo(PreferenceLoss):
     def terms(self, inputs: LossInputs) -> torch.Tensor:
         """Return beta times each token's log ratio to the reference; for ipo, divided by the episode's tokens."""
         assert inputs.reference is not None
-        known = inputs.mask & inputs.logprobs.isfinite() & inputs.reference.isfinite()
-        ratios = self.beta * (inputs.logprobs.where(known, 0.0) - inputs.reference.where(known, 0.0))
+        mask = inputs.mask & inputs.logprobs.isfinite() & inputs.reference.isfinite()
+        ratios = self.beta * (inputs.logprobs.where(mask, 0.0) - inputs.reference.where(mask, 0.0))
         return ratios / inputs.lengths if self.kind == "ipo" else ratios
 
-    def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    def pair_losses(self, chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> torch.Tensor:
         """Return the loss of each pair; see `PreferenceLoss.pair_losses`."""
         import torch.nn.functional as F
 
-        margin = chosen - rejected
+        margin = chosen_scores - rejected_scores
         if self.kind == "ipo":
             return (margin / self.beta - 1 / (2 * self.beta)).square()
         return -(1 - self.label_smoothing) * F.logsigmoid(margin) - self.label_smoothing * F.logsigmoid(-margin)
@@ -160,8 +162,8 @@ class BradleyTerry(PreferenceLoss):
         assert inputs.values is not None
         return inputs.values.where(inputs.mask, 0.0) / inputs.lengths
 
-    def pair_losses(self, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    def pair_losses(self, chosen_scores: torch.Tensor, rejected_scores: torch.Tensor) -> torch.Tensor:
         """Return the loss of each pair; see `PreferenceLoss.pair_losses`."""
         import torch.nn.functional as F
 
-        return -F.logsigmoid(chosen - rejected) + self.center * (chosen + rejected).square()
+        return -F.logsigmoid(chosen_scores - rejected_scores) + self.center * (chosen_scores + rejected_scores).square()

@@ -1,4 +1,4 @@
-"""What a loss sees of a packed row and of its minibatch, and what it returns."""
+"""Interface of losses: their inputs from a packed row and its minibatch, and their results."""
 
 from __future__ import annotations
 
@@ -100,16 +100,16 @@ class LossInputs:
         """Return the tensors that have an entry for each token, by field name."""
         return {name: value for name, value in vars(self).items() if hasattr(value, "ndim")}
 
-    def at(self, chosen: torch.Tensor) -> LossInputs:
-        """Return these tokens only, without gradient; `chosen` is a mask or indices."""
-        columns = {name: value[chosen] for name, value in self.columns.items()}
-        own: dict[str, Any] = {name: value.detach()[chosen] for name, value in self.per_token().items()}
-        return replace(self, **own, columns=columns)
+    def at(self, selection: torch.Tensor) -> LossInputs:
+        """Return these tokens only, without gradient; `selection` is a mask or indices."""
+        columns = {name: value[selection] for name, value in self.columns.items()}
+        tensors: dict[str, Any] = {name: value.detach()[selection] for name, value in self.per_token().items()}
+        return replace(self, **tensors, columns=columns)
 
     def check(self) -> None:
         """Assert that all tensors are aligned."""
-        for name, other in (self.per_token() | dict(self.columns)).items():
-            assert other.shape[:1] == self.mask.shape, f"{name} has shape {list(other.shape)}"
+        for name, tensor in (self.per_token() | dict(self.columns)).items():
+            assert tensor.shape[:1] == self.mask.shape, f"{name} has shape {list(tensor.shape)}"
 
 
 class Loss:

@@ -1,7 +1,7 @@
 """Rewards of single tokens, their discounted sums, and whitening over all tokens of a batch.
 
-The tokens of an episode, here, are those that the model generated, turn after turn; observations between turns have no
-place in these arrays, so whatever is carried from a token to the one before it is carried over them.
+The tokens of an episode, here, are those that the model generated, turn after turn. These arrays have no entries for
+observations between turns, so a discounted sum goes from the first token of a turn straight to the turn before.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ def token_rewards(episodes: Iterable[Episode]) -> list[Float64]:
     Returns:
         For each episode, [T] float64. An episode without tokens has no place for rewards.
     """
-    found = []
+    rewards = []
     for episode in episodes:
         ends = np.cumsum([len(turn.token_ids) for turn in episode.turns], dtype=np.int64)
-        placed = np.zeros(int(ends[-1]) if len(ends) else 0)
-        if (score := episode.score) is not None and len(placed):
+        episode_rewards = np.zeros(int(ends[-1]) if len(ends) else 0)
+        if (score := episode.score) is not None and len(episode_rewards):
             if len(score.tokens):
-                placed += _known(np.concatenate([np.asarray(each, np.float64) for each in score.tokens]))
+                episode_rewards += _known(
+                    np.concatenate([np.asarray(turn_values, np.float64) for turn_values in score.tokens])
+                )
             if len(score.turns):
-                np.add.at(placed, np.maximum(ends - 1, 0), _known(np.asarray(score.turns, np.float64)))
+                np.add.at(episode_rewards, np.maximum(ends - 1, 0), _known(np.asarray(score.turns, np.float64)))
             if not score.turns_in_total:
-                placed[-1] += score.total
-        found.append(placed)
-    return found
+                episode_rewards[-1] += score.total
+        rewards.append(episode_rewards)
+    return rewards
 
 
 def _known(values: Float64) -> Float64:
@@ -57,8 +59,8 @@ def _known(values: Float64) -> Float64:
 
 def by_group(batch: Batch, values: Sequence[npt.NDArray[np.float32]]) -> list[list[npt.NDArray[np.float32]]]:
     """Arrange arrays that are in the order of `batch.episodes` by group, as `pack` needs them."""
-    found = iter(values)
-    return [[next(found) for _ in group.episodes] for group in batch.groups]
+    arrays = iter(values)
+    return [[next(arrays) for _ in group.episodes] for group in batch.groups]
 
 
 def discounted(values: Float64, lengths: npt.NDArray[np.int64], decay: float | Float64) -> Float64:
@@ -72,13 +74,13 @@ def discounted(values: Float64, lengths: npt.NDArray[np.int64], decay: float | F
         decay: factor of the next sum, or one for each episode, [N].
     """
     order = np.argsort(-lengths, kind="stable")
-    last = np.cumsum(lengths)[order] - 1
+    ends = np.cumsum(lengths)[order] - 1
     decays = np.broadcast_to(np.asarray(decay, np.float64), lengths.shape)[order]
     sums, sorted_lengths = values.astype(np.float64), lengths[order]
     for step in range(1, int(lengths.max(initial=0))):
         count = int(np.searchsorted(-sorted_lengths, -step))  # of episodes that have a token this far from their end
-        here = last[:count] - step
-        sums[here] += decays[:count] * sums[here + 1]
+        positions = ends[:count] - step
+        sums[positions] += decays[:count] * sums[positions + 1]
     return sums
 
 
@@ -91,27 +93,28 @@ def whitened(values: Float64) -> Float64:
     return (values - float(values.mean())) / math.sqrt(variance + 1e-8)
 
 
-def flat(arrays: TokenValues, lengths: npt.NDArray[np.int64], what: str) -> Float64:
+def flat(arrays: TokenValues, lengths: npt.NDArray[np.int64], label: str) -> Float64:
     """Concatenate the arrays of all episodes as float64.
 
     Raises:
-        ConfigError: their number or lengths are others, or one is not finite; says `what` these values are.
+        ConfigError: their number or lengths differ from `lengths`, or a value is not finite; `label` names them there.
     """
     import torch
 
-    made = [
-        np.asarray(each.detach().double().cpu() if isinstance(each, torch.Tensor) else each, np.float64)
-        for each in arrays
+    numbers = [
+        np.asarray(array.detach().double().cpu() if isinstance(array, torch.Tensor) else array, np.float64)
+        for array in arrays
     ]
-    if [each.shape for each in made] != [(length,) for length in lengths]:
+    if [array.shape for array in numbers] != [(length,) for length in lengths]:
+        shapes = [array.shape for array in numbers[:8]]
         raise ConfigError(
-            f"the {what} have shapes {[each.shape for each in made][:8]}, but the episodes have {lengths[:8]} tokens",
+            f"the {label} have shapes {shapes}, but the episodes have {lengths[:8]} tokens",
             hint="give one array per episode, with one number per token that the model generated",
         )
-    bad = next((index for index, each in enumerate(made) if not np.isfinite(each).all()), None)
-    if bad is not None:
-        raise ConfigError(f"the {what} of episode {bad} are not all finite", hint="give finite numbers")
-    return np.concatenate([np.zeros(0), *made])
+    bad_index = next((index for index, array in enumerate(numbers) if not np.isfinite(array).all()), None)
+    if bad_index is not None:
+        raise ConfigError(f"the {label} of episode {bad_index} are not all finite", hint="give finite numbers")
+    return np.concatenate([np.zeros(0), *numbers])
 
 
 def reinforce_pp_advantages(

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def log_ratios(logprobs: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Return logprobs - others, [N]; 0 if that is NaN, and +-20 if infinite; for `Loss.statistics`."""
-    return (logprobs - others).nan_to_num(nan=0.0, posinf=MAX_LOG_RATIO, neginf=-MAX_LOG_RATIO)
+def log_ratios(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
+    """Return logprobs - other_logprobs, [N]; 0 if that is NaN, and +-20 if infinite; for `Loss.statistics`."""
+    return (logprobs - other_logprobs).nan_to_num(nan=0.0, posinf=MAX_LOG_RATIO, neginf=-MAX_LOG_RATIO)
 
 
 def sequence_sums(values: torch.Tensor, tokens: LossInputs) -> torch.Tensor:

@@ -55,26 +55,26 @@ def most_surprising(logprobs: npt.NDArray[np.float32], count: int) -> list[int]:
 
 def _of_group(episodes: Sequence[Episode]) -> list[npt.NDArray[np.float32]]:
     """Return the token advantages of each episode of a group."""
-    below = defaultdict[tuple[int, ...], list[float]](list)
+    leaf_rewards = defaultdict[tuple[int, ...], list[float]](list)
     paths = [_path(episode, place) for place, episode in enumerate(episodes)]
     for episode, path in zip(episodes, paths, strict=True):
         if not math.isfinite(episode.reward):
             raise ConfigError(f"the reward of {episode.task.id} is {episode.reward}", hint="give finite numbers")
         for depth in range(len(path) + 1) if episode.score is not None else ():
-            below[path[:depth]].append(episode.reward)
-    values = {node: _mean(rewards) for node, rewards in below.items()}
-    found = []
+            leaf_rewards[path[:depth]].append(episode.reward)
+    values = {node: _mean(rewards) for node, rewards in leaf_rewards.items()}
+    advantages = []
     for episode, path in zip(episodes, paths, strict=True):
-        own = np.zeros(episode.response_tokens, np.float32)
+        episode_advantages = np.zeros(episode.response_tokens, np.float32)
         start = 0
         for turn in episode.turns:
             node, end = turn.branch or path, start + len(turn.token_ids)
             if episode.score is not None:
-                compared = (values[node] - values[()]) + (values[node] - values[node[:-1]])
-                own[start:end] = compared / math.sqrt(len(below[node]))
+                advantage = (values[node] - values[()]) + (values[node] - values[node[:-1]])
+                episode_advantages[start:end] = advantage / math.sqrt(len(leaf_rewards[node]))
             start = end
-        found.append(own)
-    return found
+        advantages.append(episode_advantages)
+    return advantages
 
 
 def _path(episode: Episode, place: int) -> tuple[int, ...]:

@@ -35,23 +35,23 @@ def call_loss(loss: Loss, inputs: LossInputs) -> tuple[torch.Tensor, Mapping[str
     """
     if loss.scope and not inputs.statistics:
         tokens = inputs.mask.nonzero()[:, 0]
-        found = call_statistics(loss, inputs.at(tokens))
-        inputs = replace(inputs, statistics=spread(found, tokens, len(inputs.mask)))
+        statistics = call_statistics(loss, inputs.at(tokens))
+        inputs = replace(inputs, statistics=spread(statistics, tokens, len(inputs.mask)))
     return _check(_call(lambda: loss(inputs)))
 
 
 def call_statistics(loss: Loss, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
     """Call `Loss.statistics` and validate its result, without gradient; errors as in call_loss."""
     with torch.no_grad():
-        found = _call(lambda: loss.statistics(tokens))
+        statistics = _call(lambda: loss.statistics(tokens))
     count = len(tokens.mask)
-    wrong = [name for name, each in found.items() if each.shape[:1] != (count,) and each.ndim]
-    if wrong:
+    bad_names = [name for name, value in statistics.items() if value.shape[:1] != (count,) and value.ndim]
+    if bad_names:
         raise LossError(
-            f"the loss's statistic {wrong[0]!r} has shape {list(found[wrong[0]].shape)}",
+            f"the loss's statistic {bad_names[0]!r} has shape {list(statistics[bad_names[0]].shape)}",
             hint=f"return one value, or one for each of the {count} tokens",
         )
-    return found
+    return statistics
 
 
 def spread(statistics: Mapping[str, torch.Tensor], tokens: torch.Tensor, length: int) -> dict[str, torch.Tensor]:
@@ -62,8 +62,8 @@ def spread(statistics: Mapping[str, torch.Tensor], tokens: torch.Tensor, length:
         length: L of the row.
     """
     return {
-        name: each.new_zeros(length, *each.shape[1:]).index_put((tokens,), each) if each.ndim else each
-        for name, each in statistics.items()
+        name: value.new_zeros(length, *value.shape[1:]).index_put((tokens,), value) if value.ndim else value
+        for name, value in statistics.items()
     }
 
 
@@ -78,33 +78,37 @@ def _call(function: Callable[[], _T]) -> _T:
     except Exception as error:
         if isinstance(error, RuntimeError) and _OF_DEVICE.match(str(error)):
             raise
-        said = next(iter(str(error).strip().splitlines()), "")[:300]
+        message = next(iter(str(error).strip().splitlines()), "")[:300]
         raise LossError(
-            f"the loss raised {type(error).__name__}: {said} ({line_of(error)})",
+            f"the loss raised {type(error).__name__}: {message} ({line_of(error)})",
             hint="fix it; the whole trace is in events.jsonl and in the trainer's log",
             trace="".join(traceback.format_exception(error)),
         ) from error
 
 
-def _check(found: object) -> tuple[torch.Tensor, Mapping[str, Sum]]:
+def _check(result: object) -> tuple[torch.Tensor, Mapping[str, Sum]]:
     """Validate what a loss returned."""
-    match found:
+    match result:
         case (torch.Tensor() as total, Mapping() as sums) if total.ndim == 0:
-            read = {name: _scalars(value) for name, value in sums.items()}
-            wrong = [(name, each) for name, parts in read.items() for each in parts if each.numel() != 1]
-            if not wrong:
-                return total, {name: cast("Sum", tuple(each)) if each[1:] else each[0] for name, each in read.items()}
-            seen = f"a sum {wrong[0][0]!r} of {wrong[0][1].numel()} values"
+            tensors = {name: _scalars(value) for name, value in sums.items()}
+            bad_sums = [(name, tensor) for name, parts in tensors.items() for tensor in parts if tensor.numel() != 1]
+            if not bad_sums:
+                return total, {
+                    name: cast("Sum", tuple(parts)) if parts[1:] else parts[0] for name, parts in tensors.items()
+                }
+            description = f"a sum {bad_sums[0][0]!r} of {bad_sums[0][1].numel()} values"
         case (torch.Tensor() as total, Mapping()):
-            seen = f"a tensor of shape {list(total.shape)}"
+            description = f"a tensor of shape {list(total.shape)}"
         case _:
-            seen = f"{type(found).__name__}"
-    raise LossError(f"the loss returned {seen}", hint="return the sum, a scalar tensor, and a dict of sums for metrics")
+            description = f"{type(result).__name__}"
+    raise LossError(
+        f"the loss returned {description}", hint="return the sum, a scalar tensor, and a dict of sums for metrics"
+    )
 
 
 def _scalars(value: Any) -> list[torch.Tensor]:
     parts = value if isinstance(value, tuple) and len(value) in (2, 3) else (value,)
-    return [torch.as_tensor(each).detach() for each in parts]
+    return [torch.as_tensor(part).detach() for part in parts]
 
 
 def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
@@ -118,7 +122,7 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
         LossError: it cannot be sent to the trainer ranks, raised, returned something other than a loss, or has no
             finite gradient.
     """
-    # In one piece: most of it is the inputs of the small row, an entry for each field.
+    # One function despite its length: most of it is the inputs of the small row, an entry for each field.
     import cloudpickle  # type: ignore[import-untyped]
 
     if not isinstance(loss, Loss):
@@ -134,14 +138,14 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
         ) from error
     index = torch.arange(_TRIED, dtype=torch.int32)
     logprobs = (-0.5 - 0.1 * index).requires_grad_()
-    others = logprobs.detach() - 0.05
+    other_logprobs = logprobs.detach() - 0.05
     mask = index % 4 != 3  # like the second episode's prompt
     lengths = torch.where(mask, 3, 1)
     unit = torch.ones(_TRIED)
     outputs = (0.1 * index).requires_grad_() if "values" in loss.needs else logprobs
     inputs = LossInputs(
         logprobs=logprobs,
-        behaviour=torch.where(mask, others, 0.0),
+        behaviour=torch.where(mask, other_logprobs, 0.0),
         advantages=torch.where(mask, (index < 4).float() - 0.5, 0.0),
         weights=loss.aggregation.weights(lengths),
         mask=mask,
@@ -156,8 +160,8 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
         version=0.5,
         entropy=unit.clone().requires_grad_() if "entropy_gradient" in loss.needs else unit,
         squares=0.5 * unit if "squares" in loss.needs else None,
-        reference=others if "reference" in loss.needs else None,
-        proximal=others if "proximal" in loss.needs else None,
+        reference=other_logprobs if "reference" in loss.needs else None,
+        proximal=other_logprobs if "proximal" in loss.needs else None,
         values=outputs if "values" in loss.needs else None,
         observed=~mask if "observations" in loss.needs else None,
         top_logprobs=(logprobs - 1).unsqueeze(1).expand(-1, loss.columns["top_ids"])
@@ -169,15 +173,15 @@ def try_loss(loss: Loss, sources: Collection[str] = ()) -> None:
     if total.requires_grad:
         total.backward()
     if outputs.grad is None or not bool(torch.isfinite(outputs.grad).all()):
-        seen = "no gradient" if outputs.grad is None else "a gradient that is not finite"
+        problem = "no gradient" if outputs.grad is None else "a gradient that is not finite"
         raise LossError(
-            f"the loss of a small row is {float(total.detach()):.4g}, and has {seen}",
+            f"the loss of a small row is {float(total.detach()):.4g}, and has {problem}",
             hint=f"compute it from inputs.{'values' if outputs is not logprobs else 'logprobs'}, without detach, and "
             "only where the mask is True",
         )
     if not loss.keeps_uniform:
-        without, _ = call_loss(loss, replace(inputs, advantages=torch.zeros_like(inputs.advantages)))
-        if without.requires_grad and torch.autograd.grad(without, outputs)[0].any():
+        uniform_total, _ = call_loss(loss, replace(inputs, advantages=torch.zeros_like(inputs.advantages)))
+        if uniform_total.requires_grad and torch.autograd.grad(uniform_total, outputs)[0].any():
             raise LossError(
                 "the loss of tokens with an advantage of 0 has a gradient, though its keeps_uniform is False",
                 hint="let keeps_uniform return True, so that groups of equal rewards are trained on",

@@ -50,11 +50,11 @@ class ValueLoss(Loss):
 
         assert inputs.values is not None, "the trainer has a value model"
         # Selected before the arithmetic: elsewhere anything may be NaN, and 0 times its gradient would be, too.
-        values, returns, old = (
-            torch.where(inputs.mask, each, 0.0)
-            for each in (inputs.values, inputs.columns["returns"], inputs.columns["old_values"])
+        values, returns, old_values = (
+            torch.where(inputs.mask, tensor, 0.0)
+            for tensor in (inputs.values, inputs.columns["returns"], inputs.columns["old_values"])
         )
-        free = (values - returns).square()
-        held = (old + (values - old).clamp(-self.clip, self.clip) - returns).square()
-        losses = 0.5 * torch.where(inputs.mask, inputs.weights, 0.0) * torch.maximum(free, held)
-        return losses.sum(), {"clipped": (held > free).sum().to(losses.dtype)}
+        unclipped = (values - returns).square()
+        clipped = (old_values + (values - old_values).clamp(-self.clip, self.clip) - returns).square()
+        losses = 0.5 * torch.where(inputs.mask, inputs.weights, 0.0) * torch.maximum(unclipped, clipped)
+        return losses.sum(), {"clipped": (clipped > unclipped).sum().to(losses.dtype)}
