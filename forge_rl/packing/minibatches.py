@@ -14,7 +14,7 @@ def deal(sources: Sequence[str], trained: Sequence[bool], minibatches: int, *, s
         deal(["a", "a", "b", "b"], [True] * 4, 2, seed=3)  # such as [[0, 3], [1, 2]]
 
     Per source, the number of groups differs by at most one between minibatches, and so does the number of trained
-    groups, which are dealt first: the others contribute nothing to an update.
+    groups, which are dealt first, as other groups contribute nothing to an update.
 
     Args:
         sources: source of each group.
@@ -28,13 +28,13 @@ def deal(sources: Sequence[str], trained: Sequence[bool], minibatches: int, *, s
         return [list(range(len(sources)))]
     random = np.random.default_rng(seed)
     shuffled = random.permutation(len(sources)).tolist()
-    turn = {name: place for place, name in enumerate(dict.fromkeys(sources[index] for index in shuffled))}
+    source_order = {name: place for place, name in enumerate(dict.fromkeys(sources[index] for index in shuffled))}
     lead = random.permutation(minibatches).tolist()
     parts: list[list[int]] = [[] for _ in range(minibatches)]
-    held = [Counter[str]() for _ in range(minibatches)]
-    for index in sorted(shuffled, key=lambda index: (not trained[index], turn[sources[index]])):
+    source_counts = [Counter[str]() for _ in range(minibatches)]
+    for index in sorted(shuffled, key=lambda index: (not trained[index], source_order[sources[index]])):
         name = sources[index]
-        part = min(range(minibatches), key=lambda part: (held[part][name], len(parts[part]), lead[part]))
+        part = min(range(minibatches), key=lambda part: (source_counts[part][name], len(parts[part]), lead[part]))
         parts[part].append(index)
-        held[part][name] += 1
+        source_counts[part][name] += 1
     return [sorted(part) for part in parts]

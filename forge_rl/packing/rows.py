@@ -1,7 +1,8 @@
 """Packing: lays a scored batch into rows in which the segments of a group share every common prefix.
 
-Segments of a group form a tree: what several begin with is stored and computed once, at every level. A tree is laid out
-depth first, so that all that follows a position is one range (`Row.until`), which the attention mask (`attends`) needs.
+Segments of a group form a tree: a prefix of several segments is stored and computed once, at every level. A tree is
+laid out depth first, so that the positions after a prefix are one range (`Row.until`), which the attention mask
+(`attends`) needs.
 """
 
 from __future__ import annotations
@@ -123,17 +124,17 @@ class Row:
 
     def __reduce__(self) -> tuple[object, ...]:
         # Pickling a tensor makes torch create a class for each, which only the garbage collector frees.
-        columns = {name: each.numpy() for name, each in self.columns.items()}
-        return _read_row, ({name: each.numpy() for name, each in self.tensors().items()}, columns)
+        columns = {name: tensor.numpy() for name, tensor in self.columns.items()}
+        return _read_row, ({name: tensor.numpy() for name, tensor in self.tensors().items()}, columns)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the fields that are tensors, by name."""
-        return {name: each for name, each in vars(self).items() if isinstance(each, torch.Tensor)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
 
 def _read_row(arrays: Mapping[str, npt.NDArray[Any]], columns: Mapping[str, npt.NDArray[Any]]) -> Row:
-    read = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return Row(**read, columns={name: torch.from_numpy(array) for name, array in columns.items()})
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return Row(**tensors, columns={name: torch.from_numpy(array) for name, array in columns.items()})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -274,17 +275,17 @@ def pack(
     advantages = _check(batch, advantages, shape, layout)
     groups = []
     for p, group in enumerate(batch.groups):
-        own = {name: values[p] for name, values in columns.items()}
-        groups.append(_lay(group, p, advantages[p], layout, columns=own))
-    packed = [branch for group in groups for tree in group.trees for branch in tree.branches]
-    needed = max((branch.inputs for branch in packed), default=0)
-    if needed > layout.longest:
-        on_one = round_up(-(-needed // layout.context_parallel_degree), layout.pad_multiple)
+        group_columns = {name: values[p] for name, values in columns.items()}
+        groups.append(_lay(group, p, advantages[p], layout, columns=group_columns))
+    branches = [branch for group in groups for tree in group.trees for branch in tree.branches]
+    longest = max((branch.inputs for branch in branches), default=0)
+    if longest > layout.longest:
+        on_one = round_up(-(-longest // layout.context_parallel_degree), layout.pad_multiple)
         raise ConfigError(
-            f"an episode needs a row of {needed} tokens, but seq_len is {layout.seq_len}"
+            f"an episode needs a row of {longest} tokens, but seq_len is {layout.seq_len}"
             + (f" on each of {layout.context_parallel_degree} devices" if layout.context_parallel_degree > 1 else ""),
             hint=f"set --trainer.seq-len to at least {on_one}, or --trainer.context-parallel-degree to at least "
-            f"{-(-needed // layout.seq_len)} to split each row over that many devices; or shorten episodes",
+            f"{-(-longest // layout.seq_len)} to split each row over that many devices; or shorten episodes",
         )
     sources = [group.task.source for group in batch.groups]
     learns = [bool(group.trees) and not group.uniform for group in groups]
@@ -297,7 +298,7 @@ def pack(
             _minibatch([groups[p] for p in part], layout, shape[1], tuple(sources), drop_uniform) for part in parts
         ),
         epochs=epochs,
-        sequence_tokens=sum(branch.inputs for branch in packed),
+        sequence_tokens=sum(branch.inputs for branch in branches),
         uniform_tokens=sum(branch.inputs for group in spared for tree in group.trees for branch in tree.branches),
         unscored_tokens=sum(group.unscored for group in groups),
         uniform_share=sum(group.uniform for group in groups) / max(1, len(groups)),
@@ -310,10 +311,10 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int], layout: Layou
     hint = "compute them from the batch, with batch_advantages"
     if not isinstance(advantages, torch.Tensor):
         try:
-            of_episodes = all(np.ndim(value) == 0 for group in advantages for value in group)
+            is_per_episode = all(np.ndim(value) == 0 for group in advantages for value in group)
             advantages = (
                 torch.from_numpy(np.array(advantages, np.float32))
-                if of_episodes
+                if is_per_episode
                 else [[np.asarray(value, np.float32) for value in group] for group in advantages]
             )
         except (TypeError, ValueError, RuntimeError) as error:
@@ -322,12 +323,12 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int], layout: Layou
                 f"the advantages, a {kind}, are not numbers of shape [P, G] = {shape}: {error}", hint=hint
             ) from error
     if isinstance(advantages, torch.Tensor):
-        given_shape = list(advantages.shape)
+        actual_shape = list(advantages.shape)
     else:
-        given_shape = [len(advantages), *map(len, advantages)][:2]
-    if batch.groups and given_shape != shape:
+        actual_shape = [len(advantages), *map(len, advantages)][:2]
+    if batch.groups and actual_shape != shape:
         raise ConfigError(
-            f"the advantages have shape {given_shape}, but the batch has shape [P, G] = {shape}", hint=hint
+            f"the advantages have shape {actual_shape}, but the batch has shape [P, G] = {shape}", hint=hint
         )
     if not isinstance(advantages, torch.Tensor):
         for values, episode in zip((values for group in advantages for values in group), batch.episodes, strict=True):
@@ -345,10 +346,10 @@ def _check(batch: Batch, advantages: Advantages, shape: list[int], layout: Layou
 def _of_segment(values: npt.NDArray[Any], episode: Episode, segment: Segment) -> npt.NDArray[Any]:
     """Return the values of a segment's tokens, from the values of all tokens that the episode generated."""
     ends = np.cumsum([len(turn.token_ids) for turn in episode.turns])
-    found = np.zeros((len(segment.token_ids), *values.shape[1:]), values.dtype)
+    segment_values = np.zeros((len(segment.token_ids), *values.shape[1:]), values.dtype)
     for turn in np.unique(segment.turns[segment.trained]):
-        found[segment.turns == turn] = values[ends[turn] - len(episode.turns[turn].token_ids) : ends[turn]]
-    return found
+        segment_values[segment.turns == turn] = values[ends[turn] - len(episode.turns[turn].token_ids) : ends[turn]]
+    return segment_values
 
 
 def _summed(
@@ -356,22 +357,24 @@ def _summed(
     advantages: torch.Tensor | Sequence[npt.NDArray[np.float32]],
     holders: Sequence[Sequence[tuple[int, int]]],
 ) -> torch.Tensor | Sequence[npt.NDArray[np.float32]]:
-    """Give a turn that episodes have in common the sum of its advantages, in the first of them."""
-    if all(first == number for number, own in enumerate(holders) for first, _ in own):
+    """Sum the advantages of a turn that episodes have in common in the first of these episodes, which trains it."""
+    if all(first == number for number, episode_holders in enumerate(holders) for first, _ in episode_holders):
         return advantages
-    found = [
-        np.full(episode.response_tokens, float(given), np.float32) if isinstance(given, torch.Tensor) else given.copy()
-        for episode, given in zip(episodes, advantages, strict=True)
+    token_advantages = [
+        np.full(episode.response_tokens, float(episode_advantages), np.float32)
+        if isinstance(episode_advantages, torch.Tensor)
+        else episode_advantages.copy()
+        for episode, episode_advantages in zip(episodes, advantages, strict=True)
     ]
-    parts = [
-        np.split(own, np.cumsum([len(turn.token_ids) for turn in episode.turns])[:-1])
-        for own, episode in zip(found, episodes, strict=True)
+    turns = [
+        np.split(episode_advantages, np.cumsum([len(turn.token_ids) for turn in episode.turns])[:-1])
+        for episode_advantages, episode in zip(token_advantages, episodes, strict=True)
     ]
-    for number, own in enumerate(holders):
-        for turn, (first, same) in enumerate(own):
+    for number, episode_holders in enumerate(holders):
+        for turn, (first, first_turn) in enumerate(episode_holders):
             if first != number:
-                parts[first][same] += parts[number][turn]
-    return found
+                turns[first][first_turn] += turns[number][turn]
+    return token_advantages
 
 
 @dataclass(frozen=True)
@@ -403,21 +406,29 @@ def _lay(
     branches: list[Branch] = []
     lengths: dict[int, int] = {}
     holders = first_holders(group.episodes)
-    summed = _summed(group.episodes, advantages, holders)
+    trained_advantages = _summed(group.episodes, advantages, holders)
     repeated = unscored = 0
-    for number, (episode, given) in enumerate(zip(group.episodes, summed, strict=True)):
+    for number, (episode, episode_advantages) in enumerate(zip(group.episodes, trained_advantages, strict=True)):
         place = index * len(group.episodes) + number
-        others_train = [turn for turn, (first, _) in enumerate(holders[number]) if first != number]
-        own = []
-        for at, segment in enumerate(episode.segments):
-            of = float(given) if isinstance(given, torch.Tensor) else _of_segment(given, episode, segment)
-            others = {name: _of_segment(values[number], episode, segment) for name, values in columns.items()}
-            own.append(make_branch(segment, place, at, of, others, others_train=others_train))
-        lengths[place] = sum(int(branch.mask.sum()) for branch in own)
-        repeated += sum(int(np.isfinite(episode.turns[turn].logprobs).sum()) for turn in others_train)
-        in_others = sum(len(episode.turns[turn].token_ids) for turn in others_train)
-        unscored += episode.response_tokens - in_others - lengths[place]
-        branches += [branch for branch in own if branch.mask.any()]
+        context_turns = [turn for turn, (first, _) in enumerate(holders[number]) if first != number]
+        episode_branches = []
+        for segment_index, segment in enumerate(episode.segments):
+            segment_advantages = (
+                float(episode_advantages)
+                if isinstance(episode_advantages, torch.Tensor)
+                else _of_segment(episode_advantages, episode, segment)
+            )
+            segment_columns = {name: _of_segment(values[number], episode, segment) for name, values in columns.items()}
+            episode_branches.append(
+                make_branch(
+                    segment, place, segment_index, segment_advantages, segment_columns, context_turns=context_turns
+                )
+            )
+        lengths[place] = sum(int(branch.mask.sum()) for branch in episode_branches)
+        repeated += sum(int(np.isfinite(episode.turns[turn].logprobs).sum()) for turn in context_turns)
+        context_tokens = sum(len(episode.turns[turn].token_ids) for turn in context_turns)
+        unscored += episode.response_tokens - context_tokens - lengths[place]
+        branches += [branch for branch in episode_branches if branch.mask.any()]
     return _Group(
         trees=build_trees(branches, index, share_prefixes=layout.share_prefixes),
         lengths=lengths,
@@ -436,26 +447,26 @@ def _minibatch(
         [tree for group in groups if (drop_uniform and group.uniform) == spared for tree in group.trees]
         for spared in (False, True)
     ]
-    laid = [assign_rows(trees, seq_len=layout.longest, shares=layout.shares) for trees in parts]
-    rows, trees = laid[0] + laid[1], parts[0] + parts[1]
+    row_lists = [assign_rows(trees, seq_len=layout.longest, shares=layout.shares) for trees in parts]
+    rows, trees = row_lists[0] + row_lists[1], parts[0] + parts[1]
     episodes = [{branch.episode for tree in row for branch in tree.branches} for row in rows]
     columns = trees[0].branches[0].columns if trees else {}
     multiple = math.lcm(layout.pad_multiple, layout.tensor_parallel_degree) * layout.context_parallel_degree
-    least = layout.least_tokens * layout.context_parallel_degree
+    min_length = layout.least_tokens * layout.context_parallel_degree
     return Minibatch(
-        rows=tuple(_row(row, multiple, least, lengths, columns) for row in rows),
+        rows=tuple(_row(row, multiple, min_length, lengths, columns) for row in rows),
         tokens=sum(lengths.values()) + sum(group.repeated for group in groups),
         sequences=len(lengths),
         observations=sum(group.observations for group in groups),
         group_size=group_size,
         sources=sources,
         scattered=_scattered(episodes, group_size),
-        uniform_rows=len(laid[1]),
+        uniform_rows=len(row_lists[1]),
     )
 
 
 def _scattered(episodes: Sequence[set[int]], group_size: int) -> frozenset[str]:
-    """Return what lies in several rows, "episode" or "group", from the episodes that each row has."""
+    """Return "episode" or "group" for those that lie in several rows, from the episodes of each row."""
     groups = [{episode // group_size for episode in row} for row in episodes]
     return frozenset(
         name
@@ -476,32 +487,32 @@ _PADDING = (
 def _row(
     trees: list[Tree],
     pad_multiple: int,
-    least: int,
+    min_length: int,
     lengths: Mapping[int, int],
-    like: Mapping[str, npt.NDArray[Any]],
+    example_columns: Mapping[str, npt.NDArray[Any]],
 ) -> Row:
-    """Lay trees into a row; `like` are the columns of any branch of the minibatch."""
-    length = round_up(max(least, row_size(trees)), pad_multiple)
+    """Lay trees into a row; `example_columns` are the columns of any branch of the minibatch, for dtypes and shapes."""
+    length = round_up(max(min_length, row_size(trees)), pad_multiple)
     row = {name: np.full(length, padding) for name, padding in _PADDING.items()}
-    columns = {name: np.zeros((length, *each.shape[1:]), each.dtype) for name, each in like.items()}
+    columns = {name: np.zeros((length, *values.shape[1:]), values.dtype) for name, values in example_columns.items()}
     routings = [branch.routed for tree in trees for branch in tree.branches if branch.routed is not None]
     if routings:
         row["routed"] = np.full((length, *routings[0].shape[1:]), -1, np.int16)
-    at = 0
+    position = 0
     for t, tree in enumerate(trees):
-        row["trees"][at : at + tree.size] = t
+        row["trees"][position : position + tree.size] = t
         path = np.zeros(0, np.int64)
         for branch, shared in zip(tree.branches, tree.shared, strict=True):
-            row["until"][path[shared:]] = at
-            here = slice(at, at + branch.inputs - shared)
-            path = np.concatenate([path[:shared], np.arange(here.start, here.stop)])
+            row["until"][path[shared:]] = position
+            span = slice(position, position + branch.inputs - shared)
+            path = np.concatenate([path[:shared], np.arange(span.start, span.stop)])
             _lay_branch(row, columns, branch, shared, path)
             row["lengths"][path[branch.mask[1:]]] = lengths[branch.episode]
-            at = here.stop
-        row["until"][path] = at
-    row["until"][at:] = length
-    read = {name: torch.from_numpy(values) for name, values in row.items()}
-    return Row(**read, columns={name: torch.from_numpy(values) for name, values in columns.items()})
+            position = span.stop
+        row["until"][path] = position
+    row["until"][position:] = length
+    tensors = {name: torch.from_numpy(values) for name, values in row.items()}
+    return Row(**tensors, columns={name: torch.from_numpy(values) for name, values in columns.items()})
 
 
 def _lay_branch(
@@ -517,10 +528,10 @@ def _lay_branch(
         shared: number of its positions that are in the row already.
         path: index in the row of each of its positions, [inputs].
     """
-    here = path[shared:]
-    row["token_ids"][here] = branch.token_ids[shared : branch.inputs]
-    row["positions"][here] = np.arange(shared, branch.inputs)
-    row["targets"][here] = branch.token_ids[shared + 1 :]
+    positions = path[shared:]
+    row["token_ids"][positions] = branch.token_ids[shared : branch.inputs]
+    row["positions"][positions] = np.arange(shared, branch.inputs)
+    row["targets"][positions] = branch.token_ids[shared + 1 :]
     if shared and row["targets"][path[shared - 1]] != branch.token_ids[shared]:
         row["targets"][path[shared - 1]] = 0  # another segment goes on differently
     trained, claimed = path[branch.mask[1:]], path[branch.claims[1:]]

@@ -29,7 +29,7 @@ class Branch:
     turns: npt.NDArray[np.int32]
     advantages: npt.NDArray[np.float32]
     observed: npt.NDArray[np.bool_]
-    """True for tokens between two turns: the environment's answers, and what the template puts around them."""
+    """True for tokens between two turns: the environment's answers, and the template's tokens around them."""
     columns: Mapping[str, npt.NDArray[Any]]
     """[T] or [T, k] each, 0 where the mask is False."""
     episode: int
@@ -44,7 +44,7 @@ class Branch:
 
     @cached_property
     def claims(self) -> npt.NDArray[np.bool_]:
-        """[T], True for tokens of which the row has this segment's values."""
+        """[T], True for tokens whose values in the row are this segment's."""
         claims: npt.NDArray[np.bool_] = self.mask | self.observed
         return claims
 
@@ -53,28 +53,28 @@ class Branch:
 class Tree:
     """Segments of a group that share prefixes, or some of them: a tree of any depth.
 
-    They are in such an order that those below a point of the tree are neighbours. So how much each shares with the one
-    before describes the whole tree.
+    Segments with a common prefix are neighbours, so the length of the prefix that each shares with the one before
+    describes the whole tree.
     """
 
     key: tuple[int, int]
-    """Indexes of the group and of the tree in it, kept by the pieces of a split tree."""
-    whole: tuple[Branch, ...]
-    """All segments of the tree."""
+    """Indexes of the group and of the tree in it; the pieces of a split tree keep its key."""
+    all_branches: tuple[Branch, ...]
+    """All segments of the tree, including those in other pieces of it."""
     shares: tuple[int, ...]
     """Number of positions that each segment of the whole tree shares with the one before; 0 for the first."""
-    chosen: tuple[int, ...]
-    """Indexes of the segments that this tree holds, ascending."""
+    indices: tuple[int, ...]
+    """Indexes in all_branches of the segments that this tree holds, ascending."""
 
     @property
     def branches(self) -> tuple[Branch, ...]:
         """Segments that this tree holds."""
-        return tuple(self.whole[index] for index in self.chosen)
+        return tuple(self.all_branches[index] for index in self.indices)
 
     @cached_property
     def shared(self) -> tuple[int, ...]:
         """Number of positions that each segment shares with the one before it here; 0 for the first."""
-        ranges = pairwise(self.chosen)
+        ranges = pairwise(self.indices)
         return (0, *(min(self.shares[before + 1 : index + 1]) for before, index in ranges))
 
     @cached_property
@@ -84,7 +84,7 @@ class Tree:
 
     def split(self, parts: int) -> list[Tree]:
         """Split into pieces of similar size, each with its own copy of their common prefix and at least one segment."""
-        parts = min(parts, len(self.chosen))
+        parts = min(parts, len(self.indices))
         if parts <= 1:
             return [self]
         if len(set(self.shared[1:])) == 1:  # one prefix: segments can be dealt in any way
@@ -100,7 +100,7 @@ class Tree:
         """Split into as few pieces as possible of at most limit tokens, which no single segment exceeds."""
         if len(set(self.shared[1:])) > 1:
             return self._runs(limit)
-        for parts in range(1, len(self.chosen) + 1):
+        for parts in range(1, len(self.indices) + 1):
             pieces = self.split(parts)
             if max(piece.size for piece in pieces) <= limit:
                 return pieces
@@ -120,7 +120,7 @@ class Tree:
         return [self._piece(run) for run in runs]
 
     def _piece(self, places: Sequence[int]) -> Tree:
-        return replace(self, chosen=tuple(self.chosen[place] for place in places))
+        return replace(self, indices=tuple(self.indices[place] for place in places))
 
 
 def make_branch(
@@ -129,17 +129,17 @@ def make_branch(
     index: int,
     advantages: float | npt.NDArray[np.float32],
     columns: Mapping[str, npt.NDArray[Any]] = MappingProxyType({}),
-    others_train: Sequence[int] = (),
+    context_turns: Sequence[int] = (),
 ) -> Branch:
     """Turn segment `index` of an episode into a branch; tokens without a finite logprob are not trained.
 
     Args:
         advantages: the episode's advantage, or one per token of the segment, [T].
         columns: other values of the segment's tokens, [T] or [T, k].
-        others_train: turns that other episodes train, which are context here.
+        context_turns: turns that another episode trains, and that are only context here.
     """
-    own = segment.trained & ~np.isin(segment.turns, others_train)
-    mask = own & np.isfinite(segment.logprobs)
+    trained = segment.trained & ~np.isin(segment.turns, context_turns)
+    mask = trained & np.isfinite(segment.logprobs)
     assert not mask[:1].any(), "the first token of a segment has no context that could predict it"
     end = int(mask.nonzero()[0][-1]) + 1 if mask.any() else 0
     return Branch(
@@ -149,8 +149,8 @@ def make_branch(
         versions=np.where(mask, segment.versions, np.int32(-1))[:end],
         turns=np.where(mask, segment.turns, np.int32(-1))[:end],
         advantages=np.where(mask, advantages, np.float32(0))[:end].astype(np.float32, copy=False),
-        observed=(~segment.trained & np.logical_or.accumulate(own))[:end],
-        columns={name: each[:end] for name, each in columns.items()},
+        observed=(~segment.trained & np.logical_or.accumulate(trained))[:end],
+        columns={name: values[:end] for name, values in columns.items()},
         episode=episode,
         segment=index,
         routed=segment.routed,
@@ -158,7 +158,8 @@ def make_branch(
 
 
 def first_holders(episodes: Sequence[Episode]) -> list[list[tuple[int, int]]]:
-    """Return, for each turn of each episode of a group, the first episode that has it, and its place there.
+    """Return, for each turn of each episode of a group, the index of the first episode with this turn, and the turn's
+    index there.
 
     That is the episode itself, unless worlds forked.
     """
@@ -184,14 +185,14 @@ def decoded_tokens(groups: Iterable[Sequence[Episode]]) -> int:
 
 
 def build_trees(branches: list[Branch], group: int, *, share_prefixes: bool) -> list[Tree]:
-    """Lay the segments of a group, with this index, into trees, one for all that share their first positions."""
+    """Lay the segments of group `group` of a batch into trees, one for all that share their first positions."""
     if not share_prefixes:
         return [Tree((group, i), (branch,), (0,), (0,)) for i, branch in enumerate(branches)]
     # In lexicographic order, a segment shares most with its neighbour.
-    ordered = sorted(branches, key=lambda b: (b.token_ids.astype(">i4").tobytes(), b.episode, b.segment))
+    sorted_branches = sorted(branches, key=lambda b: (b.token_ids.astype(">i4").tobytes(), b.episode, b.segment))
     shares: list[int] = []
     tokens, claims = np.zeros(0, np.int32), np.zeros(0, np.bool_)
-    for branch in ordered:
+    for branch in sorted_branches:
         shared = _shared(tokens, claims, branch)
         shares.append(shared)
         claimed = branch.claims.copy()
@@ -199,10 +200,10 @@ def build_trees(branches: list[Branch], group: int, *, share_prefixes: bool) -> 
             claimed[: shared + 1] |= claims[: shared + 1]
         tokens, claims = branch.token_ids, claimed
     starts = [index for index, shared in enumerate(shares) if shared == 0]
-    spans = list(zip(starts, [*starts[1:], len(ordered)], strict=True))
-    spans.sort(key=lambda span: min((branch.episode, branch.segment) for branch in ordered[span[0] : span[1]]))
+    spans = list(zip(starts, [*starts[1:], len(sorted_branches)], strict=True))
+    spans.sort(key=lambda span: min((branch.episode, branch.segment) for branch in sorted_branches[span[0] : span[1]]))
     return [
-        Tree((group, i), tuple(ordered[start:end]), tuple(shares[start:end]), tuple(range(end - start)))
+        Tree((group, i), tuple(sorted_branches[start:end]), tuple(shares[start:end]), tuple(range(end - start)))
         for i, (start, end) in enumerate(spans)
     ]
 
@@ -210,8 +211,8 @@ def build_trees(branches: list[Branch], group: int, *, share_prefixes: bool) -> 
 def _shared(tokens: npt.NDArray[np.int32], claims: npt.NDArray[np.bool_], branch: Branch) -> int:
     """Return the number of positions that a segment shares with the path before it.
 
-    A position has one target. So it is shared as long as tokens are equal and at most one of both claims the next one,
-    and not if the next ones differ and one of them is claimed.
+    A position has one target. So it is shared as long as the tokens are equal and at most one of the two claims the
+    next token. It is not shared if the next tokens differ and one of them is claimed.
     """
     size = min(len(tokens), len(branch.token_ids))
     ends = (tokens[:size] != branch.token_ids[:size]) | (claims[:size] & branch.claims[:size])
@@ -281,8 +282,8 @@ def _merge(row: list[Tree]) -> list[Tree]:
     """Join pieces of the same tree that are in one row, so that they share their prefixes again."""
     merged: dict[tuple[int, int], Tree] = {}
     for piece in sorted(row, key=lambda piece: piece.key):
-        held = merged[piece.key].chosen if piece.key in merged else ()
-        merged[piece.key] = replace(piece, chosen=tuple(sorted(held + piece.chosen)))
+        indices = merged[piece.key].indices if piece.key in merged else ()
+        merged[piece.key] = replace(piece, indices=tuple(sorted(indices + piece.indices)))
     return list(merged.values())
 
 
