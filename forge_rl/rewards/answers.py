@@ -1,4 +1,4 @@
-"""Rewards that compare an answer with the true one (exactly, by words, as a number) or with those of its group."""
+"""Rewards that compare an answer with the true answer (exactly, by words, as a number) or with its group's answers."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Match(TextReward):
 
 @dataclass(frozen=True, kw_only=True)
 class Number(TextReward):
-    """Scores 1.0 if the number that the answer is or ends with is the true one, within a tolerance.
+    """Scores 1.0 if the answer is, or ends with, the true number, within a tolerance.
 
     Number(tolerance=0.01)(task, "about 3.14")  # 1.0 if the answer is "3.1416"
     """
@@ -149,8 +149,8 @@ class Diversity:
     def __call__(self, task: Task, episodes: Sequence[Episode]) -> list[Score]:
         """Return a score from 0 to 1 for each episode."""
         answers = [normalised(extract(self.extract, episode.text) or "") for episode in episodes]
-        counts, others = collections.Counter(answers), max(1, len(answers) - 1)
-        return [Score(total=1 - (counts[answer] - 1) / others, answer=answer) for answer in answers]
+        counts, num_others = collections.Counter(answers), max(1, len(answers) - 1)
+        return [Score(total=1 - (counts[answer] - 1) / num_others, answer=answer) for answer in answers]
 
 
 def _number(text: str) -> Fraction | None:

@@ -34,12 +34,12 @@ class RewardBySource:
     @property
     def deadline_s(self) -> float:
         """Longest deadline of one score among the rewards, at least a minute."""
-        return max(60.0, *(getattr(each, "deadline_s", 0.0) for each in (*self.rewards.values(), self.other)))
+        return max(60.0, *(getattr(reward, "deadline_s", 0.0) for reward in (*self.rewards.values(), self.other)))
 
     def load(self, folder: Path | None) -> None:
         """Load each reward that has something to load."""
-        for each in (*self.rewards.values(), self.other):
-            if load := getattr(each, "load", None):
+        for reward in (*self.rewards.values(), self.other):
+            if load := getattr(reward, "load", None):
                 load(folder)
 
     async def __call__(self, task: Task, episode: Episode) -> Scored:

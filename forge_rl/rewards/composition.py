@@ -28,7 +28,7 @@ class WeightedSum:
     The Reward service calls the parts concurrently, sync and async ones alike.
 
     Raises:
-        ConfigError: there are no parts, a part cannot be called as a reward, or a part depends on a missing one.
+        ConfigError: the sum has no parts, a part cannot be called as a reward, or a part depends on a missing one.
     """
 
     parts: Mapping[str, tuple[RewardFunction, float]]
@@ -41,9 +41,9 @@ class WeightedSum:
         plain = [name for name, (function, _) in self.parts.items() if not isinstance(function, Shaping)]
         for name, (function, _) in self.parts.items():
             if isinstance(function, Shaping) and (not plain or function.of not in ("", *plain)):
-                wanted = f"no part {function.of!r}" if function.of else "no other part"
+                problem = f"no part {function.of!r}" if function.of else "no other part"
                 raise ConfigError(
-                    f"--reward {name} depends on another part of the reward, but there is {wanted}",
+                    f"--reward {name} depends on another part of the reward, but there is {problem}",
                     hint=f"name one of: {', '.join(plain)}" if plain else f"add one, such as --reward auto {name}:...",
                 )
 
@@ -54,17 +54,19 @@ class WeightedSum:
         return "group" if "group" in forms else "episode" if "episode" in forms else "text"
 
     def combine_all(self, scores: Mapping[str, Sequence[Score]]) -> list[Score]:
-        """Shape and combine the scores of a task's episodes, given by part; see `Shaping` and `combine`."""
+        """Shape and combine the scores of a task's episodes, by part; see `Shaping` and `combine`."""
         count = len(next(iter(scores.values())))
         plain = [name for name, (function, _) in self.parts.items() if not isinstance(function, Shaping)]
         sums = [_sum(self.parts[name][1] * scores[name][place].total for name in plain) for place in range(count)]
-        found = dict(scores)
+        shaped_scores = dict(scores)
         for name, (function, _) in self.parts.items():
             if isinstance(function, Shaping):
-                others = [float(score.total) for score in scores[function.of]] if function.of else sums
-                shaped = function.shape(scores[name], others)
-                found[name] = [replace(own, total=value) for own, value in zip(scores[name], shaped, strict=True)]
-        return [self.combine({name: found[name][place] for name in self.parts}) for place in range(count)]
+                base_rewards = [float(score.total) for score in scores[function.of]] if function.of else sums
+                totals = function.shape(scores[name], base_rewards)
+                shaped_scores[name] = [
+                    replace(score, total=total) for score, total in zip(scores[name], totals, strict=True)
+                ]
+        return [self.combine({name: shaped_scores[name][place] for name in self.parts}) for place in range(count)]
 
     def combine(self, scores: Mapping[str, Score]) -> Score:
         """Combine an episode's scores by part into one; the answer is the first that a part found, feedback is joined.
@@ -100,16 +102,16 @@ class WeightedSum:
 
 def _check_lengths(field: str, lengths: Mapping[str, Sequence[int]]) -> None:
     """Raise ForgeError if parts do not have values for the same turns or tokens."""
-    if any(each != next(iter(lengths.values())) for each in lengths.values()):
-        found = ", ".join(f"{name} {list(each)}" for name, each in lengths.items())
+    if any(counts != next(iter(lengths.values())) for counts in lengths.values()):
+        listing = ", ".join(f"{name} {list(counts)}" for name, counts in lengths.items())
         raise ForgeError(
-            f"parts of a reward have different numbers of values in `{field}`: {found}",
+            f"parts of a reward have different numbers of values in `{field}`: {listing}",
             hint=f"set Score.{field} to one entry per turn of the episode in each part, or leave it empty",
         )
 
 
 def _sum(values: Iterable[float]) -> float:
-    """Sum with one rounding: 0.7 + 0.2 + 0.1 is 1. What is not finite adds up as it does elsewhere."""
+    """Sum with one rounding: 0.7 + 0.2 + 0.1 is 1. Values that are not finite add up as in `sum`."""
     summands = list(values)
     return math.fsum(summands) if all(map(math.isfinite, summands)) else sum(summands)
 

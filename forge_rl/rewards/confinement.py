@@ -90,9 +90,9 @@ def confine(packages: Iterable[Path]) -> None:
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     libc = _libc()
     libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)  # required by both
-    own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    own.add(str(Path(__file__).parent.parent))
-    _restrict_reading(libc, [*map(str, packages), *sorted(own), *_SYSTEM, *_SYSTEM_FILES])
+    python_folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    python_folders.add(str(Path(__file__).parent.parent))
+    _restrict_reading(libc, [*map(str, packages), *sorted(python_folders), *_SYSTEM, *_SYSTEM_FILES])
     if platform.machine() in _ARCHITECTURES:
         number, column = _ARCHITECTURES[platform.machine()]
         _filter_calls(libc, _program(number, column))
@@ -111,11 +111,11 @@ def _restrict_reading(libc: ctypes.CDLL, readable: Iterable[str]) -> None:
         return
     for path in readable:
         with contextlib.suppress(OSError):  # skip paths that do not exist
-            opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            folder = stat.S_ISDIR(os.fstat(opened).st_mode)
-            allowed = _READ_FILE | _READ_FOLDER if folder else _READ_FILE
-            libc.syscall(_ADD_RULE, rules, 1, struct.pack("=Qi", allowed, opened), 0)
-            os.close(opened)
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+            access = _READ_FILE | _READ_FOLDER if is_folder else _READ_FILE
+            libc.syscall(_ADD_RULE, rules, 1, struct.pack("=Qi", access, descriptor), 0)
+            os.close(descriptor)
     libc.syscall(_RESTRICT_SELF, rules, 0)
     os.close(rules)
 
@@ -135,9 +135,10 @@ def _program(architecture: int, column: int) -> bytes:
 
 
 def _filter_calls(libc: ctypes.CDLL, program: bytes) -> None:
-    kept = ctypes.create_string_buffer(program, len(program))
-    described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(kept))
-    libc.prctl(_SECCOMP, _FILTER, described, 0, 0)
+    # A variable, as the kernel reads the program by its address.
+    buffer = ctypes.create_string_buffer(program, len(program))
+    description = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    libc.prctl(_SECCOMP, _FILTER, description, 0, 0)
 
 
 def _libc() -> ctypes.CDLL:

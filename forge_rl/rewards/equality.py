@@ -173,7 +173,7 @@ def _same(true: Structure, answer: Structure) -> bool:
 
 
 def _without_name(side: Structure, other: Structure) -> Structure:
-    """Return the last side of "x = 2 + 3 = 5", or the set of "x in [0, 1]", unless the other is a relation as well."""
+    """Return the last side of "x = 2 + 3 = 5", or the set of "x in [0, 1]", unless `other` is a relation as well."""
     if side.kind != "relation" or other.kind == "relation":
         return side
     first, last = side.parts[0], side.parts[-1]

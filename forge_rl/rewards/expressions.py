@@ -124,15 +124,15 @@ def _sympy(node: ast.expr, symbols: Mapping[str, Any]) -> Any:
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             base, exponent = _sympy(left, symbols), _sympy(right, symbols)
             if exponent.is_Number:
-                whole = Fraction(int(base.p), int(base.q)) if base.is_Rational else Fraction(1)
-                _check_power(whole, Fraction(float(exponent)))
+                rational = Fraction(int(base.p), int(base.q)) if base.is_Rational else Fraction(1)
+                _check_power(rational, Fraction(float(exponent)))
             return base**exponent
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_sympy(left, symbols), _sympy(right, symbols))
         case ast.Call(func=ast.Name(id="log" | "ln" as name), args=[number, base], keywords=[]):
             return getattr(sympy, name)(_sympy(number, symbols), _sympy(base, symbols))
-        case ast.Call(func=ast.Name(id=name), args=[given], keywords=[]) if name in _FUNCTIONS | {"abs"}:
-            return getattr(sympy, "Abs" if name == "abs" else name)(_sympy(given, symbols))
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _FUNCTIONS | {"abs"}:
+            return getattr(sympy, "Abs" if name == "abs" else name)(_sympy(argument, symbols))
     raise ValueError(f"{type(node).__name__} is not allowed in a formula")
 
 

@@ -43,18 +43,18 @@ _LONGEST = 20_000
 """Maximum characters at the end of a text in which an answer is looked for that no mark encloses."""
 
 
-def extract(how: Extract, text: str, gold: str | None = None) -> str | None:
+def extract(method: Extract, text: str, gold: str | None = None) -> str | None:
     """Return the final answer in a text, after its thoughts, or None if there is none.
 
         extract("boxed", r"so it is \\boxed{5}")  # "5"
 
     Args:
-        how: "tagged" takes the last <answer>...</answer>, "boxed" the last \\boxed{...}, "last_number" the last
+        method: "tagged" takes the last <answer>...</answer>, "boxed" the last \\boxed{...}, "last_number" the last
             number, "whole" the whole text. "auto" takes the tagged answer, else the boxed one, else the whole text; if
             the true answer is a number, it takes the number that this says, see `final_number`.
         gold: the true answer; only "auto" uses it, and only to see if it is a number.
     """
-    match how:
+    match method:
         case "tagged":
             return tagged(text)
         case "boxed":
@@ -81,11 +81,11 @@ def marked(text: str) -> str | None:
 
 def tagged(text: str) -> str | None:
     """Return the contents of the last <answer>...</answer>."""
-    found: str | None = None
+    answer: str | None = None
     end = 0
     while (start := text.find(_OPEN, end)) >= 0 and (close := text.find(_CLOSE, start)) >= 0:
-        found, end = text[start + len(_OPEN) : close], close + len(_CLOSE)
-    return None if found is None else found.strip()
+        answer, end = text[start + len(_OPEN) : close], close + len(_CLOSE)
+    return None if answer is None else answer.strip()
 
 
 def boxed(text: str) -> str | None:
@@ -186,8 +186,8 @@ def final_number(text: str) -> str | None:
 
 def last_number(text: str) -> str | None:
     """Return the last integer or decimal number, without thousands separators."""
-    found = _NUMBER.findall(text.translate(_MINUS))
-    return found[-1].replace(",", "") if found else None
+    numbers = _NUMBER.findall(text.translate(_MINUS))
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 def is_number(text: str) -> bool:
@@ -207,18 +207,18 @@ def true_answers(task: Task, key: str, reward: str) -> list[str]:
         TaskError: the task has no such entry, or it is not a string, number, bool or list of these, or it is empty.
     """
     truth = task.truth.get(key)
-    several = truth if isinstance(truth, list | tuple) else [truth]
-    if not several or not all(map(_is_answer, several)):
-        seen = (
+    answers = truth if isinstance(truth, list | tuple) else [truth]
+    if not answers or not all(map(_is_answer, answers)):
+        description = (
             f"{truth!r:.80}" if key in task.truth else f"missing; it has {', '.join(sorted(task.truth)) or 'nothing'}"
         )
         raise TaskError(
             f"--reward {reward}: the truth of task {task.id!r} of {task.source!r} has no answer to compare with: "
-            f"{key!r} is {seen}",
+            f"{key!r} is {description}",
             hint=f"set the column of the answers with --tasks FILE:answer=COLUMN, the entry of the truth with --reward "
             f"{reward}:key=NAME, or write your own reward for --reward FILE.py:FUNCTION",
         )
-    return [str(answer).rpartition("#### ")[2].strip() for answer in several]
+    return [str(answer).rpartition("#### ")[2].strip() for answer in answers]
 
 
 def _is_answer(value: object) -> bool:

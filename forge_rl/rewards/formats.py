@@ -43,13 +43,13 @@ class Format(TextReward):
         """Return 1.0 or 0.0, and the contents of the answer tag."""
         rest = f"<{self.think}>{text}" if self.opened and self.think else text
         names = [name for name in (self.think, self.answer) if name]
-        once = all(rest.count(f"<{name}>") == rest.count(f"</{name}>") == 1 for name in names)
+        is_well_formed = all(rest.count(f"<{name}>") == rest.count(f"</{name}>") == 1 for name in names)
         inside = ""
-        for name in names if once else ():
+        for name in names if is_well_formed else ():
             before, _, rest = rest.partition(f"<{name}>")
             inside, closed, rest = rest.partition(f"</{name}>")
-            once = once and bool(closed) and not before.strip()
-        return Score(total=1.0, answer=inside.strip()) if once and not rest.strip() else Score(total=0.0)
+            is_well_formed = is_well_formed and bool(closed) and not before.strip()
+        return Score(total=1.0, answer=inside.strip()) if is_well_formed and not rest.strip() else Score(total=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +85,13 @@ class Regex(TextReward):
         """Return 1.0 or 0.0."""
         search = getattr(_compiled(self.pattern), "fullmatch" if self.full else "search")
         try:
-            found = search(text, timeout=self.timeout_s)
+            match = search(text, timeout=self.timeout_s)
         except TimeoutError:
-            found = None
-        if found is None:
+            match = None
+        if match is None:
             return Score(total=0.0)
-        named = found.groupdict().get("answer")
-        return Score(total=1.0, answer=named or (found.group(1) if found.re.groups else None) or "")
+        answer = match.groupdict().get("answer")
+        return Score(total=1.0, answer=answer or (match.group(1) if match.re.groups else None) or "")
 
 
 @functools.lru_cache(maxsize=64)
@@ -132,9 +132,9 @@ class JSONSchema(TextReward):
             schema = json.loads(self.source)
             jsonschema.validators.validator_for(schema).check_schema(schema)
         except (OSError, ValueError, jsonschema.SchemaError) as error:
-            said = getattr(error, "strerror", None) or getattr(error, "message", None) or error
+            reason = getattr(error, "strerror", None) or getattr(error, "message", None) or error
             raise ConfigError(
-                f"--reward json_schema: {self.schema} has no valid JSON schema: {said}", hint="set schema=FILE.json"
+                f"--reward json_schema: {self.schema} has no valid JSON schema: {reason}", hint="set schema=FILE.json"
             ) from None
 
     @property
@@ -161,17 +161,17 @@ class JSONSchema(TextReward):
 
 def last_fenced(text: str) -> str | None:
     """Return the contents of the last block between a line ending in ``` or ```json and one beginning with ```."""
-    found: str | None = None
+    contents: str | None = None
     inside: list[str] | None = None
     for line in text.split("\n"):
         if inside is not None:
             if not (bare := line.lstrip()).startswith(_FENCE):
                 inside.append(line)
                 continue
-            found, inside, line = "\n".join(inside), None, bare[len(_FENCE) :]
+            contents, inside, line = "\n".join(inside), None, bare[len(_FENCE) :]
         if line.rstrip().endswith((_FENCE, f"{_FENCE}json")):
             inside = []
-    return found
+    return contents
 
 
 def fits(source: str, answer: str) -> bool:

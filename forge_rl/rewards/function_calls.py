@@ -33,31 +33,32 @@ class FunctionCalls:
         right = self._right(task)
         calls = episode.turns[-1].calls if episode.turns else ()
         problem = _compared(right, calls)
-        shown = ", ".join(f"{call.name}({call.arguments:.100})" for call in calls[:8])
-        return Score(total=float(not problem), parts={"calls": float(len(calls))}, answer=shown, feedback=problem)
+        answer = ", ".join(f"{call.name}({call.arguments:.100})" for call in calls[:8])
+        return Score(total=float(not problem), parts={"calls": float(len(calls))}, answer=answer, feedback=problem)
 
     def _right(self, task: Task) -> list[Mapping[str, Mapping[str, object]]]:
-        found = task.truth.get(self.truth)
-        if not isinstance(found, list) or not all(
-            isinstance(call, Mapping) and all(isinstance(given, Mapping) for given in call.values()) for call in found
+        calls = task.truth.get(self.truth)
+        if not isinstance(calls, list) or not all(
+            isinstance(call, Mapping) and all(isinstance(arguments, Mapping) for arguments in call.values())
+            for call in calls
         ):
             raise TaskError(
-                f"--reward function_calls: {self.truth!r} of task {task.id!r} is {found!r:.80}",
+                f"--reward function_calls: {self.truth!r} of task {task.id!r} is {calls!r:.80}",
                 hint='give it as [{"NAME": {"ARGUMENT": [ACCEPTED, ...]}}]',
             )
-        return [{name: given} for call in found for name, given in call.items()]
+        return [{name: arguments} for call in calls for name, arguments in call.items()]
 
 
 def _compared(right: Sequence[Mapping[str, Mapping[str, object]]], calls: Sequence[ToolCall]) -> str:
     """Return how the calls differ from the right ones; "" if they do not."""
     if len(calls) != len(right) or len(calls) > _MOST_CALLS:
         return f"{len(calls)} calls instead of {len(right)}"
-    left, problem = list(right), ""
+    remaining, problem = list(right), ""
     for call in calls:
-        problems = [_differs(each, call) for each in left]
+        problems = [_differs(expected, call) for expected in remaining]
         if "" not in problems:
             return problems[0]
-        del left[problems.index("")]
+        del remaining[problems.index("")]
     return problem
 
 
@@ -66,33 +67,37 @@ def _differs(right: Mapping[str, Mapping[str, object]], call: ToolCall) -> str:
     if name.replace(".", "_") != call.name.replace(".", "_"):
         return f"{call.name} instead of {name}"
     try:
-        given = parse_json(call.arguments or "{}")
+        arguments = parse_json(call.arguments or "{}")
     except (ValueError, RecursionError):
         return f"the arguments of {name} are not JSON"
-    if not isinstance(given, dict):
+    if not isinstance(arguments, dict):
         return f"the arguments of {name} are not an object"
-    for key, value in given.items():
+    for key, value in arguments.items():
         if key not in accepted:
             return f"{name} has no argument {key}"
         if not _is_accepted(value, accepted[key]):
             return f"{key} of {name} is {value!r:.80}"
     for key, values in accepted.items():
-        if key not in given and not (isinstance(values, list) and "" in values):
+        if key not in arguments and not (isinstance(values, list) and "" in values):
             return f"{name} lacks {key}"
     return ""
 
 
 def _is_accepted(value: object, accepted: object, depth: int = 0) -> bool:
-    """Return whether a value equals one of the accepted ones; an object's fields have accepted values of their own."""
+    """Return whether a value is accepted; an accepted object has a list of accepted values for each field."""
     if depth > 8 or not isinstance(accepted, list):
         return False
-    for each in accepted:
-        if isinstance(each, Mapping) and isinstance(value, Mapping):
-            known = all(key in each and _is_accepted(inner, each[key], depth + 1) for key, inner in value.items())
-            whole = all(key in value or (isinstance(inner, list) and "" in inner) for key, inner in each.items())
-            if known and whole:
+    for candidate in accepted:
+        if isinstance(candidate, Mapping) and isinstance(value, Mapping):
+            is_accepted = all(
+                key in candidate and _is_accepted(inner, candidate[key], depth + 1) for key, inner in value.items()
+            )
+            is_complete = all(
+                key in value or (isinstance(inner, list) and "" in inner) for key, inner in candidate.items()
+            )
+            if is_accepted and is_complete:
                 return True
-        elif _plain(value) == _plain(each):
+        elif _plain(value) == _plain(candidate):
             return True
     return False
 
@@ -102,7 +107,7 @@ def _plain(value: object, depth: int = 0) -> object:
     if isinstance(value, str):
         return value.translate(_IGNORED).lower()
     if isinstance(value, bool):
-        return "true" if value else "false", bool  # no number, which Python takes it for
+        return "true" if value else "false", bool  # in Python, True == 1
     if isinstance(value, list) and depth < 8:
         return [_plain(item, depth + 1) for item in value]
     if isinstance(value, Mapping) and depth < 8:

@@ -75,37 +75,39 @@ class IFEval(TextReward):
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without instructions, or with an unknown one."""
         instructions, text = _instructions(task), text[:_LONGEST]
-        failed = [name for name, given in instructions if not follows(name, given, text)]
+        failed = [name for name, parameters in instructions if not follows(name, parameters, text)]
         share = 1 - len(failed) / len(instructions)
-        loose = all(any(follows(name, given, each) for each in _loosened(text)) for name, given in instructions)
-        told = f"not followed: {', '.join(failed)}" if failed else ""
+        loose = all(
+            any(follows(name, parameters, variant) for variant in _loosened(text)) for name, parameters in instructions
+        )
+        feedback = f"not followed: {', '.join(failed)}" if failed else ""
         total = share if self.partial else float(not failed)
-        return Score(total=total, parts={"instructions": share, "loose": float(loose)}, feedback=told)
+        return Score(total=total, parts={"instructions": share, "loose": float(loose)}, feedback=feedback)
 
 
-def follows(name: str, given: Mapping[str, Any], text: str) -> bool:
+def follows(name: str, parameters: Mapping[str, Any], text: str) -> bool:
     """Return whether a text follows one instruction: `follows("punctuation:no_comma", {}, "So")`.
 
     Raises:
         KeyError, ValueError, TypeError: the instruction lacks a parameter, or it has another type.
     """
-    return bool(text.strip()) and CHECKS[name](text, given)
+    return bool(text.strip()) and CHECKS[name](text, parameters)
 
 
 def _instructions(task: Task) -> list[tuple[str, Mapping[str, Any]]]:
     """Return the names and parameters of a task's instructions, checked by one trial each."""
-    names, given = task.truth.get("instruction_id_list"), task.truth.get("kwargs")
-    if not isinstance(names, list) or not isinstance(given, list) or not names or len(names) != len(given):
+    names, kwargs_list = task.truth.get("instruction_id_list"), task.truth.get("kwargs")
+    if not isinstance(names, list) or not isinstance(kwargs_list, list) or not names or len(names) != len(kwargs_list):
         raise TaskError(
             f"--reward ifeval: task {task.id!r} of {task.source!r} has no instructions",
             hint="its rows need instruction_id_list and kwargs, lists of the same length, as google/IFEval has",
         )
-    found: list[tuple[str, Mapping[str, Any]]] = []
-    for name, each in zip(names, given, strict=True):
+    instructions: list[tuple[str, Mapping[str, Any]]] = []
+    for name, kwargs in zip(names, kwargs_list, strict=True):
         if name not in CHECKS:
             hint = suggest(str(name), CHECKS, "instructions")
             raise TaskError(f"--reward ifeval: task {task.id!r} has the instruction {name!r:.80}", hint=hint)
-        parameters = {key: value for key, value in dict(each or {}).items() if value is not None}
+        parameters = {key: value for key, value in dict(kwargs or {}).items() if value is not None}
         try:
             follows(name, parameters, "one. two.")
         except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -113,50 +115,50 @@ def _instructions(task: Task) -> list[tuple[str, Mapping[str, Any]]]:
                 f"--reward ifeval: {name} of task {task.id!r} has {parameters!r:.80}: {error!r}",
                 hint="give the parameters that google/IFEval has",
             ) from error
-        found.append((name, parameters))
-    return found
+        instructions.append((name, parameters))
+    return instructions
 
 
 def _loosened(text: str) -> list[str]:
     """Return the texts of the loose accuracy: without the first line, the last, both, and each without asterisks."""
     lines = text.split("\n")
     texts = [text, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
-    return texts + [each.replace("*", "") for each in texts]
+    return texts + [variant.replace("*", "") for variant in texts]
 
 
-def _compared(count: int, relation: object, wanted: object) -> bool:
+def _compared(count: int, relation: object, limit: object) -> bool:
     if relation not in ("less than", "at least"):
         raise ValueError(f"the relation is {relation!r}")
-    return count < int(wanted) if relation == "less than" else count >= int(wanted)  # type: ignore[call-overload,no-any-return]
+    return count < int(limit) if relation == "less than" else count >= int(limit)  # type: ignore[call-overload,no-any-return]
 
 
 def _strings(value: object) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(each, str) and each for each in value):
+    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
         raise TypeError(f"{value!r:.40} is not a list of texts")
     return value
 
 
-def _existence(text: str, given: Mapping[str, Any]) -> bool:
-    return all(each.lower() in text.lower() for each in _strings(given["keywords"]))
+def _existence(text: str, parameters: Mapping[str, Any]) -> bool:
+    return all(keyword.lower() in text.lower() for keyword in _strings(parameters["keywords"]))
 
 
-def _frequency(text: str, given: Mapping[str, Any]) -> bool:
-    count = text.lower().count(_strings([given["keyword"]])[0].lower())
-    return _compared(count, given["relation"], given["frequency"])
+def _frequency(text: str, parameters: Mapping[str, Any]) -> bool:
+    count = text.lower().count(_strings([parameters["keyword"]])[0].lower())
+    return _compared(count, parameters["relation"], parameters["frequency"])
 
 
-def _forbidden(text: str, given: Mapping[str, Any]) -> bool:
-    words = _strings(given["forbidden_words"])
-    return not any(re.search(rf"(?<!\w){re.escape(each)}(?!\w)", text, re.IGNORECASE) for each in words)
+def _forbidden(text: str, parameters: Mapping[str, Any]) -> bool:
+    words = _strings(parameters["forbidden_words"])
+    return not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in words)
 
 
-def _letters(text: str, given: Mapping[str, Any]) -> bool:
-    letter = _strings([given["letter"]])[0].lower()
-    return _compared(text.lower().count(letter), given["let_relation"], given["let_frequency"])
+def _letters(text: str, parameters: Mapping[str, Any]) -> bool:
+    letter = _strings([parameters["letter"]])[0].lower()
+    return _compared(text.lower().count(letter), parameters["let_relation"], parameters["let_frequency"])
 
 
-def _language(text: str, given: Mapping[str, Any]) -> bool:
-    return _is_in(text, _strings([given["language"]])[0])
+def _language(text: str, parameters: Mapping[str, Any]) -> bool:
+    return _is_in(text, _strings([parameters["language"]])[0])
 
 
 def _is_in(text: str, language: str) -> bool:
@@ -173,12 +175,14 @@ def _is_in(text: str, language: str) -> bool:
     if language in _SCRIPTS:
         return script == _SCRIPTS[language]
     words = Counter(word.lower() for word in _WORD.findall(text))
-    known = {each: sum(words[word] for word in said.split()) for each, said in _FUNCTION_WORDS.items()}
-    return script == "LATIN" and (known[language] == max(known.values()))
+    frequencies = {
+        code: sum(words[word] for word in function_words.split()) for code, function_words in _FUNCTION_WORDS.items()
+    }
+    return script == "LATIN" and (frequencies[language] == max(frequencies.values()))
 
 
-def _sentences(text: str, given: Mapping[str, Any]) -> bool:
-    return _compared(count_sentences(text), given["relation"], given["num_sentences"])
+def _sentences(text: str, parameters: Mapping[str, Any]) -> bool:
+    return _compared(count_sentences(text), parameters["relation"], parameters["num_sentences"])
 
 
 def count_sentences(text: str) -> int:
@@ -196,63 +200,63 @@ def count_sentences(text: str) -> int:
     return count + bool(_WORD.search(text, begin))
 
 
-def _paragraphs(text: str, given: Mapping[str, Any]) -> bool:
-    parts = [each.strip() for each in text.split("***")]
+def _paragraphs(text: str, parameters: Mapping[str, Any]) -> bool:
+    parts = [part.strip() for part in text.split("***")]
     inside = parts[1 if not parts[0] else 0 : len(parts) - (len(parts) > 1 and not parts[-1])]
-    return all(inside) and len(inside) == int(given["num_paragraphs"])
+    return all(inside) and len(inside) == int(parameters["num_paragraphs"])
 
 
-def _words(text: str, given: Mapping[str, Any]) -> bool:
-    return _compared(len(_WORD.findall(text)), given["relation"], given["num_words"])
+def _words(text: str, parameters: Mapping[str, Any]) -> bool:
+    return _compared(len(_WORD.findall(text)), parameters["relation"], parameters["num_words"])
 
 
-def _nth_paragraph(text: str, given: Mapping[str, Any]) -> bool:
+def _nth_paragraph(text: str, parameters: Mapping[str, Any]) -> bool:
     parts = text.split("\n\n")
-    count, place = sum(bool(each.strip()) for each in parts), int(given["nth_paragraph"])
-    wanted = _strings([given["first_word"]])[0].lower()
-    if not 1 <= place <= len(parts) or not (said := parts[place - 1].split()):
+    count, place = sum(bool(part.strip()) for part in parts), int(parameters["nth_paragraph"])
+    expected_word = _strings([parameters["first_word"]])[0].lower()
+    if not 1 <= place <= len(parts) or not (words := parts[place - 1].split()):
         return False
-    first = said[0].lstrip("'\"").lower()
-    found = re.split(r"[.,?!'\"]", first, maxsplit=1)[0]
-    return count == int(given["num_paragraphs"]) and found == wanted
+    first = words[0].lstrip("'\"").lower()
+    word = re.split(r"[.,?!'\"]", first, maxsplit=1)[0]
+    return count == int(parameters["num_paragraphs"]) and word == expected_word
 
 
-def _placeholders(text: str, given: Mapping[str, Any]) -> bool:
-    found = 0
+def _placeholders(text: str, parameters: Mapping[str, Any]) -> bool:
+    count = 0
     for line in text.split("\n"):
         end = 0
         while (begin := line.find("[", end)) >= 0 and (close := line.find("]", begin)) >= 0:
-            found, end = found + 1, close + 1
-    return found >= int(given["num_placeholders"])
+            count, end = count + 1, close + 1
+    return count >= int(parameters["num_placeholders"])
 
 
-def _postscript(text: str, given: Mapping[str, Any]) -> bool:
-    marker = _strings([given["postscript_marker"]])[0]
+def _postscript(text: str, parameters: Mapping[str, Any]) -> bool:
+    marker = _strings([parameters["postscript_marker"]])[0]
     patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     return re.search(patterns.get(marker, re.escape(marker.lower())), text.lower()) is not None
 
 
-def _bullets(text: str, given: Mapping[str, Any]) -> bool:
+def _bullets(text: str, parameters: Mapping[str, Any]) -> bool:
     lines = [line.lstrip() for line in text.split("\n")]
-    found = sum(line.startswith("-") or (line.startswith("*") and line[1:2] not in ("", "*")) for line in lines)
-    return found == int(given["num_bullets"])
+    count = sum(line.startswith("-") or (line.startswith("*") and line[1:2] not in ("", "*")) for line in lines)
+    return count == int(parameters["num_bullets"])
 
 
-def _constrained(text: str, given: Mapping[str, Any]) -> bool:
+def _constrained(text: str, parameters: Mapping[str, Any]) -> bool:
     return any(answer in text for answer in _ANSWERS)
 
 
-def _highlights(text: str, given: Mapping[str, Any]) -> bool:
+def _highlights(text: str, parameters: Mapping[str, Any]) -> bool:
     single, double = re.findall(r"\*([^\n*]*)\*", text), re.findall(r"\*\*([^\n*]*)\*\*", text)
-    return sum(bool(each.strip()) for each in (*single, *double)) >= int(given["num_highlights"])
+    return sum(bool(highlight.strip()) for highlight in (*single, *double)) >= int(parameters["num_highlights"])
 
 
-def _sections(text: str, given: Mapping[str, Any]) -> bool:
-    name = re.escape(_strings([given["section_spliter"]])[0].strip())
-    return len(re.findall(rf"{name}\s?\d+", text)) >= int(given["num_sections"])
+def _sections(text: str, parameters: Mapping[str, Any]) -> bool:
+    name = re.escape(_strings([parameters["section_spliter"]])[0].strip())
+    return len(re.findall(rf"{name}\s?\d+", text)) >= int(parameters["num_sections"])
 
 
-def _json(text: str, given: Mapping[str, Any]) -> bool:
+def _json(text: str, parameters: Mapping[str, Any]) -> bool:
     inside = text.strip()
     for mark in ("```json", "```Json", "```JSON", "```"):
         inside = inside.removeprefix(mark)
@@ -263,7 +267,7 @@ def _json(text: str, given: Mapping[str, Any]) -> bool:
     return True
 
 
-def _title(text: str, given: Mapping[str, Any]) -> bool:
+def _title(text: str, parameters: Mapping[str, Any]) -> bool:
     for line in text.split("\n"):
         begin, end = line.find("<<"), line.rfind(">>")
         if 0 <= begin < end and line[begin:end].strip("< >"):
@@ -271,39 +275,39 @@ def _title(text: str, given: Mapping[str, Any]) -> bool:
     return False
 
 
-def _two_responses(text: str, given: Mapping[str, Any]) -> bool:
-    parts = [each.strip() for each in text.split("******")]
-    inside = [each for place, each in enumerate(parts) if each or 0 < place < len(parts) - 1]
+def _two_responses(text: str, parameters: Mapping[str, Any]) -> bool:
+    parts = [part.strip() for part in text.split("******")]
+    inside = [part for place, part in enumerate(parts) if part or 0 < place < len(parts) - 1]
     return len(inside) == 2 and all(inside) and inside[0] != inside[1]
 
 
-def _repeat(text: str, given: Mapping[str, Any]) -> bool:
-    return text.strip().lower().startswith(_strings([given["prompt_to_repeat"]])[0].strip().lower())
+def _repeat(text: str, parameters: Mapping[str, Any]) -> bool:
+    return text.strip().lower().startswith(_strings([parameters["prompt_to_repeat"]])[0].strip().lower())
 
 
-def _ends(text: str, given: Mapping[str, Any]) -> bool:
-    return text.strip().strip('"').lower().endswith(_strings([given["end_phrase"]])[0].strip().lower())
+def _ends(text: str, parameters: Mapping[str, Any]) -> bool:
+    return text.strip().strip('"').lower().endswith(_strings([parameters["end_phrase"]])[0].strip().lower())
 
 
-def _quoted(text: str, given: Mapping[str, Any]) -> bool:
+def _quoted(text: str, parameters: Mapping[str, Any]) -> bool:
     text = text.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
-def _capital_words(text: str, given: Mapping[str, Any]) -> bool:
+def _capital_words(text: str, parameters: Mapping[str, Any]) -> bool:
     count = sum(word.isupper() for word in _TOKEN.findall(text))
-    return _compared(count, given["capital_relation"], given["capital_frequency"])
+    return _compared(count, parameters["capital_relation"], parameters["capital_frequency"])
 
 
-def _upper(text: str, given: Mapping[str, Any]) -> bool:
+def _upper(text: str, parameters: Mapping[str, Any]) -> bool:
     return text.isupper() and _is_in(text, "en")
 
 
-def _lower(text: str, given: Mapping[str, Any]) -> bool:
+def _lower(text: str, parameters: Mapping[str, Any]) -> bool:
     return text.islower() and _is_in(text, "en")
 
 
-def _no_comma(text: str, given: Mapping[str, Any]) -> bool:
+def _no_comma(text: str, parameters: Mapping[str, Any]) -> bool:
     return "," not in text
 
 

@@ -41,9 +41,9 @@ _FIRST_WAIT_S = 1.0
 _LONGEST_WAIT_S = 60.0
 """Maximum wait before a retry, even if the endpoint asks for more."""
 _REFUSES_REQUEST = (400, 413, 422)
-"""Statuses that say that this request is at fault, such as one that is too long, and not the endpoint or the key."""
+"""Statuses that blame the request, for example for its length, rather than the endpoint or the key."""
 _MOST_TOKENS = 1 << 40
-"""Most tokens of a request that are believed."""
+"""Limit above which an endpoint's report of used tokens is ignored."""
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?")
 _MOST_READ = 4000
 """Characters at the end of a reply that are searched for its grade; patterns take quadratic time at worst."""
@@ -93,7 +93,7 @@ class Judge:
     temperature: float = 0.0
     """Sampling temperature of the judge; if negative, none is sent, for models that reject it."""
     retries: int = 4
-    """Number of retries, after 1, 2, 4... seconds, or later if the endpoint's Retry-After says so."""
+    """Number of retries, after 1, 2, 4... seconds, or after the endpoint's Retry-After if that is longer."""
     timeout_s: float = 60.0
     """Timeout of one request."""
     concurrent: int = 16
@@ -132,9 +132,9 @@ class Judge:
 
     def load(self, folder: Path | None) -> None:
         """Open the cache of replies: in a run's folder, or in memory."""
-        spent = JudgeStore(folder)
-        replies = spent if self.cache is None else JudgeStore(self.cache)
-        object.__setattr__(self, "_live", _Live(replies, spent, asyncio.Semaphore(self.concurrent)))
+        spending = JudgeStore(folder)
+        replies = spending if self.cache is None else JudgeStore(self.cache)
+        object.__setattr__(self, "_live", _Live(replies, spending, asyncio.Semaphore(self.concurrent)))
 
     def __getstate__(self) -> Mapping[str, object]:
         return self.__dict__ | {"_live": None}
@@ -158,27 +158,29 @@ class Judge:
     async def _by_criteria(self, task: Task, episode: Episode) -> Score:
         """Grade each criterion of a task. Parts are all grades, and their weighted means by sign of the weight."""
         criteria = _criteria_of(task, self.criteria)
-        asked = [render(self.template, task, episode, one.text) for one in criteria]
+        prompts = [render(self.template, task, episode, criterion.text) for criterion in criteria]
         try:
             async with TaskGroup() as group:
-                graded = [group.create_task(self._graded(prompt)) for prompt in asked]
+                grading_tasks = [group.create_task(self._graded(prompt)) for prompt in prompts]
         except ExceptionGroup as errors:
             raise next(
-                (each for each in errors.exceptions if isinstance(each, SpendingError)), errors.exceptions[0]
+                (error for error in errors.exceptions if isinstance(error, SpendingError)), errors.exceptions[0]
             ) from None
-        grades = [each.result()[0] for each in graded]
+        grades = [grading_task.result()[0] for grading_task in grading_tasks]
         parts = {f"criterion_{number}": grade for number, grade in enumerate(grades, 1)}
         sums = {}
         for name, sign in (("wanted", 1), ("pitfalls", -1)):
-            of_sign = [
-                (abs(one.weight), grade) for one, grade in zip(criteria, grades, strict=True) if one.weight * sign > 0
+            weighted_grades = [
+                (abs(criterion.weight), grade)
+                for criterion, grade in zip(criteria, grades, strict=True)
+                if criterion.weight * sign > 0
             ]
-            sums[name] = math.fsum(weight * grade for weight, grade in of_sign)
-            if of_sign:
-                parts[name] = sums[name] / math.fsum(weight for weight, _ in of_sign)
-        most = math.fsum(one.weight for one in criteria if one.weight > 0)
-        cached = sum(each.result()[1] for each in graded) / len(graded)
-        return Score(total=(sums["wanted"] - sums["pitfalls"]) / most, parts={**parts, "cached": cached})
+            sums[name] = math.fsum(weight * grade for weight, grade in weighted_grades)
+            if weighted_grades:
+                parts[name] = sums[name] / math.fsum(weight for weight, _ in weighted_grades)
+        max_total = math.fsum(criterion.weight for criterion in criteria if criterion.weight > 0)
+        cached = sum(grading_task.result()[1] for grading_task in grading_tasks) / len(grading_tasks)
+        return Score(total=(sums["wanted"] - sums["pitfalls"]) / max_total, parts={**parts, "cached": cached})
 
     async def _graded(self, prompt: str) -> tuple[float, bool]:
         """Return the grade for a prompt, scaled to 0 to 1, and whether it was cached."""
@@ -201,12 +203,12 @@ class Judge:
         worst, best = ("not met", "fully met") if self.criteria else ("worst", "best")
         span = f"a number from {self.low:g} ({worst}) to {self.high:g} ({best})"
         if self.structured:
-            asked = f'Reply with JSON alone: {{"reason": a short text, "score": {span}}}.'
+            instruction = f'Reply with JSON alone: {{"reason": a short text, "score": {span}}}.'
         else:
-            asked = f"End your reply with a line `Score: N`, where N is {span}."
+            instruction = f"End your reply with a line `Score: N`, where N is {span}."
         request: dict[str, Any] = {
             "model": self.model,
-            "messages": [{"role": "user", "content": f"{prompt}\n\n{asked}"}],
+            "messages": [{"role": "user", "content": f"{prompt}\n\n{instruction}"}],
             # OpenAI's newer models reject the old name, most other servers do not know the new one.
             ("max_tokens" if self.base_url else "max_completion_tokens"): self.max_tokens,
         }
@@ -234,7 +236,7 @@ class Judge:
                 async with asyncio.timeout(self.timeout_s):
                     completion: Any = await live.client.chat.completions.create(**request)
                 reply = _text_of(completion)
-                live.spent.add_tokens(self._identity, _tokens_of(completion, request))
+                live.spending.add_tokens(self._identity, _tokens_of(completion, request))
                 if self._grade(reply) is not None:
                     return reply
                 problem = f"its reply has no grade from {self.low:g} to {self.high:g}: {reply[-200:]!r}"
@@ -257,16 +259,16 @@ class Judge:
         raise self._failed(f"{problem} (asked {self.retries + 1} times)", kind)
 
     def _failed(self, problem: str, kind: type[JudgeError] = JudgeError) -> JudgeError:
-        where = without_credentials(self.base_url) or "OpenAI"
+        endpoint = without_credentials(self.base_url) or "OpenAI"
         return kind(
-            f"the judge {self.model} at {where} returned no grade: {problem}",
+            f"the judge {self.model} at {endpoint} returned no grade: {problem}",
             hint="check the endpoint, and model, base_url and api_key_env in --reward judge:...",
         )
 
     def _reserve(self, live: _Live) -> None:
-        if live.spent.reserve(self._identity, max_calls=self.max_calls, max_tokens=self.max_spent_tokens):
+        if live.spending.reserve(self._identity, max_calls=self.max_calls, max_tokens=self.max_spent_tokens):
             return
-        calls, tokens = live.spent.spent(self._identity)
+        calls, tokens = live.spending.spent(self._identity)
         raise SpendingError(
             f"the judge {self.model} has used {calls} calls and {tokens} tokens in this run, and its limits are "
             f"max_calls={self.max_calls} and max_spent_tokens={self.max_spent_tokens} (0: no limit)",
@@ -291,9 +293,9 @@ class Judge:
         else:
             text = re.sub(rf"(?<=\d)\s*/\s*{re.escape(f'{self.high:g}')}\b", "", reply[-_MOST_READ:])  # 8/10
             labelled = _LABELLED.findall(text.replace("*", ""))
-            candidates = [float(each) for each in (labelled[-1:] or _NUMBER.findall(text))]
-        within = [grade for grade in candidates if self.low <= grade <= self.high]
-        return within[-1] if within else None
+            candidates = [float(number) for number in (labelled[-1:] or _NUMBER.findall(text))]
+        valid_grades = [grade for grade in candidates if self.low <= grade <= self.high]
+        return valid_grades[-1] if valid_grades else None
 
 
 @dataclass(eq=False)
@@ -301,7 +303,7 @@ class _Live:
     """State of a judge in the process that grades."""
 
     replies: JudgeStore
-    spent: JudgeStore
+    spending: JudgeStore
     room: asyncio.Semaphore
     locks: weakref.WeakValueDictionary[str, asyncio.Lock] = field(default_factory=weakref.WeakValueDictionary)
     """One lock per request in flight, so that concurrent identical requests are sent once."""

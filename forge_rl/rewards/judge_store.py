@@ -42,8 +42,8 @@ class JudgeStore:
 
     def reply(self, key: str) -> str | None:
         """Return a stored reply, or None."""
-        found = self._database.execute("select reply from replies where key = ?", (key,)).fetchone()
-        return found[0] if found else None
+        row = self._database.execute("select reply from replies where key = ?", (key,)).fetchone()
+        return row[0] if row else None
 
     def keep(self, key: str, reply: str) -> None:
         """Store a reply."""
@@ -52,12 +52,12 @@ class JudgeStore:
     def reserve(self, judge: str, *, max_calls: int, max_tokens: int) -> bool:
         """Count a call before it is made; return False if it would exceed a limit. 0 means no limit."""
         self._database.execute("insert or ignore into spent values (?, 0, 0)", (judge,))
-        within = "(? = 0 or calls < ?) and (? = 0 or tokens < ?)"
+        condition = "(? = 0 or calls < ?) and (? = 0 or tokens < ?)"
         limits = (max_calls, max_calls, max_tokens, max_tokens)
-        counted = self._database.execute(
-            f"update spent set calls = calls + 1 where judge = ? and {within}", (judge, *limits)
+        cursor = self._database.execute(
+            f"update spent set calls = calls + 1 where judge = ? and {condition}", (judge, *limits)
         )
-        return counted.rowcount == 1
+        return cursor.rowcount == 1
 
     def add_tokens(self, judge: str, tokens: int) -> None:
         """Count the tokens of a call after it is made."""
@@ -65,5 +65,5 @@ class JudgeStore:
 
     def spent(self, judge: str) -> tuple[int, int]:
         """Return the number of calls and tokens of a judge."""
-        found = self._database.execute("select calls, tokens from spent where judge = ?", (judge,)).fetchone()
-        return found or (0, 0)
+        row = self._database.execute("select calls, tokens from spent where judge = ?", (judge,)).fetchone()
+        return row or (0, 0)

@@ -1,4 +1,4 @@
-"""What kind of answer a true one is, which decides the rule that answers are compared by."""
+"""Kind of a true answer, which decides the rule by which answers are compared with it."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ def is_copy(answer: str, truth: str, task: Task) -> bool:
 
 
 def notation(text: str) -> str:
-    """Return an answer in one notation, without what encloses it."""
+    """Return an answer in one notation, without enclosing marks such as dollar signs."""
     return normalised_notation(plain(text[:20_000]))

@@ -31,8 +31,8 @@ class Overlong:
 
     def __call__(self, task: Task, episode: Episode) -> float:
         """Return a number from -1 to 0."""
-        over = episode.response_tokens - (self.max_tokens - self.cache_tokens)
-        return -min(1.0, max(0, over) / self.cache_tokens)
+        excess = episode.response_tokens - (self.max_tokens - self.cache_tokens)
+        return -min(1.0, max(0, excess) / self.cache_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ def as_reward(function: R) -> R:
         as_reward(accuracy)  # def accuracy(completions, solution, **kwargs), as for TRL's GRPOTrainer
 
     Raises:
-        ConfigError: it has neither our form nor that of TRL or verl.
+        ConfigError: it has neither our form nor TRL's or verl's.
     """
     wrapper = {"TRL": TrlReward, "verl": VerlReward}.get(peer_of(function))
     if wrapper is not None:
@@ -107,10 +107,10 @@ class VerlReward:
 
 
 def _call(function: Callable[..., Any], task: Task, arguments: Mapping[str, object]) -> Any:
-    """Call a function with those arguments that it takes.
+    """Call a function with the arguments that it takes, and ignore other arguments.
 
     Raises:
-        TaskError: it needs an argument that is no column of the task's row.
+        TaskError: it needs an argument for which the task's row has no column.
     """
     parameters = parameters_of(function)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -125,14 +125,14 @@ def _call(function: Callable[..., Any], task: Task, arguments: Mapping[str, obje
     if missing:
         columns = ", ".join(task.truth) or "none"
         raise TaskError(
-            f"the reward needs {', '.join(missing)}, which is no column of the task {task.id} of {task.source}",
+            f"the reward needs {', '.join(missing)}, but the task {task.id} of {task.source} has no such column",
             hint=f"add the column to the rows; they have: {columns}",
         )
     return function(**{name: value for name, value in arguments.items() if takes_all or name in names})
 
 
 def _then(result: Any, convert: Callable[[Any], Any]) -> Any:
-    """Convert a function's result, or what it returns once awaited."""
+    """Convert a function's result; if that is awaitable, return a coroutine that awaits and converts it."""
 
     async def awaited() -> Any:
         return convert(await result)

@@ -1,6 +1,6 @@
 """Scorers of reasoning-gym data sets whose own scorers execute the answer as code, or are solved by a constant.
 
-They score like reasoning-gym 0.1.x, but parse answers with `expressions`, and give 1 only to what solves the task.
+They score like reasoning-gym 0.1.x, but parse answers with `expressions`, and give 1 only to right answers.
 `python -m benchmarks.answers` tries every data set with constants, formulas and copies of the question.
 """
 
@@ -15,7 +15,7 @@ from forge_rl.rewards.quantities import read_quantity
 
 _INTEGER = re.compile(r"\b\d+\b")
 _PLAIN = re.compile(r"[\d\s+*/()-]+")
-"""Arithmetic with whole numbers in decimal digits, which `_integers` sees all of."""
+"""Arithmetic with whole numbers in decimal digits, all of which `_integers` finds."""
 _MOST_DIGITS = 1000
 """Maximum digits of a number in an answer."""
 
@@ -25,7 +25,7 @@ which then scores `LEAST`."""
 
 
 def _lines(rows: Any) -> str:
-    return "\n".join(" ".join(str(each) for each in row) for row in rows)
+    return "\n".join(" ".join(str(cell) for cell in row) for row in rows)
 
 
 def n_queens(answer: str, entry: Mapping[str, Any], params: Mapping[str, Any]) -> float:
@@ -39,7 +39,7 @@ def spiral_matrix(answer: str, entry: Mapping[str, Any], params: Mapping[str, An
     right = entry["answer"].strip()
     if (answer := answer.strip()) == right:
         return 1.0
-    return 0.1 * bool(" ".join(str(each) for each in literal(answer)) == right)
+    return 0.1 * bool(" ".join(str(number) for number in literal(answer)) == right)
 
 
 def binary_matrix(answer: str, entry: Mapping[str, Any], params: Mapping[str, Any]) -> float:
@@ -122,4 +122,4 @@ LEAST = {"countdown": 0.01, "puzzle24": 0.01}
 
 def _integers(text: str) -> list[int]:
     """Return the integers in a text, as reasoning-gym finds them."""
-    return [int(found) for found in _INTEGER.findall(text) if len(found) <= _MOST_DIGITS]
+    return [int(digits) for digits in _INTEGER.findall(text) if len(digits) <= _MOST_DIGITS]

@@ -39,8 +39,8 @@ class Programs(TextReward):
         --reward programs                # the column cases: [{"input": "1 2\\n", "output": "3\\n"}, ...]
         --reward programs:cases=input_output  # APPS, TACO: {"inputs": [...], "outputs": [...], "fn_name": ...}
 
-    The program is the last fenced block of the completion. Each input is read by a fresh sandbox session, into which
-    the expected output never comes: outputs are compared outside. Spaces at the ends of lines, and empty lines at the
+    The program is the last fenced block of the completion. Each input is read by a fresh sandbox session, which never
+    has the expected output: outputs are compared outside. Spaces at the ends of lines, and empty lines at the
     end, do not count. With "fn_name", inputs are lists of arguments and outputs are results, compared as `unit_tests`
     does. A failure of the sandbox gives no score.
     """
@@ -62,7 +62,7 @@ class Programs(TextReward):
         check_flags(self, "--reward programs:", least={"tolerance": 0}, above={"timeout_s": 0})
 
     def load(self, folder: Path | None) -> None:
-        """Raises SandboxError if this machine cannot isolate what runs."""
+        """Raises SandboxError if this machine cannot isolate code."""
         check_shared_pool()
 
     async def __call__(self, task: Task, text: str) -> Score:
@@ -76,63 +76,63 @@ class Programs(TextReward):
         if (code := last_code(text)) is None:
             return Score(total=0.0, parts={"passed": 0.0}, feedback="there is no code")
         if function:
-            tests = [f"assert same({function}(*{given!r}), {wanted!r})" for given, wanted in cases]
+            tests = [f"assert same({function}(*{arguments!r}), {expected!r})" for arguments, expected in cases]
             target, timeout_s = f"Solution().{function}" if "class Solution" in code else function, self.timeout_s
-            passed, told = await run_tests(code, tests, setup=_SAME, target=target, timeout_s=timeout_s, task=task)
+            passed, feedback = await run_tests(code, tests, setup=_SAME, target=target, timeout_s=timeout_s, task=task)
         else:
-            passed, told = await self._passed(code, cases)
+            passed, feedback = await self._passed(code, cases)
         share = passed / len(cases)
-        return Score(total=share if self.partial else float(share == 1), parts={"passed": share}, feedback=told)
+        return Score(total=share if self.partial else float(share == 1), parts={"passed": share}, feedback=feedback)
 
     async def _passed(self, code: str, cases: Sequence[tuple[Any, Any]]) -> tuple[int, str]:
         """Return the number of inputs with the right output, and the first failure; stops there if it decides."""
-        passed, told = 0, ""
+        passed, feedback = 0, ""
         async with a_cpu_of_shared_pool() as pool:
-            for given, wanted in cases:
-                failed = await self._failed(pool, code, _as_text(given), _as_text(wanted))
-                passed += not failed
-                told = told or failed
-                if failed and not self.partial:
+            for case_input, expected in cases:
+                failure = await self._failed(pool, code, _as_text(case_input), _as_text(expected))
+                passed += not failure
+                feedback = feedback or failure
+                if failure and not self.partial:
                     break
-        return passed, told
+        return passed, feedback
 
-    async def _failed(self, pool: Pool, code: str, given: str, wanted: str) -> str:
+    async def _failed(self, pool: Pool, code: str, stdin: str, expected: str) -> str:
         """Return why a program fails, or "" if its output is right."""
-        most = max(_LEAST_OUTPUT, 2 * len(wanted.encode()))
-        limits = Limits(wall_s=_SHARE * self.timeout_s, cpu_s=self.timeout_s, output_bytes=most)
+        max_bytes = max(_LEAST_OUTPUT, 2 * len(expected.encode()))
+        limits = Limits(wall_s=_SHARE * self.timeout_s, cpu_s=self.timeout_s, output_bytes=max_bytes)
         async with pool.session(limits=limits, wait_s=_PLACE_S) as session:
-            await session.put("input", given.encode())
+            await session.put("input", stdin.encode())
             await session.run(_READ_INPUT)
             result = await session.run(code)
         error = result.error
         if error is not None and not (error.name == "SystemExit" and error.message in ("", "0", "None")):
             return f"{error.name}: {error.message}"[:500]
         if result.cut:
-            return f"it printed more than {most} bytes"
-        return "" if equal(result.stdout, wanted, self.tolerance) else "it printed something else"
+            return f"it printed more than {max_bytes} bytes"
+        return "" if equal(result.stdout, expected, self.tolerance) else "it printed something else"
 
     def _cases(self, task: Task) -> tuple[str, list[tuple[Any, Any]]]:
         """Return the name of the function to call, or "", and pairs of inputs and outputs."""
-        found: Any = task.truth.get(self.cases)
+        value: Any = task.truth.get(self.cases)
         try:
-            found = json.loads(found) if isinstance(found, str) else found
-            if isinstance(found, dict):
-                function = found.get("fn_name") or ""
-                cases = list(zip(found["inputs"], found["outputs"], strict=True))
+            value = json.loads(value) if isinstance(value, str) else value
+            if isinstance(value, dict):
+                function = value.get("fn_name") or ""
+                cases = list(zip(value["inputs"], value["outputs"], strict=True))
             else:
-                function, cases = "", [(each["input"], each["output"]) for each in found]
+                function, cases = "", [(case["input"], case["output"]) for case in value]
             if not cases or not (function == "" or str(function).isidentifier()):
                 raise ValueError("there are none")
         except (ValueError, TypeError, KeyError, RecursionError):
             raise TaskError(
                 f"--reward programs: the truth of task {task.id!r} of {task.source!r} has no cases: {self.cases!r} is "
-                f"{found!r:.80}",
+                f"{value!r:.80}",
                 hint='name their column with --reward programs:cases=COLUMN, a list of {"input": ..., "output": ...}',
             ) from None
         return function, cases
 
 
-def equal(found: str, wanted: str, tolerance: float = 0.0) -> bool:
+def equal(output: str, expected: str, tolerance: float = 0.0) -> bool:
     """Compare outputs line by line, without spaces at the ends of lines and empty lines at the end.
 
     equal("1 2 \\n\\n", "1 2\\n")  # True
@@ -140,17 +140,21 @@ def equal(found: str, wanted: str, tolerance: float = 0.0) -> bool:
     Args:
         tolerance: compare words instead, and those that are numbers within this relative or absolute error.
     """
-    if _lines(found) == _lines(wanted):
+    if _lines(output) == _lines(expected):
         return True
-    ours, theirs = found.split(), wanted.split()
-    return tolerance > 0 and len(ours) == len(theirs) and all(map(_close, ours, theirs, [tolerance] * len(ours)))
+    words, expected_words = output.split(), expected.split()
+    return (
+        tolerance > 0
+        and len(words) == len(expected_words)
+        and all(map(_close, words, expected_words, [tolerance] * len(words)))
+    )
 
 
-def _close(ours: str, theirs: str, tolerance: float) -> bool:
-    if ours == theirs:
+def _close(word: str, expected: str, tolerance: float) -> bool:
+    if word == expected:
         return True
     try:
-        values = float(ours), float(theirs)
+        values = float(word), float(expected)
         return all(map(math.isfinite, values)) and math.isclose(*values, rel_tol=tolerance, abs_tol=tolerance)
     except ValueError:
         return False
@@ -160,6 +164,6 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _as_text(given: object) -> str:
-    """Return an input or output as text; some data sets give its lines."""
-    return "\n".join(map(str, given)) if isinstance(given, list) else str(given)
+def _as_text(value: object) -> str:
+    """Return an input or output as text; some data sets have a list of its lines."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -15,7 +15,7 @@ from forge_rl.types import Episode, Score, Task
 
 
 class Reward(Protocol):
-    """Scores an episode; sync or async, and picklable, as it is called in another process.
+    """Scores an episode; sync or async, and picklable, because another process calls it.
 
         def correct_and_brief(task: Task, episode: Episode) -> Score:
             correct = float(task.truth["answer"] in episode.text)
@@ -63,8 +63,13 @@ class Shaping(Protocol):
     of: str
     """Name of the part to depend on, unweighted; "" for the weighted sum of all parts that do not shape."""
 
-    def shape(self, measured: Sequence[Score], others: Sequence[float]) -> Sequence[float]:
-        """Return the values of this part from its measurements and the values of `of`, one each per episode."""
+    def shape(self, measured: Sequence[Score], base_rewards: Sequence[float]) -> Sequence[float]:
+        """Return the value of this part for each episode.
+
+        Args:
+            measured: this part's own score of each episode.
+            base_rewards: value of the part `of` for each episode.
+        """
 
 
 @runtime_checkable
@@ -154,7 +159,7 @@ def sees_thoughts(function: object) -> bool:
 
 
 def text_for(function: object, episode: Episode) -> str:
-    """Return what a reward of the form "text" scores of an episode."""
+    """Return the text of an episode for a reward of the form "text"."""
     return episode.whole_text if sees_thoughts(function) else episode.text
 
 

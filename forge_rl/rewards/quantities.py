@@ -11,7 +11,7 @@ _LONGEST = 400
 _MOST_EXPONENT = 400
 _MOST_BITS = 4096
 _LEAST_DIGITS = 6
-"""Minimum significant digits of a decimal number that stands for one that it only rounds."""
+"""Minimum significant digits of a decimal number that may stand for a number that it rounds."""
 _DOUBLE_DIGITS = 15
 """Digits from which a decimal number is taken for a printed double."""
 
@@ -189,7 +189,7 @@ def canonical(value: Fraction) -> str:
 
 
 def plain(text: str) -> str:
-    r"""Strip what carries no meaning around an answer: blanks, dollar signs, bold, \boxed, \text and a full stop."""
+    r"""Strip marks without meaning around an answer: blanks, dollar signs, bold, \boxed, \text and a full stop."""
     text = text[: 50 * _LONGEST].translate(_MINUS).strip()
     while True:
         before = text
@@ -247,7 +247,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def _read_unit(rest: str, currency: str) -> tuple[int, str] | None:
-    """Return the factor and the name of what follows a number; None if it is not a unit."""
+    """Return the factor and the name of the unit in the text after a number; None if it is not a unit."""
     currency = currency.removeprefix("\\")
     if not rest.strip():
         return 1, currency

@@ -86,11 +86,11 @@ def build_reward(texts: Sequence[str]) -> RewardFunction | WeightedSum:
     parts: dict[str, tuple[RewardFunction, float]] = {}
     for text in texts:
         name, function, weight = _read(text)
-        same = sum(each == name or each.startswith(f"{name}_") for each in parts)
-        parts[f"{name}_{same + 1}" if same else name] = (function, weight)
-    [(function, weight), *others] = parts.values()
-    alone = weight == 1 and not others and not isinstance(function, Shaping)
-    return function if alone else WeightedSum(parts)
+        duplicates = sum(part_name == name or part_name.startswith(f"{name}_") for part_name in parts)
+        parts[f"{name}_{duplicates + 1}" if duplicates else name] = (function, weight)
+    [(function, weight), *other_parts] = parts.values()
+    is_single = weight == 1 and not other_parts and not isinstance(function, Shaping)
+    return function if is_single else WeightedSum(parts)
 
 
 def _read(text: str) -> tuple[str, RewardFunction, float]:
@@ -116,16 +116,16 @@ def _read(text: str) -> tuple[str, RewardFunction, float]:
 
 def _users(text: str) -> RewardFunction:
     """Return a user's function, or an object of their class."""
-    found = load(text, "--reward")
-    if isinstance(found, type):
-        found = _made(f"--reward {text}", found, {})
+    reward = load(text, "--reward")
+    if isinstance(reward, type):
+        reward = _made(f"--reward {text}", reward, {})
     try:
-        found = as_reward(cast(RewardFunction, found))
+        reward = as_reward(cast(RewardFunction, reward))
     except ConfigError as error:
         raise ConfigError(f"--reward {text}: {error.message}", hint=error.hint) from None
-    if isinstance(found, WeightedSum):
+    if isinstance(reward, WeightedSum):
         raise ConfigError(f"--reward {text} is a sum of rewards", hint="give each of them with its weight")
-    return found
+    return reward
 
 
 def _made(flag: str, kind: Callable[..., Any], options: Mapping[str, object]) -> RewardFunction:

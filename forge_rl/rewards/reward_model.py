@@ -53,8 +53,8 @@ class RewardModel:
     """Deadline of one score, including time in the queue."""
 
     def __post_init__(self) -> None:
-        least = {"replicas": 1, "threads": 1, "batch": 1, "max_tokens": 1}
-        check_flags(self, "--reward model:", least=least)
+        minima = {"replicas": 1, "threads": 1, "batch": 1, "max_tokens": 1}
+        check_flags(self, "--reward model:", least=minima)
         object.__setattr__(self, "path", model_in(self.path.resolve()))
         try:
             config = json.loads((self.path / "config.json").read_text())
@@ -64,7 +64,7 @@ class RewardModel:
                 f"--reward model: {self.path} has no model: {getattr(error, 'strerror', None) or error}: config.json",
                 hint="set path=FOLDER to a Hugging Face folder with config.json, safetensors and a tokenizer",
             ) from None
-        if not any("SequenceClassification" in str(each) for each in kinds):
+        if not any("SequenceClassification" in str(kind) for kind in kinds):
             raise ModelError(
                 f"--reward model: {self.path} has {', '.join(map(str, kinds)) or 'no architecture'}, not a sequence "
                 "classifier",
@@ -130,7 +130,7 @@ class _Scorer:
             )
         self._model = model.eval().to(config.device)
         # Without a padding token, the model cannot tell where a shorter conversation ends.
-        self._most = config.batch if model.config.pad_token_id is not None else 1
+        self._max_batch = config.batch if model.config.pad_token_id is not None else 1
         self._waiting: list[tuple[tuple[int, ...], asyncio.Future[float]]] = []
         self._running: asyncio.Task[None] | None = None
 
@@ -141,27 +141,27 @@ class _Scorer:
         """
         ids = self._tokenizer.render(messages, add_generation_prompt=False, tools=tools)
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[float] = loop.create_future()
-        self._waiting.append((ids[-self._config.max_tokens :], done))
+        future: asyncio.Future[float] = loop.create_future()
+        self._waiting.append((ids[-self._config.max_tokens :], future))
         if self._running is None or self._running.done():
             self._running = loop.create_task(self._run())
-        return await done
+        return await future
 
     async def _run(self) -> None:
         """Score queued episodes until the queue is empty."""
         while self._waiting:
-            self._waiting.sort(key=lambda each: len(each[0]))  # to minimise padding
-            taken, self._waiting = self._waiting[: self._most], self._waiting[self._most :]
+            self._waiting.sort(key=lambda entry: len(entry[0]))  # to minimise padding
+            batch, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
             try:
-                scores = await asyncio.to_thread(self._forward, [ids for ids, _ in taken])
+                scores = await asyncio.to_thread(self._forward, [ids for ids, _ in batch])
             except Exception as error:
-                for _, done in taken:
-                    if not done.done():
-                        done.set_exception(error)
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
                 continue
-            for (_, done), score in zip(taken, scores, strict=True):
-                if not done.done():
-                    done.set_result(score)
+            for (_, future), score in zip(batch, scores, strict=True):
+                if not future.done():
+                    future.set_result(score)
 
     def _forward(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Return a score for each row of token ids."""
@@ -174,8 +174,10 @@ class _Scorer:
             device = self._config.device
             logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits.float()
         if logits.shape[1] > 1:
-            return [float(each) for each in logits.softmax(dim=-1)[:, -1]]
-        values = [float(each) for each in logits[:, 0]]
+            return [float(probability) for probability in logits.softmax(dim=-1)[:, -1]]
+        values = [float(logit) for logit in logits[:, 0]]
         return (
-            [1 / (1 + math.exp(-each)) if each > -700 else 0.0 for each in values] if self._config.sigmoid else values
+            [1 / (1 + math.exp(-value)) if value > -700 else 0.0 for value in values]
+            if self._config.sigmoid
+            else values
         )

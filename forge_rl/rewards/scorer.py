@@ -33,16 +33,16 @@ class Scorer(Protocol):
         """Return one score per episode; all episodes are of one task."""
 
 
-async def scored(episode: Episode, scorer: Scorer, own: Score | None) -> Episode:
+async def scored(episode: Episode, scorer: Scorer, own_score: Score | None) -> Episode:
     """Score an episode: with its own score, from its environment or agent, else by the scorer, unless that needs its
     group. A failure becomes the episode's outcome: an environment error if its own score is not finite or does not fit.
 
     Raises:
         SpendingError: a judge's spending limit is reached.
     """
-    if own is not None:
+    if own_score is not None:
         try:
-            return with_score(episode, own)
+            return with_score(episode, own_score)
         except ForgeError as error:
             return episode.updated(outcome=Outcome.ENVIRONMENT_ERROR, problem=str(error))
     try:
@@ -54,7 +54,7 @@ async def scored(episode: Episode, scorer: Scorer, own: Score | None) -> Episode
 
 
 def not_scored(episode: Episode, error: Exception) -> Episode:
-    """Return an episode whose outcome is an error of its reward, or of what that runs on. Raises a SpendingError."""
+    """Return an episode whose outcome is an error of its reward or of the infrastructure. Raises a SpendingError."""
     if isinstance(error, SpendingError):
         raise error
     infrastructure = isinstance(error, ReplicaError | InfrastructureError)
@@ -83,7 +83,7 @@ async def score_again(scorer: Scorer, episodes: Sequence[Episode]) -> list[Episo
             problem = f"scored again after: {error}"
         else:
             break
-    return [each.updated(problem=problem) for each in scored] if problem else scored
+    return [episode.updated(problem=problem) for episode in scored] if problem else scored
 
 
 def with_score(episode: Episode, score: Score) -> Episode:
@@ -95,15 +95,15 @@ def with_score(episode: Episode, score: Score) -> Episode:
     task, total = episode.task, float(score.total)
     parts = {name: float(value) for name, value in score.parts.items()}
     if not all(map(math.isfinite, (total, *parts.values(), *score.turns))):
-        beside = f", of parts {parts} and turns {list(score.turns)}" if parts or score.turns else ""
+        details = f", of parts {parts} and turns {list(score.turns)}" if parts or score.turns else ""
         raise ForgeError(
-            f"the reward of {task.id} is {total}{beside}",
+            f"the reward of {task.id} is {total}{details}",
             hint="return a finite number from the reward function",
         )
-    for name, given in (("turns", score.turns), ("tokens", score.tokens)):
-        if len(given) not in (0, len(episode.turns)):
+    for name, entries in (("turns", score.turns), ("tokens", score.tokens)):
+        if len(entries) not in (0, len(episode.turns)):
             raise ForgeError(
-                f"the reward of {task.id} has {len(given)} entries in `{name}`, for {len(episode.turns)} turns",
+                f"the reward of {task.id} has {len(entries)} entries in `{name}`, for {len(episode.turns)} turns",
                 hint=f"set Score.{name} to one entry per turn of the episode, or leave it empty",
             )
     for place, (turn, values) in enumerate(zip(episode.turns, score.tokens, strict=False)):

@@ -38,9 +38,12 @@ class StopProperly:
         cut = bool(episode.turns) and episode.turns[-1].truncated
         return float(cut or episode.outcome is Outcome.TRUNCATED)
 
-    def shape(self, measured: Sequence[Score], others: Sequence[float]) -> list[float]:
+    def shape(self, measured: Sequence[Score], base_rewards: Sequence[float]) -> list[float]:
         """Return the difference that the factor makes."""
-        return [(self.factor - 1) * max(other, 0.0) * cut.total for cut, other in zip(measured, others, strict=True)]
+        return [
+            (self.factor - 1) * max(base_reward, 0.0) * cut.total
+            for cut, base_reward in zip(measured, base_rewards, strict=True)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +55,8 @@ class CosineLength:
 
     The reward of an answer of n tokens moves along half a cosine from its value at length 0 to its value at max_tokens:
     long + (short - long) (1 + cos(pi n / max_tokens)) / 2, with one pair of values for right and one for wrong answers.
-    An answer of max_tokens or more gets `exceeded`. From a shorter wrong answer's reward, the share of its n-grams that
-    are repeated is subtracted, times `repetition`, as in the authors' code. Defaults are those of the paper, whose
-    lengths are 14,336 tokens.
+    An answer of max_tokens or more gets `exceeded`. A shorter wrong answer loses `repetition` times the share of its
+    n-grams that are repeated, as in the authors' code. Defaults are the paper's, for lengths of up to 14,336 tokens.
     """
 
     max_tokens: int
@@ -80,8 +82,8 @@ class CosineLength:
     """Length of an n-gram, in tokens."""
 
     def __post_init__(self) -> None:
-        least = {"max_tokens": 1, "ngram": 1, "repetition": 0}
-        check_flags(self, "--reward cosine:", least=least, most={"ngram": 1000})
+        minima = {"max_tokens": 1, "ngram": 1, "repetition": 0}
+        check_flags(self, "--reward cosine:", least=minima, most={"ngram": 1000})
         for name in ("right", "right_short", "right_long", "wrong_short", "wrong_long", "exceeded", "repetition"):
             if not math.isfinite(value := getattr(self, name)):
                 raise ConfigError(f"--reward cosine: {name} is {value}", hint=f"set {name} to a finite number")
@@ -91,9 +93,12 @@ class CosineLength:
         repeated = repeated_share(episode, self.ngram) if self.repetition else 0.0
         return Score(total=float(episode.response_tokens), parts={"repeated": repeated})
 
-    def shape(self, measured: Sequence[Score], others: Sequence[float]) -> list[float]:
+    def shape(self, measured: Sequence[Score], base_rewards: Sequence[float]) -> list[float]:
         """Return the reward of each answer."""
-        return [self._value(own, other >= self.right) for own, other in zip(measured, others, strict=True)]
+        return [
+            self._value(measurement, base_reward >= self.right)
+            for measurement, base_reward in zip(measured, base_rewards, strict=True)
+        ]
 
     def _value(self, measured: Score, right: bool) -> float:
         if measured.total >= self.max_tokens:
@@ -133,10 +138,10 @@ class AdaptiveLength:
         """Return the length of each episode, in units of `tokens`."""
         return [episode.response_tokens / self.tokens for episode in episodes]
 
-    def shape(self, measured: Sequence[Score], others: Sequence[float]) -> list[float]:
+    def shape(self, measured: Sequence[Score], base_rewards: Sequence[float]) -> list[float]:
         """Return the lengths, scaled by the pass rate of the group."""
-        passed = max(sum(other >= self.right for other in others), 1) / len(others)
-        return [length.total * passed for length in measured]
+        pass_rate = max(sum(base_reward >= self.right for base_reward in base_rewards), 1) / len(base_rewards)
+        return [length.total * pass_rate for length in measured]
 
 
 def repeated_share(episode: Episode, size: int) -> float:

@@ -1,4 +1,4 @@
-"""Reward from unit tests: the tests and what the model wrote run in separate sandbox sessions."""
+"""Reward from unit tests: the tests and the model's code run in separate sandbox sessions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class UnitTests(TextReward):
         check_flags(self, "--reward unit_tests:", above={"timeout_s": 0})
 
     def load(self, folder: Path | None) -> None:
-        """Raises SandboxError if this machine cannot isolate what runs."""
+        """Raises SandboxError if this machine cannot isolate code."""
         check_shared_pool()
 
     async def __call__(self, task: Task, text: str) -> Score:
@@ -78,26 +78,26 @@ class UnitTests(TextReward):
         if code is None:
             return Score(total=0.0, parts={"passed": 0.0}, feedback="there is no code")
         setup, target = (self._text(task, key) for key in (self.setup, self.entry_point))
-        passed, told = await run_tests(code, tests, setup=setup, target=target, timeout_s=self.timeout_s, task=task)
+        passed, feedback = await run_tests(code, tests, setup=setup, target=target, timeout_s=self.timeout_s, task=task)
         share = passed / len(tests)
-        return Score(total=share if self.partial else float(share == 1), parts={"passed": share}, feedback=told)
+        return Score(total=share if self.partial else float(share == 1), parts={"passed": share}, feedback=feedback)
 
     def _tests(self, task: Task) -> list[str]:
-        found = task.truth.get(self.tests)
-        tests = [found] if isinstance(found, str) else found
-        if not (isinstance(tests, list | tuple) and tests and all(isinstance(each, str) for each in tests)):
+        value = task.truth.get(self.tests)
+        tests = [value] if isinstance(value, str) else value
+        if not (isinstance(tests, list | tuple) and tests and all(isinstance(test, str) for test in tests)):
             raise TaskError(
                 f"--reward unit_tests: the truth of task {task.id!r} of {task.source!r} has no tests: {self.tests!r} "
-                f"is {found!r:.80}; it has {', '.join(sorted(task.truth)) or 'nothing'}",
+                f"is {value!r:.80}; it has {', '.join(sorted(task.truth)) or 'nothing'}",
                 hint="name the column of the tests with --reward unit_tests:tests=COLUMN",
             )
         return list(tests)
 
     def _text(self, task: Task, key: str) -> str:
-        found = task.truth.get(key) or ""
-        if not isinstance(found, str):
-            raise TaskError(f"{key!r} of task {task.id!r} is {found!r:.80}", hint="give it as text")
-        return found
+        value = task.truth.get(key) or ""
+        if not isinstance(value, str):
+            raise TaskError(f"{key!r} of task {task.id!r} is {value!r:.80}", hint="give it as text")
+        return value
 
 
 async def run_tests(
@@ -119,24 +119,24 @@ async def run_tests(
     limits = Limits(wall_s=_SHARE * timeout_s, cpu_s=timeout_s, output_bytes=1 << 20)
     async with (
         a_cpu_of_shared_pool() as pool,
-        pool.session(limits=limits, wait_s=_PLACE_S) as inside,
+        pool.session(limits=limits, wait_s=_PLACE_S) as solution_session,
         # Without a CPU limit: its signal would reach the tests' thread, and kill the session instead of its cell.
-        pool.session(limits=replace(limits, cpu_s=None), wait_s=_PLACE_S) as outside,
+        pool.session(limits=replace(limits, cpu_s=None), wait_s=_PLACE_S) as tests_session,
     ):
-        solution = _Solution(inside)
-        if failed := await solution.load(code):
-            return 0, failed[:_MOST_TOLD]
-        found = await _Tests(outside, task, len(tests) * limits.wall_s).run(setup, tests, target, solution)
-    return found.count(""), next((each for each in found if each), "")[:_MOST_TOLD]
+        solution = _Solution(solution_session)
+        if failure := await solution.load(code):
+            return 0, failure[:_MOST_TOLD]
+        results = await _Tests(tests_session, task, len(tests) * limits.wall_s).run(setup, tests, target, solution)
+    return results.count(""), next((result for result in results if result), "")[:_MOST_TOLD]
 
 
 class _Solution:
-    """The session of what the model wrote. What it answers is the solution's claim, and may be any text."""
+    """The session of the model's code. Its answers come from that code, and may be any text."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._over = ""
-        """Why it is not asked any more; "" while it is."""
+        """Why the session can answer no more calls; "" while it can."""
 
     async def load(self, code: str) -> str:
         """Run the solution; return why it failed, or ""."""
@@ -146,11 +146,11 @@ class _Solution:
         result = await self._session.run(code)
         return "" if result.error is None else f"{result.error.name}: {result.error.message}"
 
-    async def call(self, name: str, given: str) -> tuple[str, str]:
+    async def call(self, name: str, packed_arguments: str) -> tuple[str, str]:
         """Return "value" and the packed value, or the error's class and message."""
         if self._over or (not self._session.alive and not self._session.lost):
             return "Ended", self._over or "its session has ended"
-        result = await self._session.run(f"forge_solution.call({name!r}, {given!r})")
+        result = await self._session.run(f"forge_solution.call({name!r}, {packed_arguments!r})")
         if result.error is None:
             return "value", result.value or ""
         if not self._session.alive or result.error.name == "CellOverrun":  # it would only take as long again
@@ -166,7 +166,7 @@ class _Tests:
         self._limit_s = limit_s
 
     async def run(self, setup: str, tests: Sequence[str], target: str, solution: _Solution) -> list[str]:
-        """Return "" for each test that passed, and for others why it did not."""
+        """Return "" for each test that passed, and the reason for each that failed."""
         prepared = await self._session.run(_module("forge_tests", "tests"))
         if prepared.error is not None:
             raise SandboxError(f"the session of the tests cannot be prepared: {prepared.error.message}")
@@ -177,18 +177,18 @@ class _Tests:
             result = await self._session.run(cell, wall_s=max(0.01, ends - clock()))
             if result.error is not None:
                 return self._ended(result, calls, len(tests))
-            said: Mapping[str, Any] = json.loads(result.value or "")
-            if "broken" in said:
-                raise self._broken(said["broken"])
-            if "results" in said:
-                results: list[str] = said["results"]
+            message: Mapping[str, Any] = json.loads(result.value or "")
+            if "broken" in message:
+                raise self._broken(message["broken"])
+            if "results" in message:
+                results: list[str] = message["results"]
                 return results
             calls += 1
-            answer, text = await solution.call(said["call"], said["given"])
+            answer, text = await solution.call(message["call"], message["arguments"])
             cell = f"forge_tests.resume({answer!r}, {text!r})"
 
     def _ended(self, result: Result, calls: int, tests: int) -> list[str]:
-        """Return the results of tests that did not come to an end."""
+        """Return the results of tests that did not finish."""
         assert result.error is not None
         name, message = result.error.name, result.error.message
         if name not in ("CellOverrun", "OutOfMemory", "MemoryError"):
@@ -206,9 +206,10 @@ class _Tests:
 
 @functools.lru_cache(maxsize=4)
 def _module(name: str, file: str) -> str:
-    """Return code that makes a module of a session from a file of `inside`, so that no name there meets the user's."""
+    """Return code that makes a module in a session from a file of `inside`, so that its names do not clash with the
+    names of the code that runs there."""
     folder = resources.files("forge_rl.rewards.inside")
-    sources = "\n".join((folder / f"{each}.py").read_text() for each in ("plain", file))
+    sources = "\n".join((folder / f"{stem}.py").read_text() for stem in ("plain", file))
     sources = sources.replace("from __future__ import annotations\n", "")
-    made = f"{name} = __import__('types').ModuleType({name!r})"
-    return f"{made}\nexec(compile({sources!r}, {name!r}, 'exec'), {name}.__dict__)"
+    statement = f"{name} = __import__('types').ModuleType({name!r})"
+    return f"{statement}\nexec(compile({sources!r}, {name!r}, 'exec'), {name}.__dict__)"

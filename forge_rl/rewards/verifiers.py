@@ -63,22 +63,22 @@ class ReasoningGymReward(TextReward):
         if answer is None:
             return Score(total=0.0, parts={"late": 0.0})
         workers = shared_workers(__name__, "verify", self.processes, self.timeout_s, ("reasoning_gym", "sympy"))
-        found = await workers(dataset, params, entry, answer)
-        if found is None:
+        result = await workers(dataset, params, entry, answer)
+        if result is None:
             return Score(total=0.0, parts={"late": 1.0}, answer=answer)
-        if isinstance(found, str):
+        if isinstance(result, str):
             raise TaskError(
-                f"the verifier of {dataset!r} failed on task {task.id!r}: {found}",
+                f"the verifier of {dataset!r} failed on task {task.id!r}: {result}",
                 hint="leave this data set out, or report it to reasoning-gym",
             )
-        if isinstance(found, float) and math.isnan(found):
-            found = 0.0  # a distance to an answer that is no number
-        if not isinstance(found, int | float) or not math.isfinite(found) or not 0 <= found <= 1:
+        if isinstance(result, float) and math.isnan(result):
+            result = 0.0  # a distance to an answer that is no number
+        if not isinstance(result, int | float) or not math.isfinite(result) or not 0 <= result <= 1:
             raise TaskError(
-                f"the verifier of {dataset!r} scored {found!r:.100}, not 0 to 1, on task {task.id!r}",
+                f"the verifier of {dataset!r} scored {result!r:.100}, not 0 to 1, on task {task.id!r}",
                 hint="leave this data set out, or report it to reasoning-gym",
             )
-        return Score(total=float(found >= 1) if self.strict else float(found), parts={"late": 0.0}, answer=answer)
+        return Score(total=float(result >= 1) if self.strict else float(result), parts={"late": 0.0}, answer=answer)
 
 
 def verify(dataset: str, params: Mapping[str, object], entry: _Entry, answer: str) -> float | str:
@@ -111,8 +111,8 @@ def _verifier(dataset: str, params_json: str) -> Callable[[str, _Entry], object]
     """Return the scoring function of a data set with these parameters, which some verifiers use."""
     import reasoning_gym
 
-    made = reasoning_gym.create_dataset(dataset, seed=0, size=1, **json.loads(params_json))
-    score: Callable[[str, _Entry], object] = made.score_answer
+    data_set = reasoning_gym.create_dataset(dataset, seed=0, size=1, **json.loads(params_json))
+    score: Callable[[str, _Entry], object] = data_set.score_answer
     return score
 
 

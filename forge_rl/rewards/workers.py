@@ -87,8 +87,8 @@ class Workers:
             else:
                 return None
         if "result" not in answer:
-            said = str(answer.get("error"))[:_MOST_TOLD]
-            raise ForgeError(f"{self.module}: {said}", hint="report it, with the answer that caused it")
+            message = str(answer.get("error"))[:_MOST_TOLD]
+            raise ForgeError(f"{self.module}: {message}", hint="report it, with the answer that caused it")
         return answer["result"]
 
     async def _start(self) -> asyncio.subprocess.Process:
@@ -159,7 +159,7 @@ def main(module: str, function: str, deadline_s: str, *imports: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     try:
         call = getattr(importlib.import_module(module), function)
-        files = [importlib.import_module(each).__file__ for each in imports]
+        files = [importlib.import_module(name).__file__ for name in imports]
     except ImportError as error:
         print(error, file=answers, flush=True)
         return

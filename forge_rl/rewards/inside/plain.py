@@ -1,8 +1,8 @@
 """Converts plain data to text and back, as it crosses between the sessions of a solution and of its tests.
 
-None, bool, int, float but NaN, complex, str, bytes, list, tuple, set, frozenset, dict and range, with instances of
-their subclasses taken for the base, and iterators as iterators over their items. Nothing else crosses, so that no
-method written by a model, such as an `__eq__`, is ever called by a test.
+Plain are None, bool, int, float except NaN, complex, str, bytes, list, tuple, set, frozenset, dict and range. Instances
+of their subclasses become the base class, and iterators become iterators over their items. Nothing else crosses, so
+that no method written by a model, such as an `__eq__`, is ever called by a test.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def _refused(name: str) -> object:
     raise ValueError(f"{name} is not plain data")
 
 
-def _packed(value: Any, depth: int, left: list[int]) -> object:
-    left[0] -= 1
-    if depth == 0 or left[0] < 0:
+def _packed(value: Any, depth: int, items_left: list[int]) -> object:
+    items_left[0] -= 1
+    if depth == 0 or items_left[0] < 0:
         raise NotPlain("the data is too deep or too long")
     if value is None or isinstance(value, bool):
         return value
@@ -59,20 +59,20 @@ def _packed(value: Any, depth: int, left: list[int]) -> object:
             raise NotPlain("NaN equals nothing")
         return value if value - value == 0 else ["float", repr(value)]
     if isinstance(value, complex):
-        return ["complex", _packed(value.real, depth, left), _packed(value.imag, depth, left)]
+        return ["complex", _packed(value.real, depth, items_left), _packed(value.imag, depth, items_left)]
     if isinstance(value, bytes | bytearray):
         return ["bytes", value.hex()]
     if isinstance(value, range):
-        return ["range", *(_packed(each, depth, left) for each in (value.start, value.stop, value.step))]
+        return ["range", *(_packed(item, depth, items_left) for item in (value.start, value.stop, value.step))]
     if isinstance(value, dict):
-        pairs = [each for pair in dict.items(value) for each in pair]
-        return ["dict", *(_packed(each, depth - 1, left) for each in pairs)]
+        pairs = [item for pair in dict.items(value) for item in pair]
+        return ["dict", *(_packed(item, depth - 1, items_left) for item in pairs)]
     kinds: tuple[Any, ...] = (list, tuple, set, frozenset)
     for kind in kinds:
         if isinstance(value, kind):
-            return [kind.__name__, *(_packed(each, depth - 1, left) for each in kind.__iter__(value))]
+            return [kind.__name__, *(_packed(item, depth - 1, items_left) for item in kind.__iter__(value))]
     if isinstance(value, collections.abc.Iterator | collections.abc.KeysView | collections.abc.ValuesView):
-        return ["iterator", *(_packed(each, depth - 1, left) for each in value)]
+        return ["iterator", *(_packed(item, depth - 1, items_left) for item in value)]
     raise NotPlain(f"{type(value).__name__} is not plain data")
 
 
@@ -89,7 +89,7 @@ def _unpacked(packed: Any) -> Any:
             return {"inf": float("inf"), "-inf": -float("inf")}[items[0]]
         case "bytes":
             return bytes.fromhex(items[0])
-    values = [_unpacked(each) for each in items]
+    values = [_unpacked(item) for item in items]
     match kind:
         case "complex":
             real, imaginary = values
@@ -101,5 +101,5 @@ def _unpacked(packed: Any) -> Any:
             return dict(zip(values[::2], values[1::2], strict=True))
         case "iterator":
             return iter(values)
-    made: Any = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-    return made(values)
+    factory: Any = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+    return factory(values)

@@ -22,12 +22,12 @@ class Reply:
         return self.text
 
 
-def call(target: str, given: str) -> Reply:
+def call(target: str, packed_arguments: str) -> Reply:
     """Call a function of the solution with plain arguments; `Class().method` calls a method of a new object."""
     space: dict[str, Any] = sys.modules["__main__"].__dict__
     owner, _, method = target.partition("().")
     if owner not in space:
         raise NameError(f"{owner} is not defined")
     function = getattr(space[owner](), method) if method else space[owner]
-    arguments, named = decode(given)
-    return Reply(encode(function(*arguments, **named)))
+    arguments, keywords = decode(packed_arguments)
+    return Reply(encode(function(*arguments, **keywords)))

@@ -22,7 +22,7 @@ _MOST_TOLD = 500
 _FILES = ("<setup>", "<test ")
 """Beginnings of the file names under which the task's code is compiled."""
 _NEVER = (StopIteration, StopAsyncIteration, Warning)
-"""Exceptions that end a loop quietly in the tests, or are none."""
+"""Exceptions that would silently end a loop in the tests, and warnings, which are not errors."""
 
 
 class SolutionError(Exception):
@@ -48,7 +48,7 @@ class Tests:
 
     def __init__(self, setup: str, tests: list[str], target: str) -> None:
         self.setup, self.tests, self.target = setup, tests, target
-        self.asked: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self.requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self.answers: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self.calling = threading.RLock()
         self.calls = 0
@@ -65,9 +65,9 @@ class Tests:
             if not self.calls:
                 raise Broken(f"they never call {' or '.join(names) or 'a function of the solution'}")
         except Broken as error:
-            self.asked.put(Request(broken=str(error)[:_MOST_TOLD]))
+            self.requests.put(Request(broken=str(error)[:_MOST_TOLD]))
         else:
-            self.asked.put(Request(results=results))
+            self.requests.put(Request(results=results))
 
     def prepare(self) -> list[str]:
         """Run the setup, and put functions that ask the solution where the tests name its functions."""
@@ -95,9 +95,9 @@ class Tests:
         return ""
 
     def is_own(self, error: BaseException) -> bool:
-        """Return True if an error shows that the tests lack a name or a module, whatever the solution answers.
+        """Return True if an error shows that the tests themselves lack a name or a module.
 
-        A test may evaluate, or import, a text that the solution returned: what is wrong with it is the solution's.
+        A test may evaluate or import text that the solution returned. An error in that text is the solution's.
         """
         if isinstance(error, SyntaxError):
             return error.filename is not None and error.filename.startswith(_FILES)
@@ -113,8 +113,8 @@ class Tests:
         space = self.module.__dict__
         before = dict(space)
         exec(compile(test, name, "exec"), space)
-        made = {key: value for key, value in space.items() if value is not before.get(key)}
-        for key, value in made.items():
+        definitions = {key: value for key, value in space.items() if value is not before.get(key)}
+        for key, value in definitions.items():
             # Only tests that import unittest have cases of it: the import takes longer than most tests.
             unittest: Any = sys.modules.get("unittest")
             if unittest and inspect.isclass(value) and issubclass(value, unittest.TestCase):
@@ -128,14 +128,14 @@ class Tests:
                 value(space[names[0].rpartition(".")[2]])
 
     def function(self, name: str) -> Any:
-        def ask(*arguments: object, **named: object) -> object:
+        def ask(*arguments: object, **keywords: object) -> object:
             try:
-                given = encode([list(arguments), dict(named)])
+                packed_arguments = encode([list(arguments), dict(keywords)])
             except NotPlain as error:
                 raise Broken(f"they call {name} with an argument that cannot cross: {error}") from None
             with self.calling:
                 self.calls += 1
-                self.asked.put(Request(call=name, given=given))
+                self.requests.put(Request(call=name, arguments=packed_arguments))
                 answer, text = self.answers.get()
             if answer == "value":
                 try:
@@ -162,20 +162,20 @@ class Tests:
 
 
 def free_names(trees: list[ast.Module], space: dict[str, object]) -> list[str]:
-    """Return the names that tests read and nobody defines, in the order in which they come."""
-    read: dict[str, None] = {}
+    """Return the names that tests read and that nothing defines, in order of appearance."""
+    names: dict[str, None] = {}
     bound = {*space, *dir(builtins)}
     for node in (node for tree in trees for node in ast.walk(tree)):
         match node:
             case ast.Name(id=name, ctx=ast.Load()):
-                read[name] = None
+                names[name] = None
             case ast.Name(id=name) | ast.arg(arg=name) | ast.ExceptHandler(name=str(name)):
                 bound.add(name)
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 bound.add(name)
             case ast.alias(name=name, asname=asname):
                 bound.add(asname or name.partition(".")[0])
-    return [name for name in read if name not in bound]
+    return [name for name in names if name not in bound]
 
 
 def described(error: BaseException) -> str:
@@ -189,21 +189,21 @@ def start(setup: str, tests: list[str], target: str) -> Request:
     """Start the tests; return their first request, or the results."""
     _running.append(Tests(setup, tests, target))
     threading.Thread(target=_running[0].run, daemon=True).start()
-    return _running[0].asked.get()
+    return _running[0].requests.get()
 
 
 def resume(answer: str, text: str) -> Request:
     """Give the tests the solution's answer; return their next request, or the results."""
     _running[0].answers.put([answer, text])
-    return _running[0].asked.get()
+    return _running[0].requests.get()
 
 
-def same(found: object, wanted: object) -> bool:
-    """Compare with data that came as JSON, which has no tuples."""
-    return _listed(found) == wanted
+def same(result: object, expected: object) -> bool:
+    """Compare a result with data from JSON, which has lists in place of tuples."""
+    return _listed(result) == expected
 
 
 def _listed(value: object) -> object:
     if isinstance(value, list | tuple):
-        return [_listed(each) for each in value]
-    return {key: _listed(each) for key, each in value.items()} if isinstance(value, dict) else value
+        return [_listed(item) for item in value]
+    return {key: _listed(item) for key, item in value.items()} if isinstance(value, dict) else value
