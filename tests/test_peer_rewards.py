@@ -97,7 +97,7 @@ def test_they_score_as_they_are(name: str, row: dict[str, Any], answers: list[st
     ("name", "row", "error", "message"),
     [
         ("mean", TEXT, ForgeError, "not a list of scores"),
-        ("right", {"prompt": CHAT["prompt"]}, TaskError, "the reward needs solution, which is no column"),
+        ("right", {"prompt": CHAT["prompt"]}, TaskError, "the reward needs solution, but the task"),
         ("compute_score", CHAT, TaskError, "has no ground truth"),
         ("without_score", VERL, ForgeError, "the reward returned {'acc': 1.0}"),
     ],

@@ -46,7 +46,7 @@ def other_process() -> Iterator[ProcessPoolExecutor]:
 def nothing_mapped() -> Iterator[None]:
     """No test leaves a mapping to the next."""
     yield
-    for path, _ in list(module._MAPPINGS._held):
+    for path, _ in list(module._MAPPINGS._mappings):
         module._MAPPINGS.release(path)
 
 

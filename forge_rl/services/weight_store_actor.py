@@ -59,7 +59,7 @@ class _Peers:
 
     async def _ask(self, host: str, method: str, *args: object, moves: int = 0) -> Any:
         what = f"the weight store on host {host!r}"
-        return await ask(self._volumes[host], method, *args, what=what, moves=moves)
+        return await ask(self._volumes[host], method, *args, actor_name=what, moves=moves)
 
 
 class WeightStoreActor(ServiceActor):
@@ -101,7 +101,7 @@ class WeightStoreActor(ServiceActor):
         if len(volumes) > 1:  # hosts map segments for one another; import torch before the first pull
             await asyncio.to_thread(importlib.import_module, "torch")
         self._volumes = {**volumes, **self._volumes}  # of others that started meanwhile
-        self._volume = Volume(self._shm, left=left, held=held)
+        self._volume = Volume(self._shm, previous_folder=left, previous_segments=held)
         self._fanout = Fanout(len(volumes))
         self._puller = Puller(self._host, self._volume, _Peers(self._host, self._volumes, self._free))
         return self._volume.folder, self._volume.reclaimed

@@ -1,4 +1,4 @@
-"""Encodes what changed of a tensor between two versions, without loss.
+"""Encodes the changes of a tensor from one version to the next, without loss.
 
 The change of a tensor is a list of indices and differences of bit patterns. Indices are gaps from one changed element
 to the next; differences are modulo the word's size, with the sign in the lowest bit, so that the frequent steps to a
@@ -48,18 +48,18 @@ def words_of(tensor: torch.Tensor) -> Words:
 
 
 def encode(new: Words, old: Words | None) -> Encoded:
-    """Encode a tensor's bit patterns, `[numel]`, as a change of the old ones; whole if there are none."""
+    """Encode a tensor's bit patterns, `[numel]`, as a change of its old ones; whole without old ones."""
     if old is not None:
-        at = np.flatnonzero(new != old)
-        if not len(at):
+        indices = np.flatnonzero(new != old)
+        if not len(indices):
             return Encoded(kind="same")
-        gaps = np.diff(at, prepend=-1) - 1
+        gaps = np.diff(indices, prepend=-1) - 1
         gap_bytes = next(size for size in (1, 2, 4, 8) if int(gaps.max()) < 1 << 8 * size)
-        if len(at) * (gap_bytes + new.itemsize) <= _DENSE * new.nbytes:
-            steps = (new[at] - old[at]).view(f"<i{new.itemsize}")
+        if len(indices) * (gap_bytes + new.itemsize) <= _DENSE * new.nbytes:
+            steps = (new[indices] - old[indices]).view(f"<i{new.itemsize}")
             signed = ((steps << 1) ^ (steps >> (8 * new.itemsize - 1))).view(new.dtype)
             data = _CODEC.compress(_planes(gaps.astype(f"<u{gap_bytes}")) + _planes(signed), asbytes=True)
-            return Encoded(kind="changed", data=data, changes=len(at), gap_bytes=gap_bytes)
+            return Encoded(kind="changed", data=data, changes=len(indices), gap_bytes=gap_bytes)
     return Encoded(kind="whole", data=_CODEC.compress(_planes(new), asbytes=True))
 
 
@@ -67,31 +67,31 @@ def decode_whole(data: memoryview, *, numel: int, item_bytes: int) -> Words:
     """Decode a whole tensor's bit patterns, `[numel]`.
 
     Raises:
-        OSError: the data does not hold exactly these.
+        OSError: the data has another size than the tensor.
     """
-    found = memoryview(pa.decompress(pa.py_buffer(data), decompressed_size=numel * item_bytes, codec="zstd"))
-    return _from_planes(found, item_bytes)
+    planes = memoryview(pa.decompress(pa.py_buffer(data), decompressed_size=numel * item_bytes, codec="zstd"))
+    return _from_planes(planes, item_bytes)
 
 
 def apply_change(data: memoryview, words: Words, *, changes: int, gap_bytes: int) -> None:
     """Apply a tensor's change to its old bit patterns, in place.
 
     Raises:
-        OSError: the data does not hold exactly so many changes.
+        OSError: the data does not have exactly `changes` changes.
         ValueError: an index is beyond the tensor.
     """
     if changes > len(words):
         raise ValueError(f"{changes} of {len(words)} elements cannot have changed")
     size = changes * (gap_bytes + words.itemsize)
-    found = memoryview(pa.decompress(pa.py_buffer(data), decompressed_size=size, codec="zstd"))
-    gaps = _from_planes(found[: changes * gap_bytes], gap_bytes)
+    planes = memoryview(pa.decompress(pa.py_buffer(data), decompressed_size=size, codec="zstd"))
+    gaps = _from_planes(planes[: changes * gap_bytes], gap_bytes)
     if changes and int(gaps.max()) >= len(words):
         raise ValueError(f"there are {len(words)} elements, and no change {gaps.max()} after another")
-    at = np.cumsum(gaps.astype(np.int64) + 1) - 1
-    if changes and int(at[-1]) >= len(words):
-        raise ValueError(f"there is no element {at[-1]} of {len(words)}")
-    signed = _from_planes(found[changes * gap_bytes :], words.itemsize)
-    words[at] += (signed >> 1) ^ (0 - (signed & 1))
+    indices = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    if changes and int(indices[-1]) >= len(words):
+        raise ValueError(f"there is no element {indices[-1]} of {len(words)}")
+    signed = _from_planes(planes[changes * gap_bytes :], words.itemsize)
+    words[indices] += (signed >> 1) ^ (0 - (signed & 1))
 
 
 def most_bytes(numel: int, item_bytes: int) -> int:

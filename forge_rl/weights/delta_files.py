@@ -1,4 +1,4 @@
-"""Files of versions at an fsspec address: what may be in them, and their folder. What is read may be anybody's."""
+"""Files of versions at an fsspec address: their format, and their folder. Anybody may have written a file there."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Header(BaseModel):
     """Size of each part."""
     tensors: Annotated[tuple[TensorChange, ...], Field(min_length=1, max_length=_MOST_TENSORS)]
 
-    def problem(self, number: int, most: int) -> str:
-        """Describe why this cannot be version `number` at an address, of at most so many bytes; "" if it can."""
+    def problem(self, number: int, max_bytes: int) -> str:
+        """Describe why this cannot be version `number` at an address, of at most `max_bytes`; "" if it can."""
         if self.base is not None and self.base >= number:
             return f"it changes a later version, {self.base}"
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
             return "it has two tensors of one name"
-        if (total := sum(tensor.entry.bytes for tensor in self.tensors)) > most:
-            return f"it has {total} bytes, and at most {most} are taken"
+        if (total := sum(tensor.entry.bytes for tensor in self.tensors)) > max_bytes:
+            return f"it has {total} bytes, and at most {max_bytes} are taken"
         for tensor in self.tensors:
             if tensor.kind == "same":
                 fits = self.base is not None
@@ -90,7 +90,7 @@ class DeltaFolder:
         self.address = address
 
     def check(self) -> None:
-        """Check that the address can be read; a folder that is not there yet can.
+        """Check that the address can be read; the folder need not exist yet.
 
         Raises:
             WeightsError: it cannot.
@@ -108,34 +108,34 @@ class DeltaFolder:
         return sorted({int(name[:10]) for name in self._names() if name.endswith(".json")})
 
     def write(self, number: int, part: int | None, data: bytes) -> None:
-        """Write a part, or the header if it is None, which is seen once it is whole."""
+        """Write a part, or the header if `part` is None; readers see either only once it is complete."""
         self._files.write(_name(number, part), data)
 
     def read(self, number: int, part: int | None, size: int = 0) -> bytes:
         """Read a part of a known size, or the header.
 
         Raises:
-            FileNotFoundError: it is not there, any more or yet.
+            FileNotFoundError: it does not exist, or no longer.
             WeightsError: it has another size.
         """
-        name, most = _name(number, part), size if part is not None else _MOST_HEADER_BYTES
-        data = self._files.read(name, most)
-        if len(data) > most or (part is not None and len(data) != size):
+        name, max_bytes = _name(number, part), size if part is not None else _MOST_HEADER_BYTES
+        data = self._files.read(name, max_bytes)
+        if len(data) > max_bytes or (part is not None and len(data) != size):
             raise self.malformed(number, f"{name} has not {size} bytes")
         return data
 
-    def header(self, number: int, most: int) -> Header:
+    def header(self, number: int, max_bytes: int) -> Header:
         """Read and check a header.
 
         Args:
-            most: maximum bytes of a version.
+            max_bytes: maximum bytes of a version.
         """
         try:
             header = Header.model_validate_json(self.read(number, None))
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            raise self.malformed(number, f"{first['msg']} at {'.'.join(map(str, first['loc']))}") from error
-        if problem := header.problem(number, most):
+            first_error = error.errors(include_url=False, include_input=False)[0]
+            raise self.malformed(number, f"{first_error['msg']} at {'.'.join(map(str, first_error['loc']))}") from error
+        if problem := header.problem(number, max_bytes):
             raise self.malformed(number, problem)
         return header
 
@@ -145,10 +145,10 @@ class DeltaFolder:
         for name in old:
             self._files.remove(name)
 
-    def malformed(self, number: int, why: str) -> WeightsError:
+    def malformed(self, number: int, reason: str) -> WeightsError:
         """Make the error for a version that cannot be used."""
         return WeightsError(
-            f"version {number} at {self.address} cannot be used: {clipped(why, lines=1, width=300)}",
+            f"version {number} at {self.address} cannot be used: {clipped(reason, lines=1, width=300)}",
             hint="use an address that only one run writes to",
         )
 

@@ -1,4 +1,4 @@
-"""Versions at an fsspec address, for engines elsewhere: the elements that changed, and now and then everything.
+"""Versions at an fsspec address, for engines elsewhere: mostly only the changed elements, and sometimes everything.
 
 A version is a header, such as 0000000012.json, and parts with its tensors, such as 0000000012-000.bin. The header is
 written last, so a reader sees a whole version or none. It names the version that it changes, unless it is full, and the
@@ -31,7 +31,7 @@ _ATTEMPTS = 3
 
 
 class DeltaPublisher:
-    """Writes versions to an address; keeps the last one in memory, to find out what changes.
+    """Writes versions to an address; keeps the last one in memory, to find the elements that change.
 
         publisher = DeltaPublisher("s3://bucket/run")
         async with store.lease() as manifest:
@@ -51,7 +51,7 @@ class DeltaPublisher:
         self._full: list[int] = []
         """Numbers of the full versions that are kept."""
         self._next = -1
-        self._held: dict[str, Words] = {}
+        self._words: dict[str, Words] = {}
 
     async def publish(self, manifest: Manifest, transport: Transport) -> int:
         """Write a version, which the caller has leased; returns the bytes written. After an error, the next is full.
@@ -63,32 +63,32 @@ class DeltaPublisher:
         if self._next < 0:
             numbers = await asyncio.to_thread(self._folder.numbers)
             self._next = max(numbers, default=-1) + 1
-        held, self._held = self._held, {}
+        old_words, self._words = self._words, {}
         number, self._next = self._next, self._next + 1
-        full = not held or number - self._full[-1] >= self._full_every
-        writer = _Writer(self._folder, number, {} if full else held)
+        is_full = not old_words or number - self._full[-1] >= self._full_every
+        writer = _Writer(self._folder, number, {} if is_full else old_words)
         async with contextlib.aclosing(transport.fetch(manifest)) as buckets:
             async for bucket in buckets:
                 with bucket.open() as tensors:
                     for entry in bucket.entries:
                         await asyncio.to_thread(writer.add, entry, tensors[entry.name])
-        written = await asyncio.to_thread(writer.finish, manifest, None if full else number - 1)
-        self._held = writer.held
-        if full:
+        written_bytes = await asyncio.to_thread(writer.finish, manifest, None if is_full else number - 1)
+        self._words = writer.new_words
+        if is_full:
             self._full = [*self._full, number][-_KEPT_FULL:]
             await asyncio.to_thread(self._folder.remove_before, self._full[0])
-        return written
+        return written_bytes
 
 
 class _Writer:
     """Writes one version."""
 
-    def __init__(self, folder: DeltaFolder, number: int, before: dict[str, Words]) -> None:
-        self.held: dict[str, Words] = {}
+    def __init__(self, folder: DeltaFolder, number: int, old_words: dict[str, Words]) -> None:
+        self.new_words: dict[str, Words] = {}
         """The version's tensors, copied."""
         self._folder = folder
         self._number = number
-        self._before = before
+        self._old_words = old_words
         self._changes: dict[str, TensorChange] = {}
         self._sizes: list[int] = []
         self._part = bytearray()
@@ -96,26 +96,26 @@ class _Writer:
     def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
         """Write a tensor's change."""
         words = words_of(tensor)
-        old = self._before.pop(entry.name, None)
+        old = self._old_words.pop(entry.name, None)
         fits = old is not None and (len(old), old.dtype) == (len(words), words.dtype)
-        found = encode(words, old if fits else None)
-        if found.kind == "same" and old is not None:
-            self.held[entry.name] = old
+        change = encode(words, old if fits else None)
+        if change.kind == "same" and old is not None:
+            self.new_words[entry.name] = old
         else:
-            self.held[entry.name] = words.copy()
+            self.new_words[entry.name] = words.copy()
         self._changes[entry.name] = TensorChange(
             name=entry.name,
             shape=entry.shape,
             dtype=entry.dtype,  # type: ignore[arg-type]
             fingerprint=entry.fingerprint,
-            kind=found.kind,
-            part=len(self._sizes) if found.data else 0,
-            offset=len(self._part) if found.data else 0,
-            bytes=len(found.data),
-            changes=found.changes,
-            gap_bytes=found.gap_bytes,  # type: ignore[arg-type]
+            kind=change.kind,
+            part=len(self._sizes) if change.data else 0,
+            offset=len(self._part) if change.data else 0,
+            bytes=len(change.data),
+            changes=change.changes,
+            gap_bytes=change.gap_bytes,  # type: ignore[arg-type]
         )
-        self._part += found.data
+        self._part += change.data
         if len(self._part) >= _PART_BYTES:
             self._end_part()
 
@@ -157,7 +157,7 @@ class DeltaSubscriber:
         self, address: str, *, most_bytes: int = 1 << 40, expected: dict[str, tuple[int, ...]] | None = None
     ) -> None:
         self.version: int | None = None
-        """Version that is held; None before the first, and after an error for which nothing is."""
+        """Version that is held; None before the first, and after an error that left none."""
         self.tensors: dict[str, torch.Tensor] = {}
         """The version's tensors by name, on CPU, in the published order; the next update changes them in place."""
         self.received_bytes = 0
@@ -171,9 +171,10 @@ class DeltaSubscriber:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """The tensors, in the published order; those that the last update left alone are unchanged.
+        """The tensors, in the published order; `changed` is False for those that the last update did not change.
 
-        A store here may lack an earlier update, whose publication failed or was skipped, so each has its fingerprint.
+        Each has its fingerprint, because a local store may lack an earlier update whose publication failed or was
+        skipped.
         """
         return [
             TensorSpec(
@@ -187,19 +188,19 @@ class DeltaSubscriber:
         ]
 
     def shards(self) -> list[LocalShard]:
-        """Return the tensors as one rank's shards, to publish them to a store here."""
+        """Return the tensors as one rank's shards, to publish them to a local store."""
         return [
             LocalShard(name=name, tensor_slice=TensorSlice.whole(tensor.shape), values=tensor)
             for name, tensor in self.tensors.items()
         ]
 
     def update(self) -> bool:
-        """Bring the tensors to the newest version at the address; returns whether it is another one than before.
+        """Bring the tensors to the newest version at the address; returns whether the version changed.
 
         Raises:
             AttestationError: a tensor differs from the published one; names the tensors.
             WeightsError: a file at the address is malformed or incomplete. Nothing is then held.
-            OSError: the address cannot be read. What was held is still held, unless it had begun to change.
+            OSError: the address cannot be read. The version held before is still held, unless it had begun to change.
         """
         for attempt in range(_ATTEMPTS):
             try:
@@ -230,8 +231,8 @@ class DeltaSubscriber:
 
     def _header(self, number: int) -> Header:
         header = self._folder.header(number, self._most_bytes)
-        found = {tensor.name: tensor.shape for tensor in header.tensors}
-        if self._expected is not None and found != self._expected:
+        shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+        if self._expected is not None and shapes != self._expected:
             raise self._folder.malformed(number, "its tensors differ from the model's")
         return header
 
@@ -244,7 +245,7 @@ class DeltaSubscriber:
             self.tensors, self._entries = {}, ()
         elif layout != [(tensor.name, tensor.shape, tensor.dtype) for tensor in header.tensors]:
             raise self._folder.malformed(number, "its tensors differ from those in the version that it changes")
-        known = {entry.name: entry.fingerprint for entry in self._entries}
+        fingerprints = {entry.name: entry.fingerprint for entry in self._entries}
         self.version, self._number = None, None
         for part, size in enumerate(header.parts):
             data = memoryview(self._folder.read(number, part, size))
@@ -255,11 +256,11 @@ class DeltaSubscriber:
                         self._decode(tensor, data[tensor.offset : tensor.offset + tensor.bytes])
                     except (OSError, ValueError) as error:
                         raise self._folder.malformed(number, f"{tensor.name!r} is torn: {error}") from error
-                    known[tensor.name] = fingerprint(self.tensors[tensor.name], tensor.shape)
+                    fingerprints[tensor.name] = fingerprint(self.tensors[tensor.name], tensor.shape)
                     self._changed.add(tensor.name)
         self._entries = tuple(tensor.entry for tensor in header.tensors)
-        whole = Manifest(version=header.version, tensors=self._entries, buckets=())
-        whole.attest(known, f"what was read from {self._folder.address}")
+        manifest = Manifest(version=header.version, tensors=self._entries, buckets=())
+        manifest.attest(fingerprints, f"what was read from {self._folder.address}")
         self.tensors = {entry.name: self.tensors[entry.name] for entry in self._entries}
         self.version, self._number = header.version, number
 

@@ -1,7 +1,7 @@
 """Places hosts in chains and trees along which they copy a version's buckets. Pure; the store's index runs it.
 
-A host that copies buckets serves them on while later ones still arrive, so at most two copies leave the host that wrote
-them. A host that fails is passed over: those that copied from it are placed elsewhere when they ask again.
+A host that copies buckets passes them on while later ones still arrive, so at most two copies leave the host that wrote
+them. A host that fails is skipped: hosts that copied from it are placed elsewhere when they ask again.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Fanout:
         Raises:
             WeightsError: all hosts with a bucket have failed.
         """
-        wanted: dict[tuple[str, str], list[str]] = defaultdict(list)
+        keys_by_home: dict[tuple[str, str], list[str]] = defaultdict(list)
         for bucket in buckets:
-            wanted[written_by(bucket.key), bucket.host].append(bucket.key)
+            keys_by_home[written_by(bucket.key), bucket.host].append(bucket.key)
         parents: dict[str, str] = {}
-        for home, keys in wanted.items():
+        for home, keys in keys_by_home.items():
             if home not in self._trees:
                 self._trees[home] = _Tree(home[1], most_children(max(1, self._hosts - 1), len(keys)))
             self._trees[home].keys.update(keys)
@@ -68,10 +68,10 @@ class Fanout:
 
     def stale(self, host: str, needed: Collection[str]) -> tuple[str, ...]:
         """Take a host out of the trees without needed buckets; returns the keys of its copies, which it may free."""
-        left = [tree for tree in self._trees.values() if host in tree.parents and tree.keys.isdisjoint(needed)]
-        for tree in left:
+        stale_trees = [tree for tree in self._trees.values() if host in tree.parents and tree.keys.isdisjoint(needed)]
+        for tree in stale_trees:
             tree.remove(host)
-        return tuple(key for tree in left for key in tree.keys)
+        return tuple(key for tree in stale_trees for key in tree.keys)
 
     def leave(self, host: str) -> None:
         """Forget all copies of a host, which has lost them."""
@@ -88,41 +88,44 @@ class Fanout:
 class _Tree:
     """Hosts that copy one version's buckets, below the host that wrote them."""
 
-    def __init__(self, writer: str, most: int) -> None:
+    def __init__(self, writer: str, max_children: int) -> None:
         self.keys: set[str] = set()
         self.parents: dict[str, str] = {}
         """The host that each one copies from."""
         self._writer = writer
-        self._most = most
+        self._max_children = max_children
         self._failed: set[str] = set()
 
     def place(self, host: str, failed: Collection[str]) -> str:
-        """Return the parent of a host: the present one unless it failed, else the nearest to the writer with room."""
-        present = self.parents.pop(host, "")
-        if not present or present in failed:
+        """Return the parent of a host: the current one unless it failed, else the host with room nearest the writer."""
+        parent = self.parents.pop(host, "")
+        if not parent or parent in failed:
             self._failed = (self._failed | {*failed}) - {host, self._writer}
-            present = self._choose(host, failed)
-        self.parents[host] = present
-        return present
+            parent = self._choose(host, failed)
+        self.parents[host] = parent
+        return parent
 
     def remove(self, host: str) -> None:
-        """Take a host out, if it is in; those that copied from it stand below its parent."""
+        """Take a host out, if it is in; hosts that copied from it then copy from its parent."""
         if parent := self.parents.pop(host, ""):
-            self.parents |= {child: parent for child, of in self.parents.items() if of == host}
+            self.parents |= {child: parent for child, old_parent in self.parents.items() if old_parent == host}
 
     def _choose(self, host: str, failed: Collection[str]) -> str:
         depths = self._depths(self._writer)
-        below = self._depths(host)  # which wait for this host themselves
-        served = Counter(parent for child, parent in self.parents.items() if child not in self._failed)
-        able = [
-            each
-            for each in (self._writer, *self.parents)
-            if each not in failed and each not in self._failed and each not in below
+        descendants = self._depths(host)  # they wait for this host themselves
+        num_children = Counter(parent for child, parent in self.parents.items() if child not in self._failed)
+        candidates = [
+            candidate
+            for candidate in (self._writer, *self.parents)
+            if candidate not in failed and candidate not in self._failed and candidate not in descendants
         ]
-        if not able:
+        if not candidates:
             raise WeightsError(f"no other host than {', '.join(map(repr, failed))} has these weights")
-        with_room = [each for each in able if served[each] < self._most]
-        return min(with_room or able, key=lambda each: (depths.get(each, math.inf), served[each]))
+        free_candidates = [candidate for candidate in candidates if num_children[candidate] < self._max_children]
+        return min(
+            free_candidates or candidates,
+            key=lambda candidate: (depths.get(candidate, math.inf), num_children[candidate]),
+        )
 
     def _depths(self, top: str) -> dict[str, int]:
         """Steps from a host to each host below it, less those that are cut off by a failure."""

@@ -80,7 +80,7 @@ def move(moves: Sequence[Move]) -> list[int]:
         WeightsError: a block begins or ends within a word.
     """
     totals = [0] * len(moves)
-    on_cpu: list[int] = []
+    cpu_numbers: list[int] = []
     numbers: list[int] = []
     parts: list[torch.Tensor] = []
     for number, (target, source, shape, tensor_slice) in enumerate(moves):
@@ -89,14 +89,14 @@ def move(moves: Sequence[Move]) -> list[int]:
             continue
         _check_words(shape, tensor_slice, dtype)
         if source.device.type == "cpu" and (target is None or target.device.type == "cpu"):
-            on_cpu.append(number)
+            cpu_numbers.append(number)
         else:
             values = source.to(dtype)
             if target is not None:
                 target.copy_(values, non_blocking=values.is_cuda)
             parts.append(_by_torch(values, shape, tensor_slice))
             numbers.append(number)
-    for number, part in _run((index, task) for index in on_cpu for task in _tasks(*moves[index])):
+    for number, part in _run((index, task) for index in cpu_numbers for task in _tasks(*moves[index])):
         totals[number] = (totals[number] + part) % (1 << 64)
     if parts:  # the only device sync, which also waits for the copies
         for number, total in zip(
@@ -109,9 +109,14 @@ def move(moves: Sequence[Move]) -> list[int]:
 def warm_up() -> None:
     """Load the compiled loops ahead of the first version; compiles them in a new checkout."""
     for source in (torch.zeros(8, 64), torch.zeros(7)):
-        whole = tuple(source.shape), TensorSlice.whole(source.shape)
+        shape_and_slice = tuple(source.shape), TensorSlice.whole(source.shape)
         for dtype in (torch.float32, torch.bfloat16):
-            move([Move(torch.empty_like(source, dtype=dtype), source, *whole), Move(None, source.to(dtype), *whole)])
+            move(
+                [
+                    Move(torch.empty_like(source, dtype=dtype), source, *shape_and_slice),
+                    Move(None, source.to(dtype), *shape_and_slice),
+                ]
+            )
 
 
 def _tasks(
@@ -124,53 +129,57 @@ def _tasks(
     dtype = source.dtype if target is None else target.dtype
     word = _BITS[_word_bytes(shape, dtype)]
     casts = (source.dtype, dtype, word) == (torch.float32, torch.bfloat16, torch.int64) and source.stride(-1) == 1
-    read = _words(source, torch.int32 if casts else word) if casts or source.dtype == dtype else None
-    written = read if target is None else _words(target, word)
-    if read is None or written is None:
+    source_words = _words(source, torch.int32 if casts else word) if casts or source.dtype == dtype else None
+    target_words = source_words if target is None else _words(target, word)
+    if source_words is None or target_words is None:
         source, casts = source.to(dtype, memory_format=torch.contiguous_format, copy=True), False
-        read = source.view(word)
-        if written is None and target is not None:
+        source_words = source.view(word)
+        if target_words is None and target is not None:
             target.copy_(source)
             target = None
         if target is None:
-            written = read
-    assert written is not None
+            target_words = source_words
+    assert target_words is not None
     items = 4 if casts else 1  # of the source in a word
     per_word = word.itemsize // dtype.itemsize
     steps = [max(1, step // per_word) for step in _strides(shape)]
     first = sum(start * step for start, step in zip(tensor_slice.start[:-1], steps[:-1], strict=True))
     first += sum(tensor_slice.start[-1:]) // per_word
     step = steps[-2] if len(shape) > 1 else 0
-    if tensor_slice.size[1:] == shape[1:] and read.is_contiguous() and written.is_contiguous():
-        (rows, words), of_step, to_step = (1, written.numel()), 0, 0
-        pieces = [(first, written.numpy().reshape(-1), read.numpy().reshape(-1))]
+    if tensor_slice.size[1:] == shape[1:] and source_words.is_contiguous() and target_words.is_contiguous():
+        (rows, words), source_step, target_step = (1, target_words.numel()), 0, 0
+        blocks = [(first, target_words.numpy().reshape(-1), source_words.numpy().reshape(-1))]
     else:
-        (rows, words), of_step, to_step = written.shape[-2:], read.stride(-2), written.stride(-2)
-        pieces = [
-            (first + sum(map(operator.mul, index, steps)), _flat(written[index]), _flat(read[index]))
-            for index in itertools.product(*map(range, written.shape[:-2]))
+        (rows, words), source_step, target_step = (
+            target_words.shape[-2:],
+            source_words.stride(-2),
+            target_words.stride(-2),
+        )
+        blocks = [
+            (first + sum(map(operator.mul, index, steps)), _flat(target_words[index]), _flat(source_words[index]))
+            for index in itertools.product(*map(range, target_words.shape[:-2]))
         ]
     columns = min(words, _TASK_WORDS)
     lines = _TASK_WORDS // columns
-    for base, to, of in pieces:
+    for base, target_items, source_items in blocks:
         for row, column in itertools.product(range(0, rows, lines), range(0, words, columns)):
-            where = (min(lines, rows - row), min(columns, words - column), base + row * step + column, step)
-            block = of[row * of_step + column * items :]
+            extent = (min(lines, rows - row), min(columns, words - column), base + row * step + column, step)
+            block = source_items[row * source_step + column * items :]
             if target is None:
-                yield partial(kernels.fingerprint_rows, block, of_step, *where)
+                yield partial(kernels.fingerprint_rows, block, source_step, *extent)
             else:
                 run = kernels.cast_rows if casts else kernels.copy_rows
-                yield partial(run, to[row * to_step + column :], to_step, block, of_step, *where)
+                yield partial(run, target_items[row * target_step + column :], target_step, block, source_step, *extent)
 
 
 def _run(tasks: Iterator[tuple[int, Callable[[], SupportsInt]]]) -> list[tuple[int, int]]:
     """Return the tasks' results with their numbers.
 
-    Every thread makes the next task itself, while others copy: that is Python, and for a model's hundreds of tensors it
-    takes a tenth as long as to copy them.
+    Every thread makes its next task itself while other threads copy, because making the tasks is Python code: for a
+    model's hundreds of tensors it takes a tenth as long as copying them.
     """
     lock, results = threading.Lock(), list[tuple[int, int]]()
-    # Both are of a thread: vLLM's parameters can be viewed and written in inference mode only.
+    # Both modes are per thread, and vLLM's parameters can be viewed and written in inference mode only.
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def work() -> None:
@@ -210,19 +219,19 @@ def _by_torch(values: torch.Tensor, shape: Sequence[int], tensor_slice: TensorSl
     for offset in range(0, words.numel(), _CHUNK_WORDS):
         chunk = words[offset : offset + _CHUNK_WORDS].to(torch.int64)
         rest = torch.arange(offset, offset + len(chunk), device=values.device)
-        at = torch.zeros_like(rest)
+        index = torch.zeros_like(rest)
         for start, size, step in reversed(list(zip(starts, sizes, steps, strict=False))):
-            at += (rest % size + start) * step
+            index += (rest % size + start) * step
             rest = rest // size
-        low = (chunk + at * low_key) & _MASK
-        high = ((chunk >> 32) + at * high_key + shift) & _MASK
+        low = (chunk + index * low_key) & _MASK
+        high = ((chunk >> 32) + index * high_key + shift) & _MASK
         total += (low * high).sum()
     return total
 
 
 def _check_words(shape: Sequence[int], tensor_slice: TensorSlice, dtype: torch.dtype) -> None:
     word = _word_bytes(shape, dtype)
-    if any(at * dtype.itemsize % word for at in (*tensor_slice.start[-1:], *tensor_slice.size[-1:])):
+    if any(bound * dtype.itemsize % word for bound in (*tensor_slice.start[-1:], *tensor_slice.size[-1:])):
         raise WeightsError(
             f"a block of a tensor of shape {tuple(shape)} begins or ends within {word} bytes: {tensor_slice}",
             hint="choose a tensor-parallel size that divides the model's dimensions by a multiple of 4",

@@ -64,8 +64,8 @@ def _store_line(typing: Any, target: Any, source: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         line = ir.VectorType(ir.IntType(64), 8).as_pointer()
-        to, of = (builder.inttoptr(address, line) for address in arguments)
-        stored = builder.store(builder.load(of, align=8), to, align=64)
+        target_pointer, source_pointer = (builder.inttoptr(address, line) for address in arguments)
+        stored = builder.store(builder.load(source_pointer, align=8), target_pointer, align=64)
         stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
         return context.get_dummy_value()
 
@@ -90,19 +90,23 @@ def copy_rows(
     """Copy rows of words, both arrays of one dtype; arguments and result as `fingerprint_rows`."""
     total = np.uint64(0)
     for row in range(rows):
-        read = source[row * step : row * step + words]
-        written = target[row * target_step : row * target_step + words]
+        source_row = source[row * step : row * step + words]
+        target_row = target[row * target_step : row * target_step + words]
         index = first + row * first_step
-        done, to, of = 0, np.uint64(written.ctypes.data), np.uint64(read.ctypes.data)
-        if written.itemsize == 8 and to % 64 == 0:
-            done = words // _COPY_WORDS * _COPY_WORDS
-        for at in range(0, done, _COPY_WORDS):
-            total += _fingerprint(read[at : at + _COPY_WORDS], index + at)
-            for line in range(8 * at, 8 * (at + _COPY_WORDS), 64):
-                _store_line(to + np.uint64(line), of + np.uint64(line))
-        for item in range(done, words):
-            written[item] = read[item]
-        total += _fingerprint(read[done:], index + done)
+        num_streamed, target_address, source_address = (
+            0,
+            np.uint64(target_row.ctypes.data),
+            np.uint64(source_row.ctypes.data),
+        )
+        if target_row.itemsize == 8 and target_address % 64 == 0:
+            num_streamed = words // _COPY_WORDS * _COPY_WORDS
+        for start in range(0, num_streamed, _COPY_WORDS):
+            total += _fingerprint(source_row[start : start + _COPY_WORDS], index + start)
+            for line in range(8 * start, 8 * (start + _COPY_WORDS), 64):
+                _store_line(target_address + np.uint64(line), source_address + np.uint64(line))
+        for item in range(num_streamed, words):
+            target_row[item] = source_row[item]
+        total += _fingerprint(source_row[num_streamed:], index + num_streamed)
     _fence()
     return total
 
@@ -117,15 +121,15 @@ def cast_rows(
     """
     total = np.uint64(0)
     for row in range(rows):
-        for at in range(0, words, _CAST_WORDS):
-            count = min(_CAST_WORDS, words - at)
-            read = source[row * step + 4 * at : row * step + 4 * (at + count)].view(np.uint32)
-            written = target[row * target_step + at : row * target_step + at + count]
-            halves = written.view(np.uint16)
+        for start in range(0, words, _CAST_WORDS):
+            count = min(_CAST_WORDS, words - start)
+            source_block = source[row * step + 4 * start : row * step + 4 * (start + count)].view(np.uint32)
+            target_block = target[row * target_step + start : row * target_step + start + count]
+            halves = target_block.view(np.uint16)
             for item in range(4 * count):
-                bits = read[item]
+                bits = source_block[item]
                 rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
                 nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
                 halves[item] = np.uint16(np.uint32(0x7FC0) if nan else rounded)
-            total += _fingerprint(written, first + row * first_step + at)
+            total += _fingerprint(target_block, first + row * first_step + start)
     return total

@@ -158,10 +158,10 @@ class Manifest:
     @property
     def entries(self) -> dict[str, tuple[TensorEntry, ...]]:
         """This version's tensors by bucket."""
-        found: dict[str, list[TensorEntry]] = {key: [] for key in self.keys}
+        entries_by_bucket: dict[str, list[TensorEntry]] = {key: [] for key in self.keys}
         for entry in self.tensors:
-            found[entry.bucket].append(entry)
-        return {key: tuple(entries) for key, entries in found.items()}
+            entries_by_bucket[entry.bucket].append(entry)
+        return {key: tuple(entries) for key, entries in entries_by_bucket.items()}
 
     def attest(self, fingerprints: Mapping[str, int], reader: str) -> None:
         """Compare a reader's tensors with the published ones.
@@ -175,10 +175,10 @@ class Manifest:
         """
         differing = [entry.name for entry in self.tensors if fingerprints.get(entry.name) != entry.fingerprint]
         if differing:
-            shown = ", ".join(differing[:5]) + (", …" if len(differing) > 5 else "")
+            names = ", ".join(differing[:5]) + (", …" if len(differing) > 5 else "")
             raise AttestationError(
                 f"{reader} holds other weights than version {self.version}: {len(differing)} of "
-                f"{len(self.tensors)} tensors differ: {shown}",
+                f"{len(self.tensors)} tensors differ: {names}",
                 hint="do not trust samples from it; report this with the run folder's logs",
             )
 
@@ -251,28 +251,33 @@ def draft(
     if len({spec.name for spec in specs}) != len(specs):
         raise WeightsError(f"version {version} holds two tensors of one name")
     default = str(dtype).removeprefix("torch.")
-    before = {entry.name: entry for entry in base.tensors} if base is not None else {}
-    older = {bucket.key: bucket for bucket in base.buckets} if base is not None else {}
-    placed: dict[str, TensorEntry] = {}
+    old_entries = {entry.name: entry for entry in base.tensors} if base is not None else {}
+    old_buckets = {bucket.key: bucket for bucket in base.buckets} if base is not None else {}
+    entry_by_name: dict[str, TensorEntry] = {}
     sizes: dict[str, int] = {}  # of the buckets to write
     for changed in (True, False):
         key = ""
         for spec in (spec for spec in specs if spec.changed is changed):
-            old, name = before.get(spec.name), spec.dtype or default
-            is_same = old is not None and spec.fingerprint in (None, old.fingerprint)
-            if not changed and is_same and old is not None and (old.shape, old.dtype) == (spec.shape, name):
-                placed[spec.name] = old
+            old_entry, name = old_entries.get(spec.name), spec.dtype or default
+            is_same = old_entry is not None and spec.fingerprint in (None, old_entry.fingerprint)
+            if (
+                not changed
+                and is_same
+                and old_entry is not None
+                and (old_entry.shape, old_entry.dtype) == (spec.shape, name)
+            ):
+                entry_by_name[spec.name] = old_entry
                 continue
             entry = TensorEntry(name=spec.name, shape=spec.shape, dtype=name, bucket=key, offset=sizes.get(key, 0))
             if not key or (sizes[key] and sizes[key] + entry.bytes > bucket_bytes):
                 key = f"{version}/{epoch}.{len(sizes)}" if epoch else f"{version}/{len(sizes)}"
                 sizes[key] = 0
                 entry = replace(entry, bucket=key, offset=0)
-            placed[spec.name] = entry
-            sizes[key] += _aligned(placed[spec.name])
-    entries = tuple(placed[spec.name] for spec in specs)
+            entry_by_name[spec.name] = entry
+            sizes[key] += _aligned(entry_by_name[spec.name])
+    entries = tuple(entry_by_name[spec.name] for spec in specs)
     shared = dict.fromkeys(entry.bucket for entry in entries if not is_of(entry.bucket, version))
-    buckets = _dealt(sizes, hosts) + [older[key] for key in shared]
+    buckets = _dealt(sizes, hosts) + [old_buckets[key] for key in shared]
     if shared and sum(bucket.bytes for bucket in buckets) > _MOST_SHARED * sum(map(_aligned, entries)):
         return draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes, epoch=epoch, hosts=hosts)
     return Manifest(version=version, tensors=entries, buckets=tuple(buckets), epoch=epoch)
@@ -300,8 +305,10 @@ def complete(drafted: Manifest, ranks: Sequence[Sequence[ShardReport]]) -> Manif
             entries.append(entry)
             continue
         reports = by_name.pop(entry.name, [])
-        if wrong := tiling_error(entry.shape, [report.tensor_slice for report in reports]):
-            raise WeightsError(f"the ranks' shards of {entry.name!r} for version {drafted.version} do not fit: {wrong}")
+        if problem := tiling_error(entry.shape, [report.tensor_slice for report in reports]):
+            raise WeightsError(
+                f"the ranks' shards of {entry.name!r} for version {drafted.version} do not fit: {problem}"
+            )
         entries.append(
             replace(
                 entry,
@@ -322,15 +329,15 @@ def combine_shards(shards: Iterable[ShardReport], *, version: int) -> dict[str, 
     """
     from forge_rl.weights.fingerprints import combine
 
-    taken: dict[str, dict[TensorSlice, int]] = {}
+    fingerprints: dict[str, dict[TensorSlice, int]] = {}
     for shard in shards:
-        others = taken.setdefault(shard.name, {})
-        if (found := others.get(shard.tensor_slice)) is None:
-            if overlapping := [other for other in others if other.intersect(shard.tensor_slice).numel]:
+        by_slice = fingerprints.setdefault(shard.name, {})
+        if (fingerprint := by_slice.get(shard.tensor_slice)) is None:
+            if overlapping := [other for other in by_slice if other.intersect(shard.tensor_slice).numel]:
                 raise WeightsError(
                     f"two readers hold parts of {shard.name!r} that overlap: {shard.tensor_slice} and {overlapping[0]}"
                 )
-            others[shard.tensor_slice] = shard.fingerprint
-        elif found != shard.fingerprint:
+            by_slice[shard.tensor_slice] = shard.fingerprint
+        elif fingerprint != shard.fingerprint:
             raise WeightsError(f"two readers of version {version} hold {shard.name!r} with different values")
-    return {name: combine(found.values()) for name, found in taken.items()}
+    return {name: combine(slices.values()) for name, slices in fingerprints.items()}

@@ -77,19 +77,19 @@ class Names:
         match = _LAYER.fullmatch(name)
         transposed = match is not None and match[2] in self.transposed
         stacked = match is not None and "{}" in self.layer.get(match[2], "")
-        whole, start, size = tuple(shape), tensor_slice.start, tensor_slice.size
+        full_shape, start, size = tuple(shape), tensor_slice.start, tensor_slice.size
         if transposed:
-            whole, start, size = ((*dims[:-2], dims[-1], dims[-2]) for dims in (whole, start, size))
+            full_shape, start, size = ((*dims[:-2], dims[-1], dims[-2]) for dims in (full_shape, start, size))
         if not stacked:
             inner = TensorSlice(start=start, size=size)
             float32 = match is not None and match[2] in self.float32
-            own = self.to_hf(name)
-            yield Part(name=own, shape=whole, tensor_slice=inner, transposed=transposed, float32=float32)
+            hf_name = self.to_hf(name)
+            yield Part(name=hf_name, shape=full_shape, tensor_slice=inner, transposed=transposed, float32=float32)
             return
         inner = TensorSlice(start=start[1:], size=size[1:])
         for index in range(size[0]):
-            own = self.to_hf(name, start[0] + index)
-            yield Part(name=own, shape=whole[1:], tensor_slice=inner, index=index, transposed=transposed)
+            hf_name = self.to_hf(name, start[0] + index)
+            yield Part(name=hf_name, shape=full_shape[1:], tensor_slice=inner, index=index, transposed=transposed)
 
     def to_hf(self, name: str, expert: int | None = None) -> str:
         """Hugging Face's name of a torchtitan weight.
@@ -106,10 +106,10 @@ class Names:
         if expert is None and name in _TOP:
             return _TOP[name]
         match = _LAYER.fullmatch(name)
-        theirs = self.layer.get(match[2]) if match else None
-        if match is None or theirs is None or ("{}" in theirs) == (expert is None):
+        template = self.layer.get(match[2]) if match else None
+        if match is None or template is None or ("{}" in template) == (expert is None):
             raise ModelError(
                 f"the torchtitan weight {name!r} has no Hugging Face name",
                 hint="add it to the names of its family, in engines/families",
             )
-        return f"model.layers.{match[1]}.{theirs.format(expert)}"
+        return f"model.layers.{match[1]}.{template.format(expert)}"

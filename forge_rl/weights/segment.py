@@ -159,26 +159,26 @@ class _Mappings:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[tuple[str, bool], _Mapping] = {}
+        self._mappings: dict[tuple[str, bool], _Mapping] = {}
 
     def get(self, ref: SegmentRef, *, writable: bool) -> torch.Tensor:
         with self._lock:
             key = (ref.path, writable)
             try:
                 inode = os.stat(ref.path).st_ino
-                held = self._held.get(key)
-                if held is None or held.inode != inode:
-                    if held is not None:
-                        _unmap(self._held.pop(key))
+                mapping = self._mappings.get(key)
+                if mapping is None or mapping.inode != inode:
+                    if mapping is not None:
+                        _unmap(self._mappings.pop(key))
                     self._drop_unlinked()
-                    held = self._held[key] = _map(ref, writable=writable)
+                    mapping = self._mappings[key] = _map(ref, writable=writable)
             except OSError as error:
                 self._forget(ref.path)
                 raise WeightsError(
                     f"the segment {ref.path} cannot be opened ({error.strerror}): it was freed, or its store has ended",
                     hint=_MADE_ANEW,
                 ) from error
-            magic, token, size = _HEADER.unpack(held.header)
+            magic, token, size = _HEADER.unpack(mapping.header)
             if magic != _MAGIC:
                 raise WeightsError(f"{ref.path} is not a segment of weights", hint=_MADE_ANEW)
             if token.hex() != ref.token or size != ref.bytes:
@@ -186,20 +186,20 @@ class _Mappings:
                     f"the segment {ref.path} was freed and holds another version by now",
                     hint="hold a lease while reading",
                 )
-            return held.payload
+            return mapping.payload
 
     def release(self, path: str) -> None:
         with self._lock:
             self._forget(path)
 
     def _forget(self, path: str) -> None:
-        for key in [key for key in self._held if key[0] == path]:
-            _unmap(self._held.pop(key))
+        for key in [key for key in self._mappings if key[0] == path]:
+            _unmap(self._mappings.pop(key))
 
     def _drop_unlinked(self) -> None:
-        for path, _ in list(self._held):
-            held = self._held.get((path, True)) or self._held.get((path, False))
-            if held is not None and os.fstat(held.fd).st_nlink == 0 and not _is_anonymous(path):
+        for path, _ in list(self._mappings):
+            mapping = self._mappings.get((path, True)) or self._mappings.get((path, False))
+            if mapping is not None and os.fstat(mapping.fd).st_nlink == 0 and not _is_anonymous(path):
                 self._forget(path)
 
 

@@ -34,7 +34,7 @@ class TensorSlice:
         """Intersection of both; its numel is 0 if they do not overlap."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
-        return TensorSlice(start=start, size=tuple(max(0, end - at) for end, at in zip(ends, start, strict=True)))
+        return TensorSlice(start=start, size=tuple(max(0, end - first) for end, first in zip(ends, start, strict=True)))
 
     def relative_to(self, block: TensorSlice) -> TensorSlice:
         """This part of a block, with the block's first element as the origin."""
@@ -52,13 +52,13 @@ class TensorSlice:
 
 
 def tiling_error(shape: Sequence[int], slices: Sequence[TensorSlice]) -> str | None:
-    """Say why the slices do not hold every element of a tensor exactly once; None if they do."""
-    whole = TensorSlice.whole(shape)
+    """Describe why the slices do not hold every element of a tensor exactly once; None if they do."""
+    whole_slice = TensorSlice.whole(shape)
     for index, tensor_slice in enumerate(slices):
-        if tensor_slice.intersect(whole) != tensor_slice:
+        if tensor_slice.intersect(whole_slice) != tensor_slice:
             return f"{tensor_slice} reaches outside of shape {tuple(shape)}"
         for other in slices[:index]:
             if tensor_slice.intersect(other).numel:
                 return f"{tensor_slice} overlaps {other}"
-    held = sum(tensor_slice.numel for tensor_slice in slices)
-    return None if held == whole.numel else f"they hold {held} of {whole.numel} elements"
+    count = sum(tensor_slice.numel for tensor_slice in slices)
+    return None if count == whole_slice.numel else f"they hold {count} of {whole_slice.numel} elements"

@@ -15,8 +15,8 @@ from forge_rl.weights.manifest import Manifest
 class VersionIndex:
     """Index of existing versions and their buckets.
 
-    `commit`, `abort`, `rollback` and `release` return the keys of buckets no longer needed, except those of a version
-    abandoned while being written, which its writer frees.
+    `commit`, `abort`, `rollback` and `release` return the keys of buckets no longer needed, except the buckets of a
+    version abandoned while being written, which its writer frees.
 
     Args:
         keep_versions: number of newest versions to keep, including the one being written.
@@ -64,7 +64,7 @@ class VersionIndex:
             raise WeightsError(f"version {version} is not newer than the latest, {self.latest}: versions are immutable")
         base = None if self.latest is None else self._versions[self.latest]
         self._writing[version] = base
-        return base, self._retire(coming=base.bytes if base else 0)
+        return base, self._retire(new_bytes=base.bytes if base else 0)
 
     def commit(self, manifest: Manifest) -> tuple[str, ...]:
         """Make a written version visible and move `latest`.
@@ -103,7 +103,7 @@ class VersionIndex:
         """
         self.epoch += 1
         self._writing.clear()
-        for newer in [held for held in self._versions if held > version]:
+        for newer in [number for number in self._versions if number > version]:
             del self._versions[newer]
         return self._retire()
 
@@ -123,34 +123,36 @@ class VersionIndex:
         Raises:
             WeightsError: the version does not exist.
         """
-        wanted = self.latest if version is None else version
-        if wanted is None or wanted not in self._versions:
-            held = ", ".join(map(str, sorted(self._versions))) or "none"
-            raise WeightsError(f"there is no version {wanted} of the weights; held: {held}")
-        self._leases[lease] = self._versions[wanted]
-        return self._versions[wanted]
+        number = self.latest if version is None else version
+        if number is None or number not in self._versions:
+            listing = ", ".join(map(str, sorted(self._versions))) or "none"
+            raise WeightsError(f"there is no version {number} of the weights; held: {listing}")
+        self._leases[lease] = self._versions[number]
+        return self._versions[number]
 
     def release(self, lease: str) -> tuple[str, ...]:
         """End a lease; does nothing if it has already ended or never began."""
         return self._retire() if self._leases.pop(lease, None) else ()
 
-    def _retire(self, coming: int = 0) -> tuple[str, ...]:
-        """Drop versions beyond the limits; if not 0, `coming` bytes of another one are about to be written."""
-        kept, seen = (1, {"": coming}) if coming else (0, {})
+    def _retire(self, new_bytes: int = 0) -> tuple[str, ...]:
+        """Drop versions beyond the limits; `new_bytes`, if not 0, is the size of a version about to be written."""
+        num_versions, bucket_sizes = (1, {"": new_bytes}) if new_bytes else (0, {})
         leased = {(manifest.version, manifest.epoch) for manifest in self._leases.values()}
         for version in sorted(self._versions, reverse=True):
             if (version, self._versions[version].epoch) in leased:
                 continue
-            kept += 1
-            seen |= _buckets([self._versions[version]])
-            if version != self.latest and (kept > self._keep_versions or sum(seen.values()) > self._keep_bytes):
+            num_versions += 1
+            bucket_sizes |= _buckets([self._versions[version]])
+            if version != self.latest and (
+                num_versions > self._keep_versions or sum(bucket_sizes.values()) > self._keep_bytes
+            ):
                 del self._versions[version]
         bases = (base for base in self._writing.values() if base is not None)
-        before = self._needed
+        old_sizes = self._needed
         self._needed = _buckets([*self._versions.values(), *self._leases.values(), *bases])
-        return tuple(key for key in before if key not in self._needed)
+        return tuple(key for key in old_sizes if key not in self._needed)
 
 
 def _buckets(manifests: Iterable[Manifest]) -> dict[str, int]:
-    """Bytes of all their buckets by key."""
+    """Return the bytes of all buckets of these versions, by key."""
     return {bucket.key: bucket.bytes for manifest in manifests for bucket in manifest.buckets}

@@ -30,25 +30,34 @@ class Volume:
 
     Args:
         root: a folder in shared memory, such as /dev/shm.
-        left: folder of a volume whose process died, to continue with, if it is still there.
-        held: segments by key that it had, as far as they are needed; those that are whole are kept, and nothing else.
+        previous_folder: folder of a volume whose process died, to continue with, if it still exists.
+        previous_segments: segments of that volume that are still needed, by key. Complete ones are kept; all other
+            files in the folder are removed.
 
     Raises:
         WeightsError: the folder cannot be used.
     """
 
-    def __init__(self, root: Path, *, left: Path | None = None, held: Mapping[str, SegmentRef] | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        previous_folder: Path | None = None,
+        previous_segments: Mapping[str, SegmentRef] | None = None,
+    ) -> None:
         with _home(root) as home:
-            self.folder, self._lock = _take_over(left) or _make(home)
+            self.folder, self._lock = _take_over(previous_folder) or _make(home)
         self.reclaimed = reclaim(root)
         """Bytes reclaimed from killed processes."""
         self._root = root
         self._used = {
-            key: ref for key, ref in (held or {}).items() if Path(ref.path).parent == self.folder and is_whole(ref)
+            key: ref
+            for key, ref in (previous_segments or {}).items()
+            if Path(ref.path).parent == self.folder and is_whole(ref)
         }
-        kept = {_LOCK, *(Path(ref.path).name for ref in self._used.values())}
+        file_names = {_LOCK, *(Path(ref.path).name for ref in self._used.values())}
         for path in self.folder.iterdir():
-            if path.name not in kept:
+            if path.name not in file_names:
                 path.unlink()
         self._freed: list[SegmentRef] = []
         """Freed segments that may still be written to."""
@@ -63,31 +72,31 @@ class Volume:
         Raises:
             WeightsError: out of memory, or a key is in use.
         """
-        if taken := [key for key in sizes if key in self._used]:
-            raise WeightsError(f"bucket {taken[0]} is held already")
+        if used_keys := [key for key in sizes if key in self._used]:
+            raise WeightsError(f"bucket {used_keys[0]} is held already")
         self._recycle()
-        found: dict[str, SegmentRef] = {}
+        refs: dict[str, SegmentRef] = {}
         for key, size in sizes.items():
             spare = next((ref for ref in self._spare if ref.bytes == size), None)
             if spare is not None:
                 self._spare.remove(spare)
                 with contextlib.suppress(OSError):  # somebody removed the file
-                    found[key] = renew(spare)
-        self._drop_spare()  # of sizes no longer needed
-        missing = {key: size for key, size in sizes.items() if key not in found}
+                    refs[key] = renew(spare)
+        self._drop_spare()  # the other ones have sizes that are no longer needed
+        missing = {key: size for key, size in sizes.items() if key not in refs}
         needed = sum(PAGE + -(-size // PAGE) * PAGE for size in missing.values())
         try:
             if needed > free_bytes(self._root):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             for key, size in missing.items():
-                found[key] = create(self.folder / secrets.token_hex(16), size)
+                refs[key] = create(self.folder / secrets.token_hex(16), size)
         except OSError as error:
-            refused = _refused(self._root, needed, error)
-            self._spare.extend(found.values())
+            refusal = _refused(self._root, needed, error)
+            self._spare.extend(refs.values())
             self._drop_spare()
-            raise refused from error
-        self._used |= found
-        return {key: found[key] for key in sizes}
+            raise refusal from error
+        self._used |= refs
+        return {key: refs[key] for key in sizes}
 
     def find(self, key: str) -> SegmentRef | None:
         """Return a key's segment, or None."""
@@ -235,8 +244,8 @@ def _home(root: Path) -> Iterator[Path]:
             with contextlib.suppress(FileExistsError):
                 home.mkdir(mode=0o700)
         except OSError as error:
-            wrong = f"{home} cannot be made: {error.strerror}" if root.is_dir() else f"{root} is no folder"
-            raise WeightsError(wrong, hint="set --weights.shm to a folder in shared memory") from error
+            message = f"{home} cannot be made: {error.strerror}" if root.is_dir() else f"{root} is no folder"
+            raise WeightsError(message, hint="set --weights.shm to a folder in shared memory") from error
         try:
             fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:  # the last process to leave has just removed it

@@ -43,12 +43,12 @@ def deadline_s(size: int) -> float:
     return _DEADLINE_S + size / _LEAST_RATE
 
 
-async def ask(actor: Any, method: str, *args: object, what: str, moves: int = 0) -> Any:
+async def ask(actor: Any, method: str, *args: object, actor_name: str, moves: int = 0) -> Any:
     """Call an actor of the store from any process; the timeout allows for the bytes that it `moves`.
 
     Raises:
         ForgeError: raised by the actor.
-        WeightsError: the actor raised another error, died or timed out; calls it `what`.
+        WeightsError: the actor raised another error, died or timed out; `actor_name` is its name in the message.
     """
     try:
         async with asyncio.timeout(deadline_s(moves)):
@@ -58,14 +58,16 @@ async def ask(actor: Any, method: str, *args: object, what: str, moves: int = 0)
         if isinstance(remote, ForgeError):
             raise remote from error
         cause = next(iter(str(remote or error).strip().splitlines()), type(error).__name__)
-        raise WeightsError(f"{what} does not answer to {method}: {cause}", hint="see logs/weights-*.log") from error
+        raise WeightsError(
+            f"{actor_name} does not answer to {method}: {cause}", hint="see logs/weights-*.log"
+        ) from error
 
 
 class Shared:
     """RDMA buffers over this host's segments. Used in endpoints of the actor that owns them."""
 
     def __init__(self) -> None:
-        self._held: dict[str, tuple[torch.Tensor, RDMABuffer]] = {}
+        self._buffers: dict[str, tuple[torch.Tensor, RDMABuffer]] = {}
 
     async def buffers(self, refs: Sequence[SegmentRef]) -> list[RDMABuffer]:
         """Return RDMA buffers over segments, created once per segment.
@@ -75,18 +77,18 @@ class Shared:
         """
         for ref in refs:
             memory = writable(ref)  # hardware can only register writable memory
-            if ref.path in self._held and self._held[ref.path][0] is not memory:
+            if ref.path in self._buffers and self._buffers[ref.path][0] is not memory:
                 await self.forget(ref.path)
-            if ref.path not in self._held:
+            if ref.path not in self._buffers:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", RDMATcpFallbackWarning)
-                    self._held[ref.path] = memory, RDMABuffer(memory)
-        return [self._held[ref.path][1] for ref in refs]
+                    self._buffers[ref.path] = memory, RDMABuffer(memory)
+        return [self._buffers[ref.path][1] for ref in refs]
 
     async def forget(self, path: str) -> None:
         """Drop a freed segment's buffers, which keep its memory even if the file is gone."""
-        if path in self._held:
-            await self._held.pop(path)[1].drop()
+        if path in self._buffers:
+            await self._buffers.pop(path)[1].drop()
 
 
 class Peers(Protocol):
@@ -110,7 +112,7 @@ class Peers(Protocol):
         """
 
     async def watch(self, host: str) -> object:
-        """Wait as long as a host can be read from; may raise."""
+        """Return or raise once a host can no longer be read from."""
 
     async def drop(self, keys: Collection[str]) -> None:
         """Free copies on this host."""
@@ -146,7 +148,7 @@ class Puller:
         self._peers = peers
         self._buckets: dict[str, _Arrival] = {}
         self._joining: list[set[str]] = []
-        """Keys wanted since each question to the index that is still open, whose answer may be too old for them."""
+        """For each open question to the index, the keys pulled since it was asked: its answer may be too old for them."""
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def pull(self, manifest: Manifest) -> None:
@@ -154,13 +156,13 @@ class Puller:
 
         Failed buckets are retried.
         """
-        for wanted in self._joining:
-            wanted.update(manifest.keys)
+        for new_keys in self._joining:
+            new_keys.update(manifest.keys)
         arrivals: dict[Bucket, _Arrival] = {}
         for bucket in manifest.buckets:
-            before = self._buckets.get(bucket.key)
-            has_failed = before is not None and before.done() and before.exception() is not None
-            if bucket.host != self._host and (before is None or has_failed):
+            old_arrival = self._buckets.get(bucket.key)
+            has_failed = old_arrival is not None and old_arrival.done() and old_arrival.exception() is not None
+            if bucket.host != self._host and (old_arrival is None or has_failed):
                 arrival = self._buckets[bucket.key] = asyncio.get_running_loop().create_future()
                 arrival.add_done_callback(_retrieve)
                 arrivals[bucket] = arrival
@@ -208,9 +210,9 @@ class Puller:
         reserved: Mapping[str, SegmentRef] = {}
         try:
             pull.parents = await self._place(tuple(pull.arrivals), ())
-            wanted = {bucket: arrival for bucket, arrival in pull.arrivals.items() if not arrival.done()}
-            reserved = self._volume.reserve({bucket.key: bucket.bytes for bucket in wanted})
-            queue = zip(wanted.items(), reserved.values(), strict=True)
+            pending = {bucket: arrival for bucket, arrival in pull.arrivals.items() if not arrival.done()}
+            reserved = self._volume.reserve({bucket.key: bucket.bytes for bucket in pending})
+            queue = zip(pending.items(), reserved.values(), strict=True)
             async with TaskGroup() as readers:
                 for _ in range(READS_IN_FLIGHT):
                     readers.create_task(self._receive_all(pull, queue))
@@ -225,14 +227,14 @@ class Puller:
                 watch.cancel()
 
     async def _place(self, buckets: Sequence[Bucket], failed: Collection[str]) -> dict[str, str]:
-        """Ask where to copy buckets from, and free the copies that are not needed any more."""
-        wanted: set[str] = set()
-        self._joining.append(wanted)
+        """Ask the index where to copy buckets from, and free copies that are no longer needed."""
+        new_keys: set[str] = set()
+        self._joining.append(new_keys)
         try:
             parents, stale = await self._peers.join(buckets, failed)
         finally:
-            self._joining.remove(wanted)
-        await self._peers.drop(tuple(key for key in stale if key not in wanted))
+            self._joining.remove(new_keys)
+        await self._peers.drop(tuple(key for key in stale if key not in new_keys))
         return parents
 
     async def _receive_all(self, pull: _Pull, queue: Iterator[tuple[tuple[Bucket, _Arrival], SegmentRef]]) -> None:
@@ -255,9 +257,9 @@ class Puller:
                 failed.append(parent)
             try:
                 rest = [
-                    each
-                    for each, waiting in pull.arrivals.items()
-                    if not waiting.done() and pull.parents[each.key] == parent and each.host == bucket.host
+                    other
+                    for other, other_arrival in pull.arrivals.items()
+                    if not other_arrival.done() and pull.parents[other.key] == parent and other.host == bucket.host
                 ]
                 pull.parents |= await self._place(rest, failed)
                 if arrival.done():
@@ -312,25 +314,25 @@ def _check(manifest: Manifest, bucket: Bucket, memory: torch.Tensor, origin: str
     from forge_rl.weights.fingerprints import Move, move  # with torch, which a volume that pulls nothing does not need
 
     entries = manifest.entries[bucket.key]
-    found = move([Move(None, entry.of(memory), entry.shape, TensorSlice.whole(entry.shape)) for entry in entries])
-    fingerprints = {entry.name: value for entry, value in zip(entries, found, strict=True)}
+    values = move([Move(None, entry.of(memory), entry.shape, TensorSlice.whole(entry.shape)) for entry in entries])
+    fingerprints = {entry.name: value for entry, value in zip(entries, values, strict=True)}
     replace(manifest, tensors=entries).attest(fingerprints, f"bucket {bucket.key} from host {origin!r}")
 
 
 def _as_weights_error(error: Exception, version: int, origin: str) -> WeightsError:
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
-    cause = getattr(error, "exception", None) or error  # of an actor's error, what it raised
+    cause = getattr(error, "exception", None) or error  # the exception inside an actor's error
     if isinstance(cause, WeightsError):
         return cause
-    said = (str(cause).strip() or type(error).__name__).splitlines()[-1].strip()
+    message = (str(cause).strip() or type(error).__name__).splitlines()[-1].strip()
     return WeightsError(
-        f"version {version} cannot be pulled{origin and f' from host {origin!r}'}: {said}",
+        f"version {version} cannot be pulled{origin and f' from host {origin!r}'}: {message}",
         hint="see logs/weights-*.log of both hosts",
     )
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Retrieve an error that nobody may have waited for, so that asyncio prints nothing."""
+    """Retrieve a future's error, so that asyncio prints nothing if nobody waited for it."""
     if not future.cancelled():
         future.exception()

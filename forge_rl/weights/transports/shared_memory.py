@@ -41,25 +41,25 @@ class SharedMemoryTransport:
             sizes[bucket.host or self._host][bucket.key] = bucket.bytes
         reserved: dict[str, tuple[str, SegmentRef]] = {}
         try:
-            for host, of_host in sizes.items():
-                refs = await self._ask(host, "reserve", of_host)
+            for host, host_sizes in sizes.items():
+                refs = await self._ask(host, "reserve", host_sizes)
                 reserved |= {key: (host, ref) for key, ref in refs.items()}
         except BaseException:
             await self.free(reserved)
             raise
-        placed = {
+        placed_buckets = {
             bucket.key: replace(bucket, host=reserved[bucket.key][0], segment=reserved[bucket.key][1])
             for bucket in drafted.written
         }
-        return replace(drafted, buckets=tuple(placed.get(bucket.key, bucket) for bucket in drafted.buckets))
+        return replace(drafted, buckets=tuple(placed_buckets.get(bucket.key, bucket) for bucket in drafted.buckets))
 
     async def write(self, drafted: Manifest, shards: Iterable[LocalShard], *, rank: int) -> list[ShardReport]:
         return await asyncio.to_thread(self._write, drafted, list(to_write(drafted, shards)))
 
     async def prefetch(self, manifest: Manifest) -> None:
-        if elsewhere := [bucket.key for bucket in manifest.buckets if bucket.host != self._host]:
+        if remote_keys := [bucket.key for bucket in manifest.buckets if bucket.host != self._host]:
             await self._ask(self._host, "pull", manifest)
-            for key in elsewhere:
+            for key in remote_keys:
                 await self._ask(self._host, "local", key, moves=manifest.bytes)
 
     async def fetch(self, manifest: Manifest) -> AsyncGenerator[SegmentBucket, None]:
@@ -86,9 +86,9 @@ class SharedMemoryTransport:
             if host == self._host:  # copies on another host have ended with its process
                 raise
 
-    def _write(self, drafted: Manifest, placed: Sequence[tuple[TensorEntry, LocalShard]]) -> list[ShardReport]:
-        wanted = {entry.bucket for entry, _ in placed}
-        buckets = {bucket.key: _place(bucket, self._host) for bucket in drafted.written if bucket.key in wanted}
+    def _write(self, drafted: Manifest, writes: Sequence[tuple[TensorEntry, LocalShard]]) -> list[ShardReport]:
+        bucket_keys = {entry.bucket for entry, _ in writes}
+        buckets = {bucket.key: _place(bucket, self._host) for bucket in drafted.written if bucket.key in bucket_keys}
         with contextlib.ExitStack() as stack:
             for folder in {Path(ref.path).parent for ref in buckets.values()}:
                 stack.enter_context(writing(folder))
@@ -101,19 +101,19 @@ class SharedMemoryTransport:
                         entry.shape,
                         shard.tensor_slice,
                     )
-                    for entry, shard in placed
+                    for entry, shard in writes
                 ]
             )
             for ref in buckets.values():  # the publish may have been given up meanwhile
                 check(ref)
         return [
             ShardReport(name=shard.name, tensor_slice=shard.tensor_slice, fingerprint=value)
-            for (_, shard), value in zip(placed, fingerprints, strict=True)
+            for (_, shard), value in zip(writes, fingerprints, strict=True)
         ]
 
     async def _ask(self, host: str, method: str, *args: object, moves: int = 0) -> Any:
-        what = f"the weight store on host {host!r}"
-        return await ask(self._volumes[host], method, *args, what=what, moves=moves)
+        actor_name = f"the weight store on host {host!r}"
+        return await ask(self._volumes[host], method, *args, actor_name=actor_name, moves=moves)
 
 
 def _place(bucket: Bucket, host: str) -> SegmentRef:

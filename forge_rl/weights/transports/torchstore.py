@@ -83,22 +83,22 @@ class TorchStoreTransport:
         Raises:
             WeightsError: the version was abandoned meanwhile.
         """
-        held = ((entry, shard) for entry, shard in to_write(drafted, shards) if shard.tensor_slice.numel)
+        writes = ((entry, shard) for entry, shard in to_write(drafted, shards) if shard.tensor_slice.numel)
         reports: list[ShardReport] = []
-        putting: asyncio.Task[None] | None = None  # a bucket is sent while the next one is filled
+        upload: asyncio.Task[None] | None = None  # a bucket is sent while the next one is filled
         try:
-            for bucket, shards_of in groupby(held, key=lambda pair: pair[0].bucket):
+            for bucket, shards_of in groupby(writes, key=lambda pair: pair[0].bucket):
                 part = f"{bucket}/{rank}-{secrets.token_hex(8)}"
                 buffer, packed = await asyncio.to_thread(_pack, part, list(shards_of))
                 reports += packed
-                if putting is not None:
-                    await asyncio.shield(putting)
-                putting = asyncio.create_task(self._put(bucket, part, buffer))
-            if putting is not None:
-                await asyncio.shield(putting)
+                if upload is not None:
+                    await asyncio.shield(upload)
+                upload = asyncio.create_task(self._put(bucket, part, buffer))
+            if upload is not None:
+                await asyncio.shield(upload)
         finally:
-            if putting is not None:
-                await asyncio.gather(putting, return_exceptions=True)
+            if upload is not None:
+                await asyncio.gather(upload, return_exceptions=True)
         return reports
 
     async def prefetch(self, manifest: Manifest) -> None:
@@ -106,25 +106,25 @@ class TorchStoreTransport:
 
     async def fetch(self, manifest: Manifest) -> AsyncGenerator[SegmentBucket, None]:
         """Get buckets one by one. At most two are in memory: one being read, the next in flight."""
-        wanted = list(zip(manifest.buckets, manifest.entries.values(), strict=True))
-        coming: asyncio.Task[dict[str, torch.Tensor]] | None = None
+        bucket_entries = list(zip(manifest.buckets, manifest.entries.values(), strict=True))
+        download: asyncio.Task[dict[str, torch.Tensor]] | None = None
         try:
-            for (bucket, entries), following in zip_longest(wanted, wanted[1:]):
+            for (bucket, entries), next_pair in zip_longest(bucket_entries, bucket_entries[1:]):
                 with _anonymous(bucket) as segment:
-                    coming = coming or asyncio.create_task(self._get_parts(entries))
-                    await _to_its_end(_unpack, await coming, segment, entries)
-                    coming = asyncio.create_task(self._get_parts(following[1])) if following else None
+                    download = download or asyncio.create_task(self._get_parts(entries))
+                    await _to_its_end(_unpack, await download, segment, entries)
+                    download = asyncio.create_task(self._get_parts(next_pair[1])) if next_pair else None
                     yield SegmentBucket(segment=segment, entries=entries)
         finally:
-            if coming is not None:
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
+            if download is not None:
+                download.cancel()
+                await asyncio.gather(download, return_exceptions=True)
 
     async def free(self, keys: Collection[str]) -> None:
-        """Delete buckets with all parts, including those of abandoned publishes, which no manifest names."""
+        """Delete buckets with all their parts, including parts of abandoned publishes, which no manifest names."""
         await asyncio.gather(*(self._delete(key) for key in keys))
-        gone = set(keys)
-        parts = [key for key in await self._ask("keys") if key.rpartition("/")[0] in gone]
+        bucket_keys = set(keys)
+        parts = [key for key in await self._ask("keys") if key.rpartition("/")[0] in bucket_keys]
         await asyncio.gather(*(self._delete(part) for part in parts))
 
     async def _put(self, bucket: str, part: str, buffer: torch.Tensor) -> None:
@@ -170,16 +170,16 @@ class TorchStoreTransport:
             ) from error
 
 
-def _pack(part: str, held: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[torch.Tensor, list[ShardReport]]:
+def _pack(part: str, writes: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[torch.Tensor, list[ShardReport]]:
     """Cast and fingerprint a rank's slices of one bucket into one buffer, `[bytes] uint8`."""
-    places, used = [], 0
-    for entry, shard in held:
+    places, num_bytes = [], 0
+    for entry, shard in writes:
         size = shard.tensor_slice.numel * entry.torch_dtype.itemsize
-        places.append(slice(used, used + size))
-        used += -(-size // _ALIGN) * _ALIGN
-    buffer = torch.empty(used, dtype=torch.uint8)
+        places.append(slice(num_bytes, num_bytes + size))
+        num_bytes += -(-size // _ALIGN) * _ALIGN
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
     moves = []
-    for (entry, shard), place in zip(held, places, strict=True):
+    for (entry, shard), place in zip(writes, places, strict=True):
         target = buffer[place].view(entry.torch_dtype).view(shard.tensor_slice.size)
         moves.append(Move(target, shard.values.detach(), entry.shape, shard.tensor_slice))
     return buffer, [
@@ -189,7 +189,7 @@ def _pack(part: str, held: Sequence[tuple[TensorEntry, LocalShard]]) -> tuple[to
             fingerprint=fingerprint,
             piece=Piece(tensor_slice=shard.tensor_slice, part=part, offset=place.start),
         )
-        for (_, shard), place, fingerprint in zip(held, places, move(moves), strict=True)
+        for (_, shard), place, fingerprint in zip(writes, places, move(moves), strict=True)
     ]
 
 
@@ -200,10 +200,12 @@ def _unpack(parts: Mapping[str, torch.Tensor], segment: SegmentRef, entries: Seq
         for piece in entry.pieces:
             values = parts[piece.part]
             size = piece.tensor_slice.numel * entry.torch_dtype.itemsize
-            held = values[piece.offset : piece.offset + size]
-            if held.numel() != size:
+            piece_bytes = values[piece.offset : piece.offset + size]
+            if piece_bytes.numel() != size:
                 raise WeightsError(f"{piece.part} is cut short at {values.numel()} bytes, within {entry.name!r}")
-            piece.tensor_slice.of(entry.of(bucket)).copy_(held.view(entry.torch_dtype).view(piece.tensor_slice.size))
+            piece.tensor_slice.of(entry.of(bucket)).copy_(
+                piece_bytes.view(entry.torch_dtype).view(piece.tensor_slice.size)
+            )
 
 
 @contextlib.contextmanager
@@ -236,10 +238,10 @@ async def _to_its_end(work: Callable[..., object], *args: object) -> None:
         thread.exception()  # retrieved so that asyncio prints nothing
 
 
-def _check_room(what: str, needed: int) -> None:
+def _check_room(purpose: str, needed: int) -> None:
     free = available_bytes()
     if needed > free:
-        raise WeightsError(f"no room for {what}: {needed} bytes are needed, {free} are free", hint=_MORE_ROOM)
+        raise WeightsError(f"no room for {purpose}: {needed} bytes are needed, {free} are free", hint=_MORE_ROOM)
 
 
 def _is_missing(error: Exception) -> bool:
@@ -251,5 +253,5 @@ def _is_missing(error: Exception) -> bool:
 
 def _cause_of(error: Exception) -> str:
     """Last line of Monarch's error."""
-    said = str(error.args[0] if error.args else error).strip()
-    return said.splitlines()[-1].strip() if said else type(error).__name__
+    message = str(error.args[0] if error.args else error).strip()
+    return message.splitlines()[-1].strip() if message else type(error).__name__

@@ -22,8 +22,10 @@ def _asynchronous(method: Callable[..., Any]) -> Any:
 def _endpoints() -> dict[str, Any]:
     if importlib.metadata.version("torchstore") != "0.1.2":
         return {}
-    found = {name: getattr(member, "_method", None) for name, member in vars(Controller).items()}
-    return {name: _asynchronous(body) for name, body in found.items() if body and not inspect.iscoroutinefunction(body)}
+    methods = {name: getattr(member, "_method", None) for name, member in vars(Controller).items()}
+    return {
+        name: _asynchronous(body) for name, body in methods.items() if body and not inspect.iscoroutinefunction(body)
+    }
 
 
 AsyncController = type("AsyncController", (Controller,), {**_endpoints(), "__module__": __name__})
