@@ -148,7 +148,7 @@ class Puller:
         self._peers = peers
         self._buckets: dict[str, _Arrival] = {}
         self._joining: list[set[str]] = []
-        """For each open question to the index, the keys pulled since it was asked: its answer may be too old for them."""
+        """For each open question to the index, the keys pulled since, for which its answer may be too old."""
         self._tasks: set[asyncio.Future[Any]] = set()
 
     def pull(self, manifest: Manifest) -> None:
