@@ -110,8 +110,8 @@ def _in_groups(rewards: torch.Tensor, estimator: Estimator, tokens: torch.Tensor
     count = mask.sum(dim=1, keepdim=True)
     mean = rewards.sum(dim=1, keepdim=True) / count.clamp(min=1)
     low, high = (rewards.where(mask, sign * math.inf) for sign in (1, -1))
-    differ = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
-    centered = (rewards - mean).where(differ & mask, 0.0)
+    has_spread = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
+    centered = (rewards - mean).where(has_spread & mask, 0.0)
     match estimator:
         case "grpo":
             variance = centered.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
@@ -121,10 +121,10 @@ def _in_groups(rewards: torch.Tensor, estimator: Estimator, tokens: torch.Tensor
         case "opo":
             total = tokens.sum(dim=1, keepdim=True)
             baseline = (tokens * rewards).sum(dim=1, keepdim=True) / total.clamp(min=1)
-            centered = (rewards - baseline.where(total > 0, mean)).where(differ, 0.0)
+            centered = (rewards - baseline.where(total > 0, mean)).where(has_spread, 0.0)
         case "max_rl":
             bound = (count - 1).clamp(min=0).double()
-            centered = (centered / mean).clamp(-bound, bound).where(differ & (mean > 0), 0.0)
+            centered = (centered / mean).clamp(-bound, bound).where(has_spread & (mean > 0), 0.0)
         case "batch_std" if int(mask.sum()) > 1:
             centered = centered / (rewards[mask].std() + EPSILON)
         case "reinforce_pp_baseline":
@@ -248,8 +248,8 @@ def gdpo_advantages(batch: Batch, weights: Mapping[str, float]) -> torch.Tensor:
         centered = (values - values.where(mask, math.nan).nanmean(dim=1, keepdim=True)).where(mask, 0.0)
         std = (centered.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)).sqrt()
         low, high = (values.where(mask, sign * math.inf) for sign in (1, -1))
-        differ = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
-        total += weight * (centered / (std + EPSILON)).where(differ, 0.0)
+        has_spread = low.amin(dim=1, keepdim=True) < high.amax(dim=1, keepdim=True)
+        total += weight * (centered / (std + EPSILON)).where(has_spread, 0.0)
     return group_advantages(total, estimator="reinforce", scored=_scored(batch))
 
 

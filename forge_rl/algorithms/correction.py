@@ -160,16 +160,16 @@ class Correction:
             log_weight = old - behaviour if self.level == "token" else inputs.statistics["correction_weight"]
             weight = log_weight.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
             bounded = weight.clamp(self.low, self.high)
-            outside = weight != bounded
-            factor = bounded if self.mode == "truncate" else bounded.where(~outside, 0.0)
-            sums["correction/out_of_bounds"] = (mask & outside).sum()
+            out_of_bounds = weight != bounded
+            factor = bounded if self.mode == "truncate" else bounded.where(~out_of_bounds, 0.0)
+            sums["correction/out_of_bounds"] = (mask & out_of_bounds).sum()
         criteria = [criterion for criterion in self.criteria if criterion.level == "token"]
         if self.criteria:
-            rejected = self._rejected(criteria, inputs) if criteria else mask.new_zeros(mask.shape)
+            is_rejected = self._rejected(criteria, inputs) if criteria else mask.new_zeros(mask.shape)
             if len(criteria) < len(self.criteria):
-                rejected = rejected | inputs.statistics["correction_rejected"]
-            factor = factor.where(~rejected, 0.0)
-            sums["correction/rejected"] = (mask & rejected).sum()
+                is_rejected = is_rejected | inputs.statistics["correction_rejected"]
+            factor = factor.where(~is_rejected, 0.0)
+            sums["correction/rejected"] = (mask & is_rejected).sum()
         if sums:
             token_weights = factor.where(mask, 0.0)
             sums |= {
@@ -184,11 +184,11 @@ class Correction:
         difference = log_ratios(trainer_logprobs, tokens.behaviour).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         kinds = {"k1": -difference, "k2": difference.square() / 2, "k3": difference.expm1() - difference}
         reducers = {"token": _same, "seq_sum": sequence_sums, "seq_mean": sequence_means, "seq_max": sequence_maxima}
-        rejected = tokens.mask.new_zeros(tokens.mask.shape)
+        is_rejected = tokens.mask.new_zeros(tokens.mask.shape)
         for criterion in criteria:
             estimate = reducers[criterion.level](kinds[criterion.kind], tokens)
-            rejected = rejected | (estimate < criterion.low) | (estimate > criterion.high)
-        return rejected
+            is_rejected = is_rejected | (estimate < criterion.low) | (estimate > criterion.high)
+        return is_rejected
 
 
 def _criterion(text: str) -> Criterion:

@@ -130,8 +130,8 @@ class Distillation(Loss):
             )
         inputs.check()
         top_teacher = inputs.columns["top_teacher"].to(inputs.logprobs.dtype)
-        missing = top_teacher.isnan().any(dim=1)
-        mask = inputs.mask & ~missing
+        is_missing = top_teacher.isnan().any(dim=1)
+        mask = inputs.mask & ~is_missing
         # Apply where before exp: a masked inf or NaN must reach neither the sum nor, as 0 * inf, the gradient.
         filler = torch.full_like(top_teacher, -math.log(2 * self.k))
         teacher = with_tail(top_teacher.clamp(min=_LEAST_LOGPROB).where(mask[:, None], filler))
@@ -143,7 +143,7 @@ class Distillation(Loss):
         sums = {
             "divergence": divergence.sum(),
             "tail": policy[:, -1].exp().where(mask, 0.0).sum(),
-            "unscored": (inputs.mask & missing).sum(),
+            "unscored": (inputs.mask & is_missing).sum(),
         }
         if self.ratio_max:
             ratio = importance_ratio(inputs.logprobs.detach().where(mask, 0.0), inputs.behaviour.where(mask, 0.0))

@@ -154,9 +154,9 @@ class PolicyLoss(Loss):
         factor, correction_sums = self.correction.weights(inputs, old, behaviour)
         losses, method_sums = self.token_losses(logprobs, old, advantages, inputs)
         if self.off_policy_bound < math.inf:
-            dropped = mask & (advantages < 0) & (inputs.statistics["off_policy"] > self.off_policy_bound)
-            losses = losses.where(~dropped, 0.0)
-            sums["off_policy_masked"] = dropped.sum()
+            is_dropped = mask & (advantages < 0) & (inputs.statistics["off_policy"] > self.off_policy_bound)
+            losses = losses.where(~is_dropped, 0.0)
+            sums["off_policy_masked"] = is_dropped.sum()
         if self.top_entropy_quantile < 1:
             losses = losses.where(inputs.statistics["high_entropy"], 0.0)
         loss = (weights * factor * losses).sum()

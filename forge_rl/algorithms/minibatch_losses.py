@@ -52,16 +52,16 @@ class M2po(PolicyLoss):
         candidates = (log_ratio * tokens.advantages > 0).nonzero()[:, 0]
         squares, order = log_ratio[candidates].double().square().sort(stable=True)
         means = squares.cumsum(0) / (squares.new_ones(len(squares)).cumsum(0))
-        dropped = candidates[order[means > self.m2_bound]]
-        return {**super().statistics(tokens), "dropped": _only(dropped, tokens)}
+        dropped_indices = candidates[order[means > self.m2_bound]]
+        return {**super().statistics(tokens), "dropped": _only(dropped_indices, tokens)}
 
     def token_losses(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, inputs: LossInputs
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Compute the loss of each token; see `PolicyLoss.token_losses`."""
-        dropped = inputs.mask & inputs.statistics["dropped"]
+        is_dropped = inputs.mask & inputs.statistics["dropped"]
         losses = -importance_ratio(logprobs, old) * advantages
-        return losses.where(~dropped, 0.0), {"clipped": dropped.sum()}
+        return losses.where(~is_dropped, 0.0), {"clipped": is_dropped.sum()}
 
 
 @dataclass(frozen=True, kw_only=True)

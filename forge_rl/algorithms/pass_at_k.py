@@ -86,15 +86,15 @@ def _of_group(rewards: Float64, k: int, centered: bool) -> Float64:
     ranked, advantages = rewards[order], np.empty_like(rewards)
     best_weights, above_weights, below_weights = _weights(len(ranked), k)
     if centered:
-        later = np.append(np.cumsum((above_weights * ranked)[::-1])[::-1][1:], 0.0)
-        best = best_weights * ranked + later  # of subsets with the episode of this rank
+        higher_sums = np.append(np.cumsum((above_weights * ranked)[::-1])[::-1][1:], 0.0)
+        best = best_weights * ranked + higher_sums  # of subsets with the episode of this rank
         share = best_weights * k / len(ranked)  # of all subsets, those whose highest reward has this rank
         mean = float((share * ranked).sum())
         spread = float((share * (ranked - mean) ** 2).sum()) ** 0.5
         advantages[order] = (best - mean) / (spread + EPSILON)
     else:
-        earlier = np.append(0.0, np.cumsum(below_weights * ranked)[:-1])
-        advantages[order] = best_weights * ranked - earlier
+        lower_sums = np.append(0.0, np.cumsum(below_weights * ranked)[:-1])
+        advantages[order] = best_weights * ranked - lower_sums
     return advantages
 
 

@@ -148,9 +148,9 @@ def reinforce_pp_advantages(
     if penalties is not None:
         rewards = rewards - flat(penalties, lengths, "penalties")
     returns = discounted(rewards, lengths, gamma)
-    scored = np.repeat(np.array([episode.score is not None for episode in episodes], np.bool_), lengths)
+    is_scored = np.repeat(np.array([episode.score is not None for episode in episodes], np.bool_), lengths)
     advantages = np.zeros(len(returns), np.float32)
-    advantages[scored] = whitened(returns[scored])
+    advantages[is_scored] = whitened(returns[is_scored])
     return by_group(batch, split(advantages, lengths))
 
 

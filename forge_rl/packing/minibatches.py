@@ -27,12 +27,12 @@ def deal(sources: Sequence[str], trained: Sequence[bool], minibatches: int, *, s
     if minibatches == 1:
         return [list(range(len(sources)))]
     random = np.random.default_rng(seed)
-    shuffled = random.permutation(len(sources)).tolist()
-    source_order = {name: place for place, name in enumerate(dict.fromkeys(sources[index] for index in shuffled))}
+    order = random.permutation(len(sources)).tolist()
+    source_order = {name: place for place, name in enumerate(dict.fromkeys(sources[index] for index in order))}
     lead = random.permutation(minibatches).tolist()
     parts: list[list[int]] = [[] for _ in range(minibatches)]
     source_counts = [Counter[str]() for _ in range(minibatches)]
-    for index in sorted(shuffled, key=lambda index: (not trained[index], source_order[sources[index]])):
+    for index in sorted(order, key=lambda index: (not trained[index], source_order[sources[index]])):
         name = sources[index]
         part = min(range(minibatches), key=lambda part: (source_counts[part][name], len(parts[part]), lead[part]))
         parts[part].append(index)

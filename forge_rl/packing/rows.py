@@ -292,14 +292,16 @@ def pack(
     epochs = layout.epochs if layout.minibatches > 1 else 1
     seeds = [derive_seed(layout.seed, "minibatches", batch.version, epoch) for epoch in range(epochs)]
     parts = [part for seed in seeds for part in deal(sources, learns, layout.minibatches, seed=seed)]
-    spared = [group for group in groups if drop_uniform and group.uniform]
+    spared_groups = [group for group in groups if drop_uniform and group.uniform]
     return Packed(
         minibatches=tuple(
             _minibatch([groups[p] for p in part], layout, shape[1], tuple(sources), drop_uniform) for part in parts
         ),
         epochs=epochs,
         sequence_tokens=sum(branch.inputs for branch in branches),
-        uniform_tokens=sum(branch.inputs for group in spared for tree in group.trees for branch in tree.branches),
+        uniform_tokens=sum(
+            branch.inputs for group in spared_groups for tree in group.trees for branch in tree.branches
+        ),
         unscored_tokens=sum(group.unscored for group in groups),
         uniform_share=sum(group.uniform for group in groups) / max(1, len(groups)),
         version=batch.version,
@@ -444,8 +446,8 @@ def _minibatch(
 ) -> Minibatch:
     lengths = {episode: length for group in groups for episode, length in group.lengths.items()}
     parts = [
-        [tree for group in groups if (drop_uniform and group.uniform) == spared for tree in group.trees]
-        for spared in (False, True)
+        [tree for group in groups if (drop_uniform and group.uniform) == is_spared for tree in group.trees]
+        for is_spared in (False, True)
     ]
     row_lists = [assign_rows(trees, seq_len=layout.longest, shares=layout.shares) for trees in parts]
     rows, trees = row_lists[0] + row_lists[1], parts[0] + parts[1]
@@ -502,11 +504,11 @@ def _row(
     for t, tree in enumerate(trees):
         row["trees"][position : position + tree.size] = t
         path = np.zeros(0, np.int64)
-        for branch, shared in zip(tree.branches, tree.shared, strict=True):
-            row["until"][path[shared:]] = position
-            span = slice(position, position + branch.inputs - shared)
-            path = np.concatenate([path[:shared], np.arange(span.start, span.stop)])
-            _lay_branch(row, columns, branch, shared, path)
+        for branch, num_shared in zip(tree.branches, tree.shared, strict=True):
+            row["until"][path[num_shared:]] = position
+            span = slice(position, position + branch.inputs - num_shared)
+            path = np.concatenate([path[:num_shared], np.arange(span.start, span.stop)])
+            _lay_branch(row, columns, branch, num_shared, path)
             row["lengths"][path[branch.mask[1:]]] = lengths[branch.episode]
             position = span.stop
         row["until"][path] = position
@@ -519,21 +521,21 @@ def _lay_branch(
     row: Mapping[str, npt.NDArray[Any]],
     columns: Mapping[str, npt.NDArray[Any]],
     branch: Branch,
-    shared: int,
+    num_shared: int,
     path: npt.NDArray[np.int64],
 ) -> None:
     """Write a segment into a row: its own tokens, and its values for shared ones.
 
     Args:
-        shared: number of its positions that are in the row already.
+        num_shared: number of its positions that are in the row already.
         path: index in the row of each of its positions, [inputs].
     """
-    positions = path[shared:]
-    row["token_ids"][positions] = branch.token_ids[shared : branch.inputs]
-    row["positions"][positions] = np.arange(shared, branch.inputs)
-    row["targets"][positions] = branch.token_ids[shared + 1 :]
-    if shared and row["targets"][path[shared - 1]] != branch.token_ids[shared]:
-        row["targets"][path[shared - 1]] = 0  # another segment goes on differently
+    positions = path[num_shared:]
+    row["token_ids"][positions] = branch.token_ids[num_shared : branch.inputs]
+    row["positions"][positions] = np.arange(num_shared, branch.inputs)
+    row["targets"][positions] = branch.token_ids[num_shared + 1 :]
+    if num_shared and row["targets"][path[num_shared - 1]] != branch.token_ids[num_shared]:
+        row["targets"][path[num_shared - 1]] = 0  # another segment goes on differently
     trained, claimed = path[branch.mask[1:]], path[branch.claims[1:]]
     row["targets"][claimed] = branch.token_ids[1:][branch.claims[1:]]
     row["mask"][trained] = True

@@ -80,7 +80,7 @@ class Tree:
     @cached_property
     def size(self) -> int:
         """Number of positions."""
-        return sum(branch.inputs - shared for branch, shared in zip(self.branches, self.shared, strict=True))
+        return sum(branch.inputs - num_shared for branch, num_shared in zip(self.branches, self.shared, strict=True))
 
     def split(self, parts: int) -> list[Tree]:
         """Split into pieces of similar size, each with its own copy of their common prefix and at least one segment."""
@@ -110,10 +110,10 @@ class Tree:
         """Split between neighbours, into as few pieces of at most limit tokens as that allows."""
         runs: list[list[int]] = []
         size = 0
-        for place, (branch, shared) in enumerate(zip(self.branches, self.shared, strict=True)):
-            if runs and size + branch.inputs - shared <= limit:
+        for place, (branch, num_shared) in enumerate(zip(self.branches, self.shared, strict=True)):
+            if runs and size + branch.inputs - num_shared <= limit:
                 runs[-1].append(place)
-                size += branch.inputs - shared
+                size += branch.inputs - num_shared
             else:
                 runs.append([place])
                 size = branch.inputs
@@ -193,11 +193,11 @@ def build_trees(branches: list[Branch], group: int, *, share_prefixes: bool) -> 
     shares: list[int] = []
     tokens, claims = np.zeros(0, np.int32), np.zeros(0, np.bool_)
     for branch in sorted_branches:
-        shared = _shared(tokens, claims, branch)
-        shares.append(shared)
+        num_shared = _shared(tokens, claims, branch)
+        shares.append(num_shared)
         claimed = branch.claims.copy()
-        if shared:
-            claimed[: shared + 1] |= claims[: shared + 1]
+        if num_shared:
+            claimed[: num_shared + 1] |= claims[: num_shared + 1]
         tokens, claims = branch.token_ids, claimed
     starts = [index for index, shared in enumerate(shares) if shared == 0]
     spans = list(zip(starts, [*starts[1:], len(sorted_branches)], strict=True))
@@ -269,22 +269,22 @@ def _first_fit(pieces: list[Tree], limit: int) -> list[list[Tree]]:
 
 def _balance(sizes: list[int], bins: int) -> list[list[int]]:
     """Distribute indexes of sizes over bins of similar load: largest first, each into the least loaded bin."""
-    filled: list[list[int]] = [[] for _ in range(bins)]
+    assignment: list[list[int]] = [[] for _ in range(bins)]
     heap = [(0, i) for i in range(bins)]
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         load, i = heap[0]
-        filled[i].append(index)
+        assignment[i].append(index)
         heapq.heapreplace(heap, (load + sizes[index], i))
-    return filled
+    return assignment
 
 
 def _merge(row: list[Tree]) -> list[Tree]:
     """Join pieces of the same tree that are in one row, so that they share their prefixes again."""
-    merged: dict[tuple[int, int], Tree] = {}
+    trees_by_key: dict[tuple[int, int], Tree] = {}
     for piece in sorted(row, key=lambda piece: piece.key):
-        indices = merged[piece.key].indices if piece.key in merged else ()
-        merged[piece.key] = replace(piece, indices=tuple(sorted(indices + piece.indices)))
-    return list(merged.values())
+        indices = trees_by_key[piece.key].indices if piece.key in trees_by_key else ()
+        trees_by_key[piece.key] = replace(piece, indices=tuple(sorted(indices + piece.indices)))
+    return list(trees_by_key.values())
 
 
 def row_size(row: list[Tree]) -> int:

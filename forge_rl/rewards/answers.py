@@ -52,9 +52,9 @@ class Exact(TextReward):
 
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without an answer."""
-        right = true_answers(task, self.key, "exact")
+        truths = true_answers(task, self.key, "exact")
         answer = extract(self.extract, self.graded(text))
-        return Score(total=float(answer in right), answer=answer or "")
+        return Score(total=float(answer in truths), answer=answer or "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +76,13 @@ class Match(TextReward):
 
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without an answer."""
-        right = true_answers(task, self.key, "match")
+        truths = true_answers(task, self.key, "match")
         answer = normalised(self._answer(self.graded(text)))
         if not answer:
             return Score(total=0.0)
         if self.partial:
-            return Score(total=max(_f1(answer, normalised(truth)) for truth in right), answer=answer)
-        return Score(total=float(answer in map(normalised, right)), answer=answer)
+            return Score(total=max(_f1(answer, normalised(truth)) for truth in truths), answer=answer)
+        return Score(total=float(answer in map(normalised, truths)), answer=answer)
 
     def _answer(self, text: str) -> str:
         """Return the answer by `extract`, or the stated answer of a text without marks."""
@@ -112,8 +112,8 @@ class Number(TextReward):
 
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task whose true answer has no number."""
-        right = [_number(truth) for truth in true_answers(task, self.key, "number")]
-        if None in right:
+        truths = [_number(truth) for truth in true_answers(task, self.key, "number")]
+        if None in truths:
             raise TaskError(
                 f"--reward number: the true answer of task {task.id!r} has no number: {task.truth[self.key]!r:.80}",
                 hint="use --reward match or --reward math instead",
@@ -121,7 +121,7 @@ class Number(TextReward):
         answer = _number(self._answer(self.graded(text)) or "")
         if answer is None:
             return Score(total=0.0)
-        is_near = any(self._is_near(truth, answer) for truth in right if truth is not None)
+        is_near = any(self._is_near(truth, answer) for truth in truths if truth is not None)
         return Score(total=float(is_near), answer=canonical(answer))
 
     def _answer(self, text: str) -> str | None:
@@ -169,8 +169,8 @@ def normalised(text: str) -> str:
 
 
 def _f1(answer: str, truth: str) -> float:
-    ours, theirs = answer.split(), truth.split()
-    if not ours or not theirs:
-        return float(ours == theirs)
-    shared = (collections.Counter(ours) & collections.Counter(theirs)).total()
-    return 2 * shared / (len(ours) + len(theirs))
+    answer_words, truth_words = answer.split(), truth.split()
+    if not answer_words or not truth_words:
+        return float(answer_words == truth_words)
+    num_shared = (collections.Counter(answer_words) & collections.Counter(truth_words)).total()
+    return 2 * num_shared / (len(answer_words) + len(truth_words))

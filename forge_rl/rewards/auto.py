@@ -32,13 +32,13 @@ class Auto(TextReward):
         """Raises TaskError for a task without an answer."""
         if task.verifier == REASONING_GYM:
             return ReasoningGymReward()(task, text)
-        right, text = true_answers(task, self.key, "auto"), self.graded(text)
-        kinds = set(map(kind_of, right))
+        truths, text = true_answers(task, self.key, "auto"), self.graded(text)
+        kinds = set(map(kind_of, truths))
         if kinds == {"number"}:
-            return number_score(task, right, text, percent_is_unit=True)
+            return number_score(task, truths, text, percent_is_unit=True)
         if "expression" in kinds or "number" in kinds:
             return Maths(key=self.key, percent_is_unit=True, thoughts=self.thoughts)(task, text)
         if kinds == {"choice"}:
             letter = settled_letter(text)
-            return Score(total=float(letter in map(letter_of, right)), answer=letter)
+            return Score(total=float(letter in map(letter_of, truths)), answer=letter)
         return Match(key=self.key, thoughts=self.thoughts)(task, text)

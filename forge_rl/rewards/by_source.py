@@ -45,6 +45,6 @@ class RewardBySource:
     async def __call__(self, task: Task, episode: Episode) -> Scored:
         """Return the score of the task's reward."""
         reward = self.rewards.get(task.source, self.other)
-        scored = episode if form_of(reward) == "episode" else text_for(reward, episode)
-        score = reward(task, scored)  # type: ignore[arg-type]
+        argument = episode if form_of(reward) == "episode" else text_for(reward, episode)
+        score = reward(task, argument)  # type: ignore[arg-type]
         return await score if inspect.isawaitable(score) else score  # type: ignore[return-value]

@@ -48,9 +48,9 @@ class Choice(TextReward):
 
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task whose true answer is not a letter or an index."""
-        right = {self._letter(truth, task) for truth in true_answers(task, self.key, "choice")}
+        true_letters = {self._letter(truth, task) for truth in true_answers(task, self.key, "choice")}
         letter = chosen_letter(self.graded(text))
-        return Score(total=float(letter in right), answer=letter)
+        return Score(total=float(letter in true_letters), answer=letter)
 
     def _letter(self, truth: str, task: Task) -> str:
         letter = letter_of(truth) or _letter_before_text(truth)

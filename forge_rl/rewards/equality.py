@@ -57,9 +57,9 @@ def equal(true: str, answer: str) -> bool:
     Raises:
         ValueError: the true answer is of no supported kind.
     """
-    right = read(true)
+    true_structure = read(true)
     try:
-        return _same(right, read(answer))
+        return _same(true_structure, read(answer))
     except (ValueError, ArithmeticError, RecursionError):
         return False
 
@@ -99,11 +99,11 @@ def read(text: str, depth: int = 0) -> Structure:
         return Structure("relation", tuple(map(inner, sides)), tuple(operators))
     for opening in _OPEN:
         if text.startswith(opening) and (closing := _encloses(text, opening)):
-            inside = text[len(opening) : len(text) - len(closing)]
-            items = _split(inside, lambda token: token == ",")
+            contents = text[len(opening) : len(text) - len(closing)]
+            items = _split(contents, lambda token: token == ",")
             if len(items) > 1 or (opening in ("\\{", "{") and opening + closing == "\\{\\}"):
                 kind = (opening + closing).replace("\\{", "{").replace("\\}", "}")
-                return Structure(kind, tuple(map(inner, items)) if inside.strip() else ())
+                return Structure(kind, tuple(map(inner, items)) if contents.strip() else ())
     if "\\pm" in text or "\\mp" in text or "\N{PLUS-MINUS SIGN}" in text:
         text = text.replace("\N{PLUS-MINUS SIGN}", "\\pm ")
         signs = [text.replace("\\pm", a).replace("\\mp", b) for a, b in (("+", "-"), ("-", "+"))]
@@ -190,13 +190,13 @@ def _without_name(side: Structure, other: Structure) -> Structure:
 
 
 def _same_in_any_order(true: Sequence[Structure], answer: Sequence[Structure]) -> bool:
-    missing = list(true)
+    unmatched = list(true)
     for part in answer:
-        match = next((place for place, other in enumerate(missing) if _same(other, part)), None)
+        match = next((place for place, other in enumerate(unmatched) if _same(other, part)), None)
         if match is None:
             return False
-        del missing[match]
-    return not missing
+        del unmatched[match]
+    return not unmatched
 
 
 def _same_relation(true: Structure, answer: Structure) -> bool:
@@ -225,20 +225,20 @@ def _same_value(true: Structure, answer: Structure) -> bool:
     names = symbols_of(true.tree)
     if names != symbols_of(answer.tree):
         return False
-    compared = 0
+    num_points = 0
     with mpmath.workdps(_DIGITS):
         for values in points(names):
             try:
-                left = evaluate(true.tree, values)
+                true_value = evaluate(true.tree, values)
             except ZeroDivisionError:
                 continue
-            right = evaluate(answer.tree, values)
-            if not _is_near(left, right):
-                return not names and _is_rounded(answer.source, left)
-            compared += 1
+            answer_value = evaluate(answer.tree, values)
+            if not _is_near(true_value, answer_value):
+                return not names and _is_rounded(answer.source, true_value)
+            num_points += 1
             if not names:
                 return True
-    return compared >= _LEAST_POINTS
+    return num_points >= _LEAST_POINTS
 
 
 def _ratio(true: Node, answer: Node) -> float | None:
@@ -249,10 +249,10 @@ def _ratio(true: Node, answer: Node) -> float | None:
     factors = []
     with mpmath.workdps(_DIGITS):
         for values in points(names):
-            left, right = evaluate(true, values), evaluate(answer, values)
-            if not names or abs(left) < 10**-_EQUAL_DIGITS or abs(right) < 10**-_EQUAL_DIGITS:
+            true_value, answer_value = evaluate(true, values), evaluate(answer, values)
+            if not names or abs(true_value) < 10**-_EQUAL_DIGITS or abs(answer_value) < 10**-_EQUAL_DIGITS:
                 return None
-            factors.append(right / left)
+            factors.append(answer_value / true_value)
         first = factors[0]
         if mpmath.im(first) != 0 or not all(_is_near(first, factor) for factor in factors):
             return None
@@ -276,5 +276,5 @@ def _is_rounded(number: str, exact: object) -> bool:
     if decimals is None or abs(mpmath.re(exact)) > 10**15:
         return False
     digits = len((decimals[1] + decimals[2]).lstrip("0"))
-    close = Fraction(int(mpmath.nint(mpmath.re(exact) * 10**40)), 10**40)
-    return rounds(len(decimals[2]), digits, Fraction(number), close)
+    approximation = Fraction(int(mpmath.nint(mpmath.re(exact) * 10**40)), 10**40)
+    return rounds(len(decimals[2]), digits, Fraction(number), approximation)

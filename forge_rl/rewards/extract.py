@@ -83,21 +83,21 @@ def tagged(text: str) -> str | None:
     """Return the contents of the last <answer>...</answer>."""
     answer: str | None = None
     end = 0
-    while (start := text.find(_OPEN, end)) >= 0 and (close := text.find(_CLOSE, start)) >= 0:
-        answer, end = text[start + len(_OPEN) : close], close + len(_CLOSE)
+    while (start := text.find(_OPEN, end)) >= 0 and (close_index := text.find(_CLOSE, start)) >= 0:
+        answer, end = text[start + len(_OPEN) : close_index], close_index + len(_CLOSE)
     return None if answer is None else answer.strip()
 
 
 def boxed(text: str) -> str | None:
     r"""Return the contents of the last \boxed{...} with balanced braces, including nested braces."""
     start = end = -1
-    opened: list[int] = []
+    box_starts: list[int] = []
     # Start of the contents of each open box; -1 for other braces.
     for brace in _BRACE.finditer(text):
         if brace.group() != "}":
-            opened.append(brace.end() if brace.group() == _BOXED else -1)
-        elif opened and (inside := opened.pop()) > start:
-            start, end = inside, brace.start()
+            box_starts.append(brace.end() if brace.group() == _BOXED else -1)
+        elif box_starts and (contents_start := box_starts.pop()) > start:
+            start, end = contents_start, brace.start()
     return text[start:end].strip() if start >= 0 else None
 
 
@@ -161,10 +161,10 @@ def final_number(text: str) -> str | None:
     last, before, after = numbers[-1], text[: numbers[-1].start()], text[numbers[-1].end() :]
     number = last.group()
     if operator := _OPERATOR.search(before):
-        earlier = before[: operator.start()].rstrip()
-        if earlier[-1:].isalnum() or earlier[-1:] in (")", "]", "}"):
+        left_side = before[: operator.start()].rstrip()
+        if left_side[-1:].isalnum() or left_side[-1:] in (")", "]", "}"):
             return None
-        if earlier.endswith(("=", ":")) and operator.group().strip() == "-":
+        if left_side.endswith(("=", ":")) and operator.group().strip() == "-":
             number = f"-{number}"
     elif last["sign"] and before and (before[-1].isalnum() or before[-1] in ")]}"):
         return None

@@ -44,12 +44,12 @@ class Format(TextReward):
         rest = f"<{self.think}>{text}" if self.opened and self.think else text
         names = [name for name in (self.think, self.answer) if name]
         is_well_formed = all(rest.count(f"<{name}>") == rest.count(f"</{name}>") == 1 for name in names)
-        inside = ""
+        contents = ""
         for name in names if is_well_formed else ():
             before, _, rest = rest.partition(f"<{name}>")
-            inside, closed, rest = rest.partition(f"</{name}>")
-            is_well_formed = is_well_formed and bool(closed) and not before.strip()
-        return Score(total=1.0, answer=inside.strip()) if is_well_formed and not rest.strip() else Score(total=0.0)
+            contents, closing_tag, rest = rest.partition(f"</{name}>")
+            is_well_formed = is_well_formed and bool(closing_tag) and not before.strip()
+        return Score(total=1.0, answer=contents.strip()) if is_well_formed and not rest.strip() else Score(total=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,15 +162,15 @@ class JSONSchema(TextReward):
 def last_fenced(text: str) -> str | None:
     """Return the contents of the last block between a line ending in ``` or ```json and one beginning with ```."""
     contents: str | None = None
-    inside: list[str] | None = None
+    block_lines: list[str] | None = None
     for line in text.split("\n"):
-        if inside is not None:
+        if block_lines is not None:
             if not (bare := line.lstrip()).startswith(_FENCE):
-                inside.append(line)
+                block_lines.append(line)
                 continue
-            contents, inside, line = "\n".join(inside), None, bare[len(_FENCE) :]
+            contents, block_lines, line = "\n".join(block_lines), None, bare[len(_FENCE) :]
         if line.rstrip().endswith((_FENCE, f"{_FENCE}json")):
-            inside = []
+            block_lines = []
     return contents
 
 

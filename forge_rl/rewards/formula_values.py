@@ -119,9 +119,9 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 def points(names: set[str]) -> Iterator[dict[str, Fraction]]:
     """Yield points at which formulas of these variables are compared: fixed numbers of both signs, with no pattern."""
-    ordered = sorted(names)
+    sorted_names = sorted(names)
     for point in range(1, 7):
         yield {
             name: Fraction((-1) ** ((point + place) // 2) * (((point * 7919 + place * 104729) ** 2) % 9973 + 577), 4099)
-            for place, name in enumerate(ordered)
+            for place, name in enumerate(sorted_names)
         }

@@ -162,9 +162,13 @@ class _Reader:
             self._bars -= 1
             self._expect("|")
             return ("call", "abs", node)
-        if named := _NAMED.match(self.text, self.place):
-            self.place = named.end()
-            return self._function(named[1]) if named[1] in _FUNCTIONS else ("name", self._subscripted(named[1]))
+        if wrapped_name := _NAMED.match(self.text, self.place):
+            self.place = wrapped_name.end()
+            return (
+                self._function(wrapped_name[1])
+                if wrapped_name[1] in _FUNCTIONS
+                else ("name", self._subscripted(wrapped_name[1]))
+            )
         if command := _COMMAND.match(self.text, self.place):
             self.place = command.end()
             return self._command(command[1])

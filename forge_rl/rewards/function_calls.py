@@ -30,9 +30,9 @@ class FunctionCalls:
 
     def __call__(self, task: Task, episode: Episode) -> Score:
         """Raises TaskError for a task without right calls."""
-        right = self._right(task)
+        true_calls = self._right(task)
         calls = episode.turns[-1].calls if episode.turns else ()
-        problem = _compared(right, calls)
+        problem = _compared(true_calls, calls)
         answer = ", ".join(f"{call.name}({call.arguments:.100})" for call in calls[:8])
         return Score(total=float(not problem), parts={"calls": float(len(calls))}, answer=answer, feedback=problem)
 
@@ -49,11 +49,11 @@ class FunctionCalls:
         return [{name: arguments} for call in calls for name, arguments in call.items()]
 
 
-def _compared(right: Sequence[Mapping[str, Mapping[str, object]]], calls: Sequence[ToolCall]) -> str:
+def _compared(true_calls: Sequence[Mapping[str, Mapping[str, object]]], calls: Sequence[ToolCall]) -> str:
     """Return how the calls differ from the right ones; "" if they do not."""
-    if len(calls) != len(right) or len(calls) > _MOST_CALLS:
-        return f"{len(calls)} calls instead of {len(right)}"
-    remaining, problem = list(right), ""
+    if len(calls) != len(true_calls) or len(calls) > _MOST_CALLS:
+        return f"{len(calls)} calls instead of {len(true_calls)}"
+    remaining, problem = list(true_calls), ""
     for call in calls:
         problems = [_differs(expected, call) for expected in remaining]
         if "" not in problems:
@@ -62,8 +62,8 @@ def _compared(right: Sequence[Mapping[str, Mapping[str, object]]], calls: Sequen
     return problem
 
 
-def _differs(right: Mapping[str, Mapping[str, object]], call: ToolCall) -> str:
-    [(name, accepted)] = right.items()
+def _differs(true_call: Mapping[str, Mapping[str, object]], call: ToolCall) -> str:
+    [(name, accepted)] = true_call.items()
     if name.replace(".", "_") != call.name.replace(".", "_"):
         return f"{call.name} instead of {name}"
     try:

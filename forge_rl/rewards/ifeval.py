@@ -75,13 +75,13 @@ class IFEval(TextReward):
     def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without instructions, or with an unknown one."""
         instructions, text = _instructions(task), text[:_LONGEST]
-        failed = [name for name, parameters in instructions if not follows(name, parameters, text)]
-        share = 1 - len(failed) / len(instructions)
+        failed_names = [name for name, parameters in instructions if not follows(name, parameters, text)]
+        share = 1 - len(failed_names) / len(instructions)
         loose = all(
             any(follows(name, parameters, variant) for variant in _loosened(text)) for name, parameters in instructions
         )
-        feedback = f"not followed: {', '.join(failed)}" if failed else ""
-        total = share if self.partial else float(not failed)
+        feedback = f"not followed: {', '.join(failed_names)}" if failed_names else ""
+        total = share if self.partial else float(not failed_names)
         return Score(total=total, parts={"instructions": share, "loose": float(loose)}, feedback=feedback)
 
 
@@ -202,8 +202,8 @@ def count_sentences(text: str) -> int:
 
 def _paragraphs(text: str, parameters: Mapping[str, Any]) -> bool:
     parts = [part.strip() for part in text.split("***")]
-    inside = parts[1 if not parts[0] else 0 : len(parts) - (len(parts) > 1 and not parts[-1])]
-    return all(inside) and len(inside) == int(parameters["num_paragraphs"])
+    paragraphs = parts[1 if not parts[0] else 0 : len(parts) - (len(parts) > 1 and not parts[-1])]
+    return all(paragraphs) and len(paragraphs) == int(parameters["num_paragraphs"])
 
 
 def _words(text: str, parameters: Mapping[str, Any]) -> bool:
@@ -225,8 +225,8 @@ def _placeholders(text: str, parameters: Mapping[str, Any]) -> bool:
     count = 0
     for line in text.split("\n"):
         end = 0
-        while (begin := line.find("[", end)) >= 0 and (close := line.find("]", begin)) >= 0:
-            count, end = count + 1, close + 1
+        while (begin := line.find("[", end)) >= 0 and (close_index := line.find("]", begin)) >= 0:
+            count, end = count + 1, close_index + 1
     return count >= int(parameters["num_placeholders"])
 
 
@@ -257,11 +257,11 @@ def _sections(text: str, parameters: Mapping[str, Any]) -> bool:
 
 
 def _json(text: str, parameters: Mapping[str, Any]) -> bool:
-    inside = text.strip()
+    contents = text.strip()
     for mark in ("```json", "```Json", "```JSON", "```"):
-        inside = inside.removeprefix(mark)
+        contents = contents.removeprefix(mark)
     try:
-        parse_json(inside.removesuffix("```").strip())
+        parse_json(contents.removesuffix("```").strip())
     except (ValueError, RecursionError):
         return False
     return True
@@ -277,8 +277,8 @@ def _title(text: str, parameters: Mapping[str, Any]) -> bool:
 
 def _two_responses(text: str, parameters: Mapping[str, Any]) -> bool:
     parts = [part.strip() for part in text.split("******")]
-    inside = [part for place, part in enumerate(parts) if part or 0 < place < len(parts) - 1]
-    return len(inside) == 2 and all(inside) and inside[0] != inside[1]
+    responses = [part for place, part in enumerate(parts) if part or 0 < place < len(parts) - 1]
+    return len(responses) == 2 and all(responses) and responses[0] != responses[1]
 
 
 def _repeat(text: str, parameters: Mapping[str, Any]) -> bool:

@@ -152,8 +152,8 @@ class Judge:
             self.load(None)
         if self.criteria:
             return await self._by_criteria(task, episode)
-        grade, cached = await self._graded(render(self.template, task, episode))
-        return Score(total=grade, parts={"cached": float(cached)})
+        grade, is_cached = await self._graded(render(self.template, task, episode))
+        return Score(total=grade, parts={"cached": float(is_cached)})
 
     async def _by_criteria(self, task: Task, episode: Episode) -> Score:
         """Grade each criterion of a task. Parts are all grades, and their weighted means by sign of the weight."""
@@ -179,8 +179,8 @@ class Judge:
             if weighted_grades:
                 parts[name] = sums[name] / math.fsum(weight for weight, _ in weighted_grades)
         max_total = math.fsum(criterion.weight for criterion in criteria if criterion.weight > 0)
-        cached = sum(grading_task.result()[1] for grading_task in grading_tasks) / len(grading_tasks)
-        return Score(total=(sums["wanted"] - sums["pitfalls"]) / max_total, parts={**parts, "cached": cached})
+        cached_share = sum(grading_task.result()[1] for grading_task in grading_tasks) / len(grading_tasks)
+        return Score(total=(sums["wanted"] - sums["pitfalls"]) / max_total, parts={**parts, "cached": cached_share})
 
     async def _graded(self, prompt: str) -> tuple[float, bool]:
         """Return the grade for a prompt, scaled to 0 to 1, and whether it was cached."""
@@ -190,14 +190,14 @@ class Judge:
         key = _digest(self.base_url, request)
         async with live.locks.setdefault(key, asyncio.Lock()):
             reply = live.replies.reply(key)
-            cached = reply is not None
+            is_cached = reply is not None
             if reply is None:
                 async with live.room:
                     reply = await self._ask(live, request)
                 live.replies.keep(key, reply)
         grade = self._grade(reply)
         assert grade is not None, "only replies with a grade are kept"
-        return (grade - self.low) / (self.high - self.low), cached
+        return (grade - self.low) / (self.high - self.low), is_cached
 
     def _request(self, prompt: str) -> dict[str, Any]:
         worst, best = ("not met", "fully met") if self.criteria else ("worst", "best")
@@ -292,8 +292,8 @@ class Judge:
                 return None
         else:
             text = re.sub(rf"(?<=\d)\s*/\s*{re.escape(f'{self.high:g}')}\b", "", reply[-_MOST_READ:])  # 8/10
-            labelled = _LABELLED.findall(text.replace("*", ""))
-            candidates = [float(number) for number in (labelled[-1:] or _NUMBER.findall(text))]
+            labelled_numbers = _LABELLED.findall(text.replace("*", ""))
+            candidates = [float(number) for number in (labelled_numbers[-1:] or _NUMBER.findall(text))]
         valid_grades = [grade for grade in candidates if self.low <= grade <= self.high]
         return valid_grades[-1] if valid_grades else None
 

@@ -57,8 +57,8 @@ class Maths(TextReward):
 
     async def __call__(self, task: Task, text: str) -> Score:
         """Raises TaskError for a task without an answer, ForgeError if a worker process does not start."""
-        right, text = extract.true_answers(task, self.key, "math"), self.graded(text)
-        by_kind = {kind: [truth for truth in right if kind_of(truth) == kind] for kind in map(kind_of, right)}
+        truths, text = extract.true_answers(task, self.key, "math"), self.graded(text)
+        by_kind = {kind: [truth for truth in truths if kind_of(truth) == kind] for kind in map(kind_of, truths)}
         score = Score(total=0.0)
         if numbers := by_kind.get("number"):
             score = number_score(task, numbers, text, percent_is_unit=self.percent_is_unit)
@@ -72,40 +72,40 @@ class Maths(TextReward):
             score = await self._compared(task, formulas, text)
         return score
 
-    async def _compared(self, task: Task, right: Sequence[str], text: str) -> Score:
+    async def _compared(self, task: Task, truths: Sequence[str], text: str) -> Score:
         answer = _answer_in(text)
         signs = notation(answer)
-        if not signs or len(answer) > _MOST_CHARS or all(is_copy(answer, truth, task) for truth in right):
+        if not signs or len(answer) > _MOST_CHARS or all(is_copy(answer, truth, task) for truth in truths):
             return Score(total=0.0, parts={"late": 0.0}, answer=signs[:_LONGEST])
-        if any(signs == notation(truth) for truth in right):
+        if any(signs == notation(truth) for truth in truths):
             return Score(total=1.0, parts={"late": 0.0}, answer=signs[:_LONGEST])
         workers = shared_workers(__name__, "compare", self.processes, self.timeout_s, ("math_verify", "sympy"))
-        matched = await workers(list(right), answer)
-        if matched is None:
+        result = await workers(list(truths), answer)
+        if result is None:
             return Score(total=0.0, parts={"late": 1.0}, answer=signs[:_LONGEST])
-        place = cast(int, matched)
+        place = cast(int, result)
         # Equal answers have the true one's notation, so that a majority counts them together.
-        reported = signs if place < 0 else notation(right[place])
-        return Score(total=float(place >= 0), parts={"late": 0.0}, answer=reported[:_LONGEST])
+        reported_answer = signs if place < 0 else notation(truths[place])
+        return Score(total=float(place >= 0), parts={"late": 0.0}, answer=reported_answer[:_LONGEST])
 
 
-def number_score(task: Task, right: Sequence[str], text: str, *, percent_is_unit: bool) -> Score:
+def number_score(task: Task, truths: Sequence[str], text: str, *, percent_is_unit: bool) -> Score:
     """Score a completion by true answers that are numbers, see `quantities.same_quantity`."""
     number = extract.answered_number(text)
     quantity = read_quantity(number) if number is not None else None
     if number is None or quantity is None:
         return Score(total=0.0)
-    truths = [truth for truth in map(read_quantity, right) if truth is not None]
-    is_right = any(same_quantity(truth, quantity, percent_is_unit=percent_is_unit) for truth in truths)
-    if is_right and all(is_copy(number, truth, task) for truth in right):
+    true_quantities = [truth for truth in map(read_quantity, truths) if truth is not None]
+    is_right = any(same_quantity(truth, quantity, percent_is_unit=percent_is_unit) for truth in true_quantities)
+    if is_right and all(is_copy(number, truth, task) for truth in truths):
         is_right = False
     return Score(total=float(is_right), answer=str(quantity))
 
 
-def compare(right: list[str], answer: str) -> int:
+def compare(truths: list[str], answer: str) -> int:
     """Return the index of the true answer that an answer equals, or -1. Runs in a separate process, with bounds on time
     and memory."""
-    for place, truth in enumerate(right):
+    for place, truth in enumerate(truths):
         try:
             is_equal = equal(truth, answer)
         except ValueError:

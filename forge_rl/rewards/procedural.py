@@ -36,10 +36,10 @@ def n_queens(answer: str, entry: Mapping[str, Any], params: Mapping[str, Any]) -
 
 
 def spiral_matrix(answer: str, entry: Mapping[str, Any], params: Mapping[str, Any]) -> float:
-    right = entry["answer"].strip()
-    if (answer := answer.strip()) == right:
+    true_answer = entry["answer"].strip()
+    if (answer := answer.strip()) == true_answer:
         return 1.0
-    return 0.1 * bool(" ".join(str(number) for number in literal(answer)) == right)
+    return 0.1 * bool(" ".join(str(number) for number in literal(answer)) == true_answer)
 
 
 def binary_matrix(answer: str, entry: Mapping[str, Any], params: Mapping[str, Any]) -> float:

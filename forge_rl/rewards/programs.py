@@ -78,23 +78,25 @@ class Programs(TextReward):
         if function:
             tests = [f"assert same({function}(*{arguments!r}), {expected!r})" for arguments, expected in cases]
             target, timeout_s = f"Solution().{function}" if "class Solution" in code else function, self.timeout_s
-            passed, feedback = await run_tests(code, tests, setup=_SAME, target=target, timeout_s=timeout_s, task=task)
+            num_passed, feedback = await run_tests(
+                code, tests, setup=_SAME, target=target, timeout_s=timeout_s, task=task
+            )
         else:
-            passed, feedback = await self._passed(code, cases)
-        share = passed / len(cases)
+            num_passed, feedback = await self._passed(code, cases)
+        share = num_passed / len(cases)
         return Score(total=share if self.partial else float(share == 1), parts={"passed": share}, feedback=feedback)
 
     async def _passed(self, code: str, cases: Sequence[tuple[Any, Any]]) -> tuple[int, str]:
         """Return the number of inputs with the right output, and the first failure; stops there if it decides."""
-        passed, feedback = 0, ""
+        num_passed, feedback = 0, ""
         async with a_cpu_of_shared_pool() as pool:
             for case_input, expected in cases:
                 failure = await self._failed(pool, code, _as_text(case_input), _as_text(expected))
-                passed += not failure
+                num_passed += not failure
                 feedback = feedback or failure
                 if failure and not self.partial:
                     break
-        return passed, feedback
+        return num_passed, feedback
 
     async def _failed(self, pool: Pool, code: str, stdin: str, expected: str) -> str:
         """Return why a program fails, or "" if its output is right."""

@@ -196,12 +196,12 @@ def plain(text: str) -> str:
         if text.endswith(".") and not re.search(r"\.\w?\.$", text):
             text = text[:-1].rstrip()
         for opening, closing in _DELIMITERS:
-            inside = text[len(opening) : -len(closing)]
+            contents = text[len(opening) : -len(closing)]
             is_enclosed = len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing)
-            if is_enclosed and opening not in inside:
-                text = inside.strip()
-        if wrapped := _WRAPPED.fullmatch(text):
-            text = wrapped[1].strip()
+            if is_enclosed and opening not in contents:
+                text = contents.strip()
+        if wrapper := _WRAPPED.fullmatch(text):
+            text = wrapper[1].strip()
         elif text.startswith("\\boxed{") and text.endswith("}") and _is_balanced(text[7:-1]):
             text = text[7:-1].strip()
         if text == before:

@@ -123,9 +123,9 @@ class _Scorer:
                 f"the reward model in {config.path} cannot be loaded: {type(error).__name__}: {str(error)[:500]}",
                 hint="give a complete Hugging Face folder: config.json, safetensors, tokenizer",
             ) from error
-        if missing := sorted(loading["missing_keys"]):
+        if missing_keys := sorted(loading["missing_keys"]):
             raise ModelError(
-                f"the reward model in {config.path} lacks weights: {', '.join(missing)[:200]}",
+                f"the reward model in {config.path} lacks weights: {', '.join(missing_keys)[:200]}",
                 hint="give a trained sequence classifier: missing weights would be random",
             )
         self._model = model.eval().to(config.device)

@@ -85,11 +85,11 @@ def compile_rubric(text: str, criteria: bool = False) -> jinja2.Template:
             f"--reward judge: line {error.lineno} of the rubric is not valid Jinja: {error.message}",
             hint="fix it; {{ and {% have a special meaning",
         ) from None
-    filled = {*_FILLED, _CRITERION} if criteria else _FILLED
-    if unknown := names - filled:
+    placeholders = {*_FILLED, _CRITERION} if criteria else _FILLED
+    if unknown := names - placeholders:
         raise ConfigError(
             f"--reward judge: the rubric has unknown placeholders: {', '.join(sorted(unknown))}",
-            hint=f"use {', '.join(sorted(filled))}",
+            hint=f"use {', '.join(sorted(placeholders))}",
         )
     if criteria and names and _CRITERION not in names:
         raise ConfigError(

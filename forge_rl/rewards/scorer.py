@@ -75,7 +75,7 @@ async def score_again(scorer: Scorer, episodes: Sequence[Episode]) -> list[Episo
     for tries in range(_TRIES):
         try:
             scores = await scorer.score(episodes)
-            scored = [with_score(episode, score) for episode, score in zip(episodes, scores, strict=True)]
+            scored_episodes = [with_score(episode, score) for episode, score in zip(episodes, scores, strict=True)]
         except Exception as error:
             # A judge retries itself; a reward that hangs or kills its process would do so again.
             if tries == _TRIES - 1 or isinstance(error, JudgeError | HangError | PoisonError):
@@ -83,7 +83,7 @@ async def score_again(scorer: Scorer, episodes: Sequence[Episode]) -> list[Episo
             problem = f"scored again after: {error}"
         else:
             break
-    return [episode.updated(problem=problem) for episode in scored] if problem else scored
+    return [episode.updated(problem=problem) for episode in scored_episodes] if problem else scored_episodes
 
 
 def with_score(episode: Episode, score: Score) -> Episode:

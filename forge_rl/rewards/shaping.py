@@ -100,12 +100,12 @@ class CosineLength:
             for measurement, base_reward in zip(measured, base_rewards, strict=True)
         ]
 
-    def _value(self, measured: Score, right: bool) -> float:
+    def _value(self, measured: Score, is_right: bool) -> float:
         if measured.total >= self.max_tokens:
             return self.exceeded
-        short, long = (self.right_short, self.right_long) if right else (self.wrong_short, self.wrong_long)
+        short, long = (self.right_short, self.right_long) if is_right else (self.wrong_short, self.wrong_long)
         value = long + (short - long) * (1 + math.cos(math.pi * measured.total / self.max_tokens)) / 2
-        return value if right else value - self.repetition * measured.parts["repeated"]
+        return value if is_right else value - self.repetition * measured.parts["repeated"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,8 +78,10 @@ class UnitTests(TextReward):
         if code is None:
             return Score(total=0.0, parts={"passed": 0.0}, feedback="there is no code")
         setup, target = (self._text(task, key) for key in (self.setup, self.entry_point))
-        passed, feedback = await run_tests(code, tests, setup=setup, target=target, timeout_s=self.timeout_s, task=task)
-        share = passed / len(tests)
+        num_passed, feedback = await run_tests(
+            code, tests, setup=setup, target=target, timeout_s=self.timeout_s, task=task
+        )
+        share = num_passed / len(tests)
         return Score(total=share if self.partial else float(share == 1), parts={"passed": share}, feedback=feedback)
 
     def _tests(self, task: Task) -> list[str]:

@@ -141,8 +141,10 @@ class DeltaFolder:
 
     def remove_before(self, number: int) -> None:
         """Remove older versions, headers first."""
-        old = sorted((name for name in self._names() if int(name[:10]) < number), key=lambda name: name[-4:] == ".bin")
-        for name in old:
+        old_names = sorted(
+            (name for name in self._names() if int(name[:10]) < number), key=lambda name: name[-4:] == ".bin"
+        )
+        for name in old_names:
             self._files.remove(name)
 
     def malformed(self, number: int, reason: str) -> WeightsError:

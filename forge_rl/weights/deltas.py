@@ -96,11 +96,11 @@ class _Writer:
     def add(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
         """Write a tensor's change."""
         words = words_of(tensor)
-        old = self._old_words.pop(entry.name, None)
-        fits = old is not None and (len(old), old.dtype) == (len(words), words.dtype)
-        change = encode(words, old if fits else None)
-        if change.kind == "same" and old is not None:
-            self.new_words[entry.name] = old
+        old_words = self._old_words.pop(entry.name, None)
+        fits = old_words is not None and (len(old_words), old_words.dtype) == (len(words), words.dtype)
+        change = encode(words, old_words if fits else None)
+        if change.kind == "same" and old_words is not None:
+            self.new_words[entry.name] = old_words
         else:
             self.new_words[entry.name] = words.copy()
         self._changes[entry.name] = TensorChange(

@@ -211,11 +211,11 @@ def written_by(key: str) -> str:
 
 def _dealt(sizes: Mapping[str, int], hosts: Sequence[str]) -> list[Bucket]:
     """Give each bucket to the host that has the fewest bytes so far."""
-    filled = dict.fromkeys(hosts, 0)
+    bytes_by_host = dict.fromkeys(hosts, 0)
     buckets = []
     for key, size in sizes.items():
-        host = min(filled, key=filled.__getitem__)
-        filled[host] += size
+        host = min(bytes_by_host, key=bytes_by_host.__getitem__)
+        bytes_by_host[host] += size
         buckets.append(Bucket(key=key, bytes=size, host=host))
     return buckets
 
@@ -276,9 +276,9 @@ def draft(
             entry_by_name[spec.name] = entry
             sizes[key] += _aligned(entry_by_name[spec.name])
     entries = tuple(entry_by_name[spec.name] for spec in specs)
-    shared = dict.fromkeys(entry.bucket for entry in entries if not is_of(entry.bucket, version))
-    buckets = _dealt(sizes, hosts) + [old_buckets[key] for key in shared]
-    if shared and sum(bucket.bytes for bucket in buckets) > _MOST_SHARED * sum(map(_aligned, entries)):
+    shared_keys = dict.fromkeys(entry.bucket for entry in entries if not is_of(entry.bucket, version))
+    buckets = _dealt(sizes, hosts) + [old_buckets[key] for key in shared_keys]
+    if shared_keys and sum(bucket.bytes for bucket in buckets) > _MOST_SHARED * sum(map(_aligned, entries)):
         return draft(specs, version=version, dtype=dtype, bucket_bytes=bucket_bytes, epoch=epoch, hosts=hosts)
     return Manifest(version=version, tensors=entries, buckets=tuple(buckets), epoch=epoch)
 

@@ -83,15 +83,15 @@ class Volume:
                 with contextlib.suppress(OSError):  # somebody removed the file
                     refs[key] = renew(spare)
         self._drop_spare()  # the other ones have sizes that are no longer needed
-        missing = {key: size for key, size in sizes.items() if key not in refs}
-        needed = sum(PAGE + -(-size // PAGE) * PAGE for size in missing.values())
+        missing_sizes = {key: size for key, size in sizes.items() if key not in refs}
+        needed_bytes = sum(PAGE + -(-size // PAGE) * PAGE for size in missing_sizes.values())
         try:
-            if needed > free_bytes(self._root):
+            if needed_bytes > free_bytes(self._root):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            for key, size in missing.items():
+            for key, size in missing_sizes.items():
                 refs[key] = create(self.folder / secrets.token_hex(16), size)
         except OSError as error:
-            refusal = _refused(self._root, needed, error)
+            refusal = _refused(self._root, needed_bytes, error)
             self._spare.extend(refs.values())
             self._drop_spare()
             raise refusal from error

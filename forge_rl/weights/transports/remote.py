@@ -218,10 +218,10 @@ class Puller:
                     readers.create_task(self._receive_all(pull, queue))
         except Exception as error:
             cause = _as_weights_error(error, pull.manifest.version, "")
-            failed = {bucket.key: arrival for bucket, arrival in pull.arrivals.items() if not arrival.done()}
-            for arrival in failed.values():
+            unfinished = {bucket.key: arrival for bucket, arrival in pull.arrivals.items() if not arrival.done()}
+            for arrival in unfinished.values():
                 arrival.set_exception(cause)
-            self._volume.free(failed.keys() & reserved.keys())
+            self._volume.free(unfinished.keys() & reserved.keys())
         finally:
             for watch in pull.watches.values():
                 watch.cancel()
@@ -244,7 +244,7 @@ class Puller:
 
     async def _receive(self, pull: _Pull, bucket: Bucket, arrival: _Arrival, ref: SegmentRef) -> None:
         """Copy a bucket from its parent or, if that fails, from the next host that the index names."""
-        failed: list[str] = []
+        failed_hosts: list[str] = []
         while True:
             parent = pull.parents[bucket.key]
             try:
@@ -254,14 +254,14 @@ class Puller:
                 if arrival.done():  # it was forgotten, and its segment was freed
                     break
                 cause = _as_weights_error(error, pull.manifest.version, parent)
-                failed.append(parent)
+                failed_hosts.append(parent)
             try:
                 rest = [
                     other
                     for other, other_arrival in pull.arrivals.items()
                     if not other_arrival.done() and pull.parents[other.key] == parent and other.host == bucket.host
                 ]
-                pull.parents |= await self._place(rest, failed)
+                pull.parents |= await self._place(rest, failed_hosts)
                 if arrival.done():
                     break
                 self._volume.free((bucket.key,))  # the failed transfer may still write into it
@@ -274,9 +274,9 @@ class Puller:
 
     async def _copy(self, manifest: Manifest, bucket: Bucket, arrival: _Arrival, ref: SegmentRef, parent: str) -> None:
         source = await self._peers.share(parent, bucket, manifest.bytes)
-        read = asyncio.ensure_future(_read(source, ref))
-        self._keep(read)
-        memory = await asyncio.shield(read)
+        read_task = asyncio.ensure_future(_read(source, ref))
+        self._keep(read_task)
+        memory = await asyncio.shield(read_task)
         self.received[parent] += bucket.bytes
         if not arrival.done():
             await asyncio.to_thread(_check, manifest, bucket, memory, parent)

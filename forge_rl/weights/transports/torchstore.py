@@ -72,8 +72,8 @@ class TorchStoreTransport:
 
     async def reserve(self, drafted: Manifest) -> Manifest:
         """Mark the buckets as wanted, if memory allows: torchstore has no limit, and the kernel would kill it."""
-        needed = sum(bucket.bytes for bucket in drafted.written)
-        _check_room(f"version {drafted.version} in torchstore", needed)
+        needed_bytes = sum(bucket.bytes for bucket in drafted.written)
+        _check_room(f"version {drafted.version} in torchstore", needed_bytes)
         await asyncio.gather(*(self._ask("put", bucket.key, "wanted") for bucket in drafted.written))
         return drafted
 
@@ -89,8 +89,8 @@ class TorchStoreTransport:
         try:
             for bucket, shards_of in groupby(writes, key=lambda pair: pair[0].bucket):
                 part = f"{bucket}/{rank}-{secrets.token_hex(8)}"
-                buffer, packed = await asyncio.to_thread(_pack, part, list(shards_of))
-                reports += packed
+                buffer, part_reports = await asyncio.to_thread(_pack, part, list(shards_of))
+                reports += part_reports
                 if upload is not None:
                     await asyncio.shield(upload)
                 upload = asyncio.create_task(self._put(bucket, part, buffer))
