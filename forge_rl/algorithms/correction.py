@@ -127,7 +127,7 @@ class Correction:
         return loglinear(tokens.logprobs.detach(), tokens.behaviour, tokens.versions, tokens.version)
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
-        """Compute what depends on whole sequences; see `Loss.statistics`."""
+        """Compute the weights and rejections that depend on whole sequences; see `Loss.statistics`."""
         statistics = {}
         if self.level != "token":
             reduce_sequence = sequence_sums if self.level == "sequence" else sequence_means

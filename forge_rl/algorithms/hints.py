@@ -1,4 +1,4 @@
-"""Privileged information for self-distillation: what a teacher is shown of a task in addition to its messages."""
+"""Privileged information for self-distillation: text that a teacher sees in addition to the task's messages."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias
 from forge_rl.types import Group, Message
 
 Hint: TypeAlias = Literal["none", "solution", "demonstration", "feedback"]
-"""What a teacher is shown in addition to the task; see `hint_of`."""
+"""Kind of text that a teacher sees in addition to the task; see `hint_of`."""
 HintOf: TypeAlias = Callable[[Group, int], str | None]
-"""Text that the teacher of a group's episode, given by its index, is shown; None if there is none."""
+"""Returns the text that the teacher sees for the episode of a group with this index; None for no text."""
 _SUCCESS = 0.5
 """Minimum reward of an episode that is shown as a correct answer: SDPO's success_reward_threshold."""
 

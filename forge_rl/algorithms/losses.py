@@ -1,4 +1,4 @@
-"""Policy losses: their common part, the clipped surrogate, and what several methods share."""
+"""Policy losses: their common part, the clipped surrogate, and functions that several methods share."""
 
 from __future__ import annotations
 

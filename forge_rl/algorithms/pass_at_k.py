@@ -1,4 +1,4 @@
-"""Advantages for pass@k: what an episode adds to the best of k."""
+"""Advantages for pass@k: the contribution of an episode to the best reward of k."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class LossInputs:
     lengths: torch.Tensor
     """int32, number of trained tokens of the token's episode, over all rows."""
     counts: Counts
-    """What the minibatch has, over all rows and ranks."""
+    """Counts of the minibatch, over all rows and ranks."""
     group_size: int = 1
     """Episodes per group: the token's group is episodes // group_size."""
     sources: tuple[str, ...] = ()
@@ -87,9 +87,9 @@ class LossInputs:
     """Version of the policy: that published last, plus the share of the batch's updates that are done; None if it was
     not published before the batch."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=lambda: _NOTHING)
-    """What the recipe gave `pack` for each token, by name: [L], or [L, k]."""
+    """Values that the recipe gave `pack` for each token, by name: [L], or [L, k]."""
     statistics: Mapping[str, torch.Tensor] = field(default_factory=lambda: _NOTHING)
-    """What `Loss.statistics` returned: [L] each, or a scalar."""
+    """Results of `Loss.statistics` by name: [L] each, or a scalar."""
 
     @property
     def groups(self) -> torch.Tensor:
@@ -163,7 +163,7 @@ class Loss:
         return self.aggregation.divisor(counts)
 
     def statistics(self, tokens: LossInputs) -> Mapping[str, torch.Tensor]:
-        """Compute what the loss of a token needs to know about others, without gradient.
+        """Compute the quantities that the loss of a token needs from other tokens, without gradient.
 
         Args:
             tokens: the trained tokens of at least each episode, group or minibatch concerned, in the order of the

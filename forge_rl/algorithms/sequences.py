@@ -1,4 +1,4 @@
-"""Log ratios, and sums, means and maxima over sequences: what `Loss.statistics` is made of."""
+"""Log ratios, and sums, means and maxima over sequences, from which losses build `Loss.statistics`."""
 
 from __future__ import annotations
 

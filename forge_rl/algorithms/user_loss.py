@@ -87,7 +87,7 @@ def _call(function: Callable[[], _T]) -> _T:
 
 
 def _check(result: object) -> tuple[torch.Tensor, Mapping[str, Sum]]:
-    """Validate what a loss returned."""
+    """Validate the result of a loss."""
     match result:
         case (torch.Tensor() as total, Mapping() as sums) if total.ndim == 0:
             tensors = {name: _scalars(value) for name, value in sums.items()}

@@ -92,7 +92,7 @@ class Row:
     trees: torch.Tensor
     """int32, index of the token's tree, from 0 in each row; -1 in padding."""
     until: torch.Tensor
-    """int32, end of the positions that see this one: those from here on that have it in their prefix."""
+    """int32, end of the range of positions that see this one; the range begins at the position itself."""
     targets: torch.Tensor
     """int64, next token; 0 where there is none, or where segments go on differently."""
     mask: torch.Tensor
@@ -114,7 +114,7 @@ class Row:
     observed: torch.Tensor
     """bool, True where the target is an observation: not trained, but between two turns of its episode."""
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What the recipe gave `pack` for each trained token, by name: [L], or [L, k]; 0 where not mask."""
+    """Values that the recipe gave `pack` for each trained token, by name: [L], or [L, k]; 0 where not mask."""
     routed: torch.Tensor | None = None
     """Experts to which the engine routed the token itself, [L, layers, top_k] int16, dense layers included; -1 in
     padding and where unknown. None if unknown for all tokens."""

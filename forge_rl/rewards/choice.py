@@ -84,7 +84,7 @@ def chosen_letter(text: str) -> str:
 
 
 def settled_letter(text: str) -> str:
-    """Return the letter that a text chooses in so many words: marked, stated, or alone; "" for any other text."""
+    """Return the letter that a text chooses explicitly: marked, stated, or alone; "" for any other text."""
     text = text[-_LONGEST:]
     if (answer := marked(text)) is not None:
         return letter_of(answer) or _letter_before_text(answer) or _stated(answer)

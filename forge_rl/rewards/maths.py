@@ -116,7 +116,8 @@ def compare(truths: list[str], answer: str) -> int:
 
 
 def _is_equal_by_math_verify(truth: str, answer: str) -> bool:
-    """Compare what `equality` does not read, such as integrals and sums, if at most the order of the signs differs."""
+    """Compare formulas that `equality` cannot read, such as integrals and sums, if they differ at most in the order of
+    their signs."""
     import math_verify
 
     if sorted(_SIGN.findall(notation(truth))) != sorted(_SIGN.findall(notation(answer))):

@@ -128,7 +128,7 @@ class _Tree:
         )
 
     def _depths(self, top: str) -> dict[str, int]:
-        """Steps from a host to each host below it, less those that are cut off by a failure."""
+        """Return the steps from a host to each host below it, except hosts that a failure cuts off."""
         children: dict[str, list[str]] = defaultdict(list)
         for child, parent in self.parents.items():
             if child not in self._failed:

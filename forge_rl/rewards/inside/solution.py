@@ -1,4 +1,4 @@
-"""Calls a solution's functions, in its session. It shares that session with what the model wrote, and is not trusted.
+"""Calls a solution's functions, in its session. It shares that session with the model's code, and is not trusted.
 
 `plain` comes before this in the same module.
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Reply:
-    """A text whose representation it is itself, as a cell's value is represented."""
+    """Text whose `repr` is the text itself, because a cell returns its value's `repr`."""
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -34,7 +34,7 @@ class Broken(BaseException):
 
 
 class Request:
-    """A text whose representation it is itself, as a cell's value is represented."""
+    """JSON text whose `repr` is the text itself, because a cell returns its value's `repr`."""
 
     def __init__(self, **fields: object) -> None:
         self.text = json.dumps(fields)

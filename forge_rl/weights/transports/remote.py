@@ -39,7 +39,7 @@ _Arrival = asyncio.Future[SegmentRef]
 
 
 def deadline_s(size: int) -> float:
-    """Timeout of a call that waits until so many bytes have arrived from other hosts."""
+    """Timeout of a call that waits for `size` bytes from other hosts."""
     return _DEADLINE_S + size / _LEAST_RATE
 
 
