@@ -102,8 +102,8 @@ def boxed(text: str) -> str | None:
 
 
 def stated(text: str) -> str | None:
-    """Return the clause after the last "answer is", "Answer:" or ####; None without such a mark, and "" if the clause is
-    a negation."""
+    """Return the clause after the last "answer is", "Answer:" or ####; None without such a mark, and "" if it is a
+    negation."""
     statements = list(_STATED.finditer(text[-_LONGEST:]))
     if not statements:
         return None
