@@ -160,10 +160,10 @@ class Checkpoints:
         marker = self.folder.with_name(_LATEST)
         with reading(self.folder):
             names = os.listdir(self.folder) if is_there(self.folder) else []
-            aside = sorted(name for name in names if _ASIDE.fullmatch(name))
-            if not aside and not is_there(marker):
+            damaged_names = sorted(name for name in names if _ASIDE.fullmatch(name))
+            if not damaged_names and not is_there(marker):
                 return
-        evidence = f"damaged ones are kept as {', '.join(aside)}" if aside else f"{marker} names one"
+        evidence = f"damaged ones are kept as {', '.join(damaged_names)}" if damaged_names else f"{marker} names one"
         raise CheckpointError(
             f"{self.folder} had checkpoints, and none is left to resume from ({evidence}): the run would start over",
             hint=f"put them back, or choose another --out; to start again here, delete {self.folder} and {marker}",
@@ -184,14 +184,14 @@ class Checkpoints:
             folder = checkpoint.folder
             places = (folder.with_name(f"{folder.name}.damaged-{number}") for number in itertools.count())
             try:
-                aside = next(place for place in places if not is_there(place))
-                folder.rename(aside)
+                new_folder = next(place for place in places if not is_there(place))
+                folder.rename(new_folder)
             except OSError as error:
                 raise CheckpointError(
                     f"{folder} is damaged ({damage}) and cannot be renamed: {error.strerror or error}",
                     hint="move it away to resume from the previous checkpoint",
                 ) from error
-            tell(f"{folder} is damaged, so another checkpoint is used: {damage}; it is kept as {aside.name}")
+            tell(f"{folder} is damaged, so another checkpoint is used: {damage}; it is kept as {new_folder.name}")
         return None
 
     def best(self) -> Checkpoint | None:
@@ -311,7 +311,7 @@ class Checkpoints:
             shutil.rmtree(folder)
 
     def _put_back(self) -> None:
-        """Give checkpoints their names back whose replacement an error or the death of a process interrupted."""
+        """Restore the names of checkpoints whose replacement was interrupted by an error or a killed process."""
         for path in self.folder.glob(f".step-*{_REPLACED}"):
             name = path.name.removeprefix(".").removesuffix(_REPLACED)
             if not is_there(self.folder / name):
@@ -370,11 +370,11 @@ def _digests(files: dict[str, Path]) -> dict[str, str]:
     """Map each file to the XXH3 of its bytes, as 32 hexadecimal digits."""
 
     def digest(path: Path) -> str:
-        found = xxhash.xxh3_128()
+        hasher = xxhash.xxh3_128()
         with path.open("rb", buffering=0) as file:
-            while piece := file.read(_READ_BYTES):
-                found.update(piece)
-        return found.hexdigest()
+            while chunk := file.read(_READ_BYTES):
+                hasher.update(chunk)
+        return hasher.hexdigest()
 
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
         return dict(zip(files, threads.map(digest, files.values()), strict=True))
