@@ -63,7 +63,7 @@ def colocated(config: RunConfig, num_gpus: int | None = None) -> bool:
         ranks=config.trainer.ranks,
         engines=config.generator.replicas * config.generator.devices,
         decodes_while_training=config.schedule.decodes_while_training,
-        there=num_gpus,
+        num_gpus=num_gpus,
     )
 
 
