@@ -46,8 +46,8 @@ def main(name: str, *flags: str) -> None:
     agent_task = Task(
         id=task["id"], source=task["source"], messages=tuple(task["messages"]), tools=tuple(task["tools"])
     )
-    takes = len(inspect.signature(agent).parameters)
-    answer = agent(*(agent_task, AgentSession(**request["session"]))[:takes])
+    num_parameters = len(inspect.signature(agent).parameters)
+    answer = agent(*(agent_task, AgentSession(**request["session"]))[:num_parameters])
     if inspect.isawaitable(answer):
         answer = asyncio.run(_result(answer))
     print(json.dumps({"answer": None if answer is None else str(answer)}))

@@ -121,8 +121,8 @@ class BatchPlanner:
         self._config = config
         self._drop_aged()
         for batch in self._batches.values():
-            late = [group for group in batch.groups if group.first_version is not None]
-            self._age(batch, [group for group in late if self._last_batch(group) < batch.number])
+            started = [group for group in batch.groups if group.first_version is not None]
+            self._age(batch, [group for group in started if self._last_batch(group) < batch.number])
 
     def await_batch(self) -> None:
         """Record that the next batch is awaited: it will be delivered at the current published version."""
@@ -147,13 +147,13 @@ class BatchPlanner:
             if group in batch_groups:
                 self.tally.complete(group)
                 continue
-            following = self._batch(self.next_batch)
+            next_plan = self._batch(self.next_batch)
             if group.first_version is not None and self._last_batch(group) < self.next_batch:
                 self._drop(group, "aged")
             else:
                 group.batch = self.next_batch
-                following.groups.append(group)
-                following.completed += group.completed is not None
+                next_plan.groups.append(group)
+                next_plan.completed += group.completed is not None
         return sorted(batch_groups, key=lambda group: group.place)
 
     def progress(self) -> tuple[int, int]:
@@ -198,16 +198,16 @@ class BatchPlanner:
             return
         if not batch.changed:
             return
-        lacking: Counter[str] = Counter()
+        num_missing: Counter[str] = Counter()
         for earlier in range(self.next_batch, number + 1):
-            lacking.update(self._batches[earlier].needed)
-            lacking.subtract(Counter(group.task.source for group in self._batches[earlier].groups))
+            num_missing.update(self._batches[earlier].needed)
+            num_missing.subtract(Counter(group.task.source for group in self._batches[earlier].groups))
         for place, source in enumerate(batch.sources):
-            if lacking[source] > 0 and place not in batch.filled:
+            if num_missing[source] > 0 and place not in batch.filled:
                 self._plan(source, batch, (number, place, 0))
                 batch.filled.add(place)
-                lacking[source] -= 1
-        for source, count in lacking.items():  # to replace groups that were carried over, then dropped
+                num_missing[source] -= 1
+        for source, count in num_missing.items():  # to replace groups that were carried over, then dropped
             for _ in range(max(0, count)):
                 self._plan_extra(source, batch)
         batch.changed = False

@@ -202,8 +202,8 @@ class EpisodeRunner:
             fork.session = await copy()
         except Exception as copy_error:
             error = copy_error
-        begun = fork if error is None else None
-        running = client.start_branch(branch, fork.branch, functools.partial(self._run, begun, error))
+        fork_path = fork if error is None else None
+        running = client.start_branch(branch, fork.branch, functools.partial(self._run, fork_path, error))
         if error is None:  # it may be cancelled before its first step
             running.add_done_callback(functools.partial(_abandon, fork.session))
 

@@ -149,8 +149,8 @@ class GroupState:
     @property
     def _compared(self) -> bool:
         """True if advantages come from nothing but the rewards of this group's episodes."""
-        valued = any(result.score and (result.score.turns or result.score.tokens) for result in self.results)
-        return len(self.episodes) > 1 and not valued
+        has_values = any(result.score and (result.score.turns or result.score.tokens) for result in self.results)
+        return len(self.episodes) > 1 and not has_values
 
 
 @dataclass(eq=False, slots=True)

@@ -66,12 +66,12 @@ class CheckpointMirror:
             return 0
         for name in SETTINGS:
             self._files.write(name, (checkpoints.folder.parent / name).read_bytes())
-        spared = set(sorted(complete | local.keys(), key=_number)[-checkpoints.keep :])
+        protected_names = set(sorted(complete | local.keys(), key=_number)[-checkpoints.keep :])
         if (best := checkpoints.best()) is not None:
             self._files.write(_BEST, best.folder.name.encode())
         else:
-            spared.add(self._best())
-        for name in names - local.keys() - (spared & complete):  # also what a killed run left half written
+            protected_names.add(self._best())
+        for name in names - local.keys() - (protected_names & complete):  # also what a killed run left half written
             self._files.remove(f"{name}/{MANIFEST}")
             self._files.remove_folder(name)
         return copied_bytes

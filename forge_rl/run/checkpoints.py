@@ -197,8 +197,8 @@ class Checkpoints:
     def best(self) -> Checkpoint | None:
         """Return the checkpoint marked as best; None if there is none."""
         with reading(self._best):
-            marked = self._best.readlink().name if self._best.is_symlink() else ""
-        return next((checkpoint for checkpoint in self.all() if checkpoint.folder.name == marked), None)
+            best_name = self._best.readlink().name if self._best.is_symlink() else ""
+        return next((checkpoint for checkpoint in self.all() if checkpoint.folder.name == best_name), None)
 
     def mark_best(self, scores: Mapping[int, float]) -> None:
         """Mark the checkpoint with the highest score by step, the earliest on a tie, by atomically replacing a link.
@@ -303,9 +303,9 @@ class Checkpoints:
 
     def _remove_old(self, unscored: int | None) -> None:
         best = self.best()
-        spared = {unscored if self._keeps_best else None, best.step if best else None}
+        protected_steps = {unscored if self._keeps_best else None, best.step if best else None}
         for checkpoint in self.all()[: -self.keep]:
-            if checkpoint.step not in spared:  # renamed first: one that is half removed would seem damaged
+            if checkpoint.step not in protected_steps:  # renamed first: one that is half removed would seem damaged
                 checkpoint.folder.rename(self.folder / f".{checkpoint.folder.name}.removed")
         for folder in self.folder.glob(".step-*"):
             shutil.rmtree(folder)
@@ -327,9 +327,9 @@ def _check_format(folder: Path, header: Mapping[str, Any]) -> int:
     number = header.get("format", 1)
     if isinstance(number, int) and 1 <= number <= FORMAT:
         return number
-    by = f", written by forge_rl {header['forge_rl']!s:.40}" if "forge_rl" in header else ""
+    writer = f", written by forge_rl {header['forge_rl']!s:.40}" if "forge_rl" in header else ""
     raise CheckpointError(
-        f"{folder} has the format {number!r:.40}{by}; forge_rl {_version()} reads formats 1 to {FORMAT}",
+        f"{folder} has the format {number!r:.40}{writer}; forge_rl {_version()} reads formats 1 to {FORMAT}",
         hint="resume with the version of forge_rl that wrote it, or choose another --out",
     )
 

@@ -202,12 +202,12 @@ async def _network(examination: Examination) -> None:
     same_machine = len({facts.space for facts in examination.facts.values()}) == 1
     neighbours = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
     places = {host: await examination.call(host, "listen", same_machine) for host in hosts}
-    reached: dict[str, list[tuple[str, int]]] = {}
+    reached_addresses: dict[str, list[tuple[str, int]]] = {}
 
     async def connect(host: str) -> Finding:
         target = neighbours[host]
         addresses = await examination.call(host, "reach", places[target])
-        reached[host] = await examination.call(host, "reach", places[hosts[0]])
+        reached_addresses[host] = await examination.call(host, "reach", places[hosts[0]])
         detail = (
             f"reaches {target} at {addresses[0][0]}"
             if addresses
@@ -227,7 +227,9 @@ async def _network(examination: Examination) -> None:
     for host in hosts:
         await examination.call(host, "unshare")
     common = [
-        place for place in reached.get(hosts[-1], []) if all(place in addresses for addresses in reached.values())
+        place
+        for place in reached_addresses.get(hosts[-1], [])
+        if all(place in addresses for addresses in reached_addresses.values())
     ]
     if common:
         await _collective(examination, hosts, common[0])
@@ -289,9 +291,9 @@ async def _once(
         await service.stop()
 
 
-async def _judged(check: str, host: str, asking: Awaitable[Finding]) -> Finding:
+async def _judged(check: str, host: str, check_result: Awaitable[Finding]) -> Finding:
     try:
-        return await asking
+        return await check_result
     except ForgeError as error:
         hint = error.hint or "leave the host out, or see what else runs there"
         return Finding(check=check, host=host, status="fail", detail=_line(error), hint=hint)

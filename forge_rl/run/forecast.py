@@ -192,7 +192,7 @@ def nearest(config: RunConfig, policy: Policy, machines: Machines) -> list[tuple
     alternatives = []
     max_hosts = _MOST_HOSTS
     with assumed_gpus(machines.count, machines.device.memory):
-        shorter = list(_shorter(config))
+        shorter_contexts = list(_shorter(config))
         try:
             _check_engine(config, policy, machines)
         except ConfigError:
@@ -207,7 +207,7 @@ def nearest(config: RunConfig, policy: Policy, machines: Machines) -> list[tuple
         [(str(m), config, m) for m in (replace(machines, device=device) for device in larger_devices)],
         [
             (f"--generator.max-model-len {tokens} --generator.max-tokens {half.generator.max_tokens}", half, machines)
-            for tokens, half in shorter
+            for tokens, half in shorter_contexts
         ],
     ]
     for group in tries:
@@ -246,13 +246,13 @@ def measured_forecast(config: RunConfig, policy: Policy, machines: Machines) -> 
     )
     work, use = workload(config, policy), machines.use
     cache = round(generator.kv_cache_gib * 2**30)
-    together = replace(generator, max_num_seqs=generator.max_num_seqs * generator.replicas)
+    all_engines = replace(generator, max_num_seqs=generator.max_num_seqs * generator.replicas)
     common = {"device": machines.device, "use": use}
     return Forecast(
         config=config,
         needs=needs,
         shares_devices=False,
-        rollout=rollout_times(a, together, work, engines=1, room=cache * generator.replicas, **common),  # type: ignore[arg-type]
+        rollout=rollout_times(a, all_engines, work, engines=1, room=cache * generator.replicas, **common),  # type: ignore[arg-type]
         train=train_times(
             a,
             trainer,
@@ -331,7 +331,7 @@ def _parts(machines: Machines) -> list[int]:
     """Return numbers of devices that engines may have of their own: whole hosts, if there are several."""
     unit = machines.per_host if machines.hosts > 1 else 1
     units = machines.count // unit
-    return [unit * many for many in sorted({max(1, units // 4), max(1, units // 2), units - max(1, units // 4)})]
+    return [unit * count for count in sorted({max(1, units // 4), max(1, units // 2), units - max(1, units // 4)})]
 
 
 def _choices(degree: int, max_degree: int) -> list[int]:
@@ -424,9 +424,9 @@ def _cost(forecast: Forecast) -> tuple[float, int]:
     """Return the time of a step, with a penalty for each degree above 1, and the length of a row."""
     trainer, generator = forecast.config.trainer, forecast.config.generator
     degrees: Mapping[str, int] = trainer.degrees
-    above = sum(value > 1 for value in (*degrees.values(), generator.tensor_parallel_size))
-    above += (trainer.activation_checkpointing != "none") + 2 * trainer.enable_cpu_offload
-    return forecast.step_s * (1 + _EASIER * above), trainer.seq_len
+    num_penalties = sum(value > 1 for value in (*degrees.values(), generator.tensor_parallel_size))
+    num_penalties += (trainer.activation_checkpointing != "none") + 2 * trainer.enable_cpu_offload
+    return forecast.step_s * (1 + _EASIER * num_penalties), trainer.seq_len
 
 
 def _shorter(config: RunConfig) -> Iterator[tuple[int, RunConfig]]:

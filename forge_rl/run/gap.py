@@ -109,13 +109,13 @@ async def explain_gap(generator: Generator, trainer: Trainer, batch: Batch, prom
         )
     groups = [group for group in batch.groups if group.episodes[0].turns][:prompts]
     turns = await generator.sample([group.episodes[0].turns[0].prompt_ids for group in groups])
-    answered = [
+    answer_groups = [
         Group(task=group.task, episodes=(Episode(task=group.task, turns=(turn,)),))
         for group, turn in zip(groups, turns, strict=True)
     ]
     layout, temperature = replace(trainer.layout, minibatches=1), generator.sampling.temperature
     scores = []
-    for scored_batch in (Batch(groups=tuple(answered), version=trainer.version), batch):
+    for scored_batch in (Batch(groups=tuple(answer_groups), version=trainer.version), batch):
         ones = torch.ones(len(scored_batch.groups), len(scored_batch.groups[0].episodes))
         packed = await asyncio.to_thread(pack, scored_batch, ones, layout, drop_uniform=False)
         scores.append((packed, await trainer.logprobs(packed, temperature=temperature)))

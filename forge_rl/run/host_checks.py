@@ -117,16 +117,16 @@ def _most_common(values: list[str]) -> str:
 
 
 def _versions(host: str, facts: HostFacts, reference: HostFacts) -> Finding:
-    wrong = {name: version for name, version in facts.versions.items() if version != reference.versions.get(name)}
+    differences = {name: version for name, version in facts.versions.items() if version != reference.versions.get(name)}
     missing = [name for name, version in facts.versions.items() if version == "missing"]
     detail = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    if wrong:
+    if differences:
         detail = ", ".join(
-            f"{name} {version} instead of {reference.versions.get(name)}" for name, version in wrong.items()
+            f"{name} {version} instead of {reference.versions.get(name)}" for name, version in differences.items()
         )
     elif missing:
         detail = f"{', '.join(missing)} missing"
-    if not wrong and not missing:
+    if not differences and not missing:
         return Finding(check="versions", host=host, status="ok", detail=detail)
     hint = "install the same environment on all hosts: the same image, or the same --require-hashes lock"
     return Finding(check="versions", host=host, status="fail", detail=detail, hint=hint)
@@ -167,8 +167,10 @@ def _shm(host: str, facts: HostFacts) -> Finding:
 
 def _clock(host: str, clock: Clock) -> Finding:
     detail = f"{clock.offset_s:+.3f} s, give or take {clock.error_s:.3f} s"
-    off = max(0.0, abs(clock.offset_s) - clock.error_s)
-    if off <= CLOCK_WARN_S:
+    offset_s = max(0.0, abs(clock.offset_s) - clock.error_s)
+    if offset_s <= CLOCK_WARN_S:
         return Finding(check="clock", host=host, status="ok", detail=detail)
     hint = "synchronise it by NTP or PTP (chronyc tracking)"
-    return Finding(check="clock", host=host, status="fail" if off > CLOCK_OFF_S else "warn", detail=detail, hint=hint)
+    return Finding(
+        check="clock", host=host, status="fail" if offset_s > CLOCK_OFF_S else "warn", detail=detail, hint=hint
+    )

@@ -80,9 +80,9 @@ def device_defaults() -> dict[str, dict[str, Any]]:
 
 def _tell_of_hosts(prepared: Prepared, cluster: Cluster, infos: Mapping[str, HostInfo], placed: PlacedServices) -> None:
     log = prepared.monitor.log
-    if far := [host for host in infos if not cluster.shares_files(host)]:
+    if far_hosts := [host for host in infos if not cluster.shares_files(host)]:
         send_modules()
-        log.event(f"{', '.join(far)} do not see the run's folder: all files go through this process")
+        log.event(f"{', '.join(far_hosts)} do not see the run's folder: all files go through this process")
     prepared.monitor.display.startup("hosts", "ready", ", ".join(cluster.hosts[1:]))
     for line in placed.lines():
         log.event(line)

@@ -468,9 +468,9 @@ def is_live_state(state: object) -> bool:
     match state:
         case {
             "mixture": {"given": {"weights": dict(weights), "adapting": dict()}, "changes": dict()},
-            **others,
+            **other_knobs,
         }:
-            return _are_numbers(weights) and all(_is_knob_state(name, other) for name, other in others.items())
+            return _are_numbers(weights) and all(_is_knob_state(name, knob) for name, knob in other_knobs.items())
     return False
 
 

@@ -59,9 +59,9 @@ class PlacedServices:
         """
         infos = {host: self.infos[host] for host in (*self.hosts["trainer"], *self.hosts["generator"])}
         if len(kinds := {info.kind for info in infos.values()}) > 1:
-            without = ", ".join(host for host, info in infos.items() if info.kind == "cpu")
+            cpu_hosts = ", ".join(host for host, info in infos.items() if info.kind == "cpu")
             raise ConfigError(
-                f"the trainer and the engines have hosts with GPUs, and without: {without}",
+                f"the trainer and the engines have hosts with GPUs, and without: {cpu_hosts}",
                 hint="name hosts with GPUs for both in --placement",
             )
         [kind] = kinds

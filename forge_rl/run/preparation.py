@@ -121,7 +121,7 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         ConfigError: settings contradict each other, the machine, or the run being resumed.
         CheckpointError: the folder is not writable, or another process runs there.
     """
-    open_to = check_isolation(config.isolation)
+    isolation_warning = check_isolation(config.isolation)
     if config.job == "local":
         colocated(config)  # refuses too few GPUs
     folder, notes = choose_folder(config, recipe, config.out, code)
@@ -130,16 +130,20 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         hold = Hold()
         clock = PhaseClock(paused_s=lambda: hold.seconds)
         display = Display(config.display, phase_clock=clock)
-        damaged: list[str] = []
+        checkpoint_warnings: list[str] = []
         mirror = CheckpointMirror(config.checkpoint_mirror) if config.checkpoint_mirror else None
         checkpoints = Checkpoints(
             folder / "checkpoints", keep=config.keep_checkpoints, keeps_best=config.evaluation.keep_best
         )
-        checkpoint = await asyncio.to_thread(checkpoints.set_damaged_aside, damaged.append)
+        checkpoint = await asyncio.to_thread(checkpoints.set_damaged_aside, checkpoint_warnings.append)
         if mirror is not None:  # afterwards, so that its copies replace damaged ones
             compare = partial(check_same, config=config, code=code, flag="--checkpoint-mirror")
             restore = partial(
-                mirror.restore, folder, check_settings=compare, tell=damaged.append, progress=display.progress
+                mirror.restore,
+                folder,
+                check_settings=compare,
+                tell=checkpoint_warnings.append,
+                progress=display.progress,
             )
             await asyncio.to_thread(restore)
             checkpoint = checkpoints.latest()
@@ -168,8 +172,14 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         )
         for note in notes:
             log.event(note)
-        served = _serving_metrics(config)
-        for warning in (*damaged, open_to, served, missing_confinement(), slow_format(config.trainer.dtype)):
+        metrics_warning = _serving_metrics(config)
+        for warning in (
+            *checkpoint_warnings,
+            isolation_warning,
+            metrics_warning,
+            missing_confinement(),
+            slow_format(config.trainer.dtype),
+        ):
             if warning:
                 log.warn(warning)
         faults.install()

@@ -162,9 +162,9 @@ def _locked(folder: Path) -> int:
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
         os.close(lock)
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            by = f": {visible(holder)}" if holder else ""
+            holder_text = f": {visible(holder)}" if holder else ""
             raise CheckpointError(
-                f"another process runs in {folder}{by}", hint="wait for it, stop it, or choose another --out"
+                f"another process runs in {folder}{holder_text}", hint="wait for it, stop it, or choose another --out"
             ) from None
         raise CheckpointError(
             f"{folder} cannot be locked, so that two processes could write to it: {error.strerror or error}",

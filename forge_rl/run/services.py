@@ -153,8 +153,8 @@ async def _start_services(
             scorer = begin("reward", type(reward).__name__, _start_reward(checked, hosts, prepared, reward))
             if environment is not None:
                 kind = getattr(environment, "func", environment)  # a partial of a class
-                acting = _start_environment(checked, hosts, prepared, environment)
-                envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), acting)
+                env_start = _start_environment(checked, hosts, prepared, environment)
+                envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), env_start)
             if checked.teachers is not None:
                 models = ", ".join(checked.teachers.models)
                 teachers = begin("teachers", models, _start_teachers(checked, hosts, prepared, policy=generator))
