@@ -54,7 +54,7 @@ def restored(mirror: CheckpointMirror, folder: Path) -> tuple[list[int], list[st
     """Restore into a folder; returns the steps there afterwards, and what was told."""
     folder.mkdir(exist_ok=True)
     told: list[str] = []
-    mirror.restore(folder, same=lambda _: [], tell=told.append, progress=lambda *_: None)
+    mirror.restore(folder, check_settings=lambda _: [], tell=told.append, progress=lambda *_: None)
     assert not (folder / ".restored").exists()
     found = Checkpoints(folder / "checkpoints", keep=2).all()
     assert [each.damage() for each in found] == [""] * len(found)
@@ -119,7 +119,7 @@ def test_another_runs_copy_is_refused_and_an_unknown_address_too(tmp_path: Path)
         raise ConfigError("another run")
 
     with pytest.raises(ConfigError, match="another run"):
-        mirror.restore(tmp_path / "fresh", same=other, tell=print, progress=lambda *_: None)
+        mirror.restore(tmp_path / "fresh", check_settings=other, tell=print, progress=lambda *_: None)
     assert not list((tmp_path / "fresh").iterdir())
     with pytest.raises(CheckpointError, match="fsspec cannot open"):
         CheckpointMirror("nosuch://x")

@@ -77,7 +77,7 @@ def chosen(model: str, gpu: str, *, there: int = 1, reference: int = 0, **settin
     )
     architecture: Any = SimpleNamespace(weights=WEIGHTS[model])
     memory = plan_of(model, ranks, reference)
-    return choose(config, architecture, gpu=GPUS[gpu], there=there, memory=memory)
+    return choose(config, architecture, gpu=GPUS[gpu], num_gpus=there, memory=memory)
 
 
 def told(config: RunConfig) -> tuple[int, bool, bool, float, str]:
@@ -112,7 +112,7 @@ def test_on_gpus_that_both_share_rows_state_and_engines_get_what_there_is(
     )
     assert len(lines) == 2 + config.trainer.stays_on_device + recomputes
     again, nothing = choose(
-        config, SimpleNamespace(weights=WEIGHTS[model]), gpu=GPUS[gpu], there=ranks, memory=plan_of(model, ranks)
+        config, SimpleNamespace(weights=WEIGHTS[model]), gpu=GPUS[gpu], num_gpus=ranks, memory=plan_of(model, ranks)
     )  # type: ignore[arg-type]
     assert told(again) == expected
     assert [line for line in nothing if "stays" not in line] == []
@@ -161,7 +161,7 @@ def test_a_reference_leaves_engines_less():
 def test_rows_hold_the_longest_episode():
     config = RunConfig(trainer=Trainer.Config(), generator=Generator.Config(max_model_len=10_000))
     architecture: Any = SimpleNamespace(weights=WEIGHTS["135M"])
-    found, _ = choose(config, architecture, gpu=GPUS["24 GB"], there=1, memory=plan_of("135M", 1))
+    found, _ = choose(config, architecture, gpu=GPUS["24 GB"], num_gpus=1, memory=plan_of("135M", 1))
     assert found.trainer.seq_len == 10_112, "a multiple of 128, and longer than rows need be"
 
 
@@ -194,10 +194,10 @@ def test_rows_that_flex_attention_cannot_take_are_refused(tokens: int):
 def test_a_run_without_engines_leaves_the_gpu_to_the_trainer() -> None:
     config = ExampleConfig(trainer=Trainer.Config(ranks=1))
     architecture: Any = SimpleNamespace(weights=WEIGHTS["8B"])
-    found, lines = choose(config, architecture, gpu=GPUS["141 GB"], there=1, memory=plan_of("8B", 1))
+    found, lines = choose(config, architecture, gpu=GPUS["141 GB"], num_gpus=1, memory=plan_of("8B", 1))
     assert told(found) == (8192, False, True, config.generator.gpu_memory_utilization, "auto"), lines
-    small, lines = choose(config, architecture, gpu=GPUS["80 GB"], there=1, memory=plan_of("135M", 1))
+    small, lines = choose(config, architecture, gpu=GPUS["80 GB"], num_gpus=1, memory=plan_of("135M", 1))
     assert told(small) == (8192, False, False, config.generator.gpu_memory_utilization, "auto")
     assert len(lines) == 1
     with pytest.raises(ConfigError, match="2 trainer ranks need as many GPUs, but there are 1"):
-        colocated(replace(config, trainer=Trainer.Config(ranks=2)), there=1)
+        colocated(replace(config, trainer=Trainer.Config(ranks=2)), num_gpus=1)

@@ -30,7 +30,7 @@ def test_a_gap_is_found_where_it_was_put():
     assert [(each.name, each.tokens) for each in report.tables["source"]] == list(tokens.items())
     np.testing.assert_allclose([each.mean for each in report.tables["source"]], [0.001, 0.5], rtol=1e-4)
     assert report.fresh.tokens == sum(tokens.values())
-    np.testing.assert_allclose(report.fresh.most, 0.5, rtol=1e-6)
+    np.testing.assert_allclose(report.fresh.max, 0.5, rtol=1e-6)
     assert sum(each.tokens for each in report.tables["position"]) == report.fresh.tokens
     assert sum(each.tokens for each in report.tables["probability"]) == report.fresh.tokens
     assert [(each.name, each.tokens) for each in report.tables["lag"]] == [("2", report.fresh.tokens)]

@@ -25,7 +25,7 @@ class Bench:
         self.display = Display("none", phase_clock=self.phases)
         self.log = RunLog(self.display, EventSink(folder / "events.jsonl"))
         self.log.start(RunInfo(recipe="grpo", model="tiny", folder=folder, steps=2))
-        self.monitor = RunMonitor(folder, self.display, self.log, self.phases, self.faults, now=lambda: self.seconds)
+        self.monitor = RunMonitor(folder, self.display, self.log, self.phases, self.faults, clock=lambda: self.seconds)
 
     def status(self) -> RolloutStatus:
         return RolloutStatus(batch=0, groups_done=0, groups=2, episodes_running=self.decoding, queue=1)

@@ -1,4 +1,4 @@
-"""Warnings to the user about batches of answers that are cut."""
+"""Warnings to the user about batches of truncated answers."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ class Advice:
         `max_tokens` is the maximum of a completion.
         """
         episodes = batch.episodes
-        cut = sum(episode.outcome is Outcome.TRUNCATED for episode in episodes)
+        num_truncated = sum(episode.outcome is Outcome.TRUNCATED for episode in episodes)
         mean_reward = sum(episode.reward for episode in episodes) / len(episodes)
-        self._cut_rewards = [*self._cut_rewards, mean_reward] if 2 * cut > len(episodes) else []
+        self._cut_rewards = [*self._cut_rewards, mean_reward] if 2 * num_truncated > len(episodes) else []
         # Rising rewards mean that the policy is learning to be brief.
         lasting = len(self._cut_rewards) >= _CUT_BATCHES and mean_reward <= self._cut_rewards[0]
         kind = text = ""
-        if cut > _NEARLY_ALL * len(episodes) or lasting:
+        if num_truncated > _NEARLY_ALL * len(episodes) or lasting:
             kind = "cut"
             text = (
-                f"{cut} of {len(episodes)} episodes were truncated, by --generator.max-tokens {max_tokens} or by the "
-                "context: raise it if answers need more"
+                f"{num_truncated} of {len(episodes)} episodes were truncated, by --generator.max-tokens {max_tokens} "
+                "or by the context: raise it if answers need more"
             )
         tokens = sum(episode.response_tokens for episode in episodes) / len(episodes)
-        tokens_before, cut_before, reward_before = self._earlier[0] if self._earlier else (tokens, 1.0, 0.0)
-        self._earlier.append((tokens, cut / len(episodes), mean_reward))
-        is_longer = tokens > _GROWTH * tokens_before and tokens > _SHORT_TOKENS
-        is_shorter = tokens_before > _GROWTH * tokens and tokens_before > _SHORT_TOKENS
-        is_cut = cut > max(_NEARLY_ALL, cut_before + _CUT_MORE) * len(episodes) and mean_reward < reward_before
+        old_tokens, old_share, old_reward = self._earlier[0] if self._earlier else (tokens, 1.0, 0.0)
+        self._earlier.append((tokens, num_truncated / len(episodes), mean_reward))
+        is_longer = tokens > _GROWTH * old_tokens and tokens > _SHORT_TOKENS
+        is_shorter = old_tokens > _GROWTH * tokens and old_tokens > _SHORT_TOKENS
+        is_cut = num_truncated > max(_NEARLY_ALL, old_share + _CUT_MORE) * len(episodes) and mean_reward < old_reward
         is_uniform = all(max(group.rewards) == min(group.rewards) for group in batch.groups)
         if (kind or is_uniform) and (is_longer or is_shorter or is_cut or self._told == "diverged"):
             kind = "diverged"
             text = (
-                f"answers went from {tokens_before:.0f} to {tokens:.0f} tokens on average within two batches, {cut} "
-                f"of {len(episodes)} are truncated: the policy may have diverged; lower --trainer.optimizer.lr before "
-                "you change --generator.max-tokens or the tasks"
+                f"answers went from {old_tokens:.0f} to {tokens:.0f} tokens on average within two batches, "
+                f"{num_truncated} of {len(episodes)} are truncated: the policy may have diverged; lower "
+                "--trainer.optimizer.lr before you change --generator.max-tokens or the tasks"
             )
         is_new, self._told = kind != self._told, kind
         return text if is_new else ""

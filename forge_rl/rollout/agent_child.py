@@ -41,11 +41,13 @@ def main(name: str, *flags: str) -> None:
         raise ConfigError(f"the agent {name} is not a function", hint="name a function of (task) or (task, session)")
     if "--check" in flags:
         return
-    given = json.loads(sys.stdin.read())
-    task = given["task"]
-    own = Task(id=task["id"], source=task["source"], messages=tuple(task["messages"]), tools=tuple(task["tools"]))
-    takes = len(inspect.signature(agent).parameters)
-    answer = agent(*(own, AgentSession(**given["session"]))[:takes])
+    request = json.loads(sys.stdin.read())
+    task = request["task"]
+    agent_task = Task(
+        id=task["id"], source=task["source"], messages=tuple(task["messages"]), tools=tuple(task["tools"])
+    )
+    num_parameters = len(inspect.signature(agent).parameters)
+    answer = agent(*(agent_task, AgentSession(**request["session"]))[:num_parameters])
     if inspect.isawaitable(answer):
         answer = asyncio.run(_result(answer))
     print(json.dumps({"answer": None if answer is None else str(answer)}))

@@ -76,9 +76,9 @@ class AgentCommand:
 
     def logging_to(self, log: Path) -> Self:
         """Return a copy of the agent that logs to `log`."""
-        other = copy.copy(self)
-        other.log, other._failed_starts = log, []
-        return other
+        agent = copy.copy(self)
+        agent.log, agent._failed_starts = log, []
+        return agent
 
     def __repr__(self) -> str:
         return f"AgentCommand({shlex.join(self.command)!r})"
@@ -90,11 +90,11 @@ class AgentCommand:
             AgentError: the command failed.
             AgentStartError: too many processes in a row failed for the same cause before they called the policy.
         """
-        shown = {"id": task.id, "source": task.source, "messages": list(task.messages), "tools": list(task.tools)}
+        task_fields = {"id": task.id, "source": task.source, "messages": list(task.messages), "tools": list(task.tools)}
         async with self._slots:
             with tempfile.TemporaryDirectory(prefix="forge_rl-agent-") as folder:
                 file = Path(folder) / "task.json"
-                file.write_text(json.dumps(shown))
+                file.write_text(json.dumps(task_fields))
                 variables = {
                     "OPENAI_BASE_URL": session.base_url,
                     "OPENAI_API_BASE": session.base_url,  # older name that some packages still read
@@ -105,12 +105,12 @@ class AgentCommand:
                     "FORGE_RL_TASK_FILE": str(file),
                     "PATH": _path(),
                 }
-                given = json.dumps(self._stdin(shown, session)).encode()
-                done = await run_command(self.command, self.limits, variables=variables, given=given)
-        self._note(session, done)
-        if done.problem:
-            raise AgentError(f"the agent's process {done.problem}", hint=self._hint)
-        return _answer(done.output)
+                stdin = json.dumps(self._stdin(task_fields, session)).encode()
+                process = await run_command(self.command, self.limits, variables=variables, given=stdin)
+        self._note(session, process)
+        if process.problem:
+            raise AgentError(f"the agent's process {process.problem}", hint=self._hint)
+        return _answer(process.output)
 
     def _stdin(self, task: Mapping[str, object], session: Session) -> Mapping[str, object]:
         return task
@@ -120,22 +120,22 @@ class AgentCommand:
         log = f"; its stderr is in {self.log}" if self.log else ""
         return f"run it by hand: {shlex.join(self.command)}{log}"
 
-    def _note(self, session: Session, done: Finished) -> None:
+    def _note(self, session: Session, process: Finished) -> None:
         """Log a process's stderr; raise AgentStartError once too many in a row failed for one cause."""
-        if self.log is not None and done.errors:
-            said = done.errors.encode(errors="replace")[-_LOGGED_BYTES:]
-            head = visible(f"--- task {session.task_id}: {done.problem or 'ended with status 0'}")
-            _append(self.log, head.encode() + b"\n" + said.rstrip(b"\n") + b"\n")
-        problem = done.problem or "ended with status 0"
+        if self.log is not None and process.errors:
+            stderr = process.errors.encode(errors="replace")[-_LOGGED_BYTES:]
+            head = visible(f"--- task {session.task_id}: {process.problem or 'ended with status 0'}")
+            _append(self.log, head.encode() + b"\n" + stderr.rstrip(b"\n") + b"\n")
+        problem = process.problem or "ended with status 0"
         cause = re.sub(r"\d+", "", problem)
-        asked = bool(session.turns) or session.refusal is not None
-        if asked or cause not in self._failed_starts:
+        called_policy = bool(session.turns) or session.refusal is not None
+        if called_policy or cause not in self._failed_starts:
             self._failed_starts.clear()
-        if not asked:
+        if not called_policy:
             self._failed_starts.append(cause)
         if len(self._failed_starts) >= _FAILED_STARTS:
             self._failed_starts.clear()  # a retry starts from zero
-            last = "\n".join(["", *done.errors.strip().splitlines()[-_QUOTED_LINES:]])
+            last = "\n".join(["", *process.errors.strip().splitlines()[-_QUOTED_LINES:]])
             raise AgentStartError(
                 f"{_FAILED_STARTS} processes of the agent in a row ended before they called the policy; the last one "
                 f"{problem}{last}",
@@ -175,23 +175,23 @@ class AgentFunction(AgentCommand):
         Raises:
             ConfigError: the function cannot be loaded.
         """
-        done = await run_command((*self.command, "--check"), self.limits, variables={}, given=b"")
-        if done.problem:
-            lines = [line for line in done.errors.splitlines() if line.strip()]
-            problem, hint = (lines[-2], lines[-1]) if len(lines) > 1 else (done.problem, "")
+        process = await run_command((*self.command, "--check"), self.limits, variables={}, given=b"")
+        if process.problem:
+            lines = [line for line in process.errors.splitlines() if line.strip()]
+            problem, hint = (lines[-2], lines[-1]) if len(lines) > 1 else (process.problem, "")
             raise ConfigError(problem, hint=hint)
 
 
 def _answer(output: str) -> str | None:
     """Return the "answer" of a JSON object in the last line of a command's output, or all of it; None if empty."""
-    printed = output.strip()
+    text = output.strip()
     try:
-        found = json.loads(printed.rpartition("\n")[2])
+        content = json.loads(text.rpartition("\n")[2])
     except (ValueError, RecursionError):
-        return printed or None
-    if isinstance(found, dict) and "answer" in found:
-        return None if found["answer"] is None else str(found["answer"])
-    return printed
+        return text or None
+    if isinstance(content, dict) and "answer" in content:
+        return None if content["answer"] is None else str(content["answer"])
+    return text
 
 
 def _path() -> str:

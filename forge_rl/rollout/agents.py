@@ -165,13 +165,13 @@ class AgentEpisodeRunner:
 
     async def _agent_of(self, task: Task, session: Session) -> str | Score | None:
         """Run the agent, and leave it behind if it ignores its cancellation."""
-        working = asyncio.ensure_future(self.agent(task, session))
+        agent_task = asyncio.ensure_future(self.agent(task, session))
         try:
-            return await left_behind_late(working, _GRACE_S)
+            return await left_behind_late(agent_task, _GRACE_S)
         finally:
-            if not working.done():
-                self._left.add(working)
-                working.add_done_callback(self._left.discard)
+            if not agent_task.done():
+                self._left.add(agent_task)
+                agent_task.add_done_callback(self._left.discard)
                 self.warn(
                     f"the agent of {task.source} {task.id} ignores its cancellation and keeps running; {_LEFT_HINT}"
                 )

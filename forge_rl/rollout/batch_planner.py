@@ -121,8 +121,8 @@ class BatchPlanner:
         self._config = config
         self._drop_aged()
         for batch in self._batches.values():
-            late = [group for group in batch.groups if group.first_version is not None]
-            self._age(batch, [group for group in late if self._last_batch(group) < batch.number])
+            started = [group for group in batch.groups if group.first_version is not None]
+            self._age(batch, [group for group in started if self._last_batch(group) < batch.number])
 
     def await_batch(self) -> None:
         """Record that the next batch is awaited: it will be delivered at the current published version."""
@@ -131,8 +131,8 @@ class BatchPlanner:
     def pop_batch(self) -> list[GroupState] | None:
         """Return the next batch's groups in planning order once it is complete, else None."""
         batch = self._batch(self.next_batch)
-        chosen = self._choose(batch)
-        if chosen is None:
+        batch_groups = self._choose(batch)
+        if batch_groups is None:
             return None
         del self._batches[self.next_batch]
         self.next_batch += 1
@@ -141,20 +141,20 @@ class BatchPlanner:
             self._pace = max(1, *self._paces)
         self._delivered_at = self.published
         self._due = self.published + self._pace
-        last = max(group.order for group in chosen)
+        last = max(group.order for group in batch_groups)
         self.overtaken += sum(group.completed is None and group.order < last for group in batch.groups)
         for group in batch.groups:
-            if group in chosen:
+            if group in batch_groups:
                 self.tally.complete(group)
                 continue
-            following = self._batch(self.next_batch)
+            next_plan = self._batch(self.next_batch)
             if group.first_version is not None and self._last_batch(group) < self.next_batch:
                 self._drop(group, "aged")
             else:
                 group.batch = self.next_batch
-                following.groups.append(group)
-                following.completed += group.completed is not None
-        return sorted(chosen, key=lambda group: group.place)
+                next_plan.groups.append(group)
+                next_plan.completed += group.completed is not None
+        return sorted(batch_groups, key=lambda group: group.place)
 
     def progress(self) -> tuple[int, int]:
         """Return the number of complete groups in the next batch, and the number it needs."""
@@ -198,16 +198,16 @@ class BatchPlanner:
             return
         if not batch.changed:
             return
-        lacking: Counter[str] = Counter()
+        num_missing: Counter[str] = Counter()
         for earlier in range(self.next_batch, number + 1):
-            lacking.update(self._batches[earlier].needed)
-            lacking.subtract(Counter(group.task.source for group in self._batches[earlier].groups))
+            num_missing.update(self._batches[earlier].needed)
+            num_missing.subtract(Counter(group.task.source for group in self._batches[earlier].groups))
         for place, source in enumerate(batch.sources):
-            if lacking[source] > 0 and place not in batch.filled:
+            if num_missing[source] > 0 and place not in batch.filled:
                 self._plan(source, batch, (number, place, 0))
                 batch.filled.add(place)
-                lacking[source] -= 1
-        for source, count in lacking.items():  # to replace groups that were carried over, then dropped
+                num_missing[source] -= 1
+        for source, count in num_missing.items():  # to replace groups that were carried over, then dropped
             for _ in range(max(0, count)):
                 self._plan_extra(source, batch)
         batch.changed = False
@@ -252,7 +252,7 @@ class BatchPlanner:
         Args:
             group: the group to drop.
             reason: category to count it in.
-            problem: what was wrong with it, in words.
+            problem: problem of the group, in words.
             hint: what to do if the source yields nothing else.
             error: class of the error raised in that case.
 
@@ -269,16 +269,16 @@ class BatchPlanner:
         self._drop(group, reason)
         self._unused[source, reason] += 1
         batches = self._config.max_replaced if reason in ("uniform", "weak") else _MOST_FAILED
-        if (found := self._unused[source, reason]) > batches * self._groups:
+        if (count := self._unused[source, reason]) > batches * self._groups:
             self._unused[source, reason] = 0
-            raise error(f"source {source} yielded {found} unusable groups in a row; {problem}", hint=hint)
+            raise error(f"source {source} yielded {count} unusable groups in a row; {problem}", hint=hint)
 
     def _batch(self, number: int) -> _Batch:
-        for each in range(self.next_batch, number + 1):
-            if each not in self._batches:
+        for batch_number in range(self.next_batch, number + 1):
+            if batch_number not in self._batches:
                 sources = self._tasks.source_order(self._groups) if self._config.exact else []
                 needed = Counter(sources) if self._config.exact else Counter({_ANY: self._groups})
-                self._batches[each] = _Batch(number=each, sources=sources, needed=needed)
+                self._batches[batch_number] = _Batch(number=batch_number, sources=sources, needed=needed)
         return self._batches[number]
 
     def _quota_of(self, group: GroupState) -> str:
@@ -299,39 +299,39 @@ class BatchPlanner:
         if batch.completed < (len(batch.groups) if self._config.in_rounds else self._groups):
             return None
         if self._config.in_rounds and self._config.dynamic_sampling:
-            little = [group for group in batch.groups if self._teaches_little(group)]
-            self._resample(little)
-            if little:
+            weak_groups = [group for group in batch.groups if self._teaches_little(group)]
+            self._resample(weak_groups)
+            if weak_groups:
                 return None
-        done = [group for group in batch.groups if group.completed is not None]
+        complete_groups = [group for group in batch.groups if group.completed is not None]
         for group in batch.groups:
             if group.completed is None and group.first_version is not None and self._last_batch(group) <= batch.number:
                 return None
-        room, chosen = Counter(batch.needed), set()
-        for group in sorted(done, key=lambda group: (self._last_batch(group), group.completed)):
+        room, batch_groups = Counter(batch.needed), set()
+        for group in sorted(complete_groups, key=lambda group: (self._last_batch(group), group.completed)):
             quota = self._quota_of(group)
             if room[quota] > 0:
                 room[quota] -= 1
-                chosen.add(group)
-        if len(chosen) < self._groups or not self._others_fit(batch, chosen):
+                batch_groups.add(group)
+        if len(batch_groups) < self._groups or not self._others_fit(batch, batch_groups):
             return None
-        return chosen
+        return batch_groups
 
-    def _others_fit(self, batch: _Batch, chosen: set[GroupState]) -> bool:
-        """Check that all groups left over by this choice fit into later batches in time.
+    def _others_fit(self, batch: _Batch, batch_groups: set[GroupState]) -> bool:
+        """Check that all groups outside `batch_groups` fit into later batches in time.
 
         If not, it is better to wait for older groups, unless there are none to wait for.
         """
         if (self._config.exact and self._config.over_sampling == 1) or batch.completed == len(batch.groups):
             return True
-        groups = [group for group in self.groups() if group.first_version is not None and group not in chosen]
-        left = Counter((self._quota_of(group), self._last_batch(group)) for group in groups)
+        groups = [group for group in self.groups() if group.first_version is not None and group not in batch_groups]
+        leftovers = Counter((self._quota_of(group), self._last_batch(group)) for group in groups)
         for quota in batch.needed:
-            due = room = 0
+            num_due = room = 0
             for number in range(batch.number + 1, batch.number + self._config.lag + 1):
-                due += left[quota, number]
+                num_due += leftovers[quota, number]
                 room += self._batch(number).needed[quota]
-                if due > room:
+                if num_due > room:
                     return False
         return True
 
@@ -339,21 +339,21 @@ class BatchPlanner:
         return group.is_uniform or group.is_weak(self._config.least_advantage)
 
     def _resample(self, groups: Iterable[GroupState]) -> None:
-        """Replace groups by their rewards, which still count as observations of their tasks' difficulty."""
+        """Replace groups because of their rewards, which still count as observations of their tasks' difficulty."""
         ordered = sorted(groups, key=lambda group: group.place)
         self._tasks.observe([Group(task=group.task, episodes=group.results) for group in ordered])
         for group in ordered:
             rewards = [result.reward for result in group.results]
-            said = f"all rewards of the last one were {rewards[0]:g}"
+            problem = f"all rewards of the last one were {rewards[0]:g}"
             if not group.is_uniform:
-                said = (
+                problem = (
                     f"the rewards of the last one, from {min(rewards):g} to {max(rewards):g}, are within "
                     f"--schedule.least-advantage {self._config.least_advantage:g} of their mean"
                 )
             self.replace(
                 group,
                 "uniform" if group.is_uniform else "weak",
-                said,
+                problem,
                 "its tasks may be too easy or too hard for this model, or its answers not recognised: see "
                 "episodes.jsonl; choose other --tasks, raise --group-size or --schedule.max-replaced, or drop "
                 "--schedule.dynamic-sampling",

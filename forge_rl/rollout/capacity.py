@@ -79,9 +79,9 @@ class EngineCapacity:
     def pop_busy(self) -> tuple[float, float]:
         """Return busy and available request-seconds since the last call, without pauses."""
         self._count()
-        found = self._busy, self._offered
+        request_s = self._busy, self._offered
         self._busy = self._offered = 0.0
-        return found
+        return request_s
 
     def _offer(self, engine: int) -> None:
         if engine not in self.engines:
@@ -92,11 +92,11 @@ class EngineCapacity:
             heapq.heappush(self._free, offer)
 
     def _count(self) -> None:
-        now = self._clock()
+        now_s = self._clock()
         if not self.paused or self.evaluating:
-            self._evaluated_s += now - self._counted
+            self._evaluated_s += now_s - self._counted
         if not self.paused:
-            self._unpaused_s += now - self._counted
-            self._busy += self._used * (now - self._counted)
-            self._offered += max(self.slots, self._used) * (now - self._counted)
-        self._counted = now
+            self._unpaused_s += now_s - self._counted
+            self._busy += self._used * (now_s - self._counted)
+            self._offered += max(self.slots, self._used) * (now_s - self._counted)
+        self._counted = now_s

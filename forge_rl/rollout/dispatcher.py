@@ -65,8 +65,8 @@ class Dispatcher:
                 granted.set_result(None)
 
     def request(self, episode: InflightEpisode) -> asyncio.Future[None] | None:
-        """Request an engine; returns what ends once it is granted, None if that is now. The caller must then `release`
-        it, also if it was cancelled before."""
+        """Request an engine; returns a future that ends once it is granted, or None if it is granted now. The caller
+        must then `release` it, even if it was cancelled before."""
         if self.scheduler.decode_at_once(episode):
             return None
         self.scheduler.request_decode(episode)
@@ -77,7 +77,7 @@ class Dispatcher:
         return granted
 
     def release(self, episode: InflightEpisode, *, interrupted: bool) -> None:
-        """Give an episode's engine to others; an interrupted one is the next to get another."""
+        """Free an episode's engine for others; an interrupted episode is the next to get an engine."""
         self._grants.pop(episode, None)
         self.scheduler.finish_turn(episode, interrupted=interrupted)
         self.grant()
@@ -130,8 +130,8 @@ class PolicyClient:
             return ()
         return (self.episode.index + tries * len(group.episodes),)
 
-    def take_branches(self, most: int) -> list[InflightEpisode]:
-        """Return up to `most` episodes that are branches of this one from now on; each must then be started.
+    def take_branches(self, max_branches: int) -> list[InflightEpisode]:
+        """Return up to `max_branches` episodes that are branches of this one from now on; each must then be started.
 
         Raises:
             ForgeError: the environment's factory allows no branches.
@@ -143,7 +143,7 @@ class PolicyClient:
                 "the environment asked for branches, but its factory sets no `leaves`",
                 hint="set `leaves` on the class or function that makes it: the most episodes of a tree, such as 4",
             )
-        return self.dispatcher.scheduler.branches(self.episode, most)
+        return self.dispatcher.scheduler.branches(self.episode, max_branches)
 
     def start_branch(
         self,
@@ -178,11 +178,11 @@ class PolicyClient:
             ContextError: the context has no room for a single token.
         """
         dispatcher, sampling = self.dispatcher, sampling or self.sampling
-        longest = dispatcher.generator.max_model_len
-        room = longest - len(prompt_ids)
+        max_model_len = dispatcher.generator.max_model_len
+        room = max_model_len - len(prompt_ids)
         if room < 1:
             raise ContextError(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer in {longest}",
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer in {max_model_len}",
                 hint="raise --generator.max-model-len, or choose tasks with shorter prompts",
             )
         if sampling.seed is None:

@@ -37,10 +37,10 @@ Decode = Callable[..., Awaitable[Turn]]
 
 @dataclass(kw_only=True)
 class _Path:
-    """What an episode has done so far; its branches start with copies."""
+    """State of an episode so far; its branches start with copies."""
 
     session: EnvSession | LocalSession
-    shown: tuple[Message, ...]
+    messages: tuple[Message, ...]
     """Messages that the model sees before the next turn, and has not seen before."""
     prompt_ids: TokenIds
     """Prompt of the next turn."""
@@ -50,7 +50,7 @@ class _Path:
     branch: tuple[int, ...]
     """Node of the next turn, see `Turn.branch`."""
     turns: list[Turn] = field(default_factory=list)
-    given: list[tuple[float | None, Mapping[str, float]]] = field(default_factory=list)
+    step_rewards: list[tuple[float | None, Mapping[str, float]]] = field(default_factory=list)
     """Reward of each step, and its parts."""
     pieces: int = 0
     """Number of turns before the last that are part of the same completion, within which the episode forked."""
@@ -91,13 +91,13 @@ class EpisodeRunner:
         """Open the environment; returns the path before its first turn."""
         session, observation = await self.environment.open(task)
         try:
-            tools, shown = observation.tools or task.tools, tuple(observation.messages)
-            prompt_ids = self.tokenizer.render(shown, tools=tools)
+            tools, messages = observation.tools or task.tools, tuple(observation.messages)
+            prompt_ids = self.tokenizer.render(messages, tools=tools)
         except BaseException:
             session.abandon()
             raise
         tree = decode.tree if isinstance(decode, PolicyClient) else ()
-        return _Path(session=session, shown=shown, prompt_ids=prompt_ids, tools=tools, branch=tree)
+        return _Path(session=session, messages=messages, prompt_ids=prompt_ids, tools=tools, branch=tree)
 
     async def _run(self, path: _Path | None, failed: Exception | None, task: Task, decode: Decode) -> Episode:
         """Run an episode from its beginning, or a branch from its path; raises as `__call__`.
@@ -129,7 +129,7 @@ class EpisodeRunner:
             if step.model_error:
                 outcome = Outcome.MODEL_ERROR
             episode = Episode(task=task, turns=tuple(path.turns), output=step.output, outcome=outcome)
-            episode = await scored(episode, self.reward, _own_score(path.given, len(path.turns)))
+            episode = await scored(episode, self.reward, _own_score(path.step_rewards, len(path.turns)))
         return episode.updated(seconds=self.clock() - began, began=began_at)
 
     async def _play(self, path: _Path, task: Task, decode: Decode) -> tuple[Step, bool]:
@@ -142,9 +142,9 @@ class EpisodeRunner:
         while True:
             path.decoding, parsed, asked_s = True, None, self.clock()
             try:
-                given = (path.prompt_ids,) if path.sampling is None else (path.prompt_ids, path.sampling)
-                turns.append(await decode(*given))
-                turns[-1].complete(messages=path.shown, seconds=self.clock() - asked_s, branch=path.branch)
+                decode_args = (path.prompt_ids,) if path.sampling is None else (path.prompt_ids, path.sampling)
+                turns.append(await decode(*decode_args))
+                turns[-1].complete(messages=path.messages, seconds=self.clock() - asked_s, branch=path.branch)
                 if path.tools and self.parse is not None:
                     completion = self._whole(path)
                     # A call that is only drafted in a thought is none; gpt-oss's calls are marked apart from thoughts.
@@ -161,7 +161,7 @@ class EpisodeRunner:
             if not full:
                 calls = step.calls or (parsed[1] if parsed else ())
                 turns[-1].complete(response_s=self.clock() - asked_s, calls=calls)
-            path.given.append((step.reward, step.parts) if step.reward is not None or step.parts else _NOTHING)
+            path.step_rewards.append((step.reward, step.parts) if step.reward is not None or step.parts else _NOTHING)
             if step.forks and not full and isinstance(decode, PolicyClient):
                 await self._fork_within(path, step.forks, task, decode)
             if step.done and step.output is None and path.pieces:
@@ -171,22 +171,22 @@ class EpisodeRunner:
             if full or step.done:
                 return step, truncated
             path.prompt_ids = self._next_prompt(turns[-1], step, path.tools, parsed[1] if parsed else ())
-            path.shown = step.messages if step.history is None else step.history
+            path.messages = step.messages if step.history is None else step.history
             path.sampling, path.pieces = None, 0
             if step.branches > 1 and isinstance(decode, PolicyClient):
                 await self._fork(path, step.branches, task, decode)
             del step  # a history may be large, and there are thousands of episodes
 
-    async def _fork(self, path: _Path, branches: int, task: Task, client: PolicyClient) -> None:
-        """Start this many branches of an episode, itself included, or as many as there is room for in its tree.
+    async def _fork(self, path: _Path, num_branches: int, task: Task, client: PolicyClient) -> None:
+        """Split an episode into `num_branches`, itself included, or as many as its tree has room for.
 
         An error of a fork ends only its branch.
         """
-        taken = client.take_branches(branches - 1) if len(path.prompt_ids) < client.longest else []
-        for number, branch in enumerate(taken, start=1):
-            fork = replace(path, branch=(*path.branch, number), turns=[*path.turns], given=[*path.given])
+        branches = client.take_branches(num_branches - 1) if len(path.prompt_ids) < client.longest else []
+        for number, branch in enumerate(branches, start=1):
+            fork = replace(path, branch=(*path.branch, number), turns=[*path.turns], step_rewards=[*path.step_rewards])
             await self._start(branch, fork, path.session.fork, client)
-        if taken:
+        if branches:
             path.branch = (*path.branch, 0)
 
     async def _start(
@@ -200,35 +200,37 @@ class EpisodeRunner:
         error: Exception | None = None
         try:
             fork.session = await copy()
-        except Exception as failed:
-            error = failed
-        begun = fork if error is None else None
-        running = client.start_branch(branch, fork.branch, functools.partial(self._run, begun, error))
+        except Exception as copy_error:
+            error = copy_error
+        fork_path = fork if error is None else None
+        running = client.start_branch(branch, fork.branch, functools.partial(self._run, fork_path, error))
         if error is None:  # it may be cancelled before its first step
             running.add_done_callback(functools.partial(_abandon, fork.session))
 
-    async def _fork_within(self, path: _Path, forks: int, task: Task, client: PolicyClient) -> None:
-        """Start up to this many branches from within the last turn of a path, at the most surprising tokens.
+    async def _fork_within(self, path: _Path, num_forks: int, task: Task, client: PolicyClient) -> None:
+        """Start up to `num_forks` branches from within the last turn of a path, at the most surprising tokens.
 
         The turn is cut there into turns that continue each other, so that each node of the tree has its own.
         """
-        whole = path.turns.pop()
-        places = most_surprising(whole.logprobs, forks)
-        taken = client.take_branches(len(places)) if places else []
-        *earlier, last = path.given
+        full_turn = path.turns.pop()
+        places = most_surprising(full_turn.logprobs, num_forks)
+        branches = client.take_branches(len(places)) if places else []
+        *earlier, last = path.step_rewards
         start = 0
-        for place, branch in zip(most_surprising(whole.logprobs, len(taken)), taken, strict=True):
-            path.turns.append(self._piece(whole, start, place, path.branch))
+        for place, branch in zip(most_surprising(full_turn.logprobs, len(branches)), branches, strict=True):
+            path.turns.append(self._piece(full_turn, start, place, path.branch))
             path.pieces += 1
             earlier.append((None, {}))
-            fork = replace(path, branch=(*path.branch, 1), turns=[*path.turns], given=[*earlier], shown=())
+            fork = replace(path, branch=(*path.branch, 1), turns=[*path.turns], step_rewards=[*earlier], messages=())
             fork.prompt_ids = fork.turns[-1].context
-            so_far = sum(len(turn.token_ids) for turn in fork.turns[-fork.pieces :])
-            fork.sampling = replace(client.sampling, max_tokens=client.sampling.max_tokens - so_far)
+            used_tokens = sum(len(turn.token_ids) for turn in fork.turns[-fork.pieces :])
+            fork.sampling = replace(client.sampling, max_tokens=client.sampling.max_tokens - used_tokens)
             await self._start(branch, fork, functools.partial(path.session.fork, undo_last=True), client)
             path.branch, start = (*path.branch, 0), place
-        path.turns.append(self._piece(whole, start, len(whole.token_ids), path.branch) if taken else whole)
-        path.given = [*earlier, last]
+        path.turns.append(
+            self._piece(full_turn, start, len(full_turn.token_ids), path.branch) if branches else full_turn
+        )
+        path.step_rewards = [*earlier, last]
 
     def _whole(self, path: _Path) -> Turn:
         """Return the last completion, which is the last turn unless the episode forked within it."""
@@ -252,19 +254,20 @@ class EpisodeRunner:
         completion = self._whole(path)
         return completion.text if self.environment.thoughts else completion.content
 
-    def _piece(self, whole: Turn, start: int, end: int, branch: tuple[int, ...]) -> Turn:
-        """Return the turn of these tokens of another, whose times belong to the last piece."""
-        ids, is_last, context = whole.token_ids[start:end], end == len(whole.token_ids), len(whole.prompt_ids) + end
+    def _piece(self, full_turn: Turn, start: int, end: int, branch: tuple[int, ...]) -> Turn:
+        """Return a part of a turn, from token `start` to `end`, as a turn of its own; the last part keeps the times."""
+        ids, context = full_turn.token_ids[start:end], len(full_turn.prompt_ids) + end
+        is_last = end == len(full_turn.token_ids)
         text = self.tokenizer.decode(ids)
-        piece = whole.updated(
-            prompt_ids=whole.context[: context - len(ids)],
+        piece = full_turn.updated(
+            prompt_ids=full_turn.context[: context - len(ids)],
             token_ids=ids,
-            logprobs=whole.logprobs[start:end],
-            versions=whole.versions[start:end],
+            logprobs=full_turn.logprobs[start:end],
+            versions=full_turn.versions[start:end],
             text=text,
-            answer=self.tokenizer.thoughts.answer(whole.context[: context - len(ids)], ids, text),
+            answer=self.tokenizer.thoughts.answer(full_turn.context[: context - len(ids)], ids, text),
             branch=branch,
-            routed=None if whole.routed is None else whole.routed[: context - 1],
+            routed=None if full_turn.routed is None else full_turn.routed[: context - 1],
         )
         if start:
             piece.complete(messages=())
@@ -276,7 +279,7 @@ class EpisodeRunner:
         """Return the next prompt: everything so far plus the new messages, or a new history.
 
         Raises:
-            ForgeError: the model is to go on with a message that it has ended.
+            ForgeError: the step continues a message that the model has ended.
         """
         if step.continues:
             if not turn.truncated:
@@ -287,29 +290,31 @@ class EpisodeRunner:
             return turn.context
         if step.history is not None:
             return self.tokenizer.render(step.history, tools=tools)
-        shown: list[Message] = [
+        call_messages: list[Message] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": {}}} for call in calls
         ]
-        return self.tokenizer.extend(turn.context, step.messages, tools=tools, calls=shown)
+        return self.tokenizer.extend(turn.context, step.messages, tools=tools, calls=call_messages)
 
 
 def _abandon(session: EnvSession | LocalSession, _: object) -> None:
     session.abandon()
 
 
-def _own_score(given: Sequence[tuple[float | None, Mapping[str, float]]], turns: int) -> Score | None:
+def _own_score(step_rewards: Sequence[tuple[float | None, Mapping[str, float]]], turns: int) -> Score | None:
     """Return the environment's score, the sum of its steps' rewards; None if it gave none.
 
     If a step before the last has a reward, the score also has the reward of each turn.
     """
-    if all(reward is None for reward, _ in given):
+    if all(reward is None for reward, _ in step_rewards):
         return None
-    rewards = [reward or 0.0 for reward, _ in given]
+    rewards = [reward or 0.0 for reward, _ in step_rewards]
     parts: dict[str, float] = {}
-    for _, values in given:
+    for _, values in step_rewards:
         for name, value in values.items():
             parts[name] = parts.get(name, 0.0) + value
-    by_turn = rewards[:turns]
-    by_turn[-1] += sum(rewards[turns:])  # of a last step without a turn, after the context was full
-    several = any(reward is not None for reward, _ in given[:-1])
-    return Score(total=sum(rewards), parts=parts, turns=by_turn if several else (), turns_in_total=several)
+    turn_rewards = rewards[:turns]
+    turn_rewards[-1] += sum(rewards[turns:])  # of a last step without a turn, after the context was full
+    has_turn_rewards = any(reward is not None for reward, _ in step_rewards[:-1])
+    return Score(
+        total=sum(rewards), parts=parts, turns=turn_rewards if has_turn_rewards else (), turns_in_total=has_turn_rewards
+    )

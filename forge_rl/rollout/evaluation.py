@@ -48,9 +48,9 @@ class EvalConfig(EvalTasks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = {"every": 0, "episodes": 1, "temperature": 0}
-        least |= {"max_tokens": 1} if self.max_tokens is not None else {}
-        check_flags(self, "--evaluation.", least=least, below={"temperature": 10})
+        minimums = {"every": 0, "episodes": 1, "temperature": 0}
+        minimums |= {"max_tokens": 1} if self.max_tokens is not None else {}
+        check_flags(self, "--evaluation.", least=minimums, below={"temperature": 10})
         if self.episodes > 1 and self.temperature == 0:
             raise ConfigError(
                 f"{self.episodes} greedy episodes of a task are equal",
@@ -110,7 +110,7 @@ class Evaluation:
         episode.result = result
         self.left -= 1
         group = episode.group
-        if all(each.result is not None for each in group.episodes):
+        if all(sibling.result is not None for sibling in group.episodes):
             self._on_task([*self.groups][group.place[1]], _ended(group))
 
     def results(self, name: str) -> list[tuple[Episode, ...]]:
@@ -151,8 +151,8 @@ def score_set(name: str, results: Sequence[Sequence[Episode]], *, k: int, succes
     sources = sorted({episode.task.source for episodes in scored for episode in episodes})
     values = _scores(scored, k, success)
     for source in sources if len(sources) > 1 else ():
-        of_source = [episodes for episodes in scored if episodes and episodes[0].task.source == source]
-        values |= {f"{source}/{key}": value for key, value in _scores(of_source, k, success).items()}
+        source_episodes = [episodes for episodes in scored if episodes and episodes[0].task.source == source]
+        values |= {f"{source}/{key}": value for key, value in _scores(source_episodes, k, success).items()}
     return values
 
 
@@ -164,13 +164,13 @@ def describe_failure(episode: Episode) -> str:
 def _scores(scored: Sequence[Sequence[Episode]], k: int, success: float) -> dict[str, float]:
     rewards = [[episode.reward for episode in episodes] for episodes in scored]
     answers = [[episode.score.answer if episode.score else "" for episode in episodes] for episodes in scored]
-    found = {f"avg@{k}": avg_at_k(rewards)}
+    scores = {f"avg@{k}": avg_at_k(rewards)}
     if k > 1:
         steps = sorted({2**power for power in range(1, k.bit_length()) if 2**power < k} | {k})
-        found |= {f"pass@{each}": pass_at_k(rewards, each, success=success) for each in steps}
+        scores |= {f"pass@{j}": pass_at_k(rewards, j, success=success) for j in steps}
         if any(answer for texts in answers for answer in texts):
-            found[f"maj@{k}"] = maj_at_k(rewards, answers)
+            scores[f"maj@{k}"] = maj_at_k(rewards, answers)
     values: dict[str, float] = {}
-    for name, score in found.items():
+    for name, score in scores.items():
         values |= {name: score.value, f"{name}_stderr": score.stderr}
     return {name: value for name, value in values.items() if not math.isnan(value)}

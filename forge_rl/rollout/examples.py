@@ -114,8 +114,8 @@ class ExampleLengths:
             TaskError: the task cannot be used.
         """
         texts = *map(dict, task.messages), *map(dict, task.tools), dict(task.truth)
-        most = _FRAME_TOKENS * (len(texts) + 1) + len(json.dumps(texts, default=str))
-        return most > self.limit and self.length(task) > self.limit
+        max_tokens = _FRAME_TOKENS * (len(texts) + 1) + len(json.dumps(texts, default=str))
+        return max_tokens > self.limit and self.length(task) > self.limit
 
     def length(self, task: Task) -> int:
         """Return the number of tokens of the row that a task needs; errors as in `too_long`."""
@@ -182,20 +182,20 @@ class Examples:
             ConfigError: groups have different numbers of episodes.
         """
         self._order = self._order or self._tasks.source_order(self._groups)
-        made: dict[int, Group] = {}
-        while len(made) < len(self._order):
+        groups_by_place: dict[int, Group] = {}
+        while len(groups_by_place) < len(self._order):
             for source in self._order[len(self._drawn) :]:
                 self._drawn.append(self._draw(source))
-            missing = [place for place in range(len(self._order)) if place not in made]
-            tried = await asyncio.to_thread(self._maker.try_groups, [self._drawn[place] for place in missing])
-            for place, found in zip(missing, tried, strict=True):
-                if isinstance(found, Group):
-                    made[place] = found
-                    self._counts[self._order[place]]["rewritten_turns"] += rewritten_turns(found)
+            missing = [place for place in range(len(self._order)) if place not in groups_by_place]
+            results = await asyncio.to_thread(self._maker.try_groups, [self._drawn[place] for place in missing])
+            for place, result in zip(missing, results, strict=True):
+                if isinstance(result, Group):
+                    groups_by_place[place] = result
+                    self._counts[self._order[place]]["rewritten_turns"] += rewritten_turns(result)
                 else:
-                    self._skip(self._drawn[place], found)
+                    self._skip(self._drawn[place], result)
                     self._drawn[place] = self._draw(self._order[place])
-        groups = tuple(made[place] for place in range(len(self._order)))
+        groups = tuple(groups_by_place[place] for place in range(len(self._order)))
         _check_sizes(groups)
         self._tasks.batch_delivered(groups)
         self._order, self._drawn = [], []
@@ -262,17 +262,17 @@ class Examples:
         Raises:
             TaskError: there are too many.
         """
-        counts, most = self._counts[task.source], getattr(self._sources[task.source], "max_bad_rows", 0.0)
+        counts, max_bad_share = self._counts[task.source], getattr(self._sources[task.source], "max_bad_rows", 0.0)
         counts["skipped"] += 1
         describe = getattr(self._sources[task.source], "describe_task", None)
         row = (describe(task) if describe else "") or f"{task.source} {task.id}"
-        if counts["skipped"] <= most * max(counts["drawn"], _FEW_TASKS):
+        if counts["skipped"] <= max_bad_share * max(counts["drawn"], _FEW_TASKS):
             return
-        if most == 0:
+        if max_bad_share == 0:
             raise TaskError(f"{row}: {error.message}", hint=error.hint) from error
         raise TaskError(
             f"{counts['skipped']} of {counts['drawn']} tasks of {task.source!r} cannot be used, more than "
-            f"--data.max-bad-rows {most:g}; one is {row}: {error.message}",
+            f"--data.max-bad-rows {max_bad_share:g}; one is {row}: {error.message}",
             hint=error.hint,
         ) from error
 

@@ -152,19 +152,19 @@ class RolloutExecutor:
                     break
                 self._advance()  # start the episodes of groups planned by pop_batch()
                 await self._changed.wait()
-        made = tuple(Group(task=group.task, episodes=group.results) for group in groups)
+        batch_groups = tuple(Group(task=group.task, episodes=group.results) for group in groups)
         for group in groups:
             group.episodes.clear()  # the reference cycle would hold tokens until garbage collection
         planner = self._scheduler.planner
         # A group that over-sampling carried over was drawn for an earlier batch, and must be drawn again by a resume.
         is_in_order = self.config.exact and all(group.place[0] >= planner.next_batch for group in planner.groups())
         pending = None if is_in_order else [group.task for group in planner.groups()]
-        self._scheduler.tasks.batch_delivered(made, pending=pending)
+        self._scheduler.tasks.batch_delivered(batch_groups, pending=pending)
         if not self.config.decodes_while_training:
             self._scheduler.capacity.set_paused(True)
             await self._hand_to_trainer()
         self._advance()
-        self.last = Batch(groups=made, version=version)
+        self.last = Batch(groups=batch_groups, version=version)
         if text := self._advice.look_at(self.last, max_tokens=self._generator.sampling.max_tokens):
             self._warn(f"batch {number}: {text}")
         return self.last
@@ -201,7 +201,7 @@ class RolloutExecutor:
 
     @contextlib.asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
-        """Hold all requests at a token boundary while the body runs; what decoded before decodes again after it."""
+        """Hold all requests at a token boundary while the body runs; requests that were decoding resume after it."""
         capacity = self._scheduler.capacity
         paused, evaluating = capacity.paused, capacity.evaluating
         capacity.set_paused(True)
@@ -256,8 +256,8 @@ class RolloutExecutor:
 
     def samples(self) -> list[tuple[Episode, ...]]:
         """Return a group of the last batch, and the last group that could not be scored, to try a reward on."""
-        found = [self.last.groups[0].episodes] if self.last is not None else []
-        return [*found, self._outage.unscored] if self._outage.unscored else found
+        samples = [self.last.groups[0].episodes] if self.last is not None else []
+        return [*samples, self._outage.unscored] if self._outage.unscored else samples
 
     async def close(self) -> None:
         """Cancel all episodes in flight."""
@@ -307,10 +307,10 @@ class RolloutExecutor:
     def waiting_for(self) -> str:
         """Describe in words what the run is waiting for: the next batch, or an evaluation."""
         done, groups = self._scheduler.planner.progress()
-        held = done == groups and self._held
+        is_held = done == groups and self._held
         if self._outage.lasts:
             return "the reward to work again, or another one, as all scores fail"
-        if self.evaluation is not None and (held or self._scheduler.capacity.evaluating):
+        if self.evaluation is not None and (is_held or self._scheduler.capacity.evaluating):
             return f"the evaluation of version {self.evaluation.version} lacks {self.evaluation.left} episodes"
         return self._scheduler.describe_missing()
 
@@ -402,8 +402,8 @@ class RolloutExecutor:
 
     def _set_versions(self) -> None:
         planner = self._scheduler.planner
-        served = self._generator.version
-        planner.set_versions(planner.served if served is None else served, self._version())
+        served_version = self._generator.version
+        planner.set_versions(planner.served if served_version is None else served_version, self._version())
 
     def _advance(self) -> None:
         """Carry out the scheduler's current decisions."""
@@ -411,7 +411,7 @@ class RolloutExecutor:
         self._set_versions()
         try:
             idle = self._failure is not None or self._outage.lasts or self._more is not None
-            starts = [] if idle else scheduler.pop_starts(most=_WAVE)
+            starts = [] if idle else scheduler.pop_starts(max_starts=_WAVE)
             for episode in starts:
                 self._start(episode, self._run_episode)
             if len(starts) == _WAVE:
@@ -464,12 +464,12 @@ class RolloutExecutor:
                 result = result.updated(problem=problem)
             record = functools.partial(scheduler.record_result, episode, result)
             warning = f"{result.outcome}: {result.problem}" if result.problem else ""
-            told = not result.unscored  # else told once it is scored
+            is_reported = not result.unscored  # else reported once it is scored
         except (ContextError, PoisonError) as error:
             problem = f"{error.message}; {error.hint}"
             result = Episode(task=task, turns=(), outcome=Outcome.ENVIRONMENT_ERROR, problem=problem)
             record = functools.partial(scheduler.skip, episode, error)
-            warning, told = f"skipped: {error.message}", False
+            warning, is_reported = f"skipped: {error.message}", False
         except asyncio.CancelledError:
             if episode.group.dropped:
                 scheduler.discard(episode, episode.group.dropped, scheduler.own_s(episode) - began_s)
@@ -493,8 +493,8 @@ class RolloutExecutor:
         except Exception as error:  # such as a source without usable groups
             self._fail(error)
         if evaluation is not None:
-            warning, told = "", not result.outcome.scored
-        if told:
+            warning, is_reported = "", not result.outcome.scored
+        if is_reported:
             self._tell(self._listener.episode, result)
         if warning:
             self._warn(f"{task.source} {task.id}: {warning}")
@@ -511,13 +511,13 @@ class RolloutExecutor:
         return self._dispatcher.client(episode, self._generator.sampling, seed, self._start_branch)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        """Forget a finished asyncio task, and that it runs its episode, unless another one does by now."""
+        """Forget a finished asyncio task; its episode may be running in another one by now."""
         episode = self._episodes.pop(task)
         if self._running.get(episode) is task:
             del self._running[episode]
 
     def _scored_with(self, episode: InflightEpisode, result: Episode) -> tuple[Episode, ...]:
-        """Return the episodes that the reward scores together with one that ended with this result, and it."""
+        """Return the episodes that the reward scores together with the one that ended with `result`, which is last."""
         if self._reward is None or self._reward.form != "group":
             return (result,)
         mates = (mate.result for mate in episode.group.episodes if mate is not episode)
@@ -534,22 +534,22 @@ class RolloutExecutor:
             self._fail(error)
 
     async def _score_group(self, episode: InflightEpisode, result: Episode) -> Episode:
-        """Score a group's episodes together, if needed, once its last one has ended with this result; return it."""
-        mates = [each for each in episode.group.episodes if each is not episode]
-        if any(each.result is None for each in mates):
+        """Score a group's episodes together, if needed, once its last one ended with `result`; return that one's."""
+        mates = [mate for mate in episode.group.episodes if mate is not episode]
+        if any(mate.result is None for mate in mates):
             return result
-        waiting = [each for each in mates if each.result is not None and each.result.unscored]
-        given = [each.result for each in waiting if each.result is not None]
+        unscored_mates = [mate for mate in mates if mate.result is not None and mate.result.unscored]
+        unscored = [mate.result for mate in unscored_mates if mate.result is not None]
         if result.unscored:
-            given.append(result)
-        if not given:
+            unscored.append(result)
+        if not unscored:
             return result
         assert self._reward is not None, "episodes that come without a score need a reward"
         try:
-            scored = await score_again(self._reward, given)
+            scored = await score_again(self._reward, unscored)
         except Exception as error:
             return not_scored(result, error) if result.outcome.scored else result
-        for mate, mates_result in zip(waiting, scored, strict=False):
+        for mate, mates_result in zip(unscored_mates, scored, strict=False):
             mate.result = mates_result
             if episode.group.batch != EVALUATION:
                 self._tell(self._listener.episode, mates_result)
@@ -557,7 +557,7 @@ class RolloutExecutor:
 
 
 def _not_cancelled(task: Task, error: asyncio.CancelledError) -> Episode:
-    """Return the episode of code that raised this without being cancelled, an environment error; else raise it."""
+    """Return an environment error if an episode's code raised this without being cancelled; else raise it again."""
     current = asyncio.current_task()
     if current is None or current.cancelling():
         raise error

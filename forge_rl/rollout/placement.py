@@ -180,9 +180,9 @@ class DeviceHandover:
 
     def pop_metrics(self) -> dict[str, float]:
         """Return `transition/<name>_s`, the seconds of each transition since the last call."""
-        found = {f"transition/{name}_s": seconds for name, seconds in self._seconds.items()}
+        metrics = {f"transition/{name}_s": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
-        return found | (self._guests.pop_metrics() if self._guests is not None else {})
+        return metrics | (self._guests.pop_metrics() if self._guests is not None else {})
 
     async def _hand_over(self) -> float:
         """Hand the devices to the side that needs them.
@@ -196,25 +196,25 @@ class DeviceHandover:
 
         async with self._changed:
             await self._changed.wait_for(lambda: target() == "engines" or not self._starting)
-            now, before, began = target(), self._holder, self._clock()
+            new_holder, old_holder, began = target(), self._holder, self._clock()
             self._holder = None
-            if now == before:
+            if new_holder == old_holder:
                 pass
             elif not self._trainers:
-                if now == "trainer":
+                if new_holder == "trainer":
                     await self._timed("pause", self._engines.pause())
-                elif before != "both":
+                elif old_holder != "both":
                     await self._timed("resume", self._engines.resume())
-            elif now == "trainer":
+            elif new_holder == "trainer":
                 await self._timed("sleep", self._engines.sleep())
                 for trainer in self._trainers:
                     await self._timed("onload", trainer.onload())
             else:
                 for trainer in self._trainers:
                     await self._timed("offload", trainer.offload())
-                if before != "both":
+                if old_holder != "both":
                     await self._timed("wake", self._engines.wake())
-            self._holder = now
+            self._holder = new_holder
             self._changed.notify_all()
             return self._clock() - began
 
@@ -227,25 +227,25 @@ class DeviceHandover:
 
 
 def shares_devices(
-    placement: Placement, *, ranks: int, engines: int, decodes_while_training: bool, there: int | None = None
+    placement: Placement, *, ranks: int, engines: int, decodes_while_training: bool, num_gpus: int | None = None
 ) -> bool:
     """Decide whether the trainer's ranks and the engines share devices.
 
     Args:
         engines: number of devices of all engines.
         decodes_while_training: True if the schedule decodes while training.
-        there: number of GPUs; this machine's by default.
+        num_gpus: number of GPUs; this machine's by default.
 
     Raises:
         ConfigError: there are too few GPUs for separate devices, and they must not be shared.
     """
     needed = ranks + engines
-    there = gpus() if there is None else there
-    if 0 < there < needed and (placement == "separate" or (placement == "auto" and decodes_while_training)):
+    num_gpus = gpus() if num_gpus is None else num_gpus
+    if 0 < num_gpus < needed and (placement == "separate" or (placement == "auto" and decodes_while_training)):
         share = "--schedule.kind pipelined" if decodes_while_training else "--placement colocated"
         raise ConfigError(
-            f"{ranks} trainer ranks and {engines} engine devices need {needed} separate GPUs, but there are {there}",
+            f"{ranks} trainer ranks and {engines} engine devices need {needed} separate GPUs, but there are {num_gpus}",
             hint=f"choose {share}, or fewer --trainer.ranks or --generator.replicas, or a lower "
             "--generator.tensor-parallel-size or --generator.data-parallel-size",
         )
-    return placement == "colocated" or (placement == "auto" and 0 < there < needed)
+    return placement == "colocated" or (placement == "auto" and 0 < num_gpus < needed)

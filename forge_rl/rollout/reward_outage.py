@@ -90,7 +90,7 @@ class RewardOutage:
             except Exception as error:
                 # A judge that is away is known by its error. Its cached replies would still score other episodes.
                 if not isinstance(error, JudgeError) and (not self.scored or await self._scores(self.scored)):
-                    return bool(self.scored) and await self._scores(episodes)  # it may be back since
+                    return bool(self.scored) and await self._scores(episodes)  # the reward may work again by now
                 if not is_warned:
                     wait = f"{self._wait_s / 60:g} minutes"
                     self._warn(f"scores of an evaluation fail, and are asked for again for up to {wait}: {error}")
@@ -116,8 +116,8 @@ class RewardOutage:
             await asyncio.sleep(pause_s)
             try:
                 await score_again(self._reward, self.unscored)
-            except SpendingError as spent:
-                failure = spent
+            except SpendingError as spending_error:
+                failure = spending_error
                 break
             except Exception:
                 continue
@@ -131,7 +131,7 @@ class RewardOutage:
     def _pauses(self) -> Iterator[float]:
         """Yield the seconds to wait before each attempt, the last of which is when the time is up."""
         loop, pause_s = asyncio.get_running_loop(), _FIRST_PAUSE_S
-        until = loop.time() + self._wait_s
-        while (left_s := until - loop.time()) > 0:
+        deadline = loop.time() + self._wait_s
+        while (left_s := deadline - loop.time()) > 0:
             yield min(pause_s, left_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

@@ -171,23 +171,24 @@ class Scheduler:
         else:
             self._queue(episode)
 
-    def branches(self, episode: InflightEpisode, most: int) -> list[InflightEpisode]:
-        """Return up to `most` reserved episodes of a running episode's tree, as its branches, which are "in_env" now.
+    def branches(self, episode: InflightEpisode, max_branches: int) -> list[InflightEpisode]:
+        """Return up to `max_branches` reserved episodes of a running episode's tree as its branches; their state
+        becomes "in_env".
 
         They prefer its engine, which has their prompt in its KV cache.
         """
-        found = [] if episode.group.dropped else self._reserved(episode)[: max(0, most)]
-        for each in found:
-            each.engine = episode.engine
-            self._set_state(each, "in_env")
-        return found
+        branches = [] if episode.group.dropped else self._reserved(episode)[: max(0, max_branches)]
+        for branch in branches:
+            branch.engine = episode.engine
+            self._set_state(branch, "in_env")
+        return branches
 
     def _tree(self, episode: InflightEpisode) -> list[InflightEpisode]:
         first = episode.index - episode.index % self.leaves
         return episode.group.episodes[first : first + self.leaves]
 
     def _reserved(self, episode: InflightEpisode) -> list[InflightEpisode]:
-        return [each for each in self._tree(episode) if each.state == "reserved"]
+        return [leaf for leaf in self._tree(episode) if leaf.state == "reserved"]
 
     def skip(self, episode: InflightEpisode, error: ContextError | PoisonError) -> None:
         """End an episode whose task is too long for the context, or kills engines. In a batch, its group is replaced.
@@ -260,12 +261,12 @@ class Scheduler:
             episode.result = result
             self._set_state(episode, "done")
             tokens = float(result.response_tokens)
-            before = self._expected_tokens.get(group.task.source, tokens)
-            self._expected_tokens[group.task.source] = before * _MEMORY + tokens * (1 - _MEMORY)
-            if all(each.state in ("done", "reserved") for each in self._tree(episode)):
-                for each in self._reserved(episode)[:1]:
-                    self.restart(each)
-            if all(each.result is not None for each in group.episodes):
+            old_length = self._expected_tokens.get(group.task.source, tokens)
+            self._expected_tokens[group.task.source] = old_length * _MEMORY + tokens * (1 - _MEMORY)
+            if all(leaf.state in ("done", "reserved") for leaf in self._tree(episode)):
+                for next_root in self._reserved(episode)[:1]:
+                    self.restart(next_root)
+            if all(sibling.result is not None for sibling in group.episodes):
                 self.planner.complete(group)
 
     def discard(self, episode: InflightEpisode, reason: str, seconds: float) -> None:
@@ -278,32 +279,33 @@ class Scheduler:
 
         Episodes that continue while others are paused keep advancing.
         """
-        now = self._clock_of(episode)()
-        waits_s = now - episode.waiting_since if episode.state == "waiting" else 0.0
-        return now - episode.waited_s - waits_s
+        now_s = self._clock_of(episode)()
+        waits_s = now_s - episode.waiting_since if episode.state == "waiting" else 0.0
+        return now_s - episode.waited_s - waits_s
 
     # Decisions.
 
-    def pop_starts(self, *, most: int = sys.maxsize) -> list[InflightEpisode]:
-        """Return up to `most` episodes to start now, so that engines find work waiting; their state becomes "in_env".
+    def pop_starts(self, *, max_starts: int = sys.maxsize) -> list[InflightEpisode]:
+        """Return up to `max_starts` episodes to start now, so that engines have work waiting; their state becomes
+        "in_env".
 
         Raises TaskError if a source yields no task, after returning the episodes found before that.
         """
-        found: list[InflightEpisode] = []
+        episodes: list[InflightEpisode] = []
         slots = self.capacity.slots
-        wanted = slots + 1 + slots // 8  # slightly more than the slots: opening an environment takes time
+        target_running = slots + 1 + slots // 8  # slightly more than the slots: opening an environment takes time
         # Paused episodes must not hold back an awaited evaluation.
-        counted = (self.evaluation_states,) if self.capacity.evaluating else (self.states, self.evaluation_states)
+        state_counts = (self.evaluation_states,) if self.capacity.evaluating else (self.states, self.evaluation_states)
         while (
             slots
-            and len(found) < most
-            and sum(states["waiting"] + states["decoding"] for states in counted) + len(found) < wanted
-            and sum(map(_in_flight, counted)) < self.config.max_episodes
+            and len(episodes) < max_starts
+            and sum(states["waiting"] + states["decoding"] for states in state_counts) + len(episodes) < target_running
+            and sum(map(_in_flight, state_counts)) < self.config.max_episodes
         ):
             try:
                 episode = self._next_episode()
             except TaskError:
-                if not found:
+                if not episodes:
                     raise
                 break
             if episode is None:
@@ -311,12 +313,12 @@ class Scheduler:
             if episode.group.batch != EVALUATION:
                 self.planner.start(episode.group)
             self._set_state(episode, "in_env")
-            found.append(episode)
-        return found
+            episodes.append(episode)
+        return episodes
 
     def pop_grants(self) -> list[InflightEpisode]:
         """Return the episodes that decode from now on, each on its `engine`; while paused, only those that go first."""
-        found: list[InflightEpisode] = []
+        episodes: list[InflightEpisode] = []
         while heap := self._first_waiting():
             rank, _, episode = heap[0]
             if self.capacity.paused and rank != _FIRST:
@@ -329,13 +331,13 @@ class Scheduler:
                 break
             heapq.heappop(heap)
             self._grant(episode, engine)
-            found.append(episode)
-        return found
+            episodes.append(episode)
+        return episodes
 
     def pop_cancelled(self) -> list[InflightEpisode]:
         """Return the episodes in flight whose group was replaced; the caller must cancel them."""
-        found, self._cancelled = self._cancelled, []
-        return found
+        episodes, self._cancelled = self._cancelled, []
+        return episodes
 
     # State.
 
@@ -346,13 +348,15 @@ class Scheduler:
 
     def describe_missing(self) -> str:
         """Describe in words what the next batch is waiting for."""
-        states = Counter(each.state for group in self.planner.incomplete_groups() for each in group.episodes)
+        states = Counter(episode.state for group in self.planner.incomplete_groups() for episode in group.episodes)
         del states["done"]
         words = {"new": "not started", "in_env": "with tools or judges", "waiting": "wait for an engine"}
         words["reserved"] = "reserved for branches"
-        shown = ", ".join(f"{states[state]} {words.get(state, state)}" for state in sorted(states))
+        counts = ", ".join(f"{states[state]} {words.get(state, state)}" for state in sorted(states))
         planner = self.planner
-        missing = f"batch {planner.next_batch} lacks {sum(states.values())} episodes" + (f": {shown}" if shown else "")
+        missing = f"batch {planner.next_batch} lacks {sum(states.values())} episodes" + (
+            f": {counts}" if counts else ""
+        )
         if planner.published - planner.served > self.config.lag:
             missing += (
                 f"; none can start, as the engines serve version {planner.served} but the latest is "
@@ -437,16 +441,16 @@ class Scheduler:
         return self.capacity.evaluation_s
 
     def _set_state(self, episode: InflightEpisode, state: EpisodeState) -> None:
-        before, episode.state = episode.state, state
+        old_state, episode.state = episode.state, state
         if state == "waiting":
             episode.waiting_since = self._clock_of(episode)()
-        elif before == "waiting":
+        elif old_state == "waiting":
             episode.waited_s += self._clock_of(episode)() - episode.waiting_since
-        if before != state and "decoding" in (before, state):
+        if old_state != state and "decoding" in (old_state, state):
             assert episode.engine is not None, "a decoding episode has an engine"
             self.capacity.add_requests(episode.engine, 1 if state == "decoding" else -1)
         states = self.states if episode.group.batch >= 0 else self.evaluation_states
-        states[before] -= 1
+        states[old_state] -= 1
         states[state] += 1
 
 

@@ -136,11 +136,11 @@ class GroupState:
         """
         return self._compared and max(self._rewards) == min(self._rewards)
 
-    def is_weak(self, least: float) -> bool:
-        """True if no reward is `least` or more from the mean of all, and no turn or token has its own value."""
+    def is_weak(self, min_advantage: float) -> bool:
+        """True if no reward is `min_advantage` or more from the mean of all, and no turn or token has its own value."""
         rewards = self._rewards
         mean = math.fsum(rewards) / len(rewards)
-        return self._compared and max(abs(reward - mean) for reward in rewards) < least
+        return self._compared and max(abs(reward - mean) for reward in rewards) < min_advantage
 
     @property
     def _rewards(self) -> list[float]:
@@ -149,8 +149,8 @@ class GroupState:
     @property
     def _compared(self) -> bool:
         """True if advantages come from nothing but the rewards of this group's episodes."""
-        valued = any(each.score and (each.score.turns or each.score.tokens) for each in self.results)
-        return len(self.episodes) > 1 and not valued
+        has_values = any(result.score and (result.score.turns or result.score.tokens) for result in self.results)
+        return len(self.episodes) > 1 and not has_values
 
 
 @dataclass(eq=False, slots=True)

@@ -1,4 +1,4 @@
-"""Work that other tasks, such as attached clients' requests, leave for the end of a step, and a run's pause there."""
+"""Runs work that other tasks, such as attached clients' requests, leave for the end of a step or for a pause there."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ class AfterStep:
         Raises:
             ForgeError: the work failed.
         """
-        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._asked.append((work, done))
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._asked.append((work, future))
         self._any_asked.set()
-        return await done
+        return await future
 
     async def run(self) -> None:
-        """Run all work that was left.
+        """Run all pending work.
 
         Raises:
-            ServiceError: a service failed; other errors only reach those who left the work.
+            ServiceError: a service failed; other errors only reach the tasks that added the work.
         """
         while self._asked:
-            work, done = self._asked.pop(0)
+            work, future = self._asked.pop(0)
             try:
                 result = await work()
             except ForgeError as error:
-                if not done.done():
-                    done.set_exception(error)
+                if not future.done():
+                    future.set_exception(error)
                 if isinstance(error, ServiceError):
                     raise
             else:
-                if not done.done():
-                    done.set_result(result)
+                if not future.done():
+                    future.set_result(result)
 
     async def run_while(self, hold: Hold) -> None:
-        """Run work when it is left, until the pause ends."""
+        """Run work as it is added, until the pause ends."""
         released = asyncio.ensure_future(hold.released())
         try:
             while hold.paused:
                 self._any_asked.clear()
-                asked = asyncio.ensure_future(self._any_asked.wait())
-                await asyncio.wait([released, asked], return_when=asyncio.FIRST_COMPLETED)
-                asked.cancel()
+                new_work = asyncio.ensure_future(self._any_asked.wait())
+                await asyncio.wait([released, new_work], return_when=asyncio.FIRST_COMPLETED)
+                new_work.cancel()
                 await self.run()
         finally:
             released.cancel()

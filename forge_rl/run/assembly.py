@@ -102,12 +102,12 @@ async def assemble(
         await _resume(prepared, checkpointer, generates=rollouts is not None)
         monitor.training = lambda: services.trainer.progress
         run = Run(config, services, batches, evaluator, checkpointer, live, monitor, loss, close=close)
-        taken = gpus_taken(checked, hosts, engines=False)
-        elastic = ElasticHosts(config, prepared, hosts, checked.model, services, taken)
+        reserved_gpus = gpus_taken(checked, hosts, engines=False)
+        elastic = ElasticHosts(config, prepared, hosts, checked.model, services, reserved_gpus)
         control = Control(run, live, policy, elastic)
-        at = config.attach_on or _address_for_hosts(hosts)
-        outside = stack.enter_context(_listening(config, at)) if at else None
-        await stack.enter_async_context(serving_control(prepared.folder, control, log.warn, outside))
+        attach_address = config.attach_on or _address_for_hosts(hosts)
+        tcp_socket = stack.enter_context(_listening(config, attach_address)) if attach_address else None
+        await stack.enter_async_context(serving_control(prepared.folder, control, log.warn, tcp_socket))
         elastic.replace()
         gc.freeze()  # also modules imported meanwhile: see responsive_loop
         yield run, Ending(run, services, checkpointer, monitor)
@@ -122,7 +122,7 @@ async def _checkpointing(
     evaluator: Evaluator,
     live: LiveSettings,
 ) -> AsyncIterator[Checkpointer]:
-    """Save what the body asks for, and finish copying it to where it is mirrored, if anywhere."""
+    """Provide the checkpointer while the body runs; then finish its saves, and their copies to the mirror if any."""
     log = prepared.monitor.log
     mirror = MirrorTask(prepared.mirror, prepared.checkpoints, log) if prepared.mirror else None
     checkpointer = Checkpointer(
@@ -156,24 +156,24 @@ async def _resume(prepared: Prepared, checkpointer: Checkpointer, *, generates: 
         display.startup("first weights", "ready", f"version {version}, attested")
 
 
-def _listening(config: RunConfig, at: str) -> socket.socket:
+def _listening(config: RunConfig, address: str) -> socket.socket:
     """Listen for clients from elsewhere.
 
     Raises:
         ConfigError: the address is public, or cannot be used.
     """
-    outside = listen(at, "--attach-on")
-    host, port = outside.getsockname()[:2]  # a name may stand for a public address
+    tcp_socket = listen(address, "--attach-on")
+    host, port = tcp_socket.getsockname()[:2]  # a name may stand for a public address
     try:
         check_reachable(f"{host}:{port}", "--attach-on", may_be_public=config.isolation.public_ports)
     except ConfigError:
-        outside.close()
+        tcp_socket.close()
         raise
-    return outside
+    return tcp_socket
 
 
 def _address_for_hosts(hosts: RunHosts) -> str:
-    """Return the address at which hosts that the run asks for reach it; "" if they are on this machine, or none are."""
+    """Return the address to listen on for replacement hosts; "" if the run asks for none, or only on this machine."""
     ip = controller_address() if hosts.replacements.asks else ""
     return f"[{ip}]:0" if ip else ""
 
@@ -182,10 +182,10 @@ def _scalable(services: RolloutServices | None) -> dict[str, Scalable]:
     """Return the services whose number of replicas can change in a live run."""
     if services is None:
         return {}
-    found: dict[str, Scalable] = {"engines": services.generator}
+    scalable: dict[str, Scalable] = {"engines": services.generator}
     if services.environment is not None and services.environment.replicas:
-        found["environments"] = services.environment
-    return found
+        scalable["environments"] = services.environment
+    return scalable
 
 
 def _trained(
@@ -198,7 +198,7 @@ def _trained(
     loss: Loss,
     warn: Callable[[str], None],
 ) -> tuple[RolloutExecutor | Examples, Evaluates]:
-    """Return what makes batches, the rollouts or given examples, and what evaluates: answers, the loss or both."""
+    """Return the source of batches (rollouts or given examples) and the evaluations: of answers, the loss or both."""
     config = checked.config
     answers = None
     if rollouts is not None:
@@ -227,7 +227,7 @@ async def _running_episodes(
     agent: Agent | str | None,
     gateway: GatewayConfig,
 ) -> AsyncIterator[RunEpisode]:
-    """Provide what runs an episode: an agent at a gateway, or the environments."""
+    """Provide the function that runs an episode: by an agent at a gateway, or in the environments."""
     warn = prepared.monitor.log.warn
     if services.environment is None:
         assert agent is not None, "somebody plays the episodes"

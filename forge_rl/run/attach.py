@@ -128,8 +128,8 @@ class AttachedRun:
         Returns:
             "url", "key" and "model" for clients, the model's "folder", and "max_model_len".
         """
-        found: dict[str, Any] = self.ask("open_gateway")
-        return found
+        gateway: dict[str, Any] = self.ask("open_gateway")
+        return gateway
 
     def events(self, last: int = 20) -> Events:
         """Read the last events in this folder; also works after the run has ended."""
@@ -149,8 +149,8 @@ class AttachedRun:
 
     def scale(self, *, engines: int | None = None, environments: int | None = None) -> None:
         """Start or stop engines, or processes of environments; stopped ones hand their work over."""
-        asked = {"engines": engines, "environments": environments}
-        self.set("replicas", {name: count for name, count in asked.items() if count is not None})
+        counts = {"engines": engines, "environments": environments}
+        self.set("replicas", {name: count for name, count in counts.items() if count is not None})
 
     @property
     def hosts(self) -> dict[str, str]:
@@ -183,10 +183,10 @@ class AttachedRun:
 
     def _knob(self, name: str) -> Any:
         """Return the current value of a knob that only a run with rollouts has."""
-        found = self.ask("status")
-        if name not in found:
+        status = self.ask("status")
+        if name not in status:
             raise ConfigError(f"the run has no {name}: it trains on given examples")
-        return found[name]
+        return status[name]
 
     def ask(self, do: str, **arguments: object) -> Any:
         """Send a request and wait for its reply.
@@ -194,8 +194,8 @@ class AttachedRun:
         Raises:
             ForgeError: the run refused it, or has ended.
         """
-        until = time.monotonic() + _BUSY_S
-        while (reply := self._exchange({"do": do, "with": arguments})).get("busy") and time.monotonic() < until:
+        deadline = time.monotonic() + _BUSY_S
+        while (reply := self._exchange({"do": do, "with": arguments})).get("busy") and time.monotonic() < deadline:
             time.sleep(0.1)
         if "error" in reply:
             raise ForgeError(str(reply["error"]), hint=str(reply.get("hint", "")))
@@ -210,10 +210,10 @@ class AttachedRun:
         except OSError:
             connection = None
         try:
-            found = _asked_elsewhere(self.folder, line) if connection is None else _asked(connection, line)
-            if not found:
+            answer = _asked_elsewhere(self.folder, line) if connection is None else _asked(connection, line)
+            if not answer:
                 raise OSError("the run ended, or refused this user")
-            reply = json.loads(found)
+            reply = json.loads(answer)
             if not isinstance(reply, dict):
                 raise ValueError("its reply is not an object")
         except FileNotFoundError:
@@ -224,26 +224,26 @@ class AttachedRun:
 
     def __repr__(self) -> str:
         try:
-            found = self.ask("status")
+            status = self.ask("status")
         except ForgeError as error:
             return f"Attached  {error.message}"
-        paused = ", paused: resume() continues" if found["paused"] else ""
-        rows = {"phase": (found["phase"] or "between phases") + paused}
-        rows["lr"] = f"{found['optimizer']['lr']:g}"
-        if (schedule := found.get("schedule")) is not None:
-            mean = found["reward_mean"]
+        paused = ", paused: resume() continues" if status["paused"] else ""
+        rows = {"phase": (status["phase"] or "between phases") + paused}
+        rows["lr"] = f"{status['optimizer']['lr']:g}"
+        if (schedule := status.get("schedule")) is not None:
+            mean = status["reward_mean"]
             bounds = ", ".join(f"{name} {schedule[name]:g}" for name in ("max_lag", "over_sampling", "max_episodes"))
             rows |= {
-                "version": found["version"],
-                "engines": found["engines"],
-                "rollouts": found["rollouts"],
+                "version": status["version"],
+                "engines": status["engines"],
+                "rollouts": status["rollouts"],
                 "schedule": f"{schedule['kind']}, {bounds}",
-                "reward": found["reward"] + ("" if mean is None else f", {mean:.3f} on average in the last batch"),
+                "reward": status["reward"] + ("" if mean is None else f", {mean:.3f} on average in the last batch"),
             }
         table = (f"  {name:<8}  {value}" for name, value in rows.items())
-        mixture = (f"  {line}" for line in found["mixture"]["shown"].splitlines())
-        first = f"Run  step {found['step']} of {found['steps']}  {found['folder']}"
-        return visible("\n".join([first, *table, *mixture]))
+        mixture = (f"  {line}" for line in status["mixture"]["shown"].splitlines())
+        title = f"Run  step {status['step']} of {status['steps']}  {status['folder']}"
+        return visible("\n".join([title, *table, *mixture]))
 
 
 class AttachedMixture(MutableMapping[str, float]):
@@ -305,18 +305,18 @@ class LiveSchedule:
         vars(self).update(_read=read, _write=write)
 
     def __getattr__(self, name: str) -> Any:
-        found = vars(self)["_read"]() if not name.startswith("_") else {}
-        if name not in found:
+        settings = vars(self)["_read"]() if not name.startswith("_") else {}
+        if name not in settings:
             raise AttributeError(f"the schedule has no {name!r}")
-        return found[name]
+        return settings[name]
 
     def __setattr__(self, name: str, value: object) -> None:
         vars(self)["_write"]({name: value})
 
     def __repr__(self) -> str:
-        found = vars(self)["_read"]()
+        settings = vars(self)["_read"]()
         return visible(
-            "\n".join([f"Schedule  {found['kind']}", *(f"  {name} {value}" for name, value in found.items())])
+            "\n".join([f"Schedule  {settings['kind']}", *(f"  {name} {value}" for name, value in settings.items())])
         )
 
 
@@ -324,10 +324,10 @@ class Events(list[dict[str, Any]]):
     """Events of a run: time in seconds, level and text. Prints one line per event."""
 
     def __repr__(self) -> str:
-        times = (time.strftime("%H:%M:%S", time.localtime(each["time"])) for each in self)
+        times = (time.strftime("%H:%M:%S", time.localtime(event["time"])) for event in self)
         # Indent further lines, so that a text of several lines does not look like several events.
-        lines = (str(each["text"]).replace("\n", "\n" + " " * 19) for each in self)
-        levels = (f"{each['level']:<7}" for each in self)
+        lines = (str(event["text"]).replace("\n", "\n" + " " * 19) for event in self)
+        levels = (f"{event['level']:<7}" for event in self)
         return visible("\n".join(map("  ".join, zip(times, levels, lines, strict=True))))
 
 
@@ -363,11 +363,11 @@ def _asked_elsewhere(folder: Path, line: bytes) -> bytes:
     except ConnectionRefusedError:
         raise FileNotFoundError(path) from None
     with connection, connection.makefile("rb") as replies:
-        ours = nonce()
-        theirs = replies.readline(NONCE_BYTES + 1).strip()
-        sealed = Sealed(str(place["key"]).encode(), theirs, ours)
+        client_nonce = nonce()
+        run_nonce = replies.readline(NONCE_BYTES + 1).strip()
+        sealed = Sealed(str(place["key"]).encode(), run_nonce, client_nonce)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            connection.sendall(ours + sealed.seal("request", line))
+            connection.sendall(client_nonce + sealed.seal("request", line))
         connection.settimeout(None)
         reply = _whole(replies.readline())
         return sealed.open("reply", reply) if reply else b""
@@ -386,11 +386,11 @@ def _whole(reply: bytes) -> bytes:
 
 def _absolute(text: str) -> str:
     """Make the path of a reward's file absolute, so that the run's process finds it."""
-    found = _FILE.fullmatch(text)
-    if found is None:
+    match = _FILE.fullmatch(text)
+    if match is None:
         return text
-    before, file, after = found.groups()
-    return f"{before or ''}{Path(file).expanduser().resolve()}{after}"
+    prefix, file, options = match.groups()
+    return f"{prefix or ''}{Path(file).expanduser().resolve()}{options}"
 
 
 def _ended(folder: Path) -> str:
@@ -404,9 +404,9 @@ def _ended(folder: Path) -> str:
         return f"the run in {folder} is not running: it finished after {summary['steps']} steps{score}"
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    last = next(iter(_events(folder, 1)), None)
-    said = f"; its last event: {last['text']}" if last else ""
-    return f"the run in {folder} is not running: it was stopped, or has not started yet{said}"
+    event = next(iter(_events(folder, 1)), None)
+    detail = f"; its last event: {event['text']}" if event else ""
+    return f"the run in {folder} is not running: it was stopped, or has not started yet{detail}"
 
 
 def _events(folder: Path, last: int) -> list[dict[str, Any]]:
@@ -416,10 +416,10 @@ def _events(folder: Path, last: int) -> list[dict[str, Any]]:
             lines = file.read().splitlines()
     except OSError:
         return []
-    found = []
+    events = []
     for line in lines:
         with contextlib.suppress(ValueError):  # truncated at its start, or half-written
             event = json.loads(line)
             if isinstance(event, dict) and {"time", "level", "text"} <= event.keys():
-                found.append(event)
-    return found[-last:] if last > 0 else []
+                events.append(event)
+    return events[-last:] if last > 0 else []

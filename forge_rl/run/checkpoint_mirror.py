@@ -33,7 +33,7 @@ class CheckpointMirror:
     The manifest of a checkpoint is written last and removed first: one without it is not there.
 
         mirror = CheckpointMirror("s3://bucket/run")
-        mirror.restore(folder, same=check, tell=print, progress=show)  # before the run
+        mirror.restore(folder, check_settings=check, tell=print, progress=show)  # before the run
         mirror.copy(checkpoints)  # after each save: new ones go there, and removed ones are removed
 
     Args:
@@ -66,12 +66,12 @@ class CheckpointMirror:
             return 0
         for name in SETTINGS:
             self._files.write(name, (checkpoints.folder.parent / name).read_bytes())
-        spared = set(sorted(complete | local.keys(), key=_number)[-checkpoints.keep :])
+        protected_names = set(sorted(complete | local.keys(), key=_number)[-checkpoints.keep :])
         if (best := checkpoints.best()) is not None:
             self._files.write(_BEST, best.folder.name.encode())
         else:
-            spared.add(self._best())
-        for name in names - local.keys() - (spared & complete):  # also what a killed run left half written
+            protected_names.add(self._best())
+        for name in names - local.keys() - (protected_names & complete):  # also what a killed run left half written
             self._files.remove(f"{name}/{MANIFEST}")
             self._files.remove_folder(name)
         return copied_bytes
@@ -91,24 +91,29 @@ class CheckpointMirror:
         return True
 
     def restore(
-        self, folder: Path, *, same: Callable[[Path], Sequence[str]], tell: Callable[[str], None], progress: Progress
+        self,
+        folder: Path,
+        *,
+        check_settings: Callable[[Path], Sequence[str]],
+        tell: Callable[[str], None],
+        progress: Progress,
     ) -> None:
         """Copy the newest undamaged checkpoint, and the best, into a run's folder, unless it has a newer one.
 
         Args:
             folder: the run's, locked.
-            same: called with a folder that has the copied settings; raises an error if they are another run's, and
-            returns lines about permitted changes.
+            check_settings: called with a folder that has the copied settings; raises an error if they are another
+                run's, and returns lines about permitted changes.
             tell: called with a line about each checkpoint that cannot be used.
 
         Raises:
-            CheckpointError: the address cannot be read, or there is no space.
-            ForgeError: of `same`.
+            CheckpointError: the address cannot be read, or the disk lacks space.
+            ForgeError: raised by `check_settings`.
         """
         checkpoints, staged = folder / "checkpoints", folder / ".restored"
         with reading(checkpoints):
             local = {path.name for path in checkpoints_in(checkpoints).values()}
-        newest = max(map(_number, local), default=-1)
+        newest_step = max(map(_number, local), default=-1)
 
         def bring(name: str) -> bool:
             if damage := self._fetch(name, staged / "checkpoints" / name, progress):
@@ -121,17 +126,17 @@ class CheckpointMirror:
 
         try:
             shutil.rmtree(staged, ignore_errors=True)
-            there = self._complete(self._folders())
-            newer = sorted((name for name in there if _number(name) > newest), key=_number, reverse=True)
+            copies = self._complete(self._folders())
+            newer = sorted((name for name in copies if _number(name) > newest_step), key=_number, reverse=True)
             if not newer:
                 return
             (staged / "checkpoints" / newer[0]).mkdir(parents=True)  # so that edited code is refused
             for settings in SETTINGS:
                 self._get(PurePosixPath(settings), staged / settings, _MOST_JSON_BYTES)
-            for line in same(staged):
+            for line in check_settings(staged):
                 tell(line)
-            found = next((name for name in newer if bring(name)), "")
-            if found and (best := self._best()) in there - {found, *local}:
+            restored_name = next((name for name in newer if bring(name)), "")
+            if restored_name and (best := self._best()) in copies - {restored_name, *local}:
                 bring(best)
         except (OSError, ValueError) as error:
             raise CheckpointError(
@@ -153,34 +158,34 @@ class CheckpointMirror:
         return {name for name in names if self._files.exists(f"{name}/{MANIFEST}")}
 
     def _put(self, checkpoint: Checkpoint) -> int:
-        name, written = checkpoint.folder.name, 0
+        name, copied_bytes = checkpoint.folder.name, 0
         manifest = (checkpoint.folder / MANIFEST).read_bytes()
         for inner, size in _listed(manifest):
             self._files.put(checkpoint.folder / inner, f"{name}/{inner}")
-            written += size
+            copied_bytes += size
         self._files.write(f"{name}/{MANIFEST}", manifest)
-        return written
+        return copied_bytes
 
     def _fetch(self, name: str, folder: Path, progress: Progress) -> str:
-        """Copy a checkpoint into a new folder; returns what is wrong with it, or "".
+        """Copy a checkpoint into a new folder; returns its damage, or "".
 
         Raises:
-            CheckpointError: there is no space.
+            CheckpointError: the disk lacks space.
         """
         folder.mkdir(exist_ok=True)
         try:
             self._get(PurePosixPath(name, MANIFEST), folder / MANIFEST, _MOST_JSON_BYTES)
-            listed = list(_listed((folder / MANIFEST).read_bytes()))
+            files = list(_listed((folder / MANIFEST).read_bytes()))
         except (ValueError, FileNotFoundError) as error:
             return str(error)
-        total, done = sum(size for _, size in listed), 0
+        total, copied_bytes = sum(size for _, size in files), 0
         if (free := shutil.disk_usage(folder).free) < total:
             raise CheckpointError(
                 f"{name} of --checkpoint-mirror has {total / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free in {folder}",
                 hint="free space, or choose another --out",
             )
-        for inner, size in listed:
-            progress(f"copying {name}", done / max(1, total))
+        for inner, size in files:
+            progress(f"copying {name}", copied_bytes / max(1, total))
             (folder / inner).parent.mkdir(parents=True, exist_ok=True)
             try:
                 self._get(PurePosixPath(name) / inner, folder / inner, size)
@@ -188,18 +193,18 @@ class CheckpointMirror:
                 return f"{inner} is missing"
             except ValueError as error:
                 return str(error)
-            done += size
+            copied_bytes += size
         return Checkpoint(step=_number(name), folder=folder).damage()
 
-    def _get(self, inner: PurePosixPath, to: Path, most: int) -> None:
-        """Copy a file of at most so many bytes.
+    def _get(self, inner: PurePosixPath, target: Path, max_bytes: int) -> None:
+        """Copy a file of at most `max_bytes`.
 
         Raises:
             ValueError: it is larger.
         """
-        if (size := self._files.size(str(inner))) > most:
-            raise ValueError(f"{inner} has {size} bytes, more than the {most} expected")
-        self._files.get(str(inner), to)
+        if (size := self._files.size(str(inner))) > max_bytes:
+            raise ValueError(f"{inner} has {size} bytes, more than the {max_bytes} expected")
+        self._files.get(str(inner), target)
 
 
 class MirrorTask:
@@ -212,7 +217,7 @@ class MirrorTask:
         self._task: asyncio.Task[None] | None = None
 
     def follow(self) -> None:
-        """Begin to copy what is new; if a copy is being made, another one follows it."""
+        """Start to copy new checkpoints; if a copy is in progress, another one follows it."""
         self._again = True
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._copy())
@@ -226,14 +231,14 @@ class MirrorTask:
         while self._again:
             self._again = False
             try:
-                written = await asyncio.to_thread(self._mirror.copy, self._checkpoints)
+                copied_bytes = await asyncio.to_thread(self._mirror.copy, self._checkpoints)
             except Exception as error:
                 if self._again and isinstance(error, FileNotFoundError):
                     continue  # a checkpoint that newer ones replaced meanwhile
-                said = clipped(f"{type(error).__name__}: {error}", lines=1, width=300)
-                self._log.warn(f"the checkpoint is not copied to --checkpoint-mirror: {said}")
+                cause = clipped(f"{type(error).__name__}: {error}", lines=1, width=300)
+                self._log.warn(f"the checkpoint is not copied to --checkpoint-mirror: {cause}")
             else:
-                self._log.event(f"checkpoints are copied to --checkpoint-mirror ({written / 1e6:.0f} MB)")
+                self._log.event(f"checkpoints are copied to --checkpoint-mirror ({copied_bytes / 1e6:.0f} MB)")
 
 
 def _number(name: str) -> int:
@@ -241,19 +246,19 @@ def _number(name: str) -> int:
 
 
 def _listed(manifest: bytes) -> Iterator[tuple[PurePosixPath, int]]:
-    """Yield the files of a manifest, which may be anybody's, with their sizes.
+    """Yield the files of a manifest, which is not trusted, with their sizes.
 
     Raises:
-        ValueError: it is no manifest, or names a file outside of its folder.
+        ValueError: it is not a manifest, or names a file outside its folder.
     """
     try:
-        found: dict[str, Any] = json.loads(manifest)["files"]
-        listed = [(PurePosixPath(name), int(size)) for name, (size, _) in found.items()]
+        entries: dict[str, Any] = json.loads(manifest)["files"]
+        files = [(PurePosixPath(name), int(size)) for name, (size, _) in entries.items()]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} is malformed") from error
-    for path, size in listed:
+    for path, size in files:
         if path.is_absolute() or not path.parts or ".." in path.parts or size < 0 or "\0" in str(path):
             raise ValueError(f"{MANIFEST} names a file that is none of a checkpoint's")
-    if len(listed) > _MOST_FILES:
-        raise ValueError(f"{MANIFEST} names {len(listed)} files")
-    yield from listed
+    if len(files) > _MOST_FILES:
+        raise ValueError(f"{MANIFEST} names {len(files)} files")
+    yield from files

@@ -117,7 +117,7 @@ class Checkpointer:
         self._note()
 
     def _note(self) -> None:
-        """Record what a checkpoint of this step states."""
+        """Record the state that a checkpoint of this step holds."""
         self._ended = StepState(
             step=self.step, updates=self._updates(), rollouts=self._batches.state(), objects=self.kept.state()
         )
@@ -201,10 +201,10 @@ class Checkpointer:
         if self._saving is None:
             return None
         await asyncio.wait([self._saving])
-        found = self._saving.result()
-        if isinstance(found, CheckpointError):
-            raise found
-        return found
+        outcome = self._saving.result()
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        return outcome
 
     async def close(self) -> None:
         """Wait until nothing is being written, ignoring failures."""
@@ -221,12 +221,12 @@ class Checkpointer:
             return error
 
     async def _write(self, copied: asyncio.Future[None]) -> Checkpoint:
-        trainers, ended = self._services.trainers, self._ended
-        (updates, *of_critic), step = ended.updates, ended.step
-        state = {"step": step, "updates": updates, "batches": ended.rollouts.get("batches")}
-        state |= {"rollouts": ended.rollouts, "seconds": self.seconds, "live": self._live.state()}
-        state |= self._evaluator.state() | ({"critic_updates": of_critic[0]} if of_critic else {})
-        state |= {"kept": ended.objects} if ended.objects else {}
+        trainers, step_state = self._services.trainers, self._ended
+        (updates, *critic_updates), step = step_state.updates, step_state.step
+        state = {"step": step, "updates": updates, "batches": step_state.rollouts.get("batches")}
+        state |= {"rollouts": step_state.rollouts, "seconds": self.seconds, "live": self._live.state()}
+        state |= self._evaluator.state() | ({"critic_updates": critic_updates[0]} if critic_updates else {})
+        state |= {"kept": step_state.objects} if step_state.objects else {}
         await self._hand_to_trainer()
         writing = self.checkpoints.writing(
             step,
@@ -241,7 +241,7 @@ class Checkpointer:
                     (place / part).mkdir(parents=True)
             for trainer, place, model in zip(trainers, places, self._models, strict=False):
                 await trainer.save(place, model=model)
-            if self._updates() != ended.updates:
+            if self._updates() != step_state.updates:
                 raise CheckpointError(f"the {trainers[0].name} took updates while it was saved")
             copied.set_result(None)
             for trainer in trainers:
@@ -348,7 +348,7 @@ class Checkpointer:
 
     def _read(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Read and check the controller's state."""
-        state, (updates, *of_critic) = checkpoint.controller_state(), self._updates()
+        state, (updates, *critic_updates) = checkpoint.controller_state(), self._updates()
         match state:
             case {"rollouts": dict(), "seconds": int() | float(), "live": live} if is_live_state(live) and isinstance(
                 state.get("kept", {}), dict
@@ -359,8 +359,8 @@ class Checkpointer:
                 raise CheckpointError(message, hint=checkpoint.hint)
         parts = {"step": ("the name of step {}", checkpoint.step), "batches": ("rollouts of {} batches", batches)}
         parts |= {"updates": ("a training state of {} updates", updates)}
-        if of_critic:
-            parts |= {"critic_updates": ("a critic of {} updates", of_critic[0])}
+        if critic_updates:
+            parts |= {"critic_updates": ("a critic of {} updates", critic_updates[0])}
         for name, (part, number) in parts.items():
             if state.get(name) != number:
                 raise CheckpointError(

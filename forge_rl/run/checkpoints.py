@@ -160,10 +160,10 @@ class Checkpoints:
         marker = self.folder.with_name(_LATEST)
         with reading(self.folder):
             names = os.listdir(self.folder) if is_there(self.folder) else []
-            aside = sorted(name for name in names if _ASIDE.fullmatch(name))
-            if not aside and not is_there(marker):
+            damaged_names = sorted(name for name in names if _ASIDE.fullmatch(name))
+            if not damaged_names and not is_there(marker):
                 return
-        evidence = f"damaged ones are kept as {', '.join(aside)}" if aside else f"{marker} names one"
+        evidence = f"damaged ones are kept as {', '.join(damaged_names)}" if damaged_names else f"{marker} names one"
         raise CheckpointError(
             f"{self.folder} had checkpoints, and none is left to resume from ({evidence}): the run would start over",
             hint=f"put them back, or choose another --out; to start again here, delete {self.folder} and {marker}",
@@ -184,21 +184,21 @@ class Checkpoints:
             folder = checkpoint.folder
             places = (folder.with_name(f"{folder.name}.damaged-{number}") for number in itertools.count())
             try:
-                aside = next(place for place in places if not is_there(place))
-                folder.rename(aside)
+                new_folder = next(place for place in places if not is_there(place))
+                folder.rename(new_folder)
             except OSError as error:
                 raise CheckpointError(
                     f"{folder} is damaged ({damage}) and cannot be renamed: {error.strerror or error}",
                     hint="move it away to resume from the previous checkpoint",
                 ) from error
-            tell(f"{folder} is damaged, so another checkpoint is used: {damage}; it is kept as {aside.name}")
+            tell(f"{folder} is damaged, so another checkpoint is used: {damage}; it is kept as {new_folder.name}")
         return None
 
     def best(self) -> Checkpoint | None:
         """Return the checkpoint marked as best; None if there is none."""
         with reading(self._best):
-            marked = self._best.readlink().name if self._best.is_symlink() else ""
-        return next((checkpoint for checkpoint in self.all() if checkpoint.folder.name == marked), None)
+            best_name = self._best.readlink().name if self._best.is_symlink() else ""
+        return next((checkpoint for checkpoint in self.all() if checkpoint.folder.name == best_name), None)
 
     def mark_best(self, scores: Mapping[int, float]) -> None:
         """Mark the checkpoint with the highest score by step, the earliest on a tie, by atomically replacing a link.
@@ -303,15 +303,15 @@ class Checkpoints:
 
     def _remove_old(self, unscored: int | None) -> None:
         best = self.best()
-        spared = {unscored if self._keeps_best else None, best.step if best else None}
+        protected_steps = {unscored if self._keeps_best else None, best.step if best else None}
         for checkpoint in self.all()[: -self.keep]:
-            if checkpoint.step not in spared:  # renamed first: one that is half removed would seem damaged
+            if checkpoint.step not in protected_steps:  # renamed first: one that is half removed would seem damaged
                 checkpoint.folder.rename(self.folder / f".{checkpoint.folder.name}.removed")
         for folder in self.folder.glob(".step-*"):
             shutil.rmtree(folder)
 
     def _put_back(self) -> None:
-        """Give checkpoints their names back whose replacement an error or the death of a process interrupted."""
+        """Restore the names of checkpoints whose replacement was interrupted by an error or a killed process."""
         for path in self.folder.glob(f".step-*{_REPLACED}"):
             name = path.name.removeprefix(".").removesuffix(_REPLACED)
             if not is_there(self.folder / name):
@@ -327,9 +327,9 @@ def _check_format(folder: Path, header: Mapping[str, Any]) -> int:
     number = header.get("format", 1)
     if isinstance(number, int) and 1 <= number <= FORMAT:
         return number
-    by = f", written by forge_rl {header['forge_rl']!s:.40}" if "forge_rl" in header else ""
+    writer = f", written by forge_rl {header['forge_rl']!s:.40}" if "forge_rl" in header else ""
     raise CheckpointError(
-        f"{folder} has the format {number!r:.40}{by}; forge_rl {_version()} reads formats 1 to {FORMAT}",
+        f"{folder} has the format {number!r:.40}{writer}; forge_rl {_version()} reads formats 1 to {FORMAT}",
         hint="resume with the version of forge_rl that wrote it, or choose another --out",
     )
 
@@ -370,11 +370,11 @@ def _digests(files: dict[str, Path]) -> dict[str, str]:
     """Map each file to the XXH3 of its bytes, as 32 hexadecimal digits."""
 
     def digest(path: Path) -> str:
-        found = xxhash.xxh3_128()
+        hasher = xxhash.xxh3_128()
         with path.open("rb", buffering=0) as file:
-            while piece := file.read(_READ_BYTES):
-                found.update(piece)
-        return found.hexdigest()
+            while chunk := file.read(_READ_BYTES):
+                hasher.update(chunk)
+        return hasher.hexdigest()
 
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
         return dict(zip(files, threads.map(digest, files.values()), strict=True))

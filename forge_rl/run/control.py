@@ -99,9 +99,9 @@ class Control:
             raise ConfigError(
                 f"the message is {message!r:.60}", hint='send a text, or messages: [{"role": "user", "content": "Hi"}]'
             )
-        longest = self._run.generator.max_model_len
+        max_model_len = self._run.generator.max_model_len
         if max_tokens is not None:
-            _check("max_tokens", max_tokens, 1, longest)
+            _check("max_tokens", max_tokens, 1, max_model_len)
         _check("temperature", temperature, 0, _MOST_TEMPERATURE)
         return await self._run.generator.chat(message, max_tokens=max_tokens, temperature=temperature)
 
@@ -164,26 +164,26 @@ class Control:
         asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGTERM)
 
 
-def _check(name: str, value: object, least: float, most: float) -> None:
+def _check(name: str, value: object, minimum: float, maximum: float) -> None:
     """Check a number of a request.
 
     Raises:
         ConfigError: it is not a number within bounds.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise ConfigError(f"{name} is {value!r}", hint=f"choose a number from {least:g} to {most:g}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
+        raise ConfigError(f"{name} is {value!r}", hint=f"choose a number from {minimum:g} to {maximum:g}")
 
 
 @contextlib.asynccontextmanager
 async def serving_control(
-    folder: Path, control: object, warn: Callable[[str], None], outside: socket.socket | None = None
+    folder: Path, control: object, warn: Callable[[str], None], tcp_socket: socket.socket | None = None
 ) -> AsyncIterator[None]:
     """Serve requests while the body runs; if the folder cannot hold a socket, it runs without.
 
     Args:
         control: its public async methods are the requests.
         warn: called with a line for the user.
-        outside: also serve clients that reach this listening socket and know the key in the folder.
+        tcp_socket: also serve clients that reach this listening socket and know the key in the folder.
     """
     server = _Server(control, warn)
     async with contextlib.AsyncExitStack() as stack:
@@ -195,18 +195,18 @@ async def serving_control(
             listening_at = await asyncio.start_unix_server(server.handle, sock=listener, limit=MOST_BYTES)
             stack.push_async_callback(server.close)
             stack.callback(listening_at.close)
-        if outside is not None:
-            await stack.enter_async_context(_serving_outside(folder, server, outside))
+        if tcp_socket is not None:
+            await stack.enter_async_context(_serving_outside(folder, server, tcp_socket))
         yield
 
 
 @contextlib.asynccontextmanager
-async def _serving_outside(folder: Path, server: _Server, outside: socket.socket) -> AsyncIterator[None]:
+async def _serving_outside(folder: Path, server: _Server, tcp_socket: socket.socket) -> AsyncIterator[None]:
     """Serve clients of other machines, with a new key in the folder."""
     key, path = secrets.token_urlsafe(32), folder / ELSEWHERE
-    host, port = outside.getsockname()[:2]
+    host, port = tcp_socket.getsockname()[:2]
     listening_at = await asyncio.start_server(
-        functools.partial(server.handle_outside, key.encode()), sock=outside, limit=MOST_BYTES
+        functools.partial(server.handle_outside, key.encode()), sock=tcp_socket, limit=MOST_BYTES
     )
     try:
         path.unlink(missing_ok=True)
@@ -239,16 +239,16 @@ class _Server:
 
     async def handle_outside(self, key: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection over TCP; without the key, it gets nothing but a nonce."""
-        ours, sealed = nonce(), [Sealed(secrets.token_bytes(), b"", b"")]  # which opens nothing
+        run_nonce, sealed = nonce(), [Sealed(secrets.token_bytes(), b"", b"")]  # which opens nothing
 
         async def read() -> bytes:
-            writer.write(ours + b"\n")
-            theirs = await reader.readexactly(NONCE_BYTES)
+            writer.write(run_nonce + b"\n")
+            client_nonce = await reader.readexactly(NONCE_BYTES)
             try:
                 line = await reader.readline()
             except ValueError:
                 raise PermissionError("too long") from None
-            sealed[0] = Sealed(key, ours, theirs)
+            sealed[0] = Sealed(key, run_nonce, client_nonce)
             return sealed[0].open("request", line)
 
         await self._serve(self._outside, _MOST_OUTSIDE, writer, read, lambda reply: sealed[0].seal("reply", reply))
@@ -256,7 +256,7 @@ class _Server:
     async def _serve(
         self,
         clients: set[asyncio.Task[None]],
-        most: int,
+        max_clients: int,
         writer: asyncio.StreamWriter,
         read: Callable[[], Awaitable[bytes]],
         sealed: Callable[[bytes], bytes],
@@ -264,8 +264,8 @@ class _Server:
         client = asyncio.current_task()
         assert client is not None
         try:
-            if len(clients) >= most:
-                reply: dict[str, object] = {"error": f"{most} clients are attached", "busy": True}
+            if len(clients) >= max_clients:
+                reply: dict[str, object] = {"error": f"{max_clients} clients are attached", "busy": True}
             else:
                 clients.add(client)
                 reply = await self._reply(read)
@@ -285,10 +285,10 @@ class _Server:
     async def close(self) -> None:
         """Cancel the requests in progress."""
         self._closing = True
-        waiting = [*self._clients, *self._outside]
-        for client in waiting:
+        clients = [*self._clients, *self._outside]
+        for client in clients:
             client.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*clients, return_exceptions=True)
 
     async def _reply(self, read: Callable[[], Awaitable[bytes]]) -> dict[str, object]:
         try:

@@ -41,20 +41,20 @@ _ASLEEP_BYTES = 3 << 30
 """GPU memory that a sleeping engine keeps: a context, and CUDA graphs."""
 
 
-def colocated(config: RunConfig, there: int | None = None) -> bool:
+def colocated(config: RunConfig, num_gpus: int | None = None) -> bool:
     """Return whether trainer and engines share devices, see `shares_devices`; False without engines.
 
     Args:
-        there: number of GPUs; this machine's by default.
+        num_gpus: number of GPUs; this machine's by default.
 
     Raises:
         ConfigError: there are too few GPUs.
     """
     if not config.starts_engines:
-        there = gpus() if there is None else there
-        if 0 < there < config.trainer.ranks:
+        num_gpus = gpus() if num_gpus is None else num_gpus
+        if 0 < num_gpus < config.trainer.ranks:
             raise ConfigError(
-                f"{config.trainer.ranks} trainer ranks need as many GPUs, but there are {there}",
+                f"{config.trainer.ranks} trainer ranks need as many GPUs, but there are {num_gpus}",
                 hint="lower --trainer.ranks",
             )
         return False
@@ -63,7 +63,7 @@ def colocated(config: RunConfig, there: int | None = None) -> bool:
         ranks=config.trainer.ranks,
         engines=config.generator.replicas * config.generator.devices,
         decodes_while_training=config.schedule.decodes_while_training,
-        there=there,
+        num_gpus=num_gpus,
     )
 
 
@@ -93,10 +93,10 @@ def with_defaults(
         return config, critic, []
 
     def memory(settings: TrainSettings) -> TrainMemory:
-        found = plan_training(model, settings, ranks=ranks, reference=reference, values=values)
-        return found if critic is None else replace(found, reference=found.reference + _critic_state(critic, model))
+        plan = plan_training(model, settings, ranks=ranks, reference=reference, values=values)
+        return plan if critic is None else replace(plan, reference=plan.reference + _critic_state(critic, model))
 
-    config, lines = choose(config, read_architecture(model), gpu=gpu, there=gpus(), memory=memory)
+    config, lines = choose(config, read_architecture(model), gpu=gpu, num_gpus=gpus(), memory=memory)
     if critic is not None:
         critic = replace(
             critic,
@@ -159,18 +159,18 @@ def check_teachers(config: RunConfig, teachers: TeachersConfig, folders: Mapping
             settings = engine_settings(teachers, config.generator, folder)
             check_decode_layout(folder, settings, engines=teachers.replicas)
             check_context(read_architecture(folder), settings)
-    taken, each = policy_gpus(config), teachers.replicas * teachers.devices
-    if gpus() and (needed := taken + each * len(folders)) > gpus():
+    policy_devices, devices_per_teacher = policy_gpus(config), teachers.replicas * teachers.devices
+    if gpus() and (needed := policy_devices + devices_per_teacher * len(folders)) > gpus():
         raise ConfigError(
-            f"trainer and policy take {taken} GPUs and each of {len(folders)} teachers {each}, {needed} in all, but "
-            f"there are {gpus()}",
+            f"trainer and policy take {policy_devices} GPUs and each of {len(folders)} teachers {devices_per_teacher}, "
+            f"{needed} in all, but there are {gpus()}",
             hint="lower --trainer.ranks, --generator.replicas or --teachers.replicas, set --placement colocated, or "
             "choose the policy itself as the teacher",
         )
 
 
 def choose(
-    config: C, architecture: Architecture, *, gpu: int, there: int, memory: Callable[[TrainSettings], TrainMemory]
+    config: C, architecture: Architecture, *, gpu: int, num_gpus: int, memory: Callable[[TrainSettings], TrainMemory]
 ) -> tuple[C, list[str]]:
     """Choose settings for a given machine; returns them and a line per choice. A pure function.
 
@@ -181,7 +181,7 @@ def choose(
 
     Args:
         gpu: memory of each GPU in bytes.
-        there: number of GPUs.
+        num_gpus: number of GPUs.
         memory: plans the memory of a trainer rank.
 
     Raises:
@@ -196,40 +196,43 @@ def choose(
     context = generator.max_model_len if config.starts_engines else 0
     needed = max(LEAST_ROW, round_up(-(-context // trainer.context_parallel_degree), PAD_MULTIPLE))
     tokens = trainer.seq_len or needed
-    found = memory(replace(trainer, seq_len=tokens))
+    rank_memory = memory(replace(trainer, seq_len=tokens))
     engines = generator.replicas * generator.devices
     turns = config.starts_engines and not config.schedule.decodes_while_training
-    shared = colocated(config, there)
+    shared = colocated(config, num_gpus)
 
-    beside = gpu - round(found.state / _USABLE) - _CONTEXT_BYTES
+    free_bytes = gpu - round(rank_memory.state / _USABLE) - _CONTEXT_BYTES
     weights = 2 * architecture.weights // generator.tensor_parallel_size
-    wanted = generator.gpu_memory_utilization * gpu or max(_LEAST_SHARE * gpu, 2 * weights)
-    stays = trainer.stays_on_device or (turns and not trainer.enable_cpu_offload and beside >= wanted)
+    min_engine_bytes = generator.gpu_memory_utilization * gpu or max(_LEAST_SHARE * gpu, 2 * weights)
+    stays = trainer.stays_on_device or (turns and not trainer.enable_cpu_offload and free_bytes >= min_engine_bytes)
     placement = read_placement(config.placement)
     if placement.devices == "auto" and turns and not shared and stays and trainer.ranks == engines:
         shared = True
         lines.append(
             f"placement colocated: under the {config.schedule.kind} schedule trainer and engines take turns, and both "
-            f"fit on {engines} of {there} GPUs; --trainer.ranks and --generator.replicas use the others"
+            f"fit on {engines} of {num_gpus} GPUs; --trainer.ranks and --generator.replicas use the others"
         )
-    both = shared or generator.guests > 0  # are on the trainer's GPUs
-    usable = _USABLE * (gpu - _CONTEXT_BYTES - both * _ASLEEP_BYTES)
-    trainer, found, flags = _fitted(trainer, found, tokens, usable, memory)
+    has_engines = shared or generator.guests > 0  # on the trainer's GPUs
+    usable = _USABLE * (gpu - _CONTEXT_BYTES - has_engines * _ASLEEP_BYTES)
+    trainer, rank_memory, flags = _fitted(trainer, rank_memory, tokens, usable, memory)
     if flags:
         lines.append(f"{flags}: the trainer does not fit otherwise; more --trainer.ranks shard its state")
-    stays = stays and both and (config.trainer.enable_cpu_offload or not trainer.enable_cpu_offload)
+    stays = stays and has_engines and (config.trainer.enable_cpu_offload or not trainer.enable_cpu_offload)
 
     if not trainer.seq_len:
-        each = found.activations / tokens
-        longest = next((row for row in _ROWS if row > needed and found.total + each * (row - tokens) <= usable), needed)
-        trainer = replace(trainer, seq_len=longest)
-        lines.append(f"--trainer.seq-len {longest}: for {gpu / 2**30:.0f} GiB per GPU")
+        bytes_per_token = rank_memory.activations / tokens
+        seq_len = next(
+            (row for row in _ROWS if row > needed and rank_memory.total + bytes_per_token * (row - tokens) <= usable),
+            needed,
+        )
+        trainer = replace(trainer, seq_len=seq_len)
+        lines.append(f"--trainer.seq-len {seq_len}: for {gpu / 2**30:.0f} GiB per GPU")
     if stays and not trainer.stays_on_device:
         trainer = replace(trainer, stays_on_device=True)
         lines.append("--trainer.stays-on-device: its state fits next to the engines, which then decode immediately")
     if config.starts_engines and not generator.gpu_memory_utilization:
-        left = beside if stays else gpu - both * _CONTEXT_BYTES
-        share = max(0.01, min(_MOST_SHARE, left * 100 // gpu / 100))
+        engine_bytes = free_bytes if stays else gpu - has_engines * _CONTEXT_BYTES
+        share = max(0.01, min(_MOST_SHARE, engine_bytes * 100 // gpu / 100))
         generator = replace(generator, gpu_memory_utilization=share)
         lines.append(
             f"--generator.gpu-memory-utilization {share:g}: of a GPU that engines {'share' if shared else 'have'}"
@@ -241,7 +244,7 @@ def choose(
 
 def _fitted(
     trainer: Trainer.Config,
-    found: TrainMemory,
+    rank_memory: TrainMemory,
     tokens: int,
     usable: float,
     memory: Callable[[TrainSettings], TrainMemory],
@@ -249,7 +252,7 @@ def _fitted(
     """Recompute activations, and if that is not enough offload the state, if a rank does not fit otherwise.
 
     Args:
-        found: memory of a rank with these settings and rows of `tokens` tokens.
+        rank_memory: memory of a rank with these settings and rows of `tokens` tokens.
         usable: bytes of a GPU that a rank may use.
 
     Returns:
@@ -260,15 +263,16 @@ def _fitted(
         offloaded = replace(needs, weights=0, gradients=0, optimizer=0, reference=0)
         return offloaded if settings.enable_cpu_offload else needs
 
-    found = on_gpu(trainer, found)
-    if trainer.enable_cpu_offload or found.total <= usable:
-        return trainer, found, ""
-    less = replace(trainer, seq_len=tokens, activation_checkpointing="full")
-    for other in (less, replace(less, enable_cpu_offload=True)):
-        planned = on_gpu(other, memory(other))
-        if planned.total <= usable:
+    rank_memory = on_gpu(trainer, rank_memory)
+    if trainer.enable_cpu_offload or rank_memory.total <= usable:
+        return trainer, rank_memory, ""
+    recomputing = replace(trainer, seq_len=tokens, activation_checkpointing="full")
+    for candidate in (recomputing, replace(recomputing, enable_cpu_offload=True)):
+        candidate_memory = on_gpu(candidate, memory(candidate))
+        if candidate_memory.total <= usable:
             flags = (
-                "--trainer.activation-checkpointing full" + " --trainer.enable-cpu-offload" * other.enable_cpu_offload
+                "--trainer.activation-checkpointing full"
+                + " --trainer.enable-cpu-offload" * candidate.enable_cpu_offload
             )
-            return replace(other, seq_len=trainer.seq_len), planned, flags
-    return trainer, found, ""
+            return replace(candidate, seq_len=trainer.seq_len), candidate_memory, flags
+    return trainer, rank_memory, ""

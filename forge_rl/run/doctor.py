@@ -199,30 +199,38 @@ async def _network(examination: Examination) -> None:
     hosts = list(examination.replicas)
     if len(hosts) < 2:
         return
-    alone = len({each.space for each in examination.facts.values()}) == 1
-    nexts = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
-    places = {host: await examination.call(host, "listen", alone) for host in hosts}
-    reached: dict[str, list[tuple[str, int]]] = {}
+    same_machine = len({facts.space for facts in examination.facts.values()}) == 1
+    neighbours = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
+    places = {host: await examination.call(host, "listen", same_machine) for host in hosts}
+    reached_addresses: dict[str, list[tuple[str, int]]] = {}
 
     async def connect(host: str) -> Finding:
-        to = nexts[host]
-        found = await examination.call(host, "reach", places[to])
-        reached[host] = await examination.call(host, "reach", places[hosts[0]])
-        detail = f"reaches {to} at {found[0][0]}" if found else f"reaches none of {to}'s addresses: {places[to]}"
-        hint = "" if found else "open all ports between the hosts: firewall, NetworkPolicy, security group"
-        return Finding(check="ports", host=host, status="ok" if found else "fail", detail=detail, hint=hint)
+        target = neighbours[host]
+        addresses = await examination.call(host, "reach", places[target])
+        reached_addresses[host] = await examination.call(host, "reach", places[hosts[0]])
+        detail = (
+            f"reaches {target} at {addresses[0][0]}"
+            if addresses
+            else f"reaches none of {target}'s addresses: {places[target]}"
+        )
+        hint = "" if addresses else "open all ports between the hosts: firewall, NetworkPolicy, security group"
+        return Finding(check="ports", host=host, status="ok" if addresses else "fail", detail=detail, hint=hint)
 
     async def fetch(host: str) -> Finding:
-        buffer = await examination.call(nexts[host], "share", _MOVED)
+        buffer = await examination.call(neighbours[host], "share", _MOVED)
         rate = await examination.call(host, "fetch", buffer, _MOVED)
-        detail = f"reads {rate / 1e9:.2f} GB/s from {nexts[host]}, by Monarch"
+        detail = f"reads {rate / 1e9:.2f} GB/s from {neighbours[host]}, by Monarch"
         return Finding(check="rdma", host=host, status="ok", detail=detail)
 
     await examination.each("ports", connect)
     await examination.each("rdma", fetch)
     for host in hosts:
         await examination.call(host, "unshare")
-    common = [place for place in reached.get(hosts[-1], []) if all(place in found for found in reached.values())]
+    common = [
+        place
+        for place in reached_addresses.get(hosts[-1], [])
+        if all(place in addresses for addresses in reached_addresses.values())
+    ]
     if common:
         await _collective(examination, hosts, common[0])
 
@@ -250,9 +258,11 @@ async def _speeds(examination: Examination) -> None:
         speeds[host] = await examination.call(host, "speeds")
         return Finding(check="matmul", host=host, status="ok", detail="")
 
-    before = len(examination.findings)
+    num_before = len(examination.findings)
     await examination.each("matmul", measure)
-    examination.findings[before:] = [each for each in examination.findings[before:] if each.status == "fail"]
+    examination.findings[num_before:] = [
+        finding for finding in examination.findings[num_before:] if finding.status == "fail"
+    ]
     examination.findings += judge_speeds(speeds, cpu=not any(facts.devices for facts in examination.facts.values()))
 
 
@@ -281,9 +291,9 @@ async def _once(
         await service.stop()
 
 
-async def _judged(check: str, host: str, asking: Awaitable[Finding]) -> Finding:
+async def _judged(check: str, host: str, check_result: Awaitable[Finding]) -> Finding:
     try:
-        return await asking
+        return await check_result
     except ForgeError as error:
         hint = error.hint or "leave the host out, or see what else runs there"
         return Finding(check=check, host=host, status="fail", detail=_line(error), hint=hint)

@@ -32,7 +32,7 @@ class ElasticHosts:
         hosts: hosts of the run.
         model: folder of the model, which each host must see.
         services: services that hosts join.
-        taken: number of GPUs of each host that the engines may not use, at the start.
+        reserved_gpus: number of GPUs of each host that the engines may not use, at the start.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ElasticHosts:
         hosts: RunHosts,
         model: Path,
         services: Services,
-        taken: Mapping[str, int],
+        reserved_gpus: Mapping[str, int],
     ) -> None:
         self._config = config
         self._prepared = prepared
@@ -50,7 +50,7 @@ class ElasticHosts:
         self._model = model
         self._rollout = services.rollout
         self._trainers = services.trainers
-        self._taken = taken
+        self._reserved_gpus = reserved_gpus
         self._infos = dict(hosts.placed.infos)
         self._services = {name: list(names) for name, names in hosts.placed.hosts.items()}
         self._joining = asyncio.Lock()
@@ -63,9 +63,9 @@ class ElasticHosts:
     def states(self) -> dict[str, str]:
         """Return all hosts: "was asked for", "serves", "leaves", or why a host is gone."""
         cluster = self._hosts.cluster
-        found = dict.fromkeys(self._hosts.replacements.waiting, "was asked for")
-        found |= {host: "leaves" if host in cluster.leaving else "serves" for host in self._infos}
-        return found | cluster.lost
+        states = dict.fromkeys(self._hosts.replacements.waiting, "was asked for")
+        states |= {host: "leaves" if host in cluster.leaving else "serves" for host in self._infos}
+        return states | cluster.lost
 
     def meeting_point(self) -> dict[str, str]:
         """Return what a host that wants to join must know: the controller's IP address; "" if only processes of its
@@ -84,8 +84,8 @@ class ElasticHosts:
         Raises:
             ForgeError: the host is refused; says why.
         """
-        lost = self._hosts.replacements.place_of(name) if isinstance(name, str) else ""
-        if self._rollout is None and not lost:
+        lost_host = self._hosts.replacements.place_of(name) if isinstance(name, str) else ""
+        if self._rollout is None and not lost_host:
             raise nothing_generated()
         if self._config.isolation.private_network:
             raise ConfigError(
@@ -94,7 +94,7 @@ class ElasticHosts:
             )
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigError(f"a host is called {name!r:.80}", hint="use letters, digits, hyphens and dots")
-        if unknown := [each for each in services if each not in JOINED]:
+        if unknown := [service for service in services if service not in JOINED]:
             raise ConfigError(f"no host can join {unknown[0]!r:.80}", hint=f"name some of {', '.join(JOINED)}")
         cluster, log = self._hosts.cluster, self._prepared.monitor.log
         async with self._joining:
@@ -110,18 +110,20 @@ class ElasticHosts:
                         hint="let hosts join that see both at these paths",
                     )
                 info = sound_hosts(self._config, cluster, answers, log.warn)[name]
-                chosen = self._choose_for(name, info, lost) if lost else self._choose(name, info, services)
-                await self._start(name, info, chosen, self._taken.get(lost, 0))
+                joined_services = (
+                    self._choose_for(name, info, lost_host) if lost_host else self._choose(name, info, services)
+                )
+                await self._start(name, info, joined_services, self._reserved_gpus.get(lost_host, 0))
             except BaseException as error:
                 cause = error.message if isinstance(error, ForgeError) else type(error).__name__
                 cluster.lose(name, f"it could not join: {cause}")
                 raise
             self._infos[name] = info
-            for service in chosen:
+            for service in joined_services:
                 self._services[service].append(name)
             write_hosts(self._prepared.folder, self._infos, self._services)
         self._hosts.replacements.joined(name)
-        text = f"host {name} has joined: {', '.join(chosen)} ({info.describe()})"
+        text = f"host {name} has joined: {', '.join(joined_services)} ({info.describe()})"
         log.event(text)
         return text
 
@@ -133,16 +135,18 @@ class ElasticHosts:
         """
         cluster = self._hosts.cluster
         if name == THIS_HOST or name not in self._infos or name in cluster.lost:
-            others = [host for host in cluster.hosts if host != THIS_HOST]
-            raise ConfigError(f"no host {name!r:.80} can leave", hint=f"name one of {', '.join(others) or 'none'}")
+            worker_hosts = [host for host in cluster.hosts if host != THIS_HOST]
+            raise ConfigError(
+                f"no host {name!r:.80} can leave", hint=f"name one of {', '.join(worker_hosts) or 'none'}"
+            )
         if name in cluster.leaving:
             raise ConfigError(f"host {name} is leaving already", hint="wait until it has left")
         cluster.leaving.add(name)
         self._prepared.monitor.log.event(f"host {name} is leaving")
-        leaving = [] if self._rollout is None else [self._rollout.generator.leave(name)]
+        departures = [] if self._rollout is None else [self._rollout.generator.leave(name)]
         if self._rollout is not None and self._rollout.environment is not None:
-            leaving.append(self._rollout.environment.leave(name))
-        tasks = [asyncio.ensure_future(each) for each in leaving]
+            departures.append(self._rollout.environment.leave(name))
+        tasks = [asyncio.ensure_future(departure) for departure in departures]
         try:
             if tasks:
                 await asyncio.wait(tasks, timeout=_LEAVE_S)
@@ -160,41 +164,43 @@ class ElasticHosts:
         """
         kind = self._hosts.placed.devices.kind
         assert self._rollout is not None
-        chosen = tuple(dict.fromkeys(services)) or (("generator",) if info.kind == kind else ("environment",))
-        if "generator" in chosen and info.kind != kind:
+        joined_services = tuple(dict.fromkeys(services)) or (("generator",) if info.kind == kind else ("environment",))
+        if "generator" in joined_services and info.kind != kind:
             raise ConfigError(
                 f"host {name} has {info.describe()}, and the engines run on {kind}",
                 hint="let it join the environments: --services environment",
             )
-        if "environment" in chosen and (self._rollout.environment is None or not self._rollout.environment.replicas):
+        if "environment" in joined_services and (
+            self._rollout.environment is None or not self._rollout.environment.replicas
+        ):
             raise ConfigError(
                 "the run has no processes of environments that a host could take",
                 hint="an agent plays the episodes, or environments run in the controller's process",
             )
-        return chosen
+        return joined_services
 
-    def _choose_for(self, name: str, info: HostInfo, lost: str) -> tuple[str, ...]:
-        """Return the services of a host in the place of a lost one: the same.
+    def _choose_for(self, name: str, info: HostInfo, lost_host: str) -> tuple[str, ...]:
+        """Return the services of a host that replaces a lost one: the lost host's.
 
         Raises:
             ConfigError: it has other devices.
         """
-        had = self._hosts.placed.hosts
-        chosen = tuple(service for service in REPLACED if lost in had[service])
-        if (kind := self._hosts.placed.devices.kind) != info.kind and chosen != ("environment",):
+        service_hosts = self._hosts.placed.hosts
+        joined_services = tuple(service for service in REPLACED if lost_host in service_hosts[service])
+        if (kind := self._hosts.placed.devices.kind) != info.kind and joined_services != ("environment",):
             raise ConfigError(f"host {name} has {info.describe()}, and the run runs on {kind}", hint="see --job")
-        return chosen
+        return joined_services
 
-    async def _start(self, name: str, info: HostInfo, chosen: Sequence[str], taken: int) -> None:
+    async def _start(self, name: str, info: HostInfo, joined_services: Sequence[str], reserved_gpus: int) -> None:
         rollout = self._rollout
-        alike = sum(each.space == info.space for each in self._infos.values())
-        cores = max(1, info.cores // max(1, alike))  # hosts that are processes of one machine share its cores
-        if rollout is not None and {"generator", "trainer"}.intersection(chosen):
+        num_sharing = sum(host_info.space == info.space for host_info in self._infos.values())
+        cores = max(1, info.cores // max(1, num_sharing))  # hosts that are processes of one machine share its cores
+        if rollout is not None and {"generator", "trainer"}.intersection(joined_services):
             await rollout.weights.add(name)
-        if rollout is not None and "generator" in chosen:
-            rollout.generator.join(name, info.gpus[taken:], cores)
-        if rollout is not None and "environment" in chosen and rollout.environment is not None:
+        if rollout is not None and "generator" in joined_services:
+            rollout.generator.join(name, info.gpus[reserved_gpus:], cores)
+        if rollout is not None and "environment" in joined_services and rollout.environment is not None:
             rollout.environment.join(name, cores)
-        if "trainer" in chosen:
+        if "trainer" in joined_services:
             for trainer in self._trainers:
                 trainer.join(name, info.gpus, cores)

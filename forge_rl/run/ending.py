@@ -29,26 +29,26 @@ class Ending:
             return
         await self._run.finish_evaluation()
         await self._checkpointer.finish_save()
-        self._summarise("finished", shown=True)
+        self._summarise("finished", show=True)
 
-    async def stop(self, *, shown: bool = False) -> None:
+    async def stop(self, *, show: bool = False) -> None:
         """Complete a run that was stopped before its last step: its checkpoint, if it writes any, and its summary.
 
         Args:
-            shown: also show the summary.
+            show: also show the summary.
         """
         await self.save()
-        self._summarise("stopped", shown=shown)
+        self._summarise("stopped", show=show)
 
     async def fail(self, error: Exception, cause: str) -> None:
         """Complete a run that an error ends, as `stop` does, and add the saved step to the error as a note."""
         try:
             await self.save()
-        except Exception as failed:
-            error.add_note(f"step {self._run.step} could not be saved: {failed}")
-        if (saved := self._checkpointer.saved) is not None:
+        except Exception as save_error:
+            error.add_note(f"step {self._run.step} could not be saved: {save_error}")
+        if (saved_step := self._checkpointer.saved) is not None:
             folder = self._monitor.folder / "checkpoints"
-            error.add_note(f"step {saved} is saved in {folder}; the same command resumes from there")
+            error.add_note(f"step {saved_step} is saved in {folder}; the same command resumes from there")
         self._summarise("failed", cause)
 
     async def save(self) -> None:
@@ -86,7 +86,7 @@ class Ending:
             await self._checkpointer.finish_save()
             log.event(f"saved step {run.step}; the same command resumes from there")
 
-    def _summarise(self, outcome: RunOutcome, cause: str = "", *, shown: bool = False) -> None:
+    def _summarise(self, outcome: RunOutcome, cause: str = "", *, show: bool = False) -> None:
         checkpoints = self._checkpointer.checkpoints
         latest = best = None
         try:
@@ -101,5 +101,5 @@ class Ending:
             best,
             outcome=outcome,
             cause=cause,
-            shown=shown,
+            show=show,
         )

@@ -28,10 +28,10 @@ def address_of(text: str, flag: str = "--prometheus") -> tuple[str, int]:
 
 
 def check_reachable(text: str, flag: str, *, may_be_public: bool) -> None:
-    """Check that other machines can be told an address, and that it is not the internet's.
+    """Check that an address is one that other machines can use, and that it is not public.
 
     Raises:
-        ConfigError: it is no address, every address, or public although it may not be.
+        ConfigError: it is malformed, stands for all addresses, or is public although it may not be.
     """
     host, _ = address_of(text, flag)
     try:
@@ -42,7 +42,7 @@ def check_reachable(text: str, flag: str, *, may_be_public: bool) -> None:
         raise ConfigError(f"{flag} is {text!r}, every address", hint="name the one that the other machines use")
     if address.is_global and not may_be_public:
         raise ConfigError(
-            f"{flag} is {text!r}, a public address, and what is sent there is not encrypted",
+            f"{flag} is {text!r}, a public address, and data sent there is not encrypted",
             hint="name a private address, or set --public-ports if nobody else can listen there",
         )
 

@@ -63,7 +63,9 @@ def keep_scores(folder: Path, scores: Mapping[str, Mapping[str, float]]) -> None
         CheckpointError: they cannot be written.
     """
     row: dict[str, object] = {"step": 0}
-    row |= {f"eval/{name}/{metric}": value for name, found in scores.items() for metric, value in found.items()}
+    row |= {
+        f"eval/{name}/{metric}": value for name, set_scores in scores.items() for metric, value in set_scores.items()
+    }
     try:
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     except OSError as error:

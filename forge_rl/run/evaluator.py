@@ -116,22 +116,22 @@ class RolloutEvaluations:
             results = evaluation.results(name)
             values = score_set(name, results, k=k, success=self._config.success)
             metrics |= {f"eval/{name}/{key}": value for key, value in values.items()}
-            metrics[f"eval/{name}/other_versions"] = others = evaluation.other_versions(name)
-            if others > _MOSTLY_OTHERS:
+            metrics[f"eval/{name}/other_versions"] = share = evaluation.other_versions(name)
+            if share > _MOSTLY_OTHERS:
                 self._warn(
-                    f"{others:.0%} of the tokens in the evaluation of step {step} on {name} come from other weights, "
+                    f"{share:.0%} of the tokens in the evaluation of step {step} on {name} come from other weights, "
                     "because training continued meanwhile: lower --evaluation.tasks, or set --evaluation.blocking"
                 )
-            episodes = [episode for of_task in results for episode in of_task]
+            episodes = [episode for task_episodes in results for episode in task_episodes]
             tokens += sum(episode.response_tokens for episode in episodes)
             if failed := [episode for episode in episodes if not episode.outcome.scored]:
-                many = f"{len(failed)} of {len(episodes)} evaluations failed"
-                self._warn(f"{many} and are left out of the score of {name}; {describe_failure(failed[-1])}")
+                failures = f"{len(failed)} of {len(episodes)} evaluations failed"
+                self._warn(f"{failures} and are left out of the score of {name}; {describe_failure(failed[-1])}")
         score = metrics[f"eval/{next(iter(sets))}/avg@{k}"]
         if [*sets] == [HELD_OUT]:
             metrics = _short(metrics, k) | metrics
-        kept = {name: evaluation.results(name) for name in sets}
-        return EvaluationResult(step=step, score=score, metrics=metrics, tokens=tokens, episodes=kept)
+        episodes_by_set = {name: evaluation.results(name) for name in sets}
+        return EvaluationResult(step=step, score=score, metrics=metrics, tokens=tokens, episodes=episodes_by_set)
 
     def cancel(self) -> None:
         """Forget the evaluation, whose episodes were cancelled."""
@@ -144,7 +144,7 @@ class Evaluator:
     Args:
         sets: tasks by set name; the first set's score is the run's. Sets without tasks are left out.
         evaluations: carries them out.
-        measure: describes the current reward; scores by another one are not compared with those by it.
+        measure: describes the current reward; only scores by the same reward are compared.
     """
 
     def __init__(self, sets: Sets, evaluations: Evaluates, measure: Callable[[], str] = lambda: "") -> None:
@@ -161,8 +161,8 @@ class Evaluator:
     @property
     def comparable(self) -> dict[int, float]:
         """Scores by the current reward, by step."""
-        now = self._measure()
-        return {step: score for step, score in self.scores.items() if self._measures.get(step, now) == now}
+        measure = self._measure()
+        return {step: score for step, score in self.scores.items() if self._measures.get(step, measure) == measure}
 
     @property
     def step(self) -> int | None:
@@ -227,13 +227,13 @@ class Evaluator:
                     raise ValueError(f"the scores are malformed: {error}") from error
                 self._pending = (pending[0], pending[1]) if pending else None
             case _:
-                shown = {name: state.get(name) for name in ("scores", "evaluation")}
-                raise ValueError(f"scores, or an evaluation, are malformed: {shown!r:.160}")
+                excerpt = {name: state.get(name) for name in ("scores", "evaluation")}
+                raise ValueError(f"scores, or an evaluation, are malformed: {excerpt!r:.160}")
 
     def rollback(self, step: int) -> None:
         """Forget the scores of later steps, and a pending evaluation of one; its episodes were cancelled."""
-        self.scores = {at: score for at, score in self.scores.items() if at <= step}
-        self._measures = {at: measure for at, measure in self._measures.items() if at <= step}
+        self.scores = {eval_step: score for eval_step, score in self.scores.items() if eval_step <= step}
+        self._measures = {eval_step: measure for eval_step, measure in self._measures.items() if eval_step <= step}
         self._evaluations.cancel()
         if self._pending is not None and self._pending[0] > step:
             self._pending = None

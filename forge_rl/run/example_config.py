@@ -71,8 +71,8 @@ class ExampleConfig(RunConfig):
                 "--trainer.router-replay repeats the experts that engines chose, and no engine wrote the examples",
                 hint="leave it out",
             )
-        without = ("generator", "schedule", "reward", "weights") if not self.starts_engines else _OF_BATCHES
-        if changed := changed_flags(self, without):
+        unused_groups = ("generator", "schedule", "reward", "weights") if not self.starts_engines else _OF_BATCHES
+        if changed := changed_flags(self, unused_groups):
             needs = "acts on batches that engines generate" if self.starts_engines else "needs engines"
             raise ConfigError(
                 f"{changed[0]} {needs}, and this recipe trains on given examples",

@@ -59,12 +59,12 @@ class ExampleEvaluations:
         """
         if self._found is not None or not self._sets:
             return
-        found = {}
+        set_metrics = {}
         for name, tasks in self._sets.items():
             if name not in self._packed:
                 self._packed[name] = await asyncio.to_thread(self._pack, name, tasks)
-            found[name] = await self._trainer.evaluate(self._packed[name], self._loss)
-        self._found = found
+            set_metrics[name] = await self._trainer.evaluate(self._packed[name], self._loss)
+        self._found = set_metrics
 
     @property
     def complete(self) -> bool:
@@ -73,18 +73,18 @@ class ExampleEvaluations:
 
     def pop(self, sets: Sets, step: int) -> EvaluationResult:
         """End the evaluation and return its result."""
-        found, self._found = self._found, None
-        assert found is not None, "it was finished"
+        set_metrics, self._found = self._found, None
+        assert set_metrics is not None, "it was finished"
         metrics, tokens = dict[str, float](), 0
-        for name, values in found.items():
-            own = {key.removeprefix("loss/"): value for key, value in values.items() if key.startswith("loss")}
+        for name, values in set_metrics.items():
+            loss_metrics = {key.removeprefix("loss/"): value for key, value in values.items() if key.startswith("loss")}
             name_of_nats = "loss" if self._loss.equal_metric == "cross_entropy" else "cross_entropy"
-            if (cross_entropy := own.get(name_of_nats)) is not None:
-                own["perplexity"] = math.exp(min(cross_entropy, _MOST_NATS))
-            metrics |= {f"eval/{name}/{key}": value for key, value in own.items()}
+            if (cross_entropy := loss_metrics.get(name_of_nats)) is not None:
+                loss_metrics["perplexity"] = math.exp(min(cross_entropy, _MOST_NATS))
+            metrics |= {f"eval/{name}/{key}": value for key, value in loss_metrics.items()}
             tokens += round(values["tokens/trained"])
-        score = -next(iter(found.values()))["loss"]
-        if [*found] == [HELD_OUT]:
+        score = -next(iter(set_metrics.values()))["loss"]
+        if [*set_metrics] == [HELD_OUT]:
             metrics[HELD_OUT] = score
         return EvaluationResult(step=step, score=score, metrics=metrics, tokens=tokens, episodes={})
 
@@ -98,15 +98,15 @@ class ExampleEvaluations:
 
         from forge_rl.packing.rows import pack
 
-        made = self._maker.try_groups(tasks)
-        groups = [found for found in made if isinstance(found, Group)]
-        failed = [(task, found) for task, found in zip(tasks, made, strict=True) if isinstance(found, TaskError)]
+        results = self._maker.try_groups(tasks)
+        groups = [result for result in results if isinstance(result, Group)]
+        failed = [(task, result) for task, result in zip(tasks, results, strict=True) if isinstance(result, TaskError)]
         for task, error in failed[:1]:
-            many = f"{len(failed)} of {len(tasks)} tasks of the evaluation set {name} cannot be used"
-            said = f"one is {task.source} {task.id}: {error.message}"
+            failures = f"{len(failed)} of {len(tasks)} tasks of the evaluation set {name} cannot be used"
+            cause = f"one is {task.source} {task.id}: {error.message}"
             if not groups:
-                raise TaskError(f"{many}; {said}", hint=error.hint)
-            self._warn(f"{many} and are left out; {said}")
+                raise TaskError(f"{failures}; {cause}", hint=error.hint)
+            self._warn(f"{failures} and are left out; {cause}")
         batch = Batch(groups=tuple(groups), version=0)
         layout = replace(self._trainer.layout, minibatches=1)
         return pack(batch, torch.ones(len(groups), len(groups[0].episodes)), layout, drop_uniform=False)

@@ -73,8 +73,8 @@ class Machines:
         return self.device.host_memory * self.per_host
 
     def __str__(self) -> str:
-        each = f"{self.per_host}x{self.device.name}"
-        return each if self.hosts == 1 else f"{self.hosts} hosts of {each}"
+        host = f"{self.per_host}x{self.device.name}"
+        return host if self.hosts == 1 else f"{self.hosts} hosts of {host}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +129,16 @@ def read_policy(folder: Path, *, reference: bool, values: bool) -> Policy:
     except OSError:
         size = -1
     if not 0 <= size <= _CONFIG_BYTES:
-        said = "is not a file" if size < 0 else f"has {size} bytes, more than a config.json has"
-        raise ModelError(f"{path} {said}", hint="set --model-config to a model's config.json, or to its folder")
+        problem = "is not a file" if size < 0 else f"has {size} bytes, more than a config.json has"
+        raise ModelError(f"{path} {problem}", hint="set --model-config to a model's config.json, or to its folder")
     architecture = read_architecture(folder)
     experts = architecture.experts.count if architecture.experts else 0
-    found = {name: getattr(architecture, name) for name in _BOUNDS} | {"experts": experts}
-    for name, most in (_BOUNDS | {"experts": 4096}).items():
-        if found[name] > most:
+    sizes = {name: getattr(architecture, name) for name in _BOUNDS} | {"experts": experts}
+    for name, maximum in (_BOUNDS | {"experts": 4096}).items():
+        if sizes[name] > maximum:
             raise ModelError(
-                f"{path} describes a model with {name} {found[name]}",
-                hint=f"plans are for models with at most {most}",
+                f"{path} describes a model with {name} {sizes[name]}",
+                hint=f"plans are for models with at most {maximum}",
             )
     return Policy(folder=folder, architecture=architecture, reference=reference, values=values, traces={})
 
@@ -146,13 +146,13 @@ def read_policy(folder: Path, *, reference: bool, values: bool) -> Policy:
 def workload(config: RunConfig, policy: Policy) -> Workload:
     """Return what a step computes: lengths are the flags' maxima where they give no means."""
     answer = config.target.answer_tokens or config.generator.max_tokens
-    most = max(answer, config.generator.max_tokens)
+    max_answer = max(answer, config.generator.max_tokens)
     return Workload(
         groups=config.groups_per_batch,
         group_size=config.group_size,
-        prompt=config.target.prompt_tokens or max(1, config.generator.max_model_len - most),
+        prompt=config.target.prompt_tokens or max(1, config.generator.max_model_len - max_answer),
         answer=answer,
-        longest=most,
+        longest=max_answer,
         minibatches=config.trainer.minibatches,
         epochs=config.trainer.epochs,
         passes=int(policy.reference),
@@ -175,47 +175,49 @@ def search(config: RunConfig, policy: Policy, machines: Machines) -> Forecast:
         _check_engine(config, policy, machines)
         degrees = _choices(config.trainer.context_parallel_degree, machines.per_host)
         for cp in degrees:
-            found: list[Forecast] = []
+            forecasts: list[Forecast] = []
             for candidate in _candidates(config, machines, cp):
                 try:
-                    found.append(_forecast(candidate, policy, machines))
+                    forecasts.append(_forecast(candidate, policy, machines))
                 except ConfigError as error:
                     refused = error
-            if found:
-                return min(found, key=_cost)
+            if forecasts:
+                return min(forecasts, key=_cost)
     raise refused or ConfigError(f"{machines} have no layout", hint="leave out the parallel degrees")
 
 
 def nearest(config: RunConfig, policy: Policy, machines: Machines) -> list[tuple[str, Forecast]]:
-    """Find what fits where `machines` do not: more hosts, larger devices, and shorter contexts, the least of each."""
-    found = []
-    most = _MOST_HOSTS
+    """Find what fits where `machines` do not: the fewest more hosts, the smallest larger device, and the longest
+    shorter context."""
+    alternatives = []
+    max_hosts = _MOST_HOSTS
     with assumed_gpus(machines.count, machines.device.memory):
-        shorter = list(_shorter(config))
+        shorter_contexts = list(_shorter(config))
         try:
             _check_engine(config, policy, machines)
         except ConfigError:
-            most = 0  # more such hosts cannot help
-    more = itertools.takewhile(lambda many: many <= most, (machines.hosts * 2**n for n in range(1, 8)))
-    larger = sorted(
-        (each for each in DEVICE_TYPES.values() if each.memory > machines.device.memory), key=lambda each: each.memory
+            max_hosts = 0  # more such hosts cannot help
+    host_counts = itertools.takewhile(lambda count: count <= max_hosts, (machines.hosts * 2**n for n in range(1, 8)))
+    larger_devices = sorted(
+        (device for device in DEVICE_TYPES.values() if device.memory > machines.device.memory),
+        key=lambda device: device.memory,
     )
     tries: list[list[tuple[str, RunConfig, Machines]]] = [
-        [(str(m), config, m) for m in (replace(machines, hosts=many) for many in more)],
-        [(str(m), config, m) for m in (replace(machines, device=each) for each in larger)],
+        [(str(m), config, m) for m in (replace(machines, hosts=hosts) for hosts in host_counts)],
+        [(str(m), config, m) for m in (replace(machines, device=device) for device in larger_devices)],
         [
             (f"--generator.max-model-len {tokens} --generator.max-tokens {half.generator.max_tokens}", half, machines)
-            for tokens, half in shorter
+            for tokens, half in shorter_contexts
         ],
     ]
     for group in tries:
-        for name, settings, there in group:
+        for name, settings, candidate in group:
             try:
-                found.append((name, search(settings, policy, there)))
+                alternatives.append((name, search(settings, policy, candidate)))
                 break
             except ConfigError:
                 continue
-    return found
+    return alternatives
 
 
 def _check_own_engines(config: RunConfig) -> None:
@@ -244,13 +246,13 @@ def measured_forecast(config: RunConfig, policy: Policy, machines: Machines) -> 
     )
     work, use = workload(config, policy), machines.use
     cache = round(generator.kv_cache_gib * 2**30)
-    together = replace(generator, max_num_seqs=generator.max_num_seqs * generator.replicas)
+    all_engines = replace(generator, max_num_seqs=generator.max_num_seqs * generator.replicas)
     common = {"device": machines.device, "use": use}
     return Forecast(
         config=config,
         needs=needs,
         shares_devices=False,
-        rollout=rollout_times(a, together, work, engines=1, room=cache * generator.replicas, **common),  # type: ignore[arg-type]
+        rollout=rollout_times(a, all_engines, work, engines=1, room=cache * generator.replicas, **common),  # type: ignore[arg-type]
         train=train_times(
             a,
             trainer,
@@ -291,8 +293,8 @@ def _candidates(config: RunConfig, machines: Machines, cp: int) -> Iterator[RunC
     trainer, generator, n = config.trainer, config.generator, machines.count
     needed = max(LEAST_ROW, round_up(-(-generator.max_model_len // cp), PAD_MULTIPLE))
     rows = [trainer.seq_len] if trainer.seq_len else list(dict.fromkeys((max(needed, _ROW), needed)))
-    apart = config.placement == "separate" or config.schedule.decodes_while_training
-    splits = [(n, n)] if not apart else [(n - part, part) for part in _parts(machines)]
+    separate = config.placement == "separate" or config.schedule.decodes_while_training
+    splits = [(n, n)] if not separate else [(n - part, part) for part in _parts(machines)]
     replicas = _choices(trainer.data_parallel_replicate_degree, machines.hosts)[:: max(1, machines.hosts.bit_length())]
     for (ranks, devices), row, tp, ep, copies, size in itertools.product(
         splits,
@@ -305,7 +307,7 @@ def _candidates(config: RunConfig, machines: Machines, cp: int) -> Iterator[RunC
         try:
             yield replace(
                 config,
-                placement="separate" if apart else "colocated",
+                placement="separate" if separate else "colocated",
                 trainer=replace(
                     trainer,
                     ranks=ranks,
@@ -329,12 +331,12 @@ def _parts(machines: Machines) -> list[int]:
     """Return numbers of devices that engines may have of their own: whole hosts, if there are several."""
     unit = machines.per_host if machines.hosts > 1 else 1
     units = machines.count // unit
-    return [unit * many for many in sorted({max(1, units // 4), max(1, units // 2), units - max(1, units // 4)})]
+    return [unit * count for count in sorted({max(1, units // 4), max(1, units // 2), units - max(1, units // 4)})]
 
 
-def _choices(given: int, most: int) -> list[int]:
-    """Return the degrees to try: the one that was given, if it is above 1, or powers of two."""
-    return [given] if given > 1 else [2**n for n in range(most.bit_length()) if 2**n <= most]
+def _choices(degree: int, max_degree: int) -> list[int]:
+    """Return the degrees to try: the configured one, if it is above 1, or powers of two."""
+    return [degree] if degree > 1 else [2**n for n in range(max_degree.bit_length()) if 2**n <= max_degree]
 
 
 def _forecast(config: RunConfig, policy: Policy, machines: Machines) -> Forecast:
@@ -359,7 +361,7 @@ def _forecast(config: RunConfig, policy: Policy, machines: Machines) -> Forecast
             traces=policy.traces,
         )
 
-    config, _ = choose(config, a, gpu=device.memory, there=machines.count, memory=memory)
+    config, _ = choose(config, a, gpu=device.memory, num_gpus=machines.count, memory=memory)
     check_context(a, config.generator)
     needs = plan_run(config, policy.folder, reference=policy.reference, values=policy.values, traces=policy.traces)
     check_fits(needs, machines)
@@ -407,14 +409,14 @@ def check_fits(needs: Sequence[Need], machines: Machines) -> None:
                 f"a {machines.device.name} has {machines.device.memory / 2**30:.1f}",
                 hint=need.hint,
             )
-    here = [need for need in needs if not need.of_gpu]
-    each = {need.who: need.total * math.ceil(need.count / machines.hosts) for need in here}
-    if sum(each.values()) > machines.host_bytes:
-        most = max(here, key=lambda need: each[need.who])
+    host_needs = [need for need in needs if not need.of_gpu]
+    bytes_per_host = {need.who: need.total * math.ceil(need.count / machines.hosts) for need in host_needs}
+    if sum(bytes_per_host.values()) > machines.host_bytes:
+        largest = max(host_needs, key=lambda need: bytes_per_host[need.who])
         raise ConfigError(
-            f"a host needs {sum(each.values()) / 2**30:.0f} GiB ({each[most.who] / 2**30:.0f} for {most.who}), and has "
-            f"{machines.host_bytes / 2**30:.0f}",
-            hint=most.hint,
+            f"a host needs {sum(bytes_per_host.values()) / 2**30:.0f} GiB ({bytes_per_host[largest.who] / 2**30:.0f} "
+            f"for {largest.who}), and has {machines.host_bytes / 2**30:.0f}",
+            hint=largest.hint,
         )
 
 
@@ -422,9 +424,9 @@ def _cost(forecast: Forecast) -> tuple[float, int]:
     """Return the time of a step, with a penalty for each degree above 1, and the length of a row."""
     trainer, generator = forecast.config.trainer, forecast.config.generator
     degrees: Mapping[str, int] = trainer.degrees
-    above = sum(value > 1 for value in (*degrees.values(), generator.tensor_parallel_size))
-    above += (trainer.activation_checkpointing != "none") + 2 * trainer.enable_cpu_offload
-    return forecast.step_s * (1 + _EASIER * above), trainer.seq_len
+    num_penalties = sum(value > 1 for value in (*degrees.values(), generator.tensor_parallel_size))
+    num_penalties += (trainer.activation_checkpointing != "none") + 2 * trainer.enable_cpu_offload
+    return forecast.step_s * (1 + _EASIER * num_penalties), trainer.seq_len
 
 
 def _shorter(config: RunConfig) -> Iterator[tuple[int, RunConfig]]:

@@ -40,7 +40,7 @@ class GapGroup:
     tokens: int
     mean: float
     """Mean absolute difference of the logprobs."""
-    most: float
+    max: float
     """Largest absolute difference."""
 
 
@@ -61,15 +61,13 @@ class GapReport:
         out = io.StringIO()
         console = Console(file=out, width=100, no_color=True)
         fresh = self.fresh
-        console.print(
-            f"gap of {fresh.tokens} tokens sampled now: {fresh.mean:.2e} on average, {fresh.most:.2e} at most"
-        )
+        console.print(f"gap of {fresh.tokens} tokens sampled now: {fresh.mean:.2e} on average, {fresh.max:.2e} at most")
         for title, groups in self.tables.items():
             table = Table(title=f"by {title}", title_justify="left", box=None)
             for column in (title, "tokens", "mean", "most"):
                 table.add_column(column, justify="left" if column == title else "right")
-            for each in groups:
-                table.add_row(each.name, str(each.tokens), f"{each.mean:.2e}", f"{each.most:.2e}")
+            for group in groups:
+                table.add_row(group.name, str(group.tokens), f"{group.mean:.2e}", f"{group.max:.2e}")
             console.print(table)
         if self.layers:
             worst = sorted(range(len(self.layers)), key=lambda layer: -self.layers[layer])[:_MOST_ROWS]
@@ -111,19 +109,19 @@ async def explain_gap(generator: Generator, trainer: Trainer, batch: Batch, prom
         )
     groups = [group for group in batch.groups if group.episodes[0].turns][:prompts]
     turns = await generator.sample([group.episodes[0].turns[0].prompt_ids for group in groups])
-    answered = [
+    answer_groups = [
         Group(task=group.task, episodes=(Episode(task=group.task, turns=(turn,)),))
         for group, turn in zip(groups, turns, strict=True)
     ]
     layout, temperature = replace(trainer.layout, minibatches=1), generator.sampling.temperature
-    laid = []
-    for each in (Batch(groups=tuple(answered), version=trainer.version), batch):
-        ones = torch.ones(len(each.groups), len(each.groups[0].episodes))
-        packed = await asyncio.to_thread(pack, each, ones, layout, drop_uniform=False)
-        laid.append((packed, await trainer.logprobs(packed, temperature=temperature)))
+    scores = []
+    for scored_batch in (Batch(groups=tuple(answer_groups), version=trainer.version), batch):
+        ones = torch.ones(len(scored_batch.groups), len(scored_batch.groups[0].episodes))
+        packed = await asyncio.to_thread(pack, scored_batch, ones, layout, drop_uniform=False)
+        scores.append((packed, await trainer.logprobs(packed, temperature=temperature)))
     relative = torch.finfo(getattr(torch, generator.dtype)).eps
-    layers = await trainer.layer_noise(laid[0][0], temperature=temperature, relative=relative)
-    return await asyncio.to_thread(explain, laid[0], laid[1], layers)
+    layers = await trainer.layer_noise(scores[0][0], temperature=temperature, relative=relative)
+    return await asyncio.to_thread(explain, scores[0], scores[1], layers)
 
 
 def explain(
@@ -138,26 +136,26 @@ def explain(
         last: likewise for the last batch.
         layers: see `GapReport.layers`.
     """
-    now = _tokens(*fresh)
-    gap = now["gap"]
-    positions = np.exp2(np.floor(np.log2(np.maximum(1, now["position"])))).astype(int)
-    chances = np.floor(np.exp(now["behaviour"]) * 10).clip(0, 9).astype(int)
-    before = _tokens(*last)
+    fresh_tokens = _tokens(*fresh)
+    gap = fresh_tokens["gap"]
+    positions = np.exp2(np.floor(np.log2(np.maximum(1, fresh_tokens["position"])))).astype(int)
+    deciles = np.floor(np.exp(fresh_tokens["behaviour"]) * 10).clip(0, 9).astype(int)
+    last_tokens = _tokens(*last)
     tables = {
-        "position": _groups(gap, positions, lambda at: f"{at} to {2 * at - 1}"),
-        "probability": _groups(gap, chances, lambda at: f"{at / 10:.1f} to {(at + 1) / 10:.1f}"),
-        "source": _groups(gap, now["source"], str),
-        "lag": _groups(before["gap"], before["lag"], str),
+        "position": _groups(gap, positions, lambda position: f"{position} to {2 * position - 1}"),
+        "probability": _groups(gap, deciles, lambda decile: f"{decile / 10:.1f} to {(decile + 1) / 10:.1f}"),
+        "source": _groups(gap, fresh_tokens["source"], str),
+        "lag": _groups(last_tokens["gap"], last_tokens["lag"], str),
     }
-    if "routed" in now:
-        tables["expert"] = _by_expert(gap, now["routed"])
+    if "routed" in fresh_tokens:
+        tables["expert"] = _by_expert(gap, fresh_tokens["routed"])
     everything = GapGroup("all", len(gap), float(gap.mean()) if len(gap) else 0.0, float(gap.max(initial=0.0)))
     return GapReport(fresh=everything, tables=tables, layers=layers)
 
 
 def _tokens(packed: Packed, logprobs: Sequence[torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
     """Return each trained token's gap and its possible causes, [N] each; routed experts are [N, layers, top_k]."""
-    found: dict[str, list[npt.NDArray[Any]]] = {}
+    columns: dict[str, list[npt.NDArray[Any]]] = {}
     (minibatch, *_) = packed.minibatches
     for row, scored in zip(packed.rows, logprobs, strict=True):
         mask = row.mask.numpy()
@@ -173,25 +171,25 @@ def _tokens(packed: Packed, logprobs: Sequence[torch.Tensor]) -> dict[str, npt.N
         if row.routed is not None:
             parts["routed"] = row.routed.numpy()[mask]
         for name, values in parts.items():
-            found.setdefault(name, []).append(values)
-    return {name: np.concatenate(values) for name, values in found.items()}
+            columns.setdefault(name, []).append(values)
+    return {name: np.concatenate(values) for name, values in columns.items()}
 
 
 def _groups(gap: npt.NDArray[np.float64], keys: npt.NDArray[Any], name: Any) -> list[GapGroup]:
     """Return the groups of equal keys, in the order of the keys."""
-    found = []
+    groups = []
     for key in sorted(set(keys.tolist())):
-        own = gap[keys == key]
-        found.append(GapGroup(name(key), len(own), float(own.mean()), float(own.max())))
-    return found
+        gaps = gap[keys == key]
+        groups.append(GapGroup(name(key), len(gaps), float(gaps.mean()), float(gaps.max())))
+    return groups
 
 
 def _by_expert(gap: npt.NDArray[np.float64], routed: npt.NDArray[Any]) -> list[GapGroup]:
     """Return the experts whose tokens have the largest gaps; `routed` is [N, layers, top_k], -1 where unknown."""
-    found = []
+    experts = []
     for layer in range(routed.shape[1]):
         for expert in np.unique(routed[:, layer]):
-            own = gap[(routed[:, layer] == expert).any(axis=1)]
-            if expert >= 0 and len(own) >= _LEAST_TOKENS:
-                found.append(GapGroup(f"{expert} of layer {layer}", len(own), float(own.mean()), float(own.max())))
-    return sorted(found, key=lambda each: -each.mean)[:_MOST_ROWS]
+            gaps = gap[(routed[:, layer] == expert).any(axis=1)]
+            if expert >= 0 and len(gaps) >= _LEAST_TOKENS:
+                experts.append(GapGroup(f"{expert} of layer {layer}", len(gaps), float(gaps.mean()), float(gaps.max())))
+    return sorted(experts, key=lambda group: -group.mean)[:_MOST_ROWS]

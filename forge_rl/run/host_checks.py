@@ -43,20 +43,20 @@ def judge_facts(facts: Mapping[str, HostFacts], clocks: Mapping[str, Clock]) -> 
     """Judge the facts of all hosts.
 
     Args:
-        facts: by host, the controller's first, whose versions count.
-        clocks: of the other hosts.
+        facts: facts by host. The first host is the controller's, whose versions the others must have.
+        clocks: clocks of the other hosts, by host.
     """
     reference = next(iter(facts.values()))
-    usual = _most_common([each.driver for each in facts.values() if each.driver])
-    found = []
-    for host, each in facts.items():
-        found.append(_versions(host, each, reference))
-        found.append(_devices(host, each, usual))
-        found.append(_memory(host, each))
-        found.append(_shm(host, each))
+    usual_driver = _most_common([sample.driver for sample in facts.values() if sample.driver])
+    findings = []
+    for host, host_facts in facts.items():
+        findings.append(_versions(host, host_facts, reference))
+        findings.append(_devices(host, host_facts, usual_driver))
+        findings.append(_memory(host, host_facts))
+        findings.append(_shm(host, host_facts))
         if host in clocks:
-            found.append(_clock(host, clocks[host]))
-    return found
+            findings.append(_clock(host, clocks[host]))
+    return findings
 
 
 def judge_speeds(speeds: Mapping[str, Mapping[str, float]], *, cpu: bool) -> list[Finding]:
@@ -66,19 +66,19 @@ def judge_speeds(speeds: Mapping[str, Mapping[str, float]], *, cpu: bool) -> lis
         speeds: FLOP/s by host and device.
         cpu: whether the devices are CPUs.
     """
-    every = [speed for devices in speeds.values() for speed in devices.values()]
-    usual = statistics.median(every) if every else 0.0
+    all_speeds = [speed for devices in speeds.values() for speed in devices.values()]
+    median = statistics.median(all_speeds) if all_speeds else 0.0
     share = SLOW_CPU_SHARE if cpu else SLOW_SHARE
-    found = []
+    findings = []
     for host, devices in speeds.items():
-        slow = {device: speed for device, speed in devices.items() if speed < share * usual}
+        slow = {device: speed for device, speed in devices.items() if speed < share * median}
         detail = ", ".join(f"{device}: {speed / 1e12:.3g} TFLOP/s" for device, speed in (slow or devices).items())
         if slow:
-            detail += f", {min(slow.values()) / usual:.0%} of the usual {usual / 1e12:.3g}"
+            detail += f", {min(slow.values()) / median:.0%} of the usual {median / 1e12:.3g}"
         hint = "see who else uses it, its temperature and clocks (nvidia-smi -q -d PERFORMANCE); leave the host out"
         status: Literal["ok", "fail"] = "fail" if slow else "ok"
-        found.append(Finding(check="matmul", host=host, status=status, detail=detail, hint=hint if slow else ""))
-    return found
+        findings.append(Finding(check="matmul", host=host, status=status, detail=detail, hint=hint if slow else ""))
+    return findings
 
 
 def judge_disk(host: str, free_bytes: int, rate: float) -> Finding:
@@ -93,21 +93,23 @@ def judge_disk(host: str, free_bytes: int, rate: float) -> Finding:
     return Finding(check="disk", host=host, status="ok", detail=detail)
 
 
-def judge_gap(host: str, mean: float, most: float, tokens: int) -> Finding:
+def judge_gap(host: str, mean: float, max_gap: float, tokens: int) -> Finding:
     """Judge the absolute differences between an engine's and a trainer's logprobs of the same tokens."""
-    detail = f"logprob gap {mean:.1e}, at most {most:.1e}, over {tokens} tokens"
-    good = mean <= MOST_GAP  # False for NaN
-    hint = "" if good else "engine and trainer disagree: compare the versions of vllm and torch, and check the device"
-    return Finding(check="train and decode", host=host, status="ok" if good else "fail", detail=detail, hint=hint)
+    detail = f"logprob gap {mean:.1e}, at most {max_gap:.1e}, over {tokens} tokens"
+    is_small = mean <= MOST_GAP  # False for NaN
+    hint = (
+        "" if is_small else "engine and trainer disagree: compare the versions of vllm and torch, and check the device"
+    )
+    return Finding(check="train and decode", host=host, status="ok" if is_small else "fail", detail=detail, hint=hint)
 
 
 def failed_hosts(findings: list[Finding]) -> dict[str, str]:
     """Return the failures of each host that failed a check, in words."""
-    found: dict[str, list[str]] = {}
-    for each in findings:
-        if each.status == "fail":
-            found.setdefault(each.host, []).append(f"{each.check}: {each.detail}")
-    return {host: "; ".join(causes) for host, causes in found.items()}
+    failures: dict[str, list[str]] = {}
+    for finding in findings:
+        if finding.status == "fail":
+            failures.setdefault(finding.host, []).append(f"{finding.check}: {finding.detail}")
+    return {host: "; ".join(causes) for host, causes in failures.items()}
 
 
 def _most_common(values: list[str]) -> str:
@@ -115,16 +117,16 @@ def _most_common(values: list[str]) -> str:
 
 
 def _versions(host: str, facts: HostFacts, reference: HostFacts) -> Finding:
-    wrong = {name: version for name, version in facts.versions.items() if version != reference.versions.get(name)}
+    differences = {name: version for name, version in facts.versions.items() if version != reference.versions.get(name)}
     missing = [name for name, version in facts.versions.items() if version == "missing"]
     detail = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    if wrong:
+    if differences:
         detail = ", ".join(
-            f"{name} {version} instead of {reference.versions.get(name)}" for name, version in wrong.items()
+            f"{name} {version} instead of {reference.versions.get(name)}" for name, version in differences.items()
         )
     elif missing:
         detail = f"{', '.join(missing)} missing"
-    if not wrong and not missing:
+    if not differences and not missing:
         return Finding(check="versions", host=host, status="ok", detail=detail)
     hint = "install the same environment on all hosts: the same image, or the same --require-hashes lock"
     return Finding(check="versions", host=host, status="fail", detail=detail, hint=hint)
@@ -165,8 +167,10 @@ def _shm(host: str, facts: HostFacts) -> Finding:
 
 def _clock(host: str, clock: Clock) -> Finding:
     detail = f"{clock.offset_s:+.3f} s, give or take {clock.error_s:.3f} s"
-    off = max(0.0, abs(clock.offset_s) - clock.error_s)
-    if off <= CLOCK_WARN_S:
+    offset_s = max(0.0, abs(clock.offset_s) - clock.error_s)
+    if offset_s <= CLOCK_WARN_S:
         return Finding(check="clock", host=host, status="ok", detail=detail)
     hint = "synchronise it by NTP or PTP (chronyc tracking)"
-    return Finding(check="clock", host=host, status="fail" if off > CLOCK_OFF_S else "warn", detail=detail, hint=hint)
+    return Finding(
+        check="clock", host=host, status="fail" if offset_s > CLOCK_OFF_S else "warn", detail=detail, hint=hint
+    )

@@ -59,15 +59,15 @@ class RunHosts:
     """Defaults on the controller of settings whose defaults depend on the kind of device, by field of the config."""
 
     def adapted(self, config: C) -> C:
-        """Return the settings with the hosts' defaults where they have the controller's."""
-        if (theirs := device_defaults()) == self.defaults:
+        """Return the settings with the hosts' device-dependent defaults where they have the controller's."""
+        if (host_defaults := device_defaults()) == self.defaults:
             return config
         parts = {}
-        for part, own in self.defaults.items():
-            before = getattr(config, part)
-            kept = {name for name, value in own.items() if getattr(before, name) != value}
-            changes = {name: value for name, value in theirs[part].items() if name not in kept}
-            parts[part] = dataclasses.replace(before, **changes)
+        for part, controller_defaults in self.defaults.items():
+            settings = getattr(config, part)
+            user_set = {name for name, value in controller_defaults.items() if getattr(settings, name) != value}
+            changes = {name: value for name, value in host_defaults[part].items() if name not in user_set}
+            parts[part] = dataclasses.replace(settings, **changes)
         return dataclasses.replace(config, **parts)
 
 
@@ -80,9 +80,9 @@ def device_defaults() -> dict[str, dict[str, Any]]:
 
 def _tell_of_hosts(prepared: Prepared, cluster: Cluster, infos: Mapping[str, HostInfo], placed: PlacedServices) -> None:
     log = prepared.monitor.log
-    if far := [host for host in infos if not cluster.shares_files(host)]:
+    if far_hosts := [host for host in infos if not cluster.shares_files(host)]:
         send_modules()
-        log.event(f"{', '.join(far)} do not see the run's folder: all files go through this process")
+        log.event(f"{', '.join(far_hosts)} do not see the run's folder: all files go through this process")
     prepared.monitor.display.startup("hosts", "ready", ", ".join(cluster.hosts[1:]))
     for line in placed.lines():
         log.event(line)
@@ -100,14 +100,14 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
     job, monitor = build_job(config.job), prepared.monitor
     if not isinstance(job, Job):
         raise ConfigError(f"--job {config.job} runs a whole command", hint="start the recipe by its command line")
-    lost: dict[str, str] = {}
-    made: list[Cluster] = []
+    lost_hosts: dict[str, str] = {}
+    clusters: list[Cluster] = []
     placed: PlacedServices | None = None
 
     def lose(host: str, cause: str) -> None:
-        lost[host] = cause
+        lost_hosts[host] = cause
         monitor.log.warn(f"host {host} is gone: {cause}")
-        for cluster in made:
+        for cluster in clusters:
             cluster.lose(host, cause)
 
     def say(text: str) -> None:
@@ -120,10 +120,10 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
     async with job.open(JobListener(say=say, lost=lose)) as hosts:
         defaults = device_defaults()
         cluster = Cluster(logs, hosts, may_be_public=config.isolation.public_ports)
-        made.append(cluster)
-        for host, cause in lost.items():
+        clusters.append(cluster)
+        for host, cause in lost_hosts.items():
             cluster.lose(host, cause)
-        asked = job if isinstance(job, ReplacingJob) else None
+        replacing_job = job if isinstance(job, ReplacingJob) else None
         infos, without_model = {THIS_HOST: HostInfo.of_this_host()}, list[str]()
         if hosts:
             say(f"asking {', '.join(cluster.hosts[1:])}")
@@ -134,7 +134,7 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
         placed = place(config, infos)
         if hosts:
             _tell_of_hosts(prepared, cluster, infos, placed)
-        async with replacing(asked, prepared.folder, cluster, monitor) as replacements:
+        async with replacing(replacing_job, prepared.folder, cluster, monitor) as replacements:
             try:
                 with standing_for(placed.devices) if hosts else contextlib.nullcontext():
                     yield RunHosts(
@@ -163,15 +163,15 @@ def sound_hosts(
         ForgeError: --placement names a host that fails, or all hosts of the job fail.
     """
     facts = {THIS_HOST: HostFacts.of_this_host()} | {host: facts for host, (_, facts, _) in answers.items()}
-    found = judge_facts(facts, {host: clock for host, (_, _, clock) in answers.items()})
+    findings = judge_facts(facts, {host: clock for host, (_, _, clock) in answers.items()})
     failed = {
         host: ConfigError(f"host {host} fails the checks at the start: {cause}", hint=_HINT)
-        for host, cause in failed_hosts(found).items()
+        for host, cause in failed_hosts(findings).items()
         if host != THIS_HOST
     }
-    named = {name for names in read_placement(config.placement).hosts.values() for name in names}
+    chosen_hosts = {name for names in read_placement(config.placement).hosts.values() for name in names}
     for host, error in failed.items():
-        if host in named or len(failed) == len(answers):
+        if host in chosen_hosts or len(failed) == len(answers):
             raise error
         warn(f"{error.message}; the run goes on without it")
         cluster.lose(host, error.message)
@@ -188,14 +188,14 @@ async def ask_hosts(
     try:
         probe.write_text(probe.name)
         async with task_group() as group:
-            asked = {
+            tasks = {
                 host: group.create_task(_ask_one(service, service.spawn(HostActor, host=host), probe, model))
                 for host in hosts
             }
-        found = {host: task.result() for host, task in asked.items()}
-        cluster.sharing.update(host for host, (_, shares, _) in found.items() if shares)
-        without_model = [host for host, (_, shares, has_model) in found.items() if not (shares and has_model)]
-        return {host: answer for host, (answer, _, _) in found.items()}, without_model
+        answers = {host: task.result() for host, task in tasks.items()}
+        cluster.sharing.update(host for host, (_, shares, _) in answers.items() if shares)
+        without_model = [host for host, (_, shares, has_model) in answers.items() if not (shares and has_model)]
+        return {host: answer for host, (answer, _, _) in answers.items()}, without_model
     finally:
         await service.stop()
         for path in probe.parent.glob(f"{probe.name}*"):

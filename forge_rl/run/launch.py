@@ -99,9 +99,9 @@ def launch(
 
 
 def _tell(error: ForgeError) -> None:
-    told = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
     with contextlib.suppress(OSError):
-        message = Text("error: ", style="bold red").append(told, style="default")
+        message = Text("error: ", style="bold red").append(text, style="default")
         Console(stderr=True, highlight=False, soft_wrap=True).print(message)
 
 

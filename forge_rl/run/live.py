@@ -1,8 +1,9 @@
-"""The table of live knobs: what can change during a run, by code or by attached clients, and what a resumed run keeps.
+"""The live knobs of a run: settings that code or attached clients change while it runs, and that a resumed run keeps.
 
-A knob has the values `given` by this command's flags; `read`s its current values, and `write`s those of a client, whose
-errors are ForgeErrors; returns the live `changes` to save, and `resume`s those of an earlier process. All values are
-JSON. A live change overrides an unchanged flag; a flag that the resuming command changes overrides the live change.
+`given` holds a knob's values by this command's flags. `read` returns the current values, and `write` sets a client's,
+raising ForgeErrors. `changes` returns the live changes to save, and `resume` reapplies the changes of an earlier
+process. All values are JSON. A live change overrides an unchanged flag; a flag that the resuming command changes
+overrides the live change.
 """
 
 from __future__ import annotations
@@ -32,18 +33,18 @@ _MOST = {"max_lag": 1000, "max_episodes": 1_000_000}
 """Largest values of bounds in a live run; the settings themselves limit the others."""
 _MOST_LR = 0.1
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_whose: ContextVar[str] = ContextVar("whose", default="")
+_author: ContextVar[str] = ContextVar("author", default="")
 """Author of a change, for the events; "" for code in this process."""
 
 
 @contextlib.contextmanager
-def changes_by(whose: str) -> Iterator[None]:
+def changes_by(author: str) -> Iterator[None]:
     """Name the author of the body's changes in the events."""
-    token = _whose.set(whose)
+    token = _author.set(author)
     try:
         yield
     finally:
-        _whose.reset(token)
+        _author.reset(token)
 
 
 class ScheduleKnob:
@@ -93,16 +94,16 @@ class ScheduleKnob:
         config = self._rollouts.config
         return {name: getattr(config, name) for name in _BOUNDS if getattr(config, name) != self.given[name]}
 
-    async def resume(self, given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-        differ = {name: live for name, live in changes.items() if live != self.given[name]}
-        for name, live in differ.items():
-            if (flag := self.given[name]) != given[name]:
+    async def resume(self, old_flags: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+        differences = {name: live for name, live in changes.items() if live != self.given[name]}
+        for name, live in differences.items():
+            if (flag := self.given[name]) != old_flags[name]:
                 self._tell(
                     f"the current flags set schedule {name} {flag:g}, which overrides the live change to {live:g}"
                 )
-        if kept := {name: live for name, live in differ.items() if self.given[name] == given[name]}:
+        if bounds := {name: live for name, live in differences.items() if self.given[name] == old_flags[name]}:
             try:
-                self.set(kept)
+                self.set(bounds)
             except ConfigError as error:  # accepted by an earlier version
                 self._tell(f"live changes of the schedule no longer apply: {error.message}")
 
@@ -148,14 +149,17 @@ class MixtureKnob:
         state = self._mixture.state() if self._touched else {}
         return {name: state[name] for name in ("weights", "adaptive") if name in state}
 
-    async def resume(self, given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
-        mixture, weights, reweighted = self._mixture, self.given["weights"], given["weights"] != self.given["weights"]
+    async def resume(self, old_flags: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+        mixture, weights = self._mixture, self.given["weights"]
+        reweighted = old_flags["weights"] != weights
         with changes_by("by the current flags"):
             if reweighted:
                 mixture.adapt(Adapting())
                 for name, weight in sorted(weights.items(), key=lambda item: -item[1]):  # never all 0
                     mixture[name] = weight
-            readapted = given["adapting"] != self.given["adapting"] or (reweighted and self._adapting.adapt != "off")
+            readapted = old_flags["adapting"] != self.given["adapting"] or (
+                reweighted and self._adapting.adapt != "off"
+            )
             if readapted:
                 mixture.adapt(self._adapting)
         if not readapted and mixture.adapting != self._adapting:
@@ -204,19 +208,19 @@ class OptimizerKnob:
                 f"the learning rate is set to {lr!r}",
                 hint=f"choose a number above 0, at most {_MOST_LR:g}; to stop for a while, pause the run instead",
             )
-        before = self._trainer.lr
+        old_lr = self._trainer.lr
         self._trainer.lr = float(lr)
-        self._changed(f"learning rate {before:g} -> {lr:g}, from the next step on")
+        self._changed(f"learning rate {old_lr:g} -> {lr:g}, from the next step on")
 
     def changes(self) -> dict[str, Any]:
         lr = self._trainer.lr
         return {} if lr == self.given["lr"] else {"lr": lr}
 
-    async def resume(self, given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    async def resume(self, old_flags: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         flag, live = self.given["lr"], changes.get("lr", self.given["lr"])
         if live == flag:
             return
-        if flag != given["lr"]:
+        if flag != old_flags["lr"]:
             self._tell(f"the current flags set the learning rate {flag:g}, which overrides the live change to {live:g}")
         else:
             self.set(live)
@@ -251,11 +255,11 @@ class RewardKnob:
             return {}
         return {"reward": {"name": self.read(), "texts": self._texts()}}
 
-    async def resume(self, given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    async def resume(self, old_flags: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         if not changes:
             return
         name, texts = changes["reward"]["name"], changes["reward"]["texts"]
-        if given["reward"] != self.given["reward"]:
+        if old_flags["reward"] != self.given["reward"]:
             self._tell(f"the current flags set the reward {self.read()}, which overrides the live change to {name}")
         elif not texts:
             self._tell(f"the reward was replaced live by {name}, which is not in this process: set it again")
@@ -273,15 +277,15 @@ class RewardKnob:
 
     def _texts(self) -> list[str]:
         """Return the strings that build the current reward again; [] if there are none."""
-        function, (built, texts) = self._reward.function, self._built
-        if built is function and texts:
+        function, (built_function, texts) = self._reward.function, self._built
+        if built_function is function and texts:
             return texts
         text = name_of(function)
         return [text] if text else []
 
     def _replaced(self) -> None:
-        before, self._now = self._now, self.read()
-        self._changed(f"reward {before} -> {self._now}")
+        old_reward, self._now = self._now, self.read()
+        self._changed(f"reward {old_reward} -> {self._now}")
 
 
 class Scalable(Protocol):
@@ -320,26 +324,26 @@ class ReplicasKnob:
         """
         for name in values:
             if name not in self._services:
-                known = ", ".join(self._services) or "nothing: the run generates no episodes"
-                raise ConfigError(f"the run has no {name} to scale", hint=f"scale {known}")
-        before = self.read()
+                names = ", ".join(self._services) or "nothing: the run generates no episodes"
+                raise ConfigError(f"the run has no {name} to scale", hint=f"scale {names}")
+        old_counts = self.read()
         with contextlib.ExitStack() as undo:
             for name, count in values.items():
                 self._services[name].scale(count)
-                undo.callback(self._services[name].scale, before[name])
+                undo.callback(self._services[name].scale, old_counts[name])
             undo.pop_all()
         self._set |= values
         for name, count in values.items():
-            self._changed(f"{name} {before[name]} -> {count}")
+            self._changed(f"{name} {old_counts[name]} -> {count}")
 
     def changes(self) -> dict[str, Any]:
         return {name: count for name, count in self._set.items() if count != self.given[name]}
 
-    async def resume(self, given: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+    async def resume(self, old_flags: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
         for name, live in changes.items():
             if name not in self._services or (flag := self.given[name]) == live:
                 continue
-            if flag != given.get(name):
+            if flag != old_flags.get(name):
                 self._tell(f"the current flags set {flag} {name}, which overrides the live change to {live}")
                 continue
             try:
@@ -412,7 +416,7 @@ class LiveSettings:
         """Change a knob.
 
         Raises:
-            ForgeError: there is no such knob, or it cannot have these values.
+            ForgeError: the run lacks the knob, or it cannot have these values.
         """
         if not isinstance(name, str) or name not in self.knobs or not isinstance(values, dict):
             raise ConfigError(f"a live run has no {name!r} to set", hint=f"set one of {', '.join(self.knobs)}")
@@ -445,8 +449,8 @@ class LiveSettings:
 
     def report(self, line: str) -> None:
         """Log a change that a resumed run does not keep, with its author."""
-        whose = _whose.get()
-        self._tell(f"{line} ({whose})" if whose else line)
+        author = _author.get()
+        self._tell(f"{line} ({author})" if author else line)
 
     def _changed(self, line: str) -> None:
         self.report(line)
@@ -464,9 +468,9 @@ def is_live_state(state: object) -> bool:
     match state:
         case {
             "mixture": {"given": {"weights": dict(weights), "adapting": dict()}, "changes": dict()},
-            **others,
+            **other_knobs,
         }:
-            return _are_numbers(weights) and all(_is_knob_state(name, other) for name, other in others.items())
+            return _are_numbers(weights) and all(_is_knob_state(name, knob) for name, knob in other_knobs.items())
     return False
 
 
@@ -480,9 +484,9 @@ def _is_knob_state(name: object, state: object) -> bool:
             return not changes
         case "replicas", {"given": dict(numbers), "changes": dict(changed)}:
             return all(type(number) is int for number in (*numbers.values(), *changed.values()))
-        case "optimizer", {"given": {"lr": given}, "changes": dict(changed)}:
-            rates = {"lr": given, **changed}
-            return rates.keys() == {"lr"} and all(_is_rate(rate) for rate in (given, *changed.values()))
+        case "optimizer", {"given": {"lr": lr}, "changes": dict(changed)}:
+            rates = {"lr": lr, **changed}
+            return rates.keys() == {"lr"} and all(_is_rate(rate) for rate in (lr, *changed.values()))
     return False
 
 

@@ -57,8 +57,10 @@ class LmEvalConfig:
     """The models are folders of live runs, whose own engines serve lm-eval."""
 
     def __post_init__(self) -> None:
-        least = {name: bound for name, bound in (("limit", 1), ("num_fewshot", 0)) if getattr(self, name) is not None}
-        check_flags(self, "--", least=least)
+        minimums = {
+            name: bound for name, bound in (("limit", 1), ("num_fewshot", 0)) if getattr(self, name) is not None
+        }
+        check_flags(self, "--", least=minimums)
         if self.include_path is not None and not self.include_path.is_dir():
             raise ConfigError(
                 f"--include-path: {self.include_path} is not a folder", hint="give a folder with YAML files"
@@ -88,27 +90,27 @@ class Endpoint:
     """Maximum number of concurrent requests."""
 
 
-def find_python(named: str = "") -> tuple[Path, str]:
+def find_python(path: str = "") -> tuple[Path, str]:
     """Return an interpreter with lm-eval and its lm-eval version; create one if there is none.
 
     Args:
-        named: interpreter chosen by the user.
+        path: interpreter chosen by the user.
 
     Raises:
         ConfigError: its lm-eval is missing or too old, or no interpreter can be created.
     """
-    if not named and (version := _version(Path(sys.executable))):
-        found = Path(sys.executable)
+    if not path and (version := _version(Path(sys.executable))):
+        python = Path(sys.executable)
     else:
-        found = interpreter(PACKAGES, python=named, flag="--lm-eval-python PATH")
-        version = _version(found)
-    install = f"install it there: {found} -m pip install '{PACKAGES[0]}' transformers; or leave out --lm-eval-python"
+        python = interpreter(PACKAGES, python=path, flag="--lm-eval-python PATH")
+        version = _version(python)
+    install = f"install it there: {python} -m pip install '{PACKAGES[0]}' transformers; or leave out --lm-eval-python"
     if not version:
-        raise ConfigError(f"{found} has no lm-eval", hint=install)
+        raise ConfigError(f"{python} has no lm-eval", hint=install)
     if tuple(map(int, re.findall(r"\d+", version)[:3])) < _LEAST_VERSION:
-        least = ".".join(map(str, _LEAST_VERSION))
-        raise ConfigError(f"{found} has lm-eval {version}, but {least} or later is required", hint=install)
-    return found, version
+        min_version = ".".join(map(str, _LEAST_VERSION))
+        raise ConfigError(f"{python} has lm-eval {version}, but {min_version} or later is required", hint=install)
+    return python, version
 
 
 def lm_eval_settings(config: LmEvalConfig, endpoint: Endpoint, out: Path) -> dict[str, Any]:
@@ -173,7 +175,7 @@ async def run_lm_eval(
     out = Path(settings["output_path"])
     make_private(out, CheckpointError)
     (out / "settings.json").write_text(json.dumps(settings, indent=2))
-    log, before, rest = out / "lm-eval.log", _results(out), ""
+    log, old_results, rest = out / "lm-eval.log", _results(out), ""
 
     with log.open("wb") as file:
 
@@ -189,7 +191,7 @@ async def run_lm_eval(
                 elif _TELLS.match(line):
                     tell(visible(line[:_LONGEST_LINE]))
 
-        done = await run_command(
+        process = await run_command(
             [str(python), "-m", "lm_eval", "run", "--config", str(out / "settings.json")],
             None,
             variables={
@@ -201,12 +203,12 @@ async def run_lm_eval(
             given=b"",
             observe=read,
         )
-    written = sorted(_results(out) - before)
-    if done.problem or not written:
-        problem = done.problem or "ended without results"
+    new_results = sorted(_results(out) - old_results)
+    if process.problem or not new_results:
+        problem = process.problem or "ended without results"
         raise ForgeError(f"lm-eval {visible(problem)}", hint=f"see {log}")
-    found: dict[str, Any] = json.loads(written[-1].read_text())
-    return found
+    results: dict[str, Any] = json.loads(new_results[-1].read_text())
+    return results
 
 
 def scores_of(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -216,13 +218,13 @@ def scores_of(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """
     scores: dict[str, dict[str, float]] = {}
     for task, values in results["results"].items():
-        found = scores.setdefault(task, {})
+        task_scores = scores.setdefault(task, {})
         for name, value in values.items():
-            metric, _, used = name.partition(",")
-            if used and isinstance(value, int | float):
+            metric, _, filter_name = name.partition(",")
+            if filter_name and isinstance(value, int | float):
                 base = metric.removesuffix("_stderr")
-                label = base if used == "none" else f"{base} ({used})"
-                found[label + metric.removeprefix(base)] = float(value)
+                label = base if filter_name == "none" else f"{base} ({filter_name})"
+                task_scores[label + metric.removeprefix(base)] = float(value)
     return scores
 
 
@@ -233,6 +235,8 @@ def _results(out: Path) -> set[Path]:
 
 def _version(python: Path) -> str:
     """Return an interpreter's lm-eval version; "" if it has none."""
-    asks = "import importlib.metadata as m; print(m.version('lm_eval'))"
-    done = subprocess.run([str(python), "-c", asks], stdin=subprocess.DEVNULL, capture_output=True, env=handed_on())
-    return done.stdout.decode(errors="replace").strip() if done.returncode == 0 else ""
+    script = "import importlib.metadata as m; print(m.version('lm_eval'))"
+    process = subprocess.run(
+        [str(python), "-c", script], stdin=subprocess.DEVNULL, capture_output=True, env=handed_on()
+    )
+    return process.stdout.decode(errors="replace").strip() if process.returncode == 0 else ""

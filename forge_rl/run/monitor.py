@@ -37,7 +37,7 @@ class RunMonitor:
 
     Args:
         folder: folder of the run; gets `trace.json` and `summary.json`.
-        now: monotonic clock in seconds, shared with `clock` and `faults`.
+        clock: monotonic clock in seconds, shared with `phase_clock` and `faults`.
     """
 
     def __init__(
@@ -45,25 +45,25 @@ class RunMonitor:
         folder: Path,
         display: Display,
         log: RunLog,
-        clock: PhaseClock,
+        phase_clock: PhaseClock,
         faults: Faults,
         *,
-        now: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.log = log
-        self.clock = clock
+        self.clock = phase_clock
         self.faults = faults
         self.folder = folder
         self.display = display
-        self._begun = now()
-        self._trace: Trace | None = Trace(folder / "trace.json", clock=now)
+        self._begun = clock()
+        self._trace: Trace | None = Trace(folder / "trace.json", clock=clock)
         self._depths: dict[str, Value] = {}
         self._status: Callable[[], RolloutStatus] | None = None
         self._missing: Callable[[], str] | None = None
         self.training: Callable[[], tuple[int, int] | None] = lambda: None
         """Returns the microbatches done and in all of the current training step; None if nothing trains."""
         (folder / "summary.json").unlink(missing_ok=True)  # of an earlier end
-        clock.on_phase = lambda name, begin, end: self.span("controller", name, begin, end)
+        phase_clock.on_phase = lambda name, begin, end: self.span("controller", name, begin, end)
         faults.on_span = self.span
         faults.listeners.append(self._on_fault)
 
@@ -93,8 +93,8 @@ class RunMonitor:
             return ""
         call, count = waiting
         replica = "" if call.replica is None else f" replica {call.replica}"
-        others = f", and {count - 1} more calls" if count > 1 else ""
-        return f"{call.service}{replica}, call {call.method}{others}"
+        more_calls = f", and {count - 1} more calls" if count > 1 else ""
+        return f"{call.service}{replica}, call {call.method}{more_calls}"
 
     def poll(self) -> RolloutStatus | None:
         """Sample the queue depths and return the rollouts' status; None before `follow`."""
@@ -139,9 +139,9 @@ class RunMonitor:
         *,
         outcome: RunOutcome = "finished",
         cause: str = "",
-        shown: bool = True,
+        show: bool = True,
     ) -> None:
-        """Write the summary, which says how the run ended, and if `shown` show it with the places of its files."""
+        """Write the summary, which says how the run ended, and if `show`, show it with the places of its files."""
         folder, recoveries = self.folder, self.recoveries()
         summary = {
             "outcome": outcome,
@@ -161,7 +161,7 @@ class RunMonitor:
                 raise
             self.log.warn(f"no summary: {error}")  # the end has another cause
         self.log.end(outcome, cause)
-        if not shown:
+        if not show:
             return
         places: dict[str, object] = {
             "run folder": folder,

@@ -47,8 +47,8 @@ def list_runs(place: Path) -> list[PastRun]:
         ConfigError: the folder does not exist.
     """
     try:
-        made = (path for path in place.iterdir() if (path / "config.json").is_file())
-        folders = [path for path in made if (path / "versions.json").is_file()]
+        candidates = (path for path in place.iterdir() if (path / "config.json").is_file())
+        folders = [path for path in candidates if (path / "versions.json").is_file()]
     except OSError as error:
         raise ConfigError(f"{place} cannot be listed: {error.strerror}", hint="name the folder of your runs") from None
     locked = _locked()
@@ -93,10 +93,10 @@ def read_bounded(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file() or path.stat().st_size > _MOST_JSON_BYTES:
             return {}
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def metrics_of(folder: Path, *, tail: bool = False) -> Iterator[dict[str, Any]]:
@@ -136,13 +136,13 @@ def as_float(value: object) -> float | None:
 
 def settings_of(config: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     """Flatten settings to one value per flag."""
-    found: dict[str, object] = {}
+    settings: dict[str, object] = {}
     for name, value in config.items():
         if isinstance(value, dict) and len(prefix) < 200:
-            found |= settings_of(value, f"{prefix}{name}.")
+            settings |= settings_of(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            settings[f"{prefix}{name}"] = value
+    return settings
 
 
 def flag_of(setting: str) -> str:
@@ -157,9 +157,9 @@ def setting_text(value: object) -> str:
 
 def _locked() -> set[int]:
     """Return the inodes of files that processes of this machine have locked, as a live run locks its folder's."""
-    found = set[int]()
+    inodes = set[int]()
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():
             if " FLOCK " in line:
-                found.add(int(line.split()[5].rpartition(":")[2]))
-    return found
+                inodes.add(int(line.split()[5].rpartition(":")[2]))
+    return inodes

@@ -62,10 +62,10 @@ def read_placement(text: str) -> PlacementChoice:
 
 
 def _of_text(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for part in filter(None, (each.strip() for each in text.split(";"))):
+    for part in filter(None, (segment.strip() for segment in text.split(";"))):
         key, equals, names = part.partition("=")
         if equals:
-            yield key.strip(), tuple(name for name in (each.strip() for each in names.split("+")) if name)
+            yield key.strip(), tuple(name for name in (host.strip() for host in names.split("+")) if name)
         else:
             yield _MODE, (part,)
 
@@ -79,6 +79,6 @@ def _of_file(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
         raise ConfigError(f"--placement {path} is not TOML: {error}", hint=_FORM) from None
     for key, value in table.items():
         values: Sequence[object] = value if isinstance(value, list) else [value]
-        if not all(isinstance(each, str) for each in values):
+        if not all(isinstance(host, str) for host in values):
             raise ConfigError(f"--placement {path}: {key} is {value!r:.80}", hint="give names of hosts")
         yield key, tuple(map(str, values))

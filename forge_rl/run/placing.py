@@ -22,29 +22,33 @@ class PlacedServices:
     hosts: Mapping[str, tuple[str, ...]]
     infos: Mapping[str, HostInfo]
 
-    def of(self, service: str, taken: Mapping[str, int] | None = None) -> ServiceHosts:
+    def of(self, service: str, reserved_gpus: Mapping[str, int] | None = None) -> ServiceHosts:
         """Return the hosts of a service with its part of them.
 
         Args:
-            taken: number of GPUs that other services take, by host.
+            reserved_gpus: number of GPUs that other services take, by host.
         """
         names = self.hosts[service]
-        alike = [self.infos[name].space for name in names]
+        spaces = [self.infos[name].space for name in names]
         return ServiceHosts(
             names=names,
-            gpus={name: self.infos[name].gpus[(taken or {}).get(name, 0) :] for name in names if self.infos[name].gpus},
+            gpus={
+                name: self.infos[name].gpus[(reserved_gpus or {}).get(name, 0) :]
+                for name in names
+                if self.infos[name].gpus
+            },
             # Hosts that are processes of one machine share its cores.
             cores={
-                name: max(1, self.infos[name].cores // alike.count(space))
-                for name, space in zip(names, alike, strict=True)
+                name: max(1, self.infos[name].cores // spaces.count(space))
+                for name, space in zip(names, spaces, strict=True)
             },
         )
 
     @property
     def with_weights(self) -> tuple[str, ...]:
         """Hosts of the weight store: the controller's first, which holds the index, then all with ranks or engines."""
-        named = (self.hosts[service] for service in ("trainer", "generator"))
-        return tuple(dict.fromkeys([THIS_HOST, *(host for names in named for host in names)]))
+        host_lists = (self.hosts[service] for service in ("trainer", "generator"))
+        return tuple(dict.fromkeys([THIS_HOST, *(host for names in host_lists for host in names)]))
 
     @property
     def devices(self) -> Devices:
@@ -55,9 +59,9 @@ class PlacedServices:
         """
         infos = {host: self.infos[host] for host in (*self.hosts["trainer"], *self.hosts["generator"])}
         if len(kinds := {info.kind for info in infos.values()}) > 1:
-            without = ", ".join(host for host, info in infos.items() if info.kind == "cpu")
+            cpu_hosts = ", ".join(host for host, info in infos.items() if info.kind == "cpu")
             raise ConfigError(
-                f"the trainer and the engines have hosts with GPUs, and without: {without}",
+                f"the trainer and the engines have hosts with GPUs, and without: {cpu_hosts}",
                 hint="name hosts with GPUs for both in --placement",
             )
         [kind] = kinds
@@ -103,51 +107,52 @@ def place(config: RunConfig, infos: Mapping[str, HostInfo]) -> PlacedServices:
         ConfigError: --placement names a host that does not exist, the trainer's ranks cannot be split evenly, or an
             engine does not fit on its hosts.
     """
-    chosen = read_placement(config.placement).hosts
-    for service, names in chosen.items():
+    chosen_hosts = read_placement(config.placement).hosts
+    for service, names in chosen_hosts.items():
         if unknown := [name for name in names if name not in infos]:
             raise ConfigError(
                 f"--placement gives {service} the host {unknown[0]!r}, which the job has not",
                 hint=f"its hosts are {', '.join(infos)}",
             )
-    others = [name for name in infos if name != THIS_HOST]
-    with_gpus = [name for name in others if infos[name].gpus]
-    workers = tuple(with_gpus or others or [THIS_HOST])
-    idle = tuple(name for name in others if name not in with_gpus) if with_gpus else ()
-    trainer = chosen.get("trainer") or _trainer_hosts(config.trainer.ranks, workers, infos)
+    job_hosts = [name for name in infos if name != THIS_HOST]
+    with_gpus = [name for name in job_hosts if infos[name].gpus]
+    workers = tuple(with_gpus or job_hosts or [THIS_HOST])
+    idle = tuple(name for name in job_hosts if name not in with_gpus) if with_gpus else ()
+    trainer = chosen_hosts.get("trainer") or _trainer_hosts(config.trainer.ranks, workers, infos)
     if config.trainer.ranks % len(trainer):
         raise ConfigError(
             f"{config.trainer.ranks} trainer ranks cannot be split evenly over the hosts {', '.join(trainer)}",
             hint=f"set --trainer.ranks to a multiple of {len(trainer)}, or change --placement",
         )
     # Engines without a choice go first to hosts that have no ranks.
-    apart = tuple(sorted(workers, key=lambda name: name in trainer))
-    defaults = {"trainer": trainer, "generator": apart, "teachers": chosen.get("generator", apart)}
+    engine_hosts = tuple(sorted(workers, key=lambda name: name in trainer))
+    defaults = {"trainer": trainer, "generator": engine_hosts, "teachers": chosen_hosts.get("generator", engine_hosts)}
     defaults |= dict.fromkeys(("reward", "environment"), idle or (THIS_HOST,))
     has_teachers = getattr(config, "teachers", None) is not None
     services = [name for name in SERVICES if name != "teachers" or has_teachers]
-    found = PlacedServices(hosts={name: chosen.get(name, defaults[name]) for name in services}, infos=infos)
+    placed = PlacedServices(hosts={name: chosen_hosts.get(name, defaults[name]) for name in services}, infos=infos)
     if config.starts_engines and config.generator.replicas:
-        _check_engines(config.generator, [infos[name] for name in found.hosts["generator"]])
-    return found
+        _check_engines(config.generator, [infos[name] for name in placed.hosts["generator"]])
+    return placed
 
 
 def _check_engines(generator: GeneratorConfig, hosts: Sequence[HostInfo]) -> None:
-    each, workers = generator.hosts_per_replica, generator.devices // generator.hosts_per_replica
-    if each > len(hosts):
+    hosts_per_engine, workers_per_host = generator.hosts_per_replica, generator.devices // generator.hosts_per_replica
+    if hosts_per_engine > len(hosts):
         raise ConfigError(
-            f"an engine takes {each} hosts, and engines have {len(hosts)}",
+            f"an engine takes {hosts_per_engine} hosts, and engines have {len(hosts)}",
             hint="lower --generator.hosts-per-replica, or give generator more hosts in --placement",
         )
-    if (most := max(len(info.gpus) for info in hosts)) and workers > most:
+    if (max_gpus := max(len(info.gpus) for info in hosts)) and workers_per_host > max_gpus:
         raise ConfigError(
-            f"{workers} devices of an engine do not fit on a host, as none has more than {most} GPUs",
+            f"{workers_per_host} devices of an engine do not fit on a host, as none has more than {max_gpus} GPUs",
             hint="raise --generator.hosts-per-replica, or lower --generator.tensor-parallel-size",
         )
-    if each > 1 and workers > 1 and not most:
+    if hosts_per_engine > 1 and workers_per_host > 1 and not max_gpus:
         raise ConfigError(
-            f"an engine of {each} hosts would have {workers} workers on each, and without GPUs it can have one",
-            hint=f"set --generator.tensor-parallel-size {each}",
+            f"an engine of {hosts_per_engine} hosts would have {workers_per_host} workers on each, and without GPUs "
+            "it can have one",
+            hint=f"set --generator.tensor-parallel-size {hosts_per_engine}",
         )
 
 

@@ -89,7 +89,7 @@ def show_plan(config: object) -> None:
     critic = getattr(config, "critic", None)
     if critic is not None and critic.model:
         critic = replace(critic, model=str(resolve_model(critic.model, config.cache).resolve()))
-    config, critic, chosen = with_defaults(config, model, reference=reference, values=values, critic=critic)
+    config, critic, choices = with_defaults(config, model, reference=reference, values=values, critic=critic)
     teachers, folders = getattr(config, "teachers", None), {}
     if teachers is not None:
         folders = resolve_teachers(teachers, model, config.cache)
@@ -97,7 +97,7 @@ def show_plan(config: object) -> None:
     needs = plan_run(
         config, model, reference=reference, values=values, critic=critic, teachers=teachers, folders=folders
     )
-    config, chosen = with_spares_that_fit(config, needs, chosen, host=host_bytes())
+    config, choices = with_spares_that_fit(config, needs, choices, host=host_bytes())
     needs = [need for need in needs if need.who != _SPARE or config.generator.spares]
     table = Table(title=f"memory of a run of {config.model}", title_justify="left", caption_justify="left")
     table.add_column("part")
@@ -113,7 +113,7 @@ def show_plan(config: object) -> None:
         table.add_row("each of the GPUs has", f"{gpu / 2**30:.2f}")
     table.add_row("this machine has", f"{host_bytes() / 2**30:.2f}")
     console = Console(highlight=False)
-    for line in chosen:
+    for line in choices:
         console.print(f"chosen: {line}", markup=False)
     console.print(table)
     if loss is None:
@@ -163,65 +163,67 @@ def plan_run(
         traces: earlier traces of the policy's model, to which new ones are added.
     """
     trainer, architecture = config.trainer, read_architecture(model)
-    found = plan_training(model, trainer, ranks=trainer.ranks, reference=reference, values=values, traces=traces)
+    rank_memory = plan_training(model, trainer, ranks=trainer.ranks, reference=reference, values=values, traces=traces)
     if config.starts_engines:
         check_context(architecture, config.generator)
-    parts = _parts(trainer, found)
+    parts = _parts(trainer, rank_memory)
     on_gpu, host = device_type() == "cuda", {}
     if config.checkpoint_every:
-        host["copy of the state, while a checkpoint is written"] = found.copy
-    if found.offloaded:
-        host["inputs of layers, between forward and backward pass"] = found.offloaded
+        host["copy of the state, while a checkpoint is written"] = rank_memory.copy
+    if rank_memory.offloaded:
+        host["inputs of layers, between forward and backward pass"] = rank_memory.offloaded
     if on_gpu:
-        moved = found.state
+        moved_bytes = rank_memory.state
         if trainer.enable_cpu_offload:
             for name in ("weights, float32", "gradients", "optimizer state", "frozen reference"):
                 host[name] = parts.pop(name)
         elif (colocated(config) or config.generator.guests) and not trainer.stays_on_device:
-            host["state that comes here while engines decode"] = moved
+            host["state that comes here while engines decode"] = moved_bytes
         host["process"] = _CUDA_PROCESS_BYTES
     else:
         parts |= {"process": PROCESS_BYTES} | host
         host = {}
-    beside_it = []
+    critic_needs = []
     if critic is not None:
         folder = Path(critic.model) if critic.model else model
-        valued = plan_training(folder, critic, ranks=critic.ranks, reference=False, values=True)
+        critic_memory = plan_training(folder, critic, ranks=critic.ranks, reference=False, values=True)
         if on_gpu:  # one of the two trains at a time
-            step = found.total - found.state
-            parts["critic's state, and what its step needs more"] = max(valued.state, valued.total - step)
+            step = rank_memory.total - rank_memory.state
+            parts["critic's state, and what its step needs more"] = max(critic_memory.state, critic_memory.total - step)
         else:
-            beside_it.append(_critic_on_cpu(critic, valued, saved=config.checkpoint_every > 0))
+            critic_needs.append(_critic_on_cpu(critic, critic_memory, saved=config.checkpoint_every > 0))
     rank = Need(
         who="trainer rank", count=trainer.ranks, parts=_without_zeros(parts), hint=_TRAINER_FLAGS, of_gpu=on_gpu
     )
-    beside = Need(who="trainer rank, in host memory", count=trainer.ranks, parts=_without_zeros(host), hint=_HOST_FLAGS)
-    others = _decoding(config, architecture, on_gpu=on_gpu) + _teaching(config, teachers, folders, on_gpu=on_gpu)
-    return [rank, *([beside] if host else []), *beside_it, *others]
+    host_need = Need(
+        who="trainer rank, in host memory", count=trainer.ranks, parts=_without_zeros(host), hint=_HOST_FLAGS
+    )
+    other_needs = _decoding(config, architecture, on_gpu=on_gpu) + _teaching(config, teachers, folders, on_gpu=on_gpu)
+    return [rank, *([host_need] if host else []), *critic_needs, *other_needs]
 
 
-def _critic_on_cpu(critic: CriticConfig, valued: TrainMemory, *, saved: bool) -> Need:
-    parts = _parts(critic, valued) | {"process": PROCESS_BYTES}
+def _critic_on_cpu(critic: CriticConfig, critic_memory: TrainMemory, *, saved: bool) -> Need:
+    parts = _parts(critic, critic_memory) | {"process": PROCESS_BYTES}
     if saved:
-        parts["copy of the state, while a checkpoint is written"] = valued.copy
+        parts["copy of the state, while a checkpoint is written"] = critic_memory.copy
     return Need(who="critic rank", count=critic.ranks, parts=_without_zeros(parts), hint=_CRITIC_FLAGS)
 
 
-def _parts(trainer: TrainerConfig, found: TrainMemory) -> dict[str, int]:
+def _parts(trainer: TrainerConfig, rank_memory: TrainMemory) -> dict[str, int]:
     """Name the parts of a rank's memory."""
     dtype = str(resolve_dtype(trainer.dtype)).removeprefix("torch.")
     return {
-        "weights, float32": found.weights,
-        "gradients": found.gradients,
-        "optimizer state": found.optimizer,
-        "frozen reference": found.reference,
-        f"weights gathered or cast, {dtype}": found.gathered,
+        "weights, float32": rank_memory.weights,
+        "gradients": rank_memory.gradients,
+        "optimizer state": rank_memory.optimizer,
+        "frozen reference": rank_memory.reference,
+        f"weights gathered or cast, {dtype}": rank_memory.gathered,
         f"activations of {trainer.seq_len} tokens, checkpointing {trainer.activation_checkpointing}": (
-            found.activations
+            rank_memory.activations
         ),
-        "output head, a chunk of logits": found.head,
-        "attention masks": found.masks,
-        "freed memory that the heap keeps": found.heap,
+        "output head, a chunk of logits": rank_memory.head,
+        "attention masks": rank_memory.masks,
+        "freed memory that the heap keeps": rank_memory.heap,
     }
 
 
@@ -243,25 +245,35 @@ def check_state_fits(
     split = max(1, ranks // int(getattr(config.trainer, "data_parallel_replicate_degree", 1)))
     moments = moments_bytes(config.trainer.optimizer_state)
     state = int((8 + moments + reference * resolve_dtype(config.trainer.dtype).itemsize) * count) // split
-    kept = on_gpu and config.trainer.enable_cpu_offload
-    critics = []
+    is_offloaded = on_gpu and config.trainer.enable_cpu_offload
+    critic_needs = []
     if critic is not None:
         weights = read_architecture(Path(critic.model)).weights if critic.model else count
         per_weight = 8 + moments_bytes(critic.optimizer_state)
-        own = int(per_weight * weights) // (critic.ranks // critic.data_parallel_replicate_degree)
+        critic_bytes = int(per_weight * weights) // (critic.ranks // critic.data_parallel_replicate_degree)
         if on_gpu:
-            state += own
+            state += critic_bytes
         else:
-            critics = [Need(who="critic rank", count=critic.ranks, parts={"state": own}, hint=_CRITIC_FLAGS)]
+            critic_needs = [
+                Need(who="critic rank", count=critic.ranks, parts={"state": critic_bytes}, hint=_CRITIC_FLAGS)
+            ]
     needs = [
-        Need(who="trainer rank", count=ranks, parts={"state": state}, hint=_TRAINER_FLAGS, of_gpu=on_gpu and not kept)
+        Need(
+            who="trainer rank",
+            count=ranks,
+            parts={"state": state},
+            hint=_TRAINER_FLAGS,
+            of_gpu=on_gpu and not is_offloaded,
+        )
     ]
     moves = colocated(config) or config.generator.guests
-    if on_gpu and not kept and moves and not config.trainer.stays_on_device:
-        moved = state - 4 * count // split  # no gradients exist while engines decode
-        needs.append(Need(who="trainer rank, in host memory", count=ranks, parts={"state": moved}, hint=_HOST_FLAGS))
-    others = _decoding(config, architecture, on_gpu=on_gpu) + _teaching(config, teachers, folders, on_gpu=on_gpu)
-    refuse(needs + critics + others, host=host_bytes(), gpu=gpu_bytes())
+    if on_gpu and not is_offloaded and moves and not config.trainer.stays_on_device:
+        moved_bytes = state - 4 * count // split  # no gradients exist while engines decode
+        needs.append(
+            Need(who="trainer rank, in host memory", count=ranks, parts={"state": moved_bytes}, hint=_HOST_FLAGS)
+        )
+    other_needs = _decoding(config, architecture, on_gpu=on_gpu) + _teaching(config, teachers, folders, on_gpu=on_gpu)
+    refuse(needs + critic_needs + other_needs, host=host_bytes(), gpu=gpu_bytes())
 
 
 def refuse(needs: Sequence[Need], *, host: int, gpu: int) -> None:
@@ -277,37 +289,37 @@ def refuse(needs: Sequence[Need], *, host: int, gpu: int) -> None:
                 f"each {need.who} needs {need.total / 2**30:.1f} GiB, but its GPU has {gpu / 2**30:.1f} GiB",
                 hint=f"{need.hint}; --plan shows each part",
             )
-    here = [need for need in needs if not need.of_gpu]
-    needed = sum(need.total * need.count for need in here)
+    host_needs = [need for need in needs if not need.of_gpu]
+    needed = sum(need.total * need.count for need in host_needs)
     if needed > host:
-        most = max(here, key=lambda need: need.total * need.count)
+        largest = max(host_needs, key=lambda need: need.total * need.count)
         raise ConfigError(
-            f"the run needs {needed / 2**30:.1f} GiB, of which {most.count} x {most.total / 2**30:.1f} for each "
-            f"{most.who}, but this machine has {host / 2**30:.1f} GiB",
-            hint=f"{most.hint}; --plan shows each part",
+            f"the run needs {needed / 2**30:.1f} GiB, of which {largest.count} x {largest.total / 2**30:.1f} for each "
+            f"{largest.who}, but this machine has {host / 2**30:.1f} GiB",
+            hint=f"{largest.hint}; --plan shows each part",
         )
 
 
-def with_spares_that_fit(config: C, needs: Sequence[Need], chosen: list[str], *, host: int) -> tuple[C, list[str]]:
-    """Leave out spare engines for which memory does not suffice.
+def with_spares_that_fit(config: C, needs: Sequence[Need], choices: list[str], *, host: int) -> tuple[C, list[str]]:
+    """Drop the spare engines if this machine's memory does not suffice for them.
 
     Args:
         needs: the run's needs with its spares, see `plan_run`.
-        chosen: lines about the choices so far.
+        choices: lines about the choices so far.
         host: bytes of this machine's memory.
 
     Returns:
-        The run's settings, and the lines, with another one if spares are left out.
+        The run's settings, and the lines, with one more if the spares are dropped.
     """
-    spares = sum(need.total * need.count for need in needs if need.who == _SPARE)
-    others = sum(need.total * need.count for need in needs if not need.of_gpu and need.who != _SPARE)
-    if not spares or others + spares <= host:
-        return config, chosen
+    spare_bytes = sum(need.total * need.count for need in needs if need.who == _SPARE)
+    other_bytes = sum(need.total * need.count for need in needs if not need.of_gpu and need.who != _SPARE)
+    if not spare_bytes or other_bytes + spare_bytes <= host:
+        return config, choices
     line = (
-        f"--generator.spares 0: they need {spares / 2**30:.1f} GiB, but the rest of the run leaves "
-        f"{max(0, host - others) / 2**30:.1f}; an engine that dies is replaced after a whole start"
+        f"--generator.spares 0: they need {spare_bytes / 2**30:.1f} GiB, but the rest of the run leaves "
+        f"{max(0, host - other_bytes) / 2**30:.1f}; an engine that dies is replaced after a whole start"
     )
-    return replace(config, generator=replace(config.generator, spares=0)), [*chosen, line]
+    return replace(config, generator=replace(config.generator, spares=0)), [*choices, line]
 
 
 def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) -> list[Need]:
@@ -320,14 +332,14 @@ def _decoding(config: RunConfig, architecture: Architecture, *, on_gpu: bool) ->
         config.weights.keep_versions * architecture.weights * itemsize, round(config.weights.keep_gib * 2**30)
     )
     store = Need(who="store of weights", count=1, parts={"versions": versions}, hint="lower --weights.keep-versions")
-    if not generator.replicas + generator.guests:  # all engines are in servers of others
+    if not generator.replicas + generator.guests:  # all engines run in external servers
         return [store]
     if on_gpu:
         share = round(generator.gpu_share * gpu_bytes())
         parts = {f"weights, {itemsize} bytes each": weights, "keys and values": max(0, share - weights)}
         asleep = {"weights, while it sleeps": weights} if colocated(config) else {}
-        beside = config.trainer.stays_on_device or config.trainer.enable_cpu_offload or not asleep
-        who = "engine" if beside else "engine, while the trainer's state is in host memory"
+        is_state_fixed = config.trainer.stays_on_device or config.trainer.enable_cpu_offload or not asleep
+        who = "engine" if is_state_fixed else "engine, while the trainer's state is in host memory"
         host = Need(
             who="worker of an engine, in host memory",
             count=generator.replicas * generator.devices,

@@ -121,7 +121,7 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         ConfigError: settings contradict each other, the machine, or the run being resumed.
         CheckpointError: the folder is not writable, or another process runs there.
     """
-    open_to = check_isolation(config.isolation)
+    isolation_warning = check_isolation(config.isolation)
     if config.job == "local":
         colocated(config)  # refuses too few GPUs
     folder, notes = choose_folder(config, recipe, config.out, code)
@@ -130,15 +130,21 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         hold = Hold()
         clock = PhaseClock(paused_s=lambda: hold.seconds)
         display = Display(config.display, phase_clock=clock)
-        damaged: list[str] = []
+        checkpoint_warnings: list[str] = []
         mirror = CheckpointMirror(config.checkpoint_mirror) if config.checkpoint_mirror else None
         checkpoints = Checkpoints(
             folder / "checkpoints", keep=config.keep_checkpoints, keeps_best=config.evaluation.keep_best
         )
-        checkpoint = await asyncio.to_thread(checkpoints.set_damaged_aside, damaged.append)
+        checkpoint = await asyncio.to_thread(checkpoints.set_damaged_aside, checkpoint_warnings.append)
         if mirror is not None:  # afterwards, so that its copies replace damaged ones
             compare = partial(check_same, config=config, code=code, flag="--checkpoint-mirror")
-            restore = partial(mirror.restore, folder, same=compare, tell=damaged.append, progress=display.progress)
+            restore = partial(
+                mirror.restore,
+                folder,
+                check_settings=compare,
+                tell=checkpoint_warnings.append,
+                progress=display.progress,
+            )
             await asyncio.to_thread(restore)
             checkpoint = checkpoints.latest()
         if checkpoint is None:
@@ -166,8 +172,14 @@ async def prepare(config: RunConfig, recipe: str, code: Mapping[str, str]) -> As
         )
         for note in notes:
             log.event(note)
-        served = _serving_metrics(config)
-        for warning in (*damaged, open_to, served, missing_confinement(), slow_format(config.trainer.dtype)):
+        metrics_warning = _serving_metrics(config)
+        for warning in (
+            *checkpoint_warnings,
+            isolation_warning,
+            metrics_warning,
+            missing_confinement(),
+            slow_format(config.trainer.dtype),
+        ):
             if warning:
                 log.warn(warning)
         faults.install()
@@ -247,14 +259,14 @@ async def check(
     check_model(config.trainer, config.trainer.ranks, architecture)
     critic, folders = await asyncio.to_thread(_resolved, config, model, critic, teachers, progress, keep)
     choosing = partial(with_defaults, config, model, reference=reference, values=values, critic=critic)
-    config, critic, chosen = await asyncio.to_thread(choosing)
+    config, critic, choices = await asyncio.to_thread(choosing)
     if teachers is not None:
         check_teachers(config, teachers, folders)
     planning = partial(plan_run, config, model, reference=reference, values=values, critic=critic, teachers=teachers)
     if config.generator.spares and config.starts_engines:
         needs = await asyncio.to_thread(planning, folders=folders)
-        config, chosen = with_spares_that_fit(config, needs, chosen, host=host_bytes())
-    for line in chosen:
+        config, choices = with_spares_that_fit(config, needs, choices, host=host_bytes())
+    for line in choices:
         log.event(f"chosen: {line}")
     check_state_fits(config, architecture, reference=reference, critic=critic, teachers=teachers, folders=folders)
     if architecture.quantized:
@@ -283,16 +295,16 @@ async def check(
 
 
 def _evaluation_sets(
-    config: RunConfig, mixture: Mixture, given: Mapping[str, Sequence[Task]] | None, warn: Callable[[str], None]
+    config: RunConfig, mixture: Mixture, evaluation: Mapping[str, Sequence[Task]] | None, warn: Callable[[str], None]
 ) -> Mapping[str, Sequence[Task]]:
-    """Return the tasks to evaluate on by set name: the given ones, or else the mixture's own."""
+    """Return the tasks to evaluate on by set name: `evaluation` if given, else the mixture's own sets."""
     if not config.evaluation.every:
         return {}
-    if given is not None:
-        return given
+    if evaluation is not None:
+        return evaluation
     sets = mixture.eval_sets(config.evaluation.tasks)
-    if 0 < (found := len(sets.get(HELD_OUT, ()))) < config.evaluation.tasks:
-        warn(f"there are only {found} distinct held-out tasks")
+    if 0 < (num_held_out := len(sets.get(HELD_OUT, ()))) < config.evaluation.tasks:
+        warn(f"there are only {num_held_out} distinct held-out tasks")
     if not any(sets.values()) and config.evaluation.tasks:
         warn(
             "nothing is evaluated, as no task is held out: name some with --eval-tasks, raise --data.held-out-share "
@@ -313,22 +325,22 @@ def rounded_rollouts(quantization: str, loss: Loss) -> str:
 
 
 def _tell_of_model(config: RunConfig, model: Path, architecture: Architecture, loss: Loss, log: RunLog) -> None:
-    """Say what of the model is not as its config.json says or is not trained, and that engines decode with weights
-    whose rounding the loss does not correct."""
+    """Warn about weights that contradict config.json or are not trained, and about engines that decode with rounded
+    weights while the loss does not correct for it."""
     name = config.model
-    if unlike := rounded_rollouts(config.generator.quantization, loss):
-        log.warn(unlike)
+    if warning := rounded_rollouts(config.generator.quantization, loss):
+        log.warn(warning)
     if architecture.untied_by_files:
         log.warn(
             f"config.json of {name} has tie_word_embeddings, but its files hold an lm_head.weight that differs from "
             "the embedding: that head is used and trained, and config.json of checkpoints will say so"
         )
-    listed, found = architecture.predicting_layers, predicting_layers(model, architecture)
-    if found:
-        log.event(f"{name} has {found} multi-token-prediction layers: not trained, exported unchanged")
-    if found < listed:
+    num_listed, num_stored = architecture.predicting_layers, predicting_layers(model, architecture)
+    if num_stored:
+        log.event(f"{name} has {num_stored} multi-token-prediction layers: not trained, exported unchanged")
+    if num_stored < num_listed:
         log.warn(
-            f"config.json of {name} lists {listed} multi-token-prediction layers, its files hold {found}: "
+            f"config.json of {name} lists {num_listed} multi-token-prediction layers, its files hold {num_stored}: "
             "checkpoints will lack them too; give the complete model with --model if engines are to draft with them"
         )
 

@@ -27,18 +27,18 @@ def trained_episodes(
     if packed is not None:
         order, places = trained_order(packed)
         advantages = [np.zeros(0, np.float32), *(row.advantages.numpy()[row.mask.numpy()] for row in packed.rows)]
-        found = [np.concatenate(advantages), *(() if scored is None else read_scores(scored))]
-        ordered = [each[order] for each in found]
+        columns = [np.concatenate(advantages), *(() if scored is None else read_scores(scored))]
+        ordered = [column[order] for column in columns]
     size = len(batch.groups[0].episodes) if batch.groups else 1
     for place, (episode, mask) in enumerate(zip(batch.episodes, trained_tokens(batch), strict=True)):
-        own = (each[places.get(place, slice(0))] for each in ordered)
-        known: list[npt.NDArray[np.float32] | None] = [None, None, None]
-        for at, (values, fill) in enumerate(zip(own, (0.0, np.nan, np.nan), strict=False)):
-            known[at] = _spread(values, mask, fill)
-        of_advantages, gaps, entropies = known
+        episode_columns = (column[places.get(place, slice(0))] for column in ordered)
+        token_values: list[npt.NDArray[np.float32] | None] = [None, None, None]
+        for index, (values, fill) in enumerate(zip(episode_columns, (0.0, np.nan, np.nan), strict=False)):
+            token_values[index] = _spread(values, mask, fill)
+        episode_advantages, gaps, entropies = token_values
         is_given = all((turn.versions < 0).all() for turn in episode.turns)
-        if is_given and of_advantages is not None and not of_advantages.any():
-            of_advantages = None  # what a loss of given answers is packed with
+        if is_given and episode_advantages is not None and not episode_advantages.any():
+            episode_advantages = None  # what a loss of given answers is packed with
         yield RecordedEpisode(
             step=step,
             kind="trained",
@@ -46,7 +46,7 @@ def trained_episodes(
             index=place % size,
             version=batch.version,
             episode=episode,
-            advantages=of_advantages,
+            advantages=episode_advantages,
             trainer_gaps=gaps,
             entropies=entropies,
             trained=mask if place in places else None,

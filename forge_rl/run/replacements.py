@@ -68,7 +68,7 @@ class Replacements:
         """
         if self.asks:
             self._hosts = hosts
-            self._cluster.on_lost.insert(0, self._on_lost)  # before those who look whether a host is awaited
+            self._cluster.on_lost.insert(0, self._on_lost)  # before listeners that check whether a host is awaited
             for host, cause in self._cluster.lost.items():
                 self._on_lost(host, cause)
 
@@ -124,30 +124,32 @@ class Replacements:
         self._cluster.awaited.discard(host)
         self._cluster.tell_change()
 
-    async def _replace(self, lost: str) -> None:
-        """Have another host in the place of a lost one, and again if that one dies, as long as the job may be asked."""
-        while (name := await self._ask(lost)) is not None:
+    async def _replace(self, lost_host: str) -> None:
+        """Replace a lost host, and its replacement if that dies too, for as long as the job may be asked."""
+        while (name := await self._ask(lost_host)) is not None:
             cause = await self._serve(name)
             if not cause:
                 self._monitor.log.event(f"host {name} was let go, and is not replaced")
                 return
-            self._cluster.awaited.add(lost)
-            self._monitor.log.warn(f"host {name}, asked for in the place of {lost}, is gone: {cause}")
+            self._cluster.awaited.add(lost_host)
+            self._monitor.log.warn(f"host {name}, asked for in the place of {lost_host}, is gone: {cause}")
 
-    async def _ask(self, lost: str) -> str | None:
+    async def _ask(self, lost_host: str) -> str | None:
         """Wait for the time to ask; return the name of the host to ask for, or None if no more are asked for."""
         assert self._job is not None
         log = self._monitor.log
         async with self._asking:
-            if (why := self._why_not()) is not None:
-                log.event(f"no host is asked for in the place of {lost}: {why}")
+            if (reason := self._why_not()) is not None:
+                log.event(f"no host is asked for in the place of {lost_host}: {reason}")
                 return None
             await self._sleep(self._next_s)
             self._next_s = min(_LONGEST_BACKOFF_S, max(_BACKOFF_S, 2 * self._next_s))
             self._asked += 1
-            name = self._name(lost)
-            self._places[name] = lost
-        log.event(f"asking for host {name} in the place of {lost}, {self._asked} of at most {self._job.most_replaced}")
+            name = self._name(lost_host)
+            self._places[name] = lost_host
+        log.event(
+            f"asking for host {name} in the place of {lost_host}, {self._asked} of at most {self._job.most_replaced}"
+        )
         return name
 
     def _why_not(self) -> str | None:
@@ -157,9 +159,9 @@ class Replacements:
             return f"{self._asked} were asked for, the most"
         return "the last questions were refused" if self._refused >= _REFUSALS else None
 
-    def _name(self, lost: str) -> str:
+    def _name(self, lost_host: str) -> str:
         """Return a name that no host of the run has had."""
-        stem, number = re.sub(r"[^A-Za-z0-9.-]", "-", lost)[:_MOST_LETTERS].lstrip(".-") or "host", self._asked
+        stem, number = re.sub(r"[^A-Za-z0-9.-]", "-", lost_host)[:_MOST_LETTERS].lstrip(".-") or "host", self._asked
         while (name := f"{stem}.{number}") in self._cluster.hosts or name in self._cluster.lost:
             number += 1
         return name

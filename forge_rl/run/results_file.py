@@ -30,10 +30,10 @@ class Results:
         """Episodes of the finished tasks."""
         content, intact = path.read_bytes() if is_there(path) else b"", b""
         for line in content.splitlines(keepends=True):
-            found = self._read(line)
-            if found is not None:
+            result = self._read(line)
+            if result is not None:
                 intact += line
-                key, episodes = found
+                key, episodes = result
                 if key in self._tasks and all(episode.outcome.scored for episode in episodes):
                     self.episodes[key] = episodes
         if intact != content or not content:  # replaced in one step, as it holds hours of work
@@ -80,11 +80,11 @@ class Results:
                 Episode(
                     task=task,
                     turns=(),
-                    score=Score(total=float(each["reward"]), answer=str(each["answer"])),
-                    outcome=Outcome(each["outcome"]),
-                    problem=str(each["problem"]),
+                    score=Score(total=float(saved_episode["reward"]), answer=str(saved_episode["answer"])),
+                    outcome=Outcome(saved_episode["outcome"]),
+                    problem=str(saved_episode["problem"]),
                 )
-                for each in row["episodes"]
+                for saved_episode in row["episodes"]
             ]
         except (ValueError, TypeError, KeyError, RecursionError):
             return None

@@ -174,8 +174,8 @@ class Run(Generic[C]):
         Raises:
             ConfigError: the hosts lack room for so many, or the run has none.
         """
-        asked = {"engines": engines, "environments": environments}
-        self._live.replicas.set({name: count for name, count in asked.items() if count is not None})
+        counts = {"engines": engines, "environments": environments}
+        self._live.replicas.set({name: count for name, count in counts.items() if count is not None})
 
     @property
     def paused(self) -> bool:

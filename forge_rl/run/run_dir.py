@@ -162,9 +162,9 @@ def _locked(folder: Path) -> int:
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip()
         os.close(lock)
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            by = f": {visible(holder)}" if holder else ""
+            holder_text = f": {visible(holder)}" if holder else ""
             raise CheckpointError(
-                f"another process runs in {folder}{by}", hint="wait for it, stop it, or choose another --out"
+                f"another process runs in {folder}{holder_text}", hint="wait for it, stop it, or choose another --out"
             ) from None
         raise CheckpointError(
             f"{folder} cannot be locked, so that two processes could write to it: {error.strerror or error}",
@@ -192,11 +192,11 @@ def check_space(folder: Path, bytes_needed: int) -> None:
 
 def versions() -> dict[str, str]:
     """Return versions of packages and Python, and the code's git commit."""
-    found = {"python": platform.python_version(), "git": _git_commit()}
+    package_versions = {"python": platform.python_version(), "git": _git_commit()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            package_versions[package] = importlib.metadata.version(package)
+    return package_versions
 
 
 def as_json(value: object) -> object:
@@ -267,8 +267,8 @@ def _held(value: object) -> Iterator[object]:
         inner = value.values()
     elif isinstance(value, list | tuple):
         inner = value
-    for each in inner:
-        yield from _held(each)
+    for member in inner:
+        yield from _held(member)
 
 
 def _is_docstring(part: ast.stmt) -> bool:
@@ -289,20 +289,22 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
             raise ConfigError(f"{folder} is not a run folder and not empty", hint="choose another --out")
         return []
     changed = _changed(folder, config)
-    now = as_flat_json(config)
+    settings = as_flat_json(config)
     free = (*_FREE, *_TUNABLE)
-    refused = [said for name, said in changed.items() if not _matches(name, free)]
-    if now.get("trainer.optimizer.decay", "constant") != "constant":
-        counted = [changed[name] for name in ("steps", "trainer.minibatches", "trainer.epochs") if name in changed]
-        refused += [f"{said}, over which the learning rate decays: it would jump" for said in counted]
-    before: object = {}
+    refused = [change for name, change in changed.items() if not _matches(name, free)]
+    if settings.get("trainer.optimizer.decay", "constant") != "constant":
+        decay_changes = [
+            changed[name] for name in ("steps", "trainer.minibatches", "trainer.epochs") if name in changed
+        ]
+        refused += [f"{change}, over which the learning rate decays: it would jump" for change in decay_changes]
+    old_code: object = {}
     try:
-        before = read_object(folder / "versions.json").get("code")
+        old_code = read_object(folder / "versions.json").get("code")
     except ConfigError as error:
         if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, FileNotFoundError):
             raise  # it would be overwritten
-    before = before if isinstance(before, dict) else {}
-    edited = [f"{name} was edited" for name, digest in code.items() if before.get(name, digest) != digest]
+    old_code = old_code if isinstance(old_code, dict) else {}
+    edited = [f"{name} was edited" for name, digest in code.items() if old_code.get(name, digest) != digest]
     moved: list[str] = []
     if not _has_begun(folder):  # nothing was made by other settings or code, as after a start that failed
         refused = []
@@ -316,15 +318,15 @@ def check_same(folder: Path, config: object, code: Mapping[str, str], *, flag: s
             f"{f'--out {folder} ' * (flag == '--out')}--force-continue",
         )
     if is_finished(folder):
-        steps = read_object(folder / "summary.json").get("steps")
-        asked = now.get("steps")
-        if not isinstance(steps, int) or not isinstance(asked, int) or asked <= steps:
+        finished_steps = read_object(folder / "summary.json").get("steps")
+        new_steps = settings.get("steps")
+        if not isinstance(finished_steps, int) or not isinstance(new_steps, int) or new_steps <= finished_steps:
             raise ConfigError(
-                f"the run in {folder} is finished after {steps} steps",
+                f"the run in {folder} is finished after {finished_steps} steps",
                 hint="choose another --out, or continue it with more --steps",
             )
-    differs = [*changed.values(), *edited, *moved]
-    return [f"the run is continued with changes: {', '.join(differs)}"] if differs else []
+    changes = [*changed.values(), *edited, *moved]
+    return [f"the run is continued with changes: {', '.join(changes)}"] if changes else []
 
 
 def _has_begun(folder: Path) -> bool:
@@ -337,29 +339,29 @@ def _has_begun(folder: Path) -> bool:
 
 def _others(recipe: str, config: object) -> list[str]:
     """Describe the run of this recipe under runs/ most similar to the new one, and how to extend it."""
-    likest: tuple[int, float, Path, list[str]] | None = None
+    nearest: tuple[int, float, Path, list[str]] | None = None
     for path in Path("runs").glob(f"{recipe}-*/config.json"):
         folder = path.parent
         with contextlib.suppress(ConfigError, OSError):
             changed = _changed(folder, config)
             refused = [name for name in changed if not _matches(name, (*_FREE, *_TUNABLE))]
-            found = (len(refused), -path.stat().st_mtime, folder, list(changed.values()))
-            likest = min(likest, found) if likest else found
-    if likest is None or likest[0] or not any((likest[2] / "checkpoints").glob("step-*")):
+            candidate = (len(refused), -path.stat().st_mtime, folder, list(changed.values()))
+            nearest = min(nearest, candidate) if nearest else candidate
+    if nearest is None or nearest[0] or not any((nearest[2] / "checkpoints").glob("step-*")):
         return []
-    _, _, folder, differs = likest
-    done = "is finished" if is_finished(folder) else "was stopped"
-    said = f", {', '.join(differs)}" if differs else ", with the same settings"
-    return [f"a new run; {folder} {done}{said}; to extend that one instead: --out {folder} --steps N"]
+    _, _, folder, changes = nearest
+    state = "is finished" if is_finished(folder) else "was stopped"
+    differences = f", {', '.join(changes)}" if changes else ", with the same settings"
+    return [f"a new run; {folder} {state}{differences}; to extend that one instead: --out {folder} --steps N"]
 
 
 def _changed(folder: Path, config: object) -> dict[str, str]:
     """Describe the settings that differ from a run folder's, by name; flags that only one has are left out."""
-    before, now = as_flat_json(read_object(folder / "config.json")), as_flat_json(config)
+    old, new = as_flat_json(read_object(folder / "config.json")), as_flat_json(config)
     return {
-        name: f"--{_FLAGS.get(name, name).replace('_', '-')} was {before[name]!r}, is {now[name]!r}"
-        for name in sorted(before.keys() & now.keys() - _UNSAID)
-        if before[name] != now[name]
+        name: f"--{_FLAGS.get(name, name).replace('_', '-')} was {old[name]!r}, is {new[name]!r}"
+        for name in sorted(old.keys() & new.keys() - _UNSAID)
+        if old[name] != new[name]
     }
 
 

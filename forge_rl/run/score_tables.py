@@ -19,10 +19,21 @@ def print_benchmarks(console: Console) -> None:
     )
     for column in ("name", "data set", "columns", "reward", "answer tokens", "needs"):
         table.add_column(column, overflow="fold")
-    for each in BENCHMARKS.values():
-        place = " ".join(filter(None, (each.hub, each.config, each.split))) if each.hub else f"files of {each.source}"
+    for benchmark in BENCHMARKS.values():
+        place = (
+            " ".join(filter(None, (benchmark.hub, benchmark.config, benchmark.split)))
+            if benchmark.hub
+            else f"files of {benchmark.source}"
+        )
         table.add_row(
-            *(each.name, place, ", ".join(each.columns), each.reward, f"{each.max_tokens:,}", each.needs or "nothing")
+            *(
+                benchmark.name,
+                place,
+                ", ".join(benchmark.columns),
+                benchmark.reward,
+                f"{benchmark.max_tokens:,}",
+                benchmark.needs or "nothing",
+            )
         )
     console.print(table)
 
@@ -46,12 +57,12 @@ def print_scores(
     for column in ("set", "model"):
         table.add_column(column, overflow="fold")
     first = next(iter(scores.values()))
-    for metric in dict.fromkeys(key for found in first.values() for key in found if _is_score(key)):
+    for metric in dict.fromkeys(key for set_scores in first.values() for key in set_scores if _is_score(key)):
         table.add_column(metric, justify="right", no_wrap=True)
     for name in first:
-        for model, found in scores.items():
-            shown = [_with_error(found[name], column.header) for column in table.columns[2:]]
-            table.add_row(visible(name), visible(model), *shown)
+        for model, model_scores in scores.items():
+            cells = [_with_error(model_scores[name], column.header) for column in table.columns[2:]]
+            table.add_row(visible(name), visible(model), *cells)
     console.print(table)
 
 

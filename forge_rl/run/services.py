@@ -68,13 +68,13 @@ class RolloutServices:
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call: tokens without a finite logprob, drafted ones, the time of each
         transition, use of the KV caches, bytes written to a mirror, and environments whose process died."""
-        found = {"tokens/non_finite": float(self.generator.non_finite.drain())} | self.devices.pop_metrics()
-        found |= self.generator.pop_metrics() | self.weights.pop_metrics()
+        metrics = {"tokens/non_finite": float(self.generator.non_finite.drain())} | self.devices.pop_metrics()
+        metrics |= self.generator.pop_metrics() | self.weights.pop_metrics()
         drafts = self.generator.drain_drafts()
         if drafts.tokens and read_speculation(self.generator.config.speculation) is not None:
-            found |= {"rollout/drafted": float(drafts.drafted), "rollout/accepted": float(drafts.accepted)}
-            found["rollout/drafting"] = drafts.share_of_steps
-        return found if self.environment is None else found | self.environment.pop_metrics()
+            metrics |= {"rollout/drafted": float(drafts.drafted), "rollout/accepted": float(drafts.accepted)}
+            metrics["rollout/drafting"] = drafts.share_of_steps
+        return metrics if self.environment is None else metrics | self.environment.pop_metrics()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +153,8 @@ async def _start_services(
             scorer = begin("reward", type(reward).__name__, _start_reward(checked, hosts, prepared, reward))
             if environment is not None:
                 kind = getattr(environment, "func", environment)  # a partial of a class
-                acting = _start_environment(checked, hosts, prepared, environment)
-                envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), acting)
+                env_start = _start_environment(checked, hosts, prepared, environment)
+                envs = begin("environment", getattr(kind, "__name__", type(kind).__name__), env_start)
             if checked.teachers is not None:
                 models = ", ".join(checked.teachers.models)
                 teachers = begin("teachers", models, _start_teachers(checked, hosts, prepared, policy=generator))
@@ -191,10 +191,10 @@ async def _copy_models(checked: Checked[C], hosts: RunHosts, prepared: Prepared)
     service.recoverable = True
     display.startup("models", "starting", ", ".join(hosts.without_model))
     try:
-        found = await copy_folders(service, hosts.without_model, folders, cache, deadline_s=_COPY_DEADLINE_S)
+        copies = await copy_folders(service, hosts.without_model, folders, cache, deadline_s=_COPY_DEADLINE_S)
     finally:
         await service.stop()
-    hosts.cluster.copies.update(found)
+    hosts.cluster.copies.update(copies)
     display.startup("models", "ready", ", ".join(hosts.without_model))
 
 
@@ -256,12 +256,12 @@ async def _start(name: str, detail: str, starting: Awaitable[S], started: list[_
 
 
 def _engines(config: RunConfig) -> str:
-    replicas, each, remote = config.generator.replicas, config.generator.devices, len(config.generator.urls)
-    own = f"{replicas} replica" + "s" * (replicas > 1) + f" of {each} devices" * (each > 1)
+    replicas, devices, remote = config.generator.replicas, config.generator.devices, len(config.generator.urls)
+    local_engines = f"{replicas} replica" + "s" * (replicas > 1) + f" of {devices} devices" * (devices > 1)
     hosts = config.generator.hosts_per_replica
-    own += f" on {hosts} hosts" * (hosts > 1)
+    local_engines += f" on {hosts} hosts" * (hosts > 1)
     guests = config.generator.guests
-    parts = [own] * (replicas > 0) + [f"{guests} on the trainer's devices"] * (guests > 0)
+    parts = [local_engines] * (replicas > 0) + [f"{guests} on the trainer's devices"] * (guests > 0)
     return "vLLM, " + " and ".join(parts + [f"{remote} elsewhere"] * (remote > 0))
 
 
@@ -363,6 +363,6 @@ def gpus_taken(checked: Checked[C], hosts: RunHosts, *, engines: bool) -> dict[s
     ranks = placed.ranks_on(config.trainer.ranks)
     if not engines:
         return {} if checked.shares_devices else ranks
-    both = placed.engines_on(config.generator) if config.starts_engines else {}
-    counts = {host: (ranks.get(host, 0), both.get(host, 0)) for host in ranks | both}
-    return {host: max(each) if checked.shares_devices else sum(each) for host, each in counts.items()}
+    engine_devices = placed.engines_on(config.generator) if config.starts_engines else {}
+    counts = {host: (ranks.get(host, 0), engine_devices.get(host, 0)) for host in ranks | engine_devices}
+    return {host: max(shares) if checked.shares_devices else sum(shares) for host, shares in counts.items()}

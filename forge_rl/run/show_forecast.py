@@ -44,18 +44,18 @@ def show_forecast(config: RunConfig) -> None:
     policy = read_policy(_folder(config), reference=reference, values=values)
     if config.target.on == LOCAL:
         machines = _this_machine(config, policy)
-        found = measured_forecast(config, policy, machines)
+        forecast = measured_forecast(config, policy, machines)
     else:
         count, device = parse_machine(config.target.on)
         machines = Machines(device=device, per_host=count, hosts=config.target.hosts)
         try:
-            found = search(config, policy, machines)
+            forecast = search(config, policy, machines)
         except ConfigError as error:
             _show_nearest(console, config, policy, machines, error)
             raise
-    _show_layout(console, found, machines)
-    _show_memory(console, found, machines)
-    _show_times(console, found, policy, machines)
+    _show_layout(console, forecast, machines)
+    _show_memory(console, forecast, machines)
+    _show_times(console, forecast, policy, machines)
     _show_assumptions(console, machines)
     if getattr(config, "critic", None) is not None or getattr(config, "teachers", None) is not None:
         console.print("not counted: the critic, or the teachers", style="yellow")
@@ -63,15 +63,15 @@ def show_forecast(config: RunConfig) -> None:
 
 def _folder(config: RunConfig) -> Path:
     """Return the folder with the model's config.json."""
-    given = config.target.model_config
-    if given is None:
+    path = config.target.model_config
+    if path is None:
         return resolve_model(config.model, config.cache).resolve()
-    given = given.expanduser()
-    if given.is_dir():
-        return given
-    if given.name != "config.json":
-        raise ConfigError(f"--model-config is {str(given)!r:.120}", hint="give a file named config.json, or its folder")
-    return given.parent
+    path = path.expanduser()
+    if path.is_dir():
+        return path
+    if path.name != "config.json":
+        raise ConfigError(f"--model-config is {str(path)!r:.120}", hint="give a file named config.json, or its folder")
+    return path.parent
 
 
 def _this_machine(config: RunConfig, policy: Policy) -> Machines:
@@ -84,24 +84,24 @@ def _this_machine(config: RunConfig, policy: Policy) -> Machines:
 def _show_nearest(console: Console, config: RunConfig, policy: Policy, machines: Machines, error: ConfigError) -> None:
     console.print(f"{machines} cannot hold this run: {error.message}", markup=False, soft_wrap=True)
     with console.status("looking for the nearest that fits"):
-        found = nearest(config, policy, machines)
-    for name, each in found:
-        console.print(f"would fit: {name}, {each.step_s:,.1f} s a step", markup=False, soft_wrap=True)
-    if not found:
+        alternatives = nearest(config, policy, machines)
+    for name, forecast in alternatives:
+        console.print(f"would fit: {name}, {forecast.step_s:,.1f} s a step", markup=False, soft_wrap=True)
+    if not alternatives:
         console.print("neither more such hosts, nor a larger device, nor a shorter context fits")
 
 
-def _show_layout(console: Console, found: Forecast, machines: Machines) -> None:
+def _show_layout(console: Console, forecast: Forecast, machines: Machines) -> None:
     table = _table(f"layout on {machines}", "process", "where", "how many")
-    for row in placed(found, machines):
+    for row in placed(forecast, machines):
         table.add_row(*row)
     console.print(table)
-    console.print(f"flags: {' '.join(flags(found))}", markup=False, soft_wrap=True)
+    console.print(f"flags: {' '.join(flags(forecast))}", markup=False, soft_wrap=True)
 
 
-def placed(found: Forecast, machines: Machines) -> Iterator[tuple[str, str, str]]:
+def placed(forecast: Forecast, machines: Machines) -> Iterator[tuple[str, str, str]]:
     """Yield each kind of process, its hosts and devices, and its number; neighbouring ranks share a host."""
-    config, per_host = found.config, machines.per_host
+    config, per_host = forecast.config, machines.per_host
     trainer, generator = config.trainer, config.generator
     hosts = f"hosts 0 to {machines.hosts - 1}" if machines.hosts > 1 else "host 0"
     yield "controller, environments, rewards", "host 0, its CPUs", "1"
@@ -116,11 +116,11 @@ def placed(found: Forecast, machines: Machines) -> Iterator[tuple[str, str, str]
         "expert parallel": trainer.expert_parallel_degree,
     }
     yield "  their degrees", "tensor parallel ranks are neighbours", _degrees(degrees)
-    first = 0 if found.shares_devices or machines.device.memory == host_bytes() else trainer.ranks
-    taken = generator.replicas * generator.devices
+    first_device = 0 if forecast.shares_devices or machines.device.memory == host_bytes() else trainer.ranks
+    num_devices = generator.replicas * generator.devices
     degrees = {"tensor parallel": generator.tensor_parallel_size, "copies": generator.data_parallel_size}
-    yield "engines", _devices(first, taken, per_host), f"{generator.replicas}, each {_degrees(degrees)}"
-    if found.shares_devices:
+    yield "engines", _devices(first_device, num_devices, per_host), f"{generator.replicas}, each {_degrees(degrees)}"
+    if forecast.shares_devices:
         yield "  taking turns", "engines and trainer share devices", ""
     yield "store of weights", f"{hosts}, in host memory", f"{machines.hosts}"
 
@@ -138,9 +138,9 @@ def _devices(first: int, count: int, per_host: int) -> str:
     return f"{begins} to host {last // per_host}, device {last % per_host}"
 
 
-def flags(found: Forecast) -> list[str]:
+def flags(forecast: Forecast) -> list[str]:
     """Return the flags that a run with this layout takes."""
-    trainer, generator, config = found.config.trainer, found.config.generator, found.config
+    trainer, generator, config = forecast.config.trainer, forecast.config.generator, forecast.config
     named: dict[str, object] = {"--placement": config.placement, "--trainer.ranks": trainer.ranks}
     named |= {f"--trainer.{name.replace('_', '-')}": value for name, value in trainer.degrees.items() if value > 1}
     named["--trainer.seq-len"] = trainer.seq_len
@@ -157,9 +157,9 @@ def flags(found: Forecast) -> list[str]:
     return [f"{name} {value}" for name, value in named.items()] + [name for name, is_on in switches.items() if is_on]
 
 
-def _show_memory(console: Console, found: Forecast, machines: Machines) -> None:
+def _show_memory(console: Console, forecast: Forecast, machines: Machines) -> None:
     table = _table("memory", "part", "GiB each")
-    for need in found.needs:
+    for need in forecast.needs:
         table.add_section()
         table.add_row(f"{need.who}, {need.count} of them" if need.count > 1 else need.who, "", style="bold")
         for part, size in need.parts.items():
@@ -171,15 +171,15 @@ def _show_memory(console: Console, found: Forecast, machines: Machines) -> None:
     console.print(table)
 
 
-def _show_times(console: Console, found: Forecast, policy: Policy, machines: Machines) -> None:
-    config, work = found.config, workload(found.config, policy)
+def _show_times(console: Console, forecast: Forecast, policy: Policy, machines: Machines) -> None:
+    config, work = forecast.config, workload(forecast.config, policy)
     generator = config.generator
-    each = sequence_bytes(policy.architecture, generator) / generator.max_model_len
-    full = found.cache_bytes / sequence_bytes(policy.architecture, generator)
+    bytes_per_token = sequence_bytes(policy.architecture, generator) / generator.max_model_len
+    max_sequences = forecast.cache_bytes / sequence_bytes(policy.architecture, generator)
     console.print(
-        f"keys and values: {each / 1024:,.1f} KiB a token on each device of an engine, of which "
-        f"{found.cache_bytes / 2**30:,.1f} GiB hold {full:,.1f} sequences of {generator.max_model_len:,} tokens; it "
-        f"decodes {found.rollout.sequences:,.0f} at a time",
+        f"keys and values: {bytes_per_token / 1024:,.1f} KiB a token on each device of an engine, of which "
+        f"{forecast.cache_bytes / 2**30:,.1f} GiB hold {max_sequences:,.1f} sequences of {generator.max_model_len:,} "
+        f"tokens; it decodes {forecast.rollout.sequences:,.0f} at a time",
         soft_wrap=True,
     )
     table = _table(
@@ -187,22 +187,24 @@ def _show_times(console: Console, found: Forecast, policy: Policy, machines: Mac
         *("phase", "seconds", "tokens/s", "limited by"),
     )
     phases: Sequence[tuple[str, Times, float]] = (
-        ("rollout", found.rollout, work.answers),
-        ("train", found.train, work.tokens * work.epochs),
-        ("publish", found.publish, 0.0),
+        ("rollout", forecast.rollout, work.answers),
+        ("train", forecast.train, work.tokens * work.epochs),
+        ("publish", forecast.publish, 0.0),
     )
     for name, times, tokens in phases:
         rate = f"{tokens / times.seconds:,.0f}" if tokens else ""
         table.add_row(name, f"{times.seconds:,.2f}", rate, f"{times.binds}, {times.parts[times.binds]:,.2f} s")
-    if found.handover_s:
-        table.add_row("handover", f"{found.handover_s:,.2f}", "", "links to host memory")
-    table.add_row("step", f"{found.step_s:,.2f}", f"{work.answers / found.step_s:,.0f}", _limit(found), style="bold")
+    if forecast.handover_s:
+        table.add_row("handover", f"{forecast.handover_s:,.2f}", "", "links to host memory")
+    table.add_row(
+        "step", f"{forecast.step_s:,.2f}", f"{work.answers / forecast.step_s:,.0f}", _limit(forecast), style="bold"
+    )
     console.print(table)
 
 
-def _limit(found: Forecast) -> str:
+def _limit(forecast: Forecast) -> str:
     """Name the phase that takes the longest and its cause."""
-    phases = {"rollout": found.rollout, "train": found.train, "publish": found.publish}
+    phases = {"rollout": forecast.rollout, "train": forecast.train, "publish": forecast.publish}
     longest = max(phases, key=lambda name: phases[name].seconds)
     return f"{longest}: {phases[longest].binds}"
 

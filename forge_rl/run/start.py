@@ -208,7 +208,7 @@ class Starting(Generic[C]):
                         await ending.finish()
                 except RunStopped:  # the body was asked to end: the program goes on
                     assert ending is not None, "a run was stopped"
-                    await ending.stop(shown=True)
+                    await ending.stop(show=True)
                 except asyncio.CancelledError:
                     monitor.log.event("stopping: a second signal stops immediately, without saving")
                     if ending is not None:
@@ -228,8 +228,8 @@ class Starting(Generic[C]):
         """Return digests of the files that define this run."""
         generators = [getattr(source, "items", None) for source in self.mixture.sources.values()]
         rewards = parts_of(self.reward).values() if self.reward is not None else ()
-        made = *rewards, self.examples, self.environment, self.agent, self.loss
-        return code_digests(self.config, *made, *generators)
+        user_objects = *rewards, self.examples, self.environment, self.agent, self.loss
+        return code_digests(self.config, *user_objects, *generators)
 
 
 start = Starting  # the name that recipes use: `async with start(...) as run`

@@ -104,8 +104,8 @@ def keep_model(
 def _changed(record: ModelRecord, folder: Path, *, weights: bool = True) -> str:
     """Name the files of a folder that differ from a record's, "" if none does."""
     digests = model_digests(folder)
-    every = digests.keys() | record.files.keys()
-    names = sorted(name for name in every if digests.get(name) != record.files.get(name))
+    all_names = digests.keys() | record.files.keys()
+    names = sorted(name for name in all_names if digests.get(name) != record.files.get(name))
     names = [name for name in names if weights or ".safetensors" not in name]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more + (" changed" if names else "")

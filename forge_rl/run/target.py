@@ -59,12 +59,12 @@ def on_target(args: Sequence[str]) -> Iterator[None]:
         ConfigError: the machine is unknown.
     """
     pairs = dict(itertools.pairwise([*args, ""]))
-    given = pairs | dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
-    name, hosts = given.get("--on", ""), given.get("--hosts", "1")
+    flags = pairs | dict(arg.split("=", 1) for arg in args if arg.startswith("--") and "=" in arg)
+    name, hosts = flags.get("--on", ""), flags.get("--hosts", "1")
     if "--plan" not in args or name in ("", LOCAL):
         yield
         return
     count, device = parse_machine(name)
-    many = int(hosts) if hosts.isdecimal() and len(hosts) < 5 else 1
-    with assumed_gpus(count * max(1, many), device.memory):
+    num_hosts = int(hosts) if hosts.isdecimal() and len(hosts) < 5 else 1
+    with assumed_gpus(count * max(1, num_hosts), device.memory):
         yield

@@ -65,8 +65,8 @@ def _hash(text: str) -> str:
 
 @cache
 def _script() -> str:
-    own = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
-    return f'{_asset("vendor/uPlot.iife.min.js")}\n(() => {{\n"use strict";\n{own}}})();\n'
+    page_script = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    return f'{_asset("vendor/uPlot.iife.min.js")}\n(() => {{\n"use strict";\n{page_script}}})();\n'
 
 
 @cache

@@ -23,19 +23,19 @@ _MOST_MESSAGES = 2000
 
 
 def episode_json(name: str, record: RecordedEpisode, pieces: Sequence[bytes]) -> dict[str, Any]:
-    """Return everything that is known of an episode.
+    """Return a recorded episode as JSON for the page.
 
     A turn's `tokens` are the texts of the generated tokens, or their ids if `pieces` is empty; `shown` has the texts of
     the tokens between the turn that it continues and its completion. A list of equal numbers is one number.
     """
     episode = record.episode
     room = _Room()
-    segments = {turn: (segment, at) for segment, run in enumerate(episode.runs) for at, turn in enumerate(run)}
+    segments = {turn: (segment, offset) for segment, run in enumerate(episode.runs) for offset, turn in enumerate(run)}
     turns, first = [], 0
     for place, turn in enumerate(episode.turns[:_MOST_MESSAGES]):
-        segment, at = segments[place]
-        before = episode.turns[episode.runs[segment][at - 1]] if at else None
-        start = len(before.prompt_ids) + len(before.token_ids) if before is not None else 0
+        segment, position = segments[place]
+        previous = episode.turns[episode.runs[segment][position - 1]] if position else None
+        start = len(previous.prompt_ids) + len(previous.token_ids) if previous is not None else 0
         tokens = slice(first, first := first + len(turn.token_ids))
         turns.append(_turn(record, turn, place, tokens, turn.prompt_ids[start:], room, pieces) | {"segment": segment})
     score = episode.score
@@ -55,7 +55,7 @@ def episode_json(name: str, record: RecordedEpisode, pieces: Sequence[bytes]) ->
         "feedback": "" if score is None else _clipped(score.feedback),
         "truth": [[_clipped(key), _clipped(_text(value))] for key, value in episode.task.truth.items()],
         "tools": _clipped(json.dumps(episode.task.tools, ensure_ascii=False)) if episode.task.tools else "",
-        "messages": [] if turns and turns[0]["messages"] else [_message(each) for each in episode.task.messages],
+        "messages": [] if turns and turns[0]["messages"] else [_message(message) for message in episode.task.messages],
         "output": None if episode.output is None else _clipped(episode.output),
         "segments": len(episode.runs),
         "turns": turns,
@@ -65,16 +65,16 @@ def episode_json(name: str, record: RecordedEpisode, pieces: Sequence[bytes]) ->
 
 
 class _Room:
-    """Counts what still fits of an episode."""
+    """Counts how much more of an episode fits on the page."""
 
     def __init__(self) -> None:
         self.tokens, self.shown, self.messages = MOST_TOKENS, MOST_TOKENS, _MOST_MESSAGES
 
     def take(self, name: str, count: int) -> int:
         """Return how many of `count` fit."""
-        taken = min(count, getattr(self, name))
-        setattr(self, name, getattr(self, name) - taken)
-        return int(taken)
+        num_fitting = min(count, getattr(self, name))
+        setattr(self, name, getattr(self, name) - num_fitting)
+        return int(num_fitting)
 
 
 def _turn(
@@ -82,7 +82,7 @@ def _turn(
     turn: Turn,
     place: int,
     tokens: slice,
-    shown: npt.NDArray[np.int32],
+    shown_ids: npt.NDArray[np.int32],
     room: _Room,
     pieces: Sequence[bytes],
 ) -> dict[str, Any]:
@@ -90,11 +90,11 @@ def _turn(
     values = score.tokens[place] if score is not None and place < len(score.tokens) else None
     logprobs, gaps = record.scores_of(turn, tokens)
 
-    def own(array: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
+    def turn_values(array: npt.NDArray[Any] | None) -> npt.NDArray[Any] | None:
         return None if array is None else array[tokens][:count]
 
     return {
-        "messages": [_message(each) for each in turn.messages[: room.take("messages", len(turn.messages))]],
+        "messages": [_message(message) for message in turn.messages[: room.take("messages", len(turn.messages))]],
         "text": _clipped(turn.text),
         "agent": clip(turn.agent, 80),
         "branch": clip(".".join(map(str, turn.branch)), 80),
@@ -113,15 +113,15 @@ def _turn(
         "value": rounded(score.turns[place]) if score is not None and place < len(score.turns) else None,
         "prompt_tokens": len(turn.prompt_ids),
         "count": len(turn.token_ids),
-        "shown": _texts(shown[: room.take("shown", len(shown))], pieces),
+        "shown": _texts(shown_ids[: room.take("shown", len(shown_ids))], pieces),
         "tokens": _texts(turn.token_ids[:count], pieces),
         "ids": turn.token_ids[:count].tolist(),
         "logprobs": _numbers(None if logprobs is None else logprobs[:count]),
         "versions": _numbers(turn.versions[:count]),
-        "trained": _numbers(own(record.trained)),
+        "trained": _numbers(turn_values(record.trained)),
         "gaps": _numbers(None if gaps is None else gaps[:count]),
-        "entropies": _numbers(own(record.entropies)),
-        "advantages": _numbers(own(record.advantages)),
+        "entropies": _numbers(turn_values(record.entropies)),
+        "advantages": _numbers(turn_values(record.advantages)),
         "values": _numbers(None if values is None else np.asarray(values, np.float32)[:count]),
     }
 
@@ -131,13 +131,13 @@ def _texts(ids: npt.NDArray[np.int32], pieces: Sequence[bytes]) -> list[str]:
 
 
 def _numbers(values: npt.NDArray[Any] | None) -> Any:
-    """Return a list, or the number that all of them are; None if they are unknown."""
+    """Return the rounded values: a list, or one number if all are equal; None if they are unknown."""
     if values is None or not len(values):
         return None
     if values.dtype == np.bool_:
         values = values.astype(np.int8)
-    found = [rounded(value) for value in values.tolist()]
-    return found if any(value != found[0] for value in found) else found[0]
+    numbers = [rounded(value) for value in values.tolist()]
+    return numbers if any(value != numbers[0] for value in numbers) else numbers[0]
 
 
 def rounded(value: float | None) -> float | int | None:

@@ -37,44 +37,44 @@ def write_page(
     partial = out.with_name(f".{out.name}.partial")
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            found = _write(file, runs, comparison, episodes, most_bytes)
+            counts = _write(file, runs, comparison, episodes, most_bytes)
         partial.replace(out)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise ConfigError(f"{out} cannot be written: {error.strerror}", hint="choose another file with -o") from error
-    return found
+    return counts
 
 
 def _write(
     file: IO[str], runs: Sequence[RunData], comparison: Mapping[str, Any] | None, episodes: int, room: float
 ) -> tuple[int, int]:
     data = [run.data() for run in runs]
-    blocks, kept = list[tuple[str, str]](), [0] * len(runs)
-    for which, name, text in itertools.islice(_episodes(runs), episodes):
+    blocks, whole_counts = list[tuple[str, str]](), [0] * len(runs)
+    for run_index, name, text in itertools.islice(_episodes(runs), episodes):
         if len(text) <= room:
             room -= len(text)
-            kept[which] += 1
-            blocks.append((f"episode/{which}/{name}", text))
+            whole_counts[run_index] += 1
+            blocks.append((f"episode/{run_index}/{name}", text))
     listed = 0
-    for of_one, count in zip(data, kept, strict=True):
-        total = sum(size for _, _, size in of_one["episodes"]["files"])
+    for run_data, count in zip(data, whole_counts, strict=True):
+        total = sum(size for _, _, size in run_data["episodes"]["files"])
         listed += total
-        of_one["whole"] = {"kept": count, "total": total}
+        run_data["whole"] = {"kept": count, "total": total}
     file.write(opening())
     file.write(data_block("data", encoded({"runs": data, "comparison": comparison})))
     for name, text in blocks:
         file.write(data_block(name, text))
     file.write(closing())
-    return sum(kept), listed
+    return sum(whole_counts), listed
 
 
 def _episodes(runs: Sequence[RunData]) -> Iterator[tuple[int, str, str]]:
     """Yield the run, name and JSON of episodes, the most telling first, of all runs in turn."""
     for names in itertools.zip_longest(*(run.sample() for run in runs)):
-        for which, name in enumerate(names):
+        for run_index, name in enumerate(names):
             if name is not None:
                 try:
-                    text = encoded(runs[which].episode(name))
+                    text = encoded(runs[run_index].episode(name))
                 except ForgeError:
                     continue  # a damaged file, which the page names
-                yield which, name, text
+                yield run_index, name, text

@@ -57,7 +57,7 @@ class RunData:
 
     def data(self) -> dict[str, Any]:
         """Return everything but whole episodes."""
-        about, versions = read_run(self.folder), read_bounded(self.folder / "versions.json")
+        run, versions = read_run(self.folder), read_bounded(self.folder / "versions.json")
         summary = read_bounded(self.folder / "summary.json")
         settings = settings_of(read_bounded(self.folder / "config.json"))
         metrics, left_out = self._metrics()
@@ -67,15 +67,15 @@ class RunData:
         seconds = as_float(summary.get("seconds"))
         return {
             "name": clip(self.folder.resolve().name, 200),
-            "model": clip(about.model, 200),
-            "state": about.state,
-            "step": about.step,
-            "steps": about.steps,
-            "changed_s": about.changed_s,
+            "model": clip(run.model, 200),
+            "state": run.state,
+            "step": run.step,
+            "steps": run.steps,
+            "changed_s": run.changed_s,
             "seconds": seconds,
-            "score_before": about.score_before,
-            "score_after": about.score_after,
-            "best_step": about.best_step,
+            "score_before": run.score_before,
+            "score_after": run.score_after,
+            "best_step": run.best_step,
             "settings": _texts_of({flag_of(name): value for name, value in settings.items()}),
             "versions": _texts_of(settings_of(versions)),
             "metrics": metrics,
@@ -84,8 +84,8 @@ class RunData:
             "trace": read_trace(self.folder),
             "episodes": episodes,
             "advisories": [
-                [clip(each.text, 600), each.since, end]
-                for each, end in advisories_of(
+                [clip(advisory.text, 600), advisory.since, end]
+                for advisory, end in advisories_of(
                     map(_numbers_of, self._rows()), max_lag=self._max_lag(), settings=settings
                 )
             ],
@@ -119,11 +119,11 @@ class RunData:
             rewards: list[float | None] = columns["reward"]
             rows = list(range(len(rewards)))
             scored = [(reward, row) for row, reward in enumerate(rewards) if reward is not None]
-            chosen = rows[:3]
+            sampled_rows = rows[:3]
             if scored:
-                chosen = [min(scored)[1], max(scored)[1], random.Random(step).choice(scored)[1]]
-            yield from (f"{step}-{kind}-{row}" for row in dict.fromkeys(chosen))
-            rest.append([f"{step}-{kind}-{row}" for row in rows if row not in chosen])
+                sampled_rows = [min(scored)[1], max(scored)[1], random.Random(step).choice(scored)[1]]
+            yield from (f"{step}-{kind}-{row}" for row in dict.fromkeys(sampled_rows))
+            rest.append([f"{step}-{kind}-{row}" for row in rows if row not in sampled_rows])
         for names in rest:
             yield from names
 
@@ -147,13 +147,13 @@ class RunData:
             name for step in steps for name, value in rows[step].items() if as_float(value) is not None
         )
         names.pop("step", None)
-        kept = [name for name in names if len(name) <= 200][:_MOST_METRICS]
-        columns = {name: [rounded(as_float(rows[step].get(name))) for step in steps] for name in kept}
-        return {"steps": steps, "columns": columns}, len(names) - len(kept)
+        shown_names = [name for name in names if len(name) <= 200][:_MOST_METRICS]
+        columns = {name: [rounded(as_float(rows[step].get(name))) for step in steps] for name in shown_names}
+        return {"steps": steps, "columns": columns}, len(names) - len(shown_names)
 
     def _episodes(self) -> tuple[dict[str, Any], list[str]]:
         """Return the list of episodes in columns, the earliest first, and the files that cannot be read."""
-        found, problems, count = [], list[str](), 0
+        tables, problems, count = [], list[str](), 0
         files = recorded_files(self.folder)
         for place, (step, kind, path) in enumerate(reversed(files)):
             columns = self._listed(path)
@@ -165,38 +165,40 @@ class RunData:
                 left_out = f"{len(files) - place} files up to step {step} are left out"
                 problems.append(f"the page lists the latest {MOST_EPISODES} episodes; {left_out}")
                 break
-            found.append((step, kind, columns))
-        found.reverse()
-        known = {path for _, _, path in files}
-        self._columns = {path: each for path, each in self._columns.items() if path in known}
-        sizes = [[step, kind, len(columns["step"])] for step, kind, columns in found]
+            tables.append((step, kind, columns))
+        tables.reverse()
+        paths = {path for _, _, path in files}
+        self._columns = {path: entry for path, entry in self._columns.items() if path in paths}
+        sizes = [[step, kind, len(columns["step"])] for step, kind, columns in tables]
         listed: dict[str, Any] = {"files": sizes, "columns": {}, "texts": {}}
         for name, letters in _TEXTS.items():
-            texts = (text or "" for _, _, columns in found for text in columns[name])
+            texts = (text or "" for _, _, columns in tables for text in columns[name])
             listed["columns"][name], listed["texts"][name] = coded(texts, letters)
         for name in _NUMBERS:
-            listed["columns"][name] = [rounded(value) for _, _, columns in found for value in columns[name]]
-        listed["columns"]["since"] = [rounded(each) for _, _, columns in found for each in _since(columns["began"])]
+            listed["columns"][name] = [rounded(value) for _, _, columns in tables for value in columns[name]]
+        listed["columns"]["since"] = [
+            rounded(offset_s) for _, _, columns in tables for offset_s in _since(columns["began"])
+        ]
         return listed, problems
 
     def _listed(self, path: Path) -> dict[str, list[Any]] | None:
         """Return the columns of a file; None if it cannot be read."""
         state = _stamp(path)
-        known = self._columns.get(path)
-        if known is None or known[0] != state:
+        cached = self._columns.get(path)
+        if cached is None or cached[0] != state:
             columns: dict[str, list[Any]] | str
             try:
                 columns = EpisodeFile(path).columns()
             except ForgeError as error:
                 columns = error.message
-            known = self._columns[path] = state, columns
-        return None if isinstance(known[1], str) else known[1]
+            cached = self._columns[path] = state, columns
+        return None if isinstance(cached[1], str) else cached[1]
 
 
 def _since(began: list[float | None]) -> list[float | None]:
-    """Return the seconds from the start of the first episode of a file to each one's."""
-    first = min((each for each in began if each is not None), default=0.0)
-    return [None if each is None else each - first for each in began]
+    """Return when each episode of a file began, in seconds after the first one."""
+    first = min((begin_s for begin_s in began if begin_s is not None), default=0.0)
+    return [None if begin_s is None else begin_s - first for begin_s in began]
 
 
 def _numbers_of(row: dict[str, Any]) -> dict[str, object]:
@@ -206,23 +208,23 @@ def _numbers_of(row: dict[str, Any]) -> dict[str, object]:
 
 
 def _stamp(path: Path) -> tuple[int, int]:
-    """Return when a file was changed last, and its size."""
+    """Return a file's time of last change and its size; zeros if it cannot be read."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return 0, 0
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 def _spread(files: list[Any]) -> Iterator[Any]:
     """Yield the last, the first, the middle, the quarters, and so on."""
-    seen, count = set[int](), len(files)
+    used_places, count = set[int](), len(files)
     parts = 1
-    while len(seen) < count:
+    while len(used_places) < count:
         for part in range(parts, -1, -1):
             place = part * (count - 1) // parts
-            if place not in seen:
-                seen.add(place)
+            if place not in used_places:
+                used_places.add(place)
                 yield files[place]
         parts *= 2
 
@@ -234,7 +236,7 @@ def _texts_of(settings: dict[str, object]) -> dict[str, str]:
 
 def _events(folder: Path) -> list[list[Any]]:
     """Return the latest events, `[time in s since 1970, level, text]`."""
-    path, found = folder / "events.jsonl", []
+    path, events = folder / "events.jsonl", []
     try:
         if not path.is_file():
             return []
@@ -247,17 +249,17 @@ def _events(folder: Path) -> list[list[Any]]:
         with contextlib.suppress(ValueError, RecursionError):
             match json.loads(line):
                 case {"time": int() | float() as time, "level": str(level), "text": str(text)}:
-                    found.append([as_float(time), clip(level, 20), clip(text, 4_000)])
-    return found
+                    events.append([as_float(time), clip(level, 20), clip(text, 4_000)])
+    return events
 
 
 def _faults(faults: object) -> list[dict[str, Any]]:
     """Return the faults of a summary."""
-    found = []
+    records = []
     for fault in faults[:_MOST_FAULTS] if isinstance(faults, list) else ():
         if isinstance(fault, dict):
             replica = fault.get("replica")
-            found.append(
+            records.append(
                 {
                     "name": clip(f"{fault.get('service')}{'' if replica is None else f'/{replica}'}", 80),
                     "cause": clip(str(fault.get("cause", "")), 2_000),
@@ -267,4 +269,4 @@ def _faults(faults: object) -> list[dict[str, Any]]:
                     "recovered_s": as_float(fault.get("recovered_s")),
                 }
             )
-    return found
+    return records

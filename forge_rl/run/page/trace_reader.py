@@ -48,8 +48,8 @@ def read_trace(folder: Path) -> dict[str, list[list[Any]]]:
     return {"phases": phases[-_MOST_PHASES:], "marks": marks[-_MOST_MARKS:]}
 
 
-def _latest(events: list[list[Any]], most: int) -> list[list[Any]]:
-    return events[-most:] if len(events) > 2 * most else events
+def _latest(events: list[list[Any]], max_events: int) -> list[list[Any]]:
+    return events[-max_events:] if len(events) > 2 * max_events else events
 
 
 def _lines(path: Path) -> list[bytes]:
