@@ -381,7 +381,9 @@ async def _endpoint(config: Config, folder: Path, out: Path) -> AsyncIterator[En
     served = gateway.Config(
         model=str(folder),
         port=0,
-        generator=with_longest_context(config.generator, folder, least=config.generator.max_tokens, most=MOST_CONTEXT),
+        generator=with_longest_context(
+            config.generator, folder, min_tokens=config.generator.max_tokens, max_tokens=MOST_CONTEXT
+        ),
         seed=config.seed,
         cache=config.cache,
         template_args=config.template_args,

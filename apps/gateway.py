@@ -154,7 +154,7 @@ async def serving(config: Config, key: str = "") -> AsyncIterator[tuple[Gateway,
         tokenizer = Tokenizer(folder, parse_control_tokens=config.parse_control_tokens, template_args=args)
         if note := describe_added_stop(tokenizer):
             _warn(note)
-        settings = with_longest_context(config.generator, folder, least=config.generator.max_tokens)
+        settings = with_longest_context(config.generator, folder, min_tokens=config.generator.max_tokens)
         engines = await services.engines(settings, folder, config.seed, config.cache)
         gateway = Gateway(
             config,

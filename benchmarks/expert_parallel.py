@@ -130,7 +130,7 @@ def _case(rank: int, case: _Case) -> dict[str, Any]:
     for way in _WAYS:
         with LiveBytes() as live:
             layer.run(lends=way == "least_loaded")
-        peak[way] = live.most + layer.weight_bytes
+        peak[way] = live.peak + layer.weight_bytes
     seconds: dict[str, list[float]] = {way: [] for way in _WAYS}
     for _ in range(config.repeats):
         for way in _WAYS:

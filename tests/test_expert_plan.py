@@ -27,7 +27,7 @@ def test_each_row_is_computed_once_and_ranks_are_even(ranks: int, experts: int, 
     # Rows that are labelled (rank, expert, number) meet again where they belong.
     found = [routes(plan, counts, rank) for rank in range(ranks)]
     labels = [[(rank, e, i) for e in range(experts) for i in range(counts[rank, e])] for rank in range(ranks)]
-    sent = [_take(labels[rank], found[rank].sent) for rank in range(ranks)]
+    sent = [_take(labels[rank], found[rank].sent_blocks) for rank in range(ranks)]
     seen: set[tuple[int, int, int]] = set()
     for rank, route in enumerate(found):
         came = []
@@ -35,11 +35,11 @@ def test_each_row_is_computed_once_and_ranks_are_even(ranks: int, experts: int, 
             first = sum(found[source].send[:rank])
             came += sent[source][first : first + found[source].send[rank]]
             assert found[source].send[rank] == route.receive[source]
-        rows = _take(came, route.computed)
+        rows = _take(came, route.computed_blocks)
         seen |= set(rows)
         borrowed = [next((loan.expert for loan in each if loan.borrower == rank), -1) for each in plan.rounds]
         mine = [*range(rank * (experts // ranks), (rank + 1) * (experts // ranks)), *borrowed]
-        sizes = [*route.own, *route.borrowed]
+        sizes = [*route.local_rows, *route.borrowed_rows]
         expected = [expert for expert, size in zip(mine, sizes, strict=True) for _ in range(size)]
         assert [label[1] for label in rows] == expected
     assert len(seen) == counts.sum()

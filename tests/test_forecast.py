@@ -85,16 +85,16 @@ def test_times_are_the_slower_of_arithmetic_and_memory(tmp_path: Path) -> None:
     device, use = DEVICE_TYPES["H100-80G"], GPU_EFFICIENCY
     alone = Workload(groups=1, group_size=1, prompt=1, answer=100, longest=100)
     settings = DecodeSettings(dtype="bfloat16", max_num_seqs=256)
-    slow = rollout_times(dense, settings, alone, device, engines=1, room=40e9, use=use)
+    slow = rollout_times(dense, settings, alone, device, engines=1, cache_bytes=40e9, use=use)
     read = 2 * (6_945_767_424 + 622_329_856) + 51 * 147_456
     assert slow.parts["memory bandwidth"] == pytest.approx(100 * read / (3350e9 * use.memory), rel=1e-3)
     assert slow.binds == "memory bandwidth"
     many = Workload(groups=64, group_size=8, prompt=1, answer=100, longest=100)
-    assert rollout_times(dense, settings, many, device, engines=1, room=40e9, use=use).sequences == 256
-    few = rollout_times(dense, settings, many, device, engines=1, room=101 * 147_456 * 10, use=use)
+    assert rollout_times(dense, settings, many, device, engines=1, cache_bytes=40e9, use=use).sequences == 256
+    few = rollout_times(dense, settings, many, device, engines=1, cache_bytes=101 * 147_456 * 10, use=use)
     assert few.sequences == 10, "the cache holds ten sequences"
     with pytest.raises(ConfigError, match="hold no sequence"):
-        rollout_times(dense, settings, many, device, engines=1, room=147_456, use=use)
+        rollout_times(dense, settings, many, device, engines=1, cache_bytes=147_456, use=use)
     train = TrainSettings(dtype="bfloat16", seq_len=4096)
     one = train_times(dense, train, many, device, spread=Spread(ranks=1, per_host=8), use=use)
     tokens = 64 + 51_200

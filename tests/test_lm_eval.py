@@ -171,7 +171,7 @@ def test_the_context_is_as_long_as_model_and_memory_allow_unless_it_is_given(tin
     def longest(positions: int, most: int | None = lm_eval.MOST_CONTEXT, **given: Any) -> int:
         (tmp_path / "config.json").write_text(json.dumps(read | {"max_position_embeddings": positions}))
         config = Generator.Config(**given)
-        return with_longest_context(config, tmp_path, least=config.max_tokens, most=most).max_model_len
+        return with_longest_context(config, tmp_path, min_tokens=config.max_tokens, max_tokens=most).max_model_len
 
     assert longest(3000) == 3000
     assert longest(1 << 17) == 8192

@@ -41,7 +41,7 @@ def test_a_row_is_copied_in_one_piece_and_knows_its_targets():
     assert len({value.untyped_storage().data_ptr() for value in found.values()}) == 1
     own = torch.arange(len(row) - 2, 3, -1)
     given = on_device(row, own, torch.device("cpu"))
-    assert given.wanted.tolist() == row.mask[own].nonzero().flatten().tolist()
+    assert given.scored_indices.tolist() == row.mask[own].nonzero().flatten().tolist()
     assert given.tokens == int(row.mask.sum())
 
 

@@ -103,16 +103,16 @@ def test_a_draft_is_what_followed_the_longest_match_until_votes_split() -> None:
     write(index, list(range(10, 40)))
     end = write(index, list(range(15, 25)))
     # One place, a match of 10: 10/12 * 11/13 * ... * 19/21 = 10 * 11 / (20 * 21) = 0.26, and times 20/22 = 0.24.
-    assert index.draft(end, key=0, most=16) == list(range(25, 35))
-    assert index.draft(end, key=0, most=2) == [25, 26]
-    assert index.draft(end, key=1, most=16) == [], "of another task"
-    assert index.draft(write(index, [24, 25, 27]), key=0, most=16) == []
+    assert index.draft(end, key=0, max_tokens=16) == list(range(25, 35))
+    assert index.draft(end, key=0, max_tokens=2) == [25, 26]
+    assert index.draft(end, key=1, max_tokens=16) == [], "of another task"
+    assert index.draft(write(index, [24, 25, 27]), key=0, max_tokens=16) == []
     write(index, [5, 6, 7, 8])
     write(index, [5, 6, 7, 9])
-    assert index.draft(write(index, [5, 6, 7]), key=0, most=16) == [9]  # 3/(6+2), the later place first
+    assert index.draft(write(index, [5, 6, 7]), key=0, max_tokens=16) == [9]  # 3/(6+2), the later place first
     for other in (11, 12, 13):
         write(index, [5, 6, 7, other])
-    assert index.draft(write(index, [5, 6, 7]), key=0, most=16) == [], "3/(15+2) is too unlikely"
+    assert index.draft(write(index, [5, 6, 7]), key=0, max_tokens=16) == [], "3/(15+2) is too unlikely"
 
 
 def test_the_index_keeps_its_size_and_only_the_latest_tokens() -> None:
@@ -124,7 +124,7 @@ def test_the_index_keeps_its_size_and_only_the_latest_tokens() -> None:
         recent = [token for text in texts for token in text][-64:]
         # With three different tokens nearly everything matches; nothing that was overwritten may be followed.
         assert index.tail(end, 100) == texts[-1][-64:][::-1]
-        assert set(index.draft(end, key=0, most=8)) <= set(recent)
+        assert set(index.draft(end, key=0, max_tokens=8)) <= set(recent)
     assert {len(index._tokens), *(len(each._last) for each in index._endings)} == {64}
 
 
@@ -134,19 +134,19 @@ def test_places_where_more_recurs_are_found_among_many_that_look_alike() -> None
     write(index, [*long, 1, 2, 3, 50, 51])
     for other in range(20):  # more than are compared
         write(index, [1, 2, 3, 60 + other])
-    assert index.draft(write(index, [1, 2, 3]), key=0, most=2) == [], "all of the last 16 go on differently"
-    assert index.draft(write(index, [*long, 1, 2, 3]), key=0, most=2) == [50, 51]
+    assert index.draft(write(index, [1, 2, 3]), key=0, max_tokens=2) == [], "all of the last 16 go on differently"
+    assert index.draft(write(index, [*long, 1, 2, 3]), key=0, max_tokens=2) == [50, 51]
 
 
 def test_what_stood_in_place_of_a_siblings_tokens_stands_there_again() -> None:
     index, guide = SuffixIndex(256), Guide()
     write(index, [*range(10, 20), 1, 2, 3, *range(20, 25), 1, 2, *range(25, 30), 1, 2, 4, 1, 2, 3, 40, 1, 2, 41])
     end = write(index, list(range(10, 20)))
-    assert index.draft(end, key=0, most=3, guide=guide) == [1, 2, 3]
+    assert index.draft(end, key=0, max_tokens=3, guide=guide) == [1, 2, 3]
     for token in (1, 7, 8, *range(20, 25), 1, 9, *range(25, 30)):  # here 2 is 7 and then 9, and 3 is 8
         index.pass_by(guide, token)
         end = index.append(token, key=0, end=end)
-    assert index.draft(end, key=0, most=9, guide=guide) == [1, 9, 4, 1, 9, 8, 40, 1, 9]
+    assert index.draft(end, key=0, max_tokens=9, guide=guide) == [1, 9, 4, 1, 9, 8, 40, 1, 9]
 
 
 def test_a_sibling_still_guides_after_tokens_that_differ_until_too_many_do() -> None:

@@ -48,24 +48,28 @@ def check_weights(folder: Path, architecture: Architecture, *, values: bool = Fa
     Raises:
         ModelError: the files lack weights, or layers hold some that change what the model computes.
     """
-    stored = tensor_files(folder).keys()
+    stored_names = tensor_files(folder).keys()
     names = (name for name in _weight_names(architecture) if not (values and name == HEAD))
-    needed = set(itertools.islice(names, len(stored) + 1))  # a crafted config.json can describe billions
-    if lacking := sorted(needed - stored):
+    needed_names = set(itertools.islice(names, len(stored_names) + 1))  # a crafted config.json can describe billions
+    if missing_names := sorted(needed_names - stored_names):
         raise ModelError(
-            f"{folder} lacks weights that its config.json describes, such as {lacking[0]!r}",
+            f"{folder} lacks weights that its config.json describes, such as {missing_names[0]!r}",
             hint="download or export the model again; a reward model or an adapter cannot be trained as a policy",
         )
-    unknown = sorted(name for name in stored - needed - {HEAD, VALUE_HEAD} if not name.endswith(".rotary_emb.inv_freq"))
-    layer_of = {name: int(match[1]) for name in unknown if (match := _OF_LAYER.match(name))}
-    strange = [name for name, layer in layer_of.items() if layer < architecture.layers and name.endswith(_TRAINED)]
-    if strange:
+    extra_names = sorted(
+        name for name in stored_names - needed_names - {HEAD, VALUE_HEAD} if not name.endswith(".rotary_emb.inv_freq")
+    )
+    layer_of = {name: int(match[1]) for name in extra_names if (match := _OF_LAYER.match(name))}
+    unexpected_names = [
+        name for name, layer in layer_of.items() if layer < architecture.layers and name.endswith(_TRAINED)
+    ]
+    if unexpected_names:
         raise ModelError(
-            f"{folder} holds {len(strange)} weights that a {architecture.family.model_type!r} of its config.json does "
-            f"not have, such as {strange[0]!r:.120}",
+            f"{folder} holds {len(unexpected_names)} weights that a {architecture.family.model_type!r} of its "
+            f"config.json does not have, such as {unexpected_names[0]!r:.120}",
             hint="use a model of the plain architecture, or correct config.json",
         )
-    return [name for name in unknown if layer_of.get(name, 0) < architecture.layers]
+    return [name for name in extra_names if layer_of.get(name, 0) < architecture.layers]
 
 
 def _weight_names(architecture: Architecture) -> Iterator[str]:
@@ -74,18 +78,18 @@ def _weight_names(architecture: Architecture) -> Iterator[str]:
     assert family.names.head == HEAD
     yield from (EMBEDDING, "model.norm.weight") if a.tied else (EMBEDDING, "model.norm.weight", HEAD)
     for layer in range(a.layers):
-        sparse = a.experts is not None and layer in a.experts.layers
-        absent = ["feed_forward."] if sparse else ["moe."]
+        is_sparse = a.experts is not None and layer in a.experts.layers
+        absent_prefixes = ["feed_forward."] if is_sparse else ["moe."]
         if a.experts is not None and not a.experts.shared_dim:
-            absent.append("moe.shared_experts.")
+            absent_prefixes.append("moe.shared_experts.")
         if a.latent is not None:
-            absent += (
+            absent_prefixes += (
                 ["attention.wq."] if a.latent.q_rank else ["attention.wq_a.", "attention.q_norm.", "attention.wq_b."]
             )
-        for ours, theirs in family.names.layer.items():
-            if not ours.startswith(tuple(absent)):
-                experts = range(a.experts.count) if a.experts is not None and "{}" in theirs else [0]
-                yield from (f"model.layers.{layer}.{theirs.format(expert)}" for expert in experts)
+        for titan_name, hf_name in family.names.layer.items():
+            if not titan_name.startswith(tuple(absent_prefixes)):
+                experts = range(a.experts.count) if a.experts is not None and "{}" in hf_name else [0]
+                yield from (f"model.layers.{layer}.{hf_name.format(expert)}" for expert in experts)
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -104,20 +108,20 @@ def read_architecture(folder: Path) -> Architecture:
     model_type = values.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        known = ", ".join(map(repr, sorted(FAMILIES)))
-        sees = "vision_config" in values or "audio_config" in values
-        more = ": the model also takes images or sound, and only text models are supported" if sees else ""
+        supported_types = ", ".join(map(repr, sorted(FAMILIES)))
+        is_multimodal = "vision_config" in values or "audio_config" in values
+        note = ": the model also takes images or sound, and only text models are supported" if is_multimodal else ""
         raise ModelError(
-            f"{path} has model_type {model_type!r:.80}{more}", hint=f"use one of the supported types: {known}"
+            f"{path} has model_type {model_type!r:.80}{note}", hint=f"use one of the supported types: {supported_types}"
         )
     architecture = family.read(ConfigFile(path=path, values=values, family=family))
-    stored = stored_bytes(folder)
+    file_bytes = stored_bytes(folder)
     # Lower bounds: 4 bits per weight if quantised, 8 if not.
-    if architecture.weights > stored * (2 if values.get("quantization_config") else 1) > 0:
+    if architecture.weights > file_bytes * (2 if values.get("quantization_config") else 1) > 0:
         raise ModelError(
-            f"{path} describes a model of {architecture.weights} weights, and its files have {stored} bytes",
+            f"{path} describes a model of {architecture.weights} weights, and its files have {file_bytes} bytes",
             hint="download or export the model again",
         )
-    if architecture.tied and stored and has_own_head(folder):
+    if architecture.tied and file_bytes and has_own_head(folder):
         architecture = replace(architecture, tied=False, untied_by_files=True)
     return architecture

@@ -24,55 +24,55 @@ def check_context(architecture: Architecture, settings: DecodeSettings) -> None:
     Raises:
         ConfigError: the context is too long.
     """
-    tokens, most = settings.max_model_len, positions(architecture)
-    if tokens > most:
+    tokens, max_positions = settings.max_model_len, positions(architecture)
+    if tokens > max_positions:
         raise ConfigError(
-            f"--generator.max-model-len is {tokens}, and the model has {most} positions",
-            hint=f"set --generator.max-model-len to {most} or less",
+            f"--generator.max-model-len is {tokens}, and the model has {max_positions} positions",
+            hint=f"set --generator.max-model-len to {max_positions} or less",
         )
-    needed, room = sequence_bytes(architecture, settings), _cache_bytes(architecture, settings)
-    if needed > room:
+    needed_bytes, free_bytes = sequence_bytes(architecture, settings), _cache_bytes(architecture, settings)
+    if needed_bytes > free_bytes:
         flag = "--generator.gpu-memory-utilization" if device_type() == "cuda" else "--generator.kv-cache-gib"
         raise ConfigError(
-            f"keys and values of one sequence of {tokens} tokens need {needed / 2**30:.3g} GiB, and a device of the "
-            f"engine has {max(0, room) / 2**30:.3g} GiB for them",
+            f"keys and values of one sequence of {tokens} tokens need {needed_bytes / 2**30:.3g} GiB, and a device of "
+            f"the engine has {max(0, free_bytes) / 2**30:.3g} GiB for them",
             hint=f"raise {flag}, or lower --generator.max-model-len",
         )
 
 
-def with_longest_context(settings: S, folder: Path, *, least: int, most: int | None = None) -> S:
+def with_longest_context(settings: S, folder: Path, *, min_tokens: int, max_tokens: int | None = None) -> S:
     """Return engine settings with the longest context that the model and memory allow, unless they set one.
 
     Args:
         folder: folder of the model.
-        least: tokens that it exceeds in any case.
-        most: upper bound; by default the model's positions.
+        min_tokens: number of tokens that the context must exceed; where none fits, the settings stay as they are.
+        max_tokens: upper bound; by default the model's positions.
     """
     if settings.max_model_len != DecodeSettings.max_model_len:
         return settings
     architecture = read_architecture(folder)
-    tokens = min(most or positions(architecture), positions(architecture))
-    while tokens > least:
-        longer = replace(settings, max_model_len=tokens)
-        try:
-            check_context(architecture, longer)
+    tokens = min(max_tokens or positions(architecture), positions(architecture))
+    while tokens > min_tokens:
+        candidate = replace(settings, max_model_len=tokens)
+        try:  # halving ends at more than half of the longest that fits
+            check_context(architecture, candidate)
         except ConfigError:
             tokens //= 2
         else:
-            return longer
+            return candidate
     return settings
 
 
 def sequence_bytes(architecture: Architecture, settings: DecodeSettings, tokens: int = 0) -> int:
     """Return the minimum KV cache, in bytes per device, of one sequence of `tokens` tokens (max_model_len if 0)."""
     a, tokens = architecture, tokens or settings.max_model_len
-    windowed = len(a.window_layers) if a.window else 0
-    seen = (a.layers - windowed) * tokens + windowed * min(tokens, a.window or tokens)
+    num_window_layers = len(a.window_layers) if a.window else 0
+    attended_tokens = (a.layers - num_window_layers) * tokens + num_window_layers * min(tokens, a.window or tokens)
     if a.latent:
         values = a.latent.kv_rank + a.latent.rope_dim
     else:
         values = 2 * a.head_dim * max(1, a.kv_heads // settings.tensor_parallel_size)
-    return seen * values * resolve_dtype(settings.dtype).itemsize
+    return attended_tokens * values * resolve_dtype(settings.dtype).itemsize
 
 
 def positions(architecture: Architecture) -> int:

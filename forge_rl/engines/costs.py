@@ -8,15 +8,15 @@ from forge_rl.engines.families.family import Architecture
 def layer_weights(architecture: Architecture, tokens: int = 1) -> float:
     """Return the weights of all layers that a pass over `tokens` tokens reads, on average.
 
-    Of a mixture of experts, one token uses `top_k` of them; tokens that choose independently and evenly use
+    In a mixture of experts, one token uses `top_k` of them; several that choose independently and evenly use
     `count * (1 - (1 - top_k / count) ** tokens)`.
     """
     a, experts = architecture, architecture.experts
     total = a.weights - a.vocab * a.dim * (1 if a.tied else 2)
     if experts is None:
         return float(total)
-    used = experts.count * (1 - (1 - experts.top_k / experts.count) ** tokens)
-    return total - len(experts.layers) * (experts.count - used) * 3 * a.dim * experts.hidden_dim
+    used_experts = experts.count * (1 - (1 - experts.top_k / experts.count) ** tokens)
+    return total - len(experts.layers) * (experts.count - used_experts) * 3 * a.dim * experts.hidden_dim
 
 
 def head_weights(architecture: Architecture) -> int:
@@ -32,9 +32,9 @@ def attention_flops(architecture: Architecture, context: float) -> float:
     """
     a = architecture
     value_dim = a.latent.value_dim if a.latent else a.head_dim
-    windowed = len(a.window_layers) if a.window else 0
-    seen = (a.layers - windowed) * context + windowed * min(context, a.window or context)
-    return 2.0 * a.heads * (a.head_dim + value_dim) * seen
+    num_window_layers = len(a.window_layers) if a.window else 0
+    attended_tokens = (a.layers - num_window_layers) * context + num_window_layers * min(context, a.window or context)
+    return 2.0 * a.heads * (a.head_dim + value_dim) * attended_tokens
 
 
 def forward_flops(architecture: Architecture, context: float, *, has_head: bool) -> float:

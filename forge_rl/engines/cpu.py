@@ -1,4 +1,4 @@
-"""What only ranks on CPUs need: a heap that keeps its blocks, and a process group without a race."""
+"""Needed by ranks on CPUs only: a heap that keeps its blocks, and a process group without a race."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def release_heap(available: float) -> None:
 
 
 def meet_over(interface: str, *, nccl: bool) -> None:
-    """Have gloo and, if asked, NCCL talk over one network interface; call before the process group is created."""
+    """Have gloo and, with `nccl`, NCCL talk over one network interface; call before the process group is created."""
     OneThreadGloo.interface = interface
-    if nccl and os.environ.get("NCCL_SOCKET_IFNAME") != interface:  # else not, as other threads read the environment
+    if nccl and os.environ.get("NCCL_SOCKET_IFNAME") != interface:  # only if it changes: other threads read it
         os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
 def chosen_interfaces() -> str:
     """Return the interfaces that this host's environment names for gloo or NCCL, other than loopback."""
-    named = os.environ.get("GLOO_SOCKET_IFNAME", ""), os.environ.get("NCCL_SOCKET_IFNAME", "")
-    return next((each for each in named if each not in ("", "lo")), "")
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", ""), os.environ.get("NCCL_SOCKET_IFNAME", "")
+    return next((interface for interface in interfaces if interface not in ("", "lo")), "")
 
 
 class OneThreadGloo(dist.ProcessGroupGloo):

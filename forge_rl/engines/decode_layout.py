@@ -72,8 +72,8 @@ def check_decode_layout(folder: Path, settings: DecodeSettings, *, engines: int 
 
 def _check_kernels(settings: DecodeSettings) -> None:
     """Refuse kernels that vLLM lacks: on CPU none is batch-invariant, and quantised ones need AMX at least."""
-    wanted = {"batch-invariant": settings.batch_invariant, "quantization": settings.quantization != "none"}
-    flags = " and ".join(f"--generator.{name}" for name, asked in wanted.items() if asked)
+    options = {"batch-invariant": settings.batch_invariant, "quantization": settings.quantization != "none"}
+    flags = " and ".join(f"--generator.{name}" for name, is_set in options.items() if is_set)
     if flags and device_type() != "cuda":
         raise ConfigError(f"{flags} needs GPUs, and engines would run on CPU", hint=f"leave out {flags}")
     if settings.quantization != "none" and settings.dtype == "float32":

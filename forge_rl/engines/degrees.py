@@ -25,12 +25,12 @@ def check_ranks(settings: TrainSettings, ranks: int) -> None:
     Raises:
         ConfigError: they do not; names the flags and the numbers that work.
     """
-    least = least_ranks(settings)
-    if ranks % least:
+    min_ranks = least_ranks(settings)
+    if ranks % min_ranks:
         flags = [f"{_flag(name)} {value}" for name, value in settings.degrees.items() if value > 1]
         raise ConfigError(
             f"{ranks} ranks do not fit {' '.join(flags)}",
-            hint=f"set --trainer.ranks to {least} or a multiple of it, or leave it out",
+            hint=f"set --trainer.ranks to {min_ranks} or a multiple of it, or leave it out",
         )
 
 
@@ -86,11 +86,12 @@ def _divides(field: str, degree: int, counts: dict[str, int]) -> None:
     """Raise ConfigError if a degree does not divide all of the model's counts."""
     if any(count % degree for count in counts.values()):
         common = math.gcd(*counts.values())
-        works = [str(n) for n in range(1, common + 1) if common % n == 0]
+        divisors = [str(n) for n in range(1, common + 1) if common % n == 0]
         raise ConfigError(
             f"{_flag(field)} is {degree}, and the model has "
             + " and ".join(f"{count} {name}" for name, count in counts.items()),
-            hint=f"set {_flag(field)} to {' or '.join([', '.join(works[:-1]), works[-1]] if works[1:] else works)}",
+            hint=f"set {_flag(field)} to "
+            + " or ".join([", ".join(divisors[:-1]), divisors[-1]] if divisors[1:] else divisors),
         )
 
 

@@ -55,8 +55,8 @@ def _gpu(
 
 
 DEVICE_TYPES: dict[str, DeviceType] = {
-    each.name: each
-    for each in (
+    gpu.name: gpu
+    for gpu in (
         _gpu("A100-40G", 40, 312, 1555, (300, 25, 32), 128, "NVIDIA A100 data sheet (SXM), DGX A100"),
         _gpu("A100-80G", 80, 312, 2039, (300, 25, 32), 256, "NVIDIA A100 data sheet (SXM), DGX A100"),
         _gpu("H100-80G", 80, 989, 3350, (450, 50, 64), 256, "NVIDIA H100 data sheet (SXM), DGX H100"),
@@ -77,13 +77,13 @@ def parse_machine(text: str) -> tuple[int, DeviceType]:
     Raises:
         ConfigError: it does not have this form, or names an unknown type; lists the known ones.
     """
-    found = _FORM.fullmatch(text.strip())
-    name = found[2].upper() if found else ""
-    known = next((each for key, each in DEVICE_TYPES.items() if key.upper() == name), None)
-    if found is None or known is None:
-        near = suggest(name or text, DEVICE_TYPES, "device types")
-        raise ConfigError(f"--on {text!r:.60} is not a known machine", hint=f"write COUNTxTYPE or local; {near}")
-    count = int(found[1] or 1)
+    match = _FORM.fullmatch(text.strip())
+    name = match[2].upper() if match else ""
+    device_type = next((device for key, device in DEVICE_TYPES.items() if key.upper() == name), None)
+    if match is None or device_type is None:
+        suggestion = suggest(name or text, DEVICE_TYPES, "device types")
+        raise ConfigError(f"--on {text!r:.60} is not a known machine", hint=f"write COUNTxTYPE or local; {suggestion}")
+    count = int(match[1] or 1)
     if not 1 <= count <= _MOST_DEVICES:
         raise ConfigError(f"--on {text!r:.60} has {count} devices in a host", hint=f"give 1 to {_MOST_DEVICES}")
-    return count, known
+    return count, device_type

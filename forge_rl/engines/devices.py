@@ -1,4 +1,4 @@
-"""The kind and number of devices that services run on, found without loading torch without a GPU's driver."""
+"""The kind and number of devices that services run on; without a GPU driver, torch is not loaded to find out."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def hosts_devices() -> Devices | None:
 
 def device_type() -> Literal["cuda", "cpu"]:
     """Return the kind of device that services run on."""
-    if (asked := hosts_devices()) is not None:
-        return asked.kind
+    if (devices := hosts_devices()) is not None:
+        return devices.kind
     if not _has_driver():
         return "cpu"
     import torch
@@ -67,8 +67,8 @@ def device_type() -> Literal["cuda", "cpu"]:
 
 def gpus() -> int:
     """Count the GPUs that services run on: of this machine, or of the run's hosts."""
-    if (asked := hosts_devices()) is not None:
-        return asked.gpus
+    if (devices := hosts_devices()) is not None:
+        return devices.gpus
     if device_type() == "cpu":
         return 0
     import torch

@@ -14,9 +14,9 @@ import numpy.typing as npt
 Counts = npt.NDArray[np.int64]
 
 _PLAIN_BELOW = 1.1
-"""Rows of the heaviest rank over the mean, up to which each rank computes its own experts."""
+"""Ratio of the heaviest rank's rows to the mean, up to which each rank computes its own experts."""
 _EVEN = 1.02
-"""Rows of the heaviest rank over the mean with which a plan is even enough."""
+"""Ratio of the heaviest rank's rows to the mean at which a plan is even enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,26 +54,28 @@ def plan_experts(load: Counts, *, ranks: int) -> ExpertPlan:
         ranks: a divisor of the number of experts.
     """
     experts = len(load)
-    owned = experts // ranks
+    experts_per_rank = experts // ranks
     rows = np.zeros((ranks, experts), dtype=np.int64)
-    rows[np.arange(experts) // owned, np.arange(experts)] = load
+    rows[np.arange(experts) // experts_per_rank, np.arange(experts)] = load
     totals = rows.sum(axis=1)
     mean = float(totals.mean())
     loans: dict[tuple[int, int, int], int] = {}
     if totals.max() > _PLAIN_BELOW * mean:
-        fair = int(np.ceil(mean))
+        target_rows = int(np.ceil(mean))
         while totals.max() > _EVEN * mean:
             owner, borrower = int(totals.argmax()), int(totals.argmin())
-            expert = owner * owned + int(rows[owner, owner * owned : (owner + 1) * owned].argmax())
-            moved = int(min(totals[owner] - fair, fair - totals[borrower], rows[owner, expert]))
-            if moved <= 0:
+            expert = owner * experts_per_rank + int(
+                rows[owner, owner * experts_per_rank : (owner + 1) * experts_per_rank].argmax()
+            )
+            moved_rows = int(min(totals[owner] - target_rows, target_rows - totals[borrower], rows[owner, expert]))
+            if moved_rows <= 0:  # the heaviest rank has the mean, rounded up
                 break
-            rows[owner, expert] -= moved
-            rows[borrower, expert] += moved
-            totals[owner] -= moved
-            totals[borrower] += moved
+            rows[owner, expert] -= moved_rows
+            rows[borrower, expert] += moved_rows
+            totals[owner] -= moved_rows
+            totals[borrower] += moved_rows
             loan = expert, owner, borrower
-            loans[loan] = loans.get(loan, 0) + moved
+            loans[loan] = loans.get(loan, 0) + moved_rows
     return ExpertPlan(rows=rows, rounds=_rounds(loans))
 
 
@@ -81,12 +83,12 @@ def _rounds(loans: dict[tuple[int, int, int], int]) -> tuple[tuple[Loan, ...], .
     """Put each loan, the largest first, into the first round in which its owner and its borrower are free."""
     rounds: list[list[Loan]] = []
     for expert, owner, borrower in sorted(loans, key=lambda loan: (-loans[loan], loan)):
-        for found in rounds:
-            if all(owner != other.owner and borrower != other.borrower for other in found):
+        for round_loans in rounds:
+            if all(owner != other.owner and borrower != other.borrower for other in round_loans):
                 break
         else:
-            rounds.append(found := [])
-        found.append(Loan(expert=expert, owner=owner, borrower=borrower))
+            rounds.append(round_loans := [])
+        round_loans.append(Loan(expert=expert, owner=owner, borrower=borrower))
     return tuple(map(tuple, rounds))
 
 
@@ -94,21 +96,21 @@ def _rounds(loans: dict[tuple[int, int, int], int]) -> tuple[tuple[Loan, ...], .
 class Routes:
     """What one rank sends, receives and computes in a plan.
 
-    Rows are sent in the order of `sent`, and computed in the order of `computed`: first the rows of the rank's
-    own experts, then of borrowed ones, round by round; within an expert, by the rank that sent them.
+    Rows are sent in the order of `sent_blocks`, and computed in the order of `computed_blocks`: first the rows of the
+    rank's own experts, then of borrowed ones, round by round; within an expert, by the rank that sent them.
     """
 
-    sent: tuple[Counts, Counts]
+    sent_blocks: tuple[Counts, Counts]
     """Starts and lengths of blocks of this rank's rows, sorted by expert, in the order in which they are sent."""
-    computed: tuple[Counts, Counts]
+    computed_blocks: tuple[Counts, Counts]
     """Starts and lengths of blocks of the received rows, in the order in which they are computed."""
     send: list[int]
     """[ranks], rows sent to each rank."""
     receive: list[int]
     """[ranks], rows received from each rank."""
-    own: Counts
+    local_rows: Counts
     """[own experts], rows of each of this rank's experts that it computes itself."""
-    borrowed: list[int]
+    borrowed_rows: list[int]
     """[rounds], rows of the expert that it borrows in each round; 0 if it borrows none."""
 
 
@@ -122,20 +124,23 @@ def routes(plan: ExpertPlan, counts: Counts, rank: int) -> Routes:
         counts: [ranks, experts], each rank's rows of each expert; their sum over ranks is the load that was planned.
     """
     ranks, experts = counts.shape
-    owned = experts // ranks
-    to = _overlap(counts[rank], _before(counts)[rank], plan.rows, _before(plan.rows))
-    came = _overlap(plan.rows[rank], _before(plan.rows)[rank], counts, _before(counts))
-    loans = [next((loan for loan in each if loan.borrower == rank), None) for each in plan.rounds]
-    mine = [*range(rank * owned, (rank + 1) * owned), *(loan.expert for loan in loans if loan is not None)]
-    starts_sent = _starts(to.T).T
-    starts_came = _starts(came)
+    experts_per_rank = experts // ranks
+    sent_rows = _overlap(counts[rank], _before(counts)[rank], plan.rows, _before(plan.rows))
+    received_rows = _overlap(plan.rows[rank], _before(plan.rows)[rank], counts, _before(counts))
+    loans = [next((loan for loan in round_loans if loan.borrower == rank), None) for round_loans in plan.rounds]
+    local_experts = [
+        *range(rank * experts_per_rank, (rank + 1) * experts_per_rank),
+        *(loan.expert for loan in loans if loan is not None),
+    ]
+    sent_starts = _starts(sent_rows.T).T
+    received_starts = _starts(received_rows)
     return Routes(
-        sent=(starts_sent.ravel(), to.ravel()),
-        computed=(starts_came[:, mine].T.ravel(), came[:, mine].T.ravel()),
-        send=to.sum(axis=1).tolist(),
-        receive=came.sum(axis=1).tolist(),
-        own=plan.rows[rank, rank * owned : (rank + 1) * owned],
-        borrowed=[0 if loan is None else int(plan.rows[rank, loan.expert]) for loan in loans],
+        sent_blocks=(sent_starts.ravel(), sent_rows.ravel()),
+        computed_blocks=(received_starts[:, local_experts].T.ravel(), received_rows[:, local_experts].T.ravel()),
+        send=sent_rows.sum(axis=1).tolist(),
+        receive=received_rows.sum(axis=1).tolist(),
+        local_rows=plan.rows[rank, rank * experts_per_rank : (rank + 1) * experts_per_rank],
+        borrowed_rows=[0 if loan is None else int(plan.rows[rank, loan.expert]) for loan in loans],
     )
 
 
@@ -151,8 +156,8 @@ def _starts(lengths: Counts) -> Counts:
     return starts.reshape(lengths.shape)
 
 
-def _overlap(own: Counts, start: Counts, others: Counts, starts: Counts) -> Counts:
+def _overlap(rank_rows: Counts, rank_starts: Counts, all_rows: Counts, all_starts: Counts) -> Counts:
     """Count the rows that one rank's ranges, [experts], share with every rank's, [ranks, experts]."""
-    ends = np.minimum(start + own, starts + others)
-    shared: Counts = np.maximum(ends - np.maximum(start, starts), 0)
+    ends = np.minimum(rank_starts + rank_rows, all_starts + all_rows)
+    shared: Counts = np.maximum(ends - np.maximum(rank_starts, all_starts), 0)
     return shared

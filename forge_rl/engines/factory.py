@@ -86,8 +86,8 @@ def decode_environment(
     if gpus or device_type() == "cuda":
         # A forked worker would inherit locks held by this process's threads, and no CUDA context survives a fork. The
         # thread count is set because vLLM would leave one thread to fingerprint all repacked weights.
-        own = range(place * devices, (place + 1) * devices)
-        names = [gpus[index] if gpus else visible_gpu(index) for index in own]
+        indices = range(place * devices, (place + 1) * devices)
+        names = [gpus[index] if gpus else visible_gpu(index) for index in indices]
         return env | {_VISIBLE: ",".join(names), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     # vLLM's sampler compiles two one-line functions even if nothing else is compiled: that delays the first rollout by
     # half a minute to save 3 ms per step.
@@ -123,7 +123,7 @@ async def start_decode_engine(
 
 
 def start_following_part(folder: Path, settings: DecodeSettings, *, seed: int, part: EnginePart) -> Closable:
-    """Start another than the first part of an engine of several hosts; arguments as for `start_decode_engine`.
+    """Start a part, other than the first, of an engine on several hosts; arguments as for `start_decode_engine`.
 
     Raises:
         ModelError: the part does not start with this model.

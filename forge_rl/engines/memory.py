@@ -73,5 +73,5 @@ def adds_up_once(weights: int, settings: TrainSettings, *, ranks: int) -> bool:
         ranks: number of ranks, which share the host's memory on CPU.
     """
     memory = gpu_bytes() or host_bytes() // ranks
-    whole = 4 * weights // (settings.tensor_parallel_degree * settings.pipeline_parallel_degree)
-    return not settings.enable_cpu_offload and whole * _GRADIENTS_SHARE <= memory
+    gradient_bytes = 4 * weights // (settings.tensor_parallel_degree * settings.pipeline_parallel_degree)
+    return not settings.enable_cpu_offload and gradient_bytes * _GRADIENTS_SHARE <= memory

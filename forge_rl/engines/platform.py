@@ -27,14 +27,14 @@ def own_device() -> torch.device:
     return local_device(0 if device_type() == "cpu" else torch.cuda.current_device())
 
 
-def device_threads(name: str, most: int | None = None) -> ThreadPoolExecutor:
+def device_threads(name: str, max_workers: int | None = None) -> ThreadPoolExecutor:
     """Create a thread pool on this process's device; by default a new thread creates its CUDA context on the first GPU.
 
     Args:
         name: prefix of the threads' names.
-        most: maximum number of threads; Python's default if None.
+        max_workers: maximum number of threads; Python's default if None.
     """
-    return ThreadPoolExecutor(most, name, _use_device, (own_device(),))
+    return ThreadPoolExecutor(max_workers, name, _use_device, (own_device(),))
 
 
 def _use_device(device: torch.device) -> None:
@@ -71,8 +71,8 @@ def cpu_cores() -> int:
 
 def gpu_bytes() -> int:
     """Return the memory of the first GPU, or of the smallest one of the run's hosts, in bytes; 0 without a GPU."""
-    if (asked := hosts_devices()) is not None:
-        return asked.gpu_bytes
+    if (devices := hosts_devices()) is not None:
+        return devices.gpu_bytes
     return int(torch.cuda.get_device_properties(0).total_memory) if device_type() == "cuda" else 0
 
 

@@ -41,8 +41,8 @@ def this_device(dim: int, hidden: int, dtype: torch.dtype) -> DeviceType:
     command = [sys.executable, "-m", __name__, str(dim), str(hidden), str(dtype).removeprefix("torch.")]
     env = handed_on(thread_environment(1))
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_DEADLINE_S, check=True)
-        flops, bandwidth = map(float, done.stdout.split())
+        process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_DEADLINE_S, check=True)
+        flops, bandwidth = map(float, process.stdout.split())
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise ConfigError(f"this machine could not be measured: {error}", hint="plan with another --on") from error
     return DeviceType(
@@ -74,25 +74,25 @@ def _measure(dim: int, hidden: int, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _mean_s(work: Callable[[], object]) -> float:
-    """Return the mean seconds of a call over a while, as other load on the machine comes and goes."""
+    """Return the mean seconds of a call over `_WHILE_S`, which averages out other load on the machine."""
     work()
-    calls, began = 0, time.perf_counter()
-    while (passed := time.perf_counter() - began) < _WHILE_S:
+    calls, start_s = 0, time.perf_counter()
+    while (elapsed_s := time.perf_counter() - start_s) < _WHILE_S:
         work()
         calls += 1
-    return passed / calls
+    return elapsed_s / calls
 
 
 def _known_gpu() -> DeviceType:
     properties = torch.cuda.get_device_properties(0)
     words = properties.name.upper().replace(" ", "")
-    fitting = [each for each in DEVICE_TYPES.values() if each.name.split("-")[0] in words]
-    if not fitting:
+    matches = [device for device in DEVICE_TYPES.values() if device.name.split("-")[0] in words]
+    if not matches:
         raise ConfigError(
             f"the speed of {properties.name!r:.80} is not known",
             hint=f"name the most similar type with --on: {', '.join(DEVICE_TYPES)}",
         )
-    return min(fitting, key=lambda each: abs(each.memory - properties.total_memory))
+    return min(matches, key=lambda device: abs(device.memory - properties.total_memory))
 
 
 if __name__ == "__main__":

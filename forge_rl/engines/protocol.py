@@ -31,7 +31,7 @@ TrainDtype = Literal["auto", "float32", "bfloat16", "float64"]
 Quantization = Literal["none", "fp8", "int8"]
 LoadBalancer = Literal["auto", "none", "headtail", "ptrr"]
 _WHOLE_GPU = 0.9
-"""Share of the memory of a GPU that an engine takes which has it to itself."""
+"""Share of a GPU's memory that an engine takes if nothing else uses the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)

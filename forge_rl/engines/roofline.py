@@ -133,7 +133,7 @@ def rollout_times(
     device: DeviceType,
     *,
     engines: int,
-    room: float,
+    cache_bytes: float,
     use: Efficiency,
 ) -> Times:
     """Predict the seconds in which all engines generate a batch.
@@ -141,42 +141,44 @@ def rollout_times(
     A step reads the weights once for all requests, and each one's keys and values. Engines share a group's prompt.
 
     Args:
-        settings: of each engine.
+        settings: settings of each engine.
         engines: number of engines, with equal shares of the batch.
-        room: bytes of keys and values on each device of an engine.
+        cache_bytes: bytes of keys and values on each device of an engine.
 
     Raises:
         ConfigError: the cache does not hold one sequence.
     """
     a, tp, copies = architecture, settings.tensor_parallel_size, settings.data_parallel_size
     itemsize = resolve_dtype(settings.dtype).itemsize
-    whole = round(work.prompt + work.answer)
-    held = int(room // sequence_bytes(a, settings, whole))
-    if held < 1:
+    sequence_tokens = round(work.prompt + work.answer)
+    cached_sequences = int(cache_bytes // sequence_bytes(a, settings, sequence_tokens))
+    if cached_sequences < 1:
         raise ConfigError(
-            f"an engine's {room / 2**30:.3g} GiB hold no sequence of {whole} tokens",
+            f"an engine's {cache_bytes / 2**30:.3g} GiB hold no sequence of {sequence_tokens} tokens",
             hint="raise --generator.tensor-parallel-size, or lower --generator.max-model-len",
         )
     share = work.episodes / (engines * copies)
-    now = max(1.0, min(settings.max_num_seqs, held, share))
+    running = max(1.0, min(settings.max_num_seqs, cached_sequences, share))
     context = round(work.prompt + work.answer / 2)
-    flops = now * forward_flops(a, context, has_head=True) / tp
-    read = itemsize * (layer_weights(a, round(now)) + head_weights(a)) / tp + now * sequence_bytes(a, settings, context)
-    compute_s, memory_s = flops / (device.flops * use.decoding), read / (device.bandwidth * use.memory)
-    steps = max(share / now * work.answer, work.longest)
+    flops = running * forward_flops(a, context, has_head=True) / tp
+    read_weights = layer_weights(a, round(running)) + head_weights(a)
+    read_bytes = itemsize * read_weights / tp + running * sequence_bytes(a, settings, context)
+    compute_s, memory_s = flops / (device.flops * use.decoding), read_bytes / (device.bandwidth * use.memory)
+    steps = max(share / running * work.answer, work.longest)
     link_s = 0.0
     if tp > 1:
-        moved = now * a.dim * itemsize * 2 * (tp - 1) / tp
-        link_s = 2 * a.layers * (use.collective_s + moved / (device.link * use.links))
-    prompts = max(1.0, work.groups / (engines * copies)) * work.prompt
-    prefill = prompts * forward_flops(a, work.prompt / 2, has_head=False) / tp
+        sent_bytes = running * a.dim * itemsize * 2 * (tp - 1) / tp
+        link_s = 2 * a.layers * (use.collective_s + sent_bytes / (device.link * use.links))
+    prompt_tokens = max(1.0, work.groups / (engines * copies)) * work.prompt
+    prefill_flops = prompt_tokens * forward_flops(a, work.prompt / 2, has_head=False) / tp
     parts = {
-        "arithmetic": (steps * compute_s if compute_s > memory_s else 0.0) + prefill / (device.flops * use.decoding),
+        "arithmetic": (steps * compute_s if compute_s > memory_s else 0.0)
+        + prefill_flops / (device.flops * use.decoding),
         "memory bandwidth": steps * memory_s if compute_s <= memory_s else 0.0,
         "links between the engine's devices": steps * link_s,
-        "scheduling and sampling": steps * (use.step_s + now * use.sequence_s),
+        "scheduling and sampling": steps * (use.step_s + running * use.sequence_s),
     }
-    return Times(parts=parts, sequences=now)
+    return Times(parts=parts, sequences=running)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,51 +207,55 @@ def train_times(
 ) -> Times:
     """Predict the seconds in which the trainer trains a batch.
 
-    FSDP's collectives overlap with arithmetic; collectives of other kinds do not. Of a pipeline, the times are of the
-    stage that computes the longest.
+    FSDP's collectives overlap with arithmetic; collectives of other kinds do not. With a pipeline, the times are
+    the slowest stage's.
     """
     a, s = architecture, settings
     tp, cp, ep = s.tensor_parallel_degree, s.context_parallel_degree, s.expert_parallel_degree
-    pp, of_stage = s.pipeline_parallel_degree, spread.ranks // s.pipeline_parallel_degree
+    pp, stage_ranks = s.pipeline_parallel_degree, spread.ranks // s.pipeline_parallel_degree
     layers = stage_layers(a, pp)
-    part = max(map(len, layers)) / a.layers
+    stage_share = max(map(len, layers)) / a.layers
     itemsize = resolve_dtype(s.dtype).itemsize
-    shares = max(1, of_stage // (tp * cp))
-    least = work.prompt + work.answer  # a group of episodes can be split, an episode cannot
-    tokens = max(work.tokens / shares, least) / use.filled
-    per_row = max(1, s.seq_len) * cp
-    rows = max(float(work.minibatches), -(-tokens // per_row))
-    flops = part * _flops(a, s, work) * tokens / max(1.0, work.tokens) / (tp * cp)
+    shares = max(1, stage_ranks // (tp * cp))
+    episode_tokens = work.prompt + work.answer  # a group of episodes can be split, an episode cannot
+    tokens = max(work.tokens / shares, episode_tokens) / use.filled
+    row_tokens = max(1, s.seq_len) * cp
+    rows = max(float(work.minibatches), -(-tokens // row_tokens))
+    flops = stage_share * _flops(a, s, work) * tokens / max(1.0, work.tokens) / (tp * cp)
     compute_s = spread.sharers * flops / (device.flops * use.training)
     parts = {"arithmetic": work.epochs * compute_s}
     if pp > 1:
         parts["filling and draining the pipeline"] = work.epochs * compute_s * work.minibatches * (pp - 1) / rows
     gather_s = (
-        part
-        * _gather_bytes(a, s, of_stage, rows, itemsize)
-        / (spread.link(device, of_stage // s.data_parallel_replicate_degree) * use.links)
+        stage_share
+        * _gather_bytes(a, s, stage_ranks, rows, itemsize)
+        / (spread.link(device, stage_ranks // s.data_parallel_replicate_degree) * use.links)
     )
     if s.enable_cpu_offload:
         gather_s += rows * 2 * 4 * a.weights / spread.ranks / (device.host_link * use.links)
     if s.enable_activation_offload:
-        moved = part * 2 * tokens / cp / tp * a.dim * itemsize * a.layers
-        parts["links of offloaded activations"] = work.epochs * moved / (device.host_link * use.links)
+        sent_bytes = stage_share * 2 * tokens / cp / tp * a.dim * itemsize * a.layers
+        parts["links of offloaded activations"] = work.epochs * sent_bytes / (device.host_link * use.links)
     parts["links of FSDP beyond arithmetic"] = work.epochs * max(0.0, gather_s - compute_s)
-    local = tokens / cp
+    local_tokens = tokens / cp
     passes = 2 + (s.activation_checkpointing == "full")
     if tp > 1:
-        moved = part * local * a.dim * itemsize * (tp - 1) / tp * a.layers * 4 * passes
-        parts["links of tensor parallelism"] = work.epochs * moved / (spread.link(device, tp) * use.links)
+        sent_bytes = stage_share * local_tokens * a.dim * itemsize * (tp - 1) / tp * a.layers * 4 * passes
+        parts["links of tensor parallelism"] = work.epochs * sent_bytes / (spread.link(device, tp) * use.links)
     if cp > 1:
-        keys = part * tokens * (cp - 1) / cp * 2 * a.kv_heads * a.head_dim * itemsize / tp * a.layers
-        parts["links of context parallelism"] = work.epochs * 3 * keys / (spread.link(device, tp * cp) * use.links)
+        kv_bytes = stage_share * tokens * (cp - 1) / cp * 2 * a.kv_heads * a.head_dim * itemsize / tp * a.layers
+        parts["links of context parallelism"] = work.epochs * 3 * kv_bytes / (spread.link(device, tp * cp) * use.links)
     if ep > 1 and a.experts:
-        sent = part * local / tp * a.experts.top_k * a.dim * itemsize * (ep - 1) / ep * len(a.experts.layers)
-        parts["links of expert parallelism"] = work.epochs * 2 * passes * sent / (spread.link(device, ep) * use.links)
-    touched = _ADAMW_BYTES + 2 * moments_bytes(s.optimizer_state)
-    state = touched * a.weights / (spread.ranks // s.data_parallel_replicate_degree)
+        routed_bytes = (
+            stage_share * local_tokens / tp * a.experts.top_k * a.dim * itemsize * (ep - 1) / ep * len(a.experts.layers)
+        )
+        parts["links of expert parallelism"] = (
+            work.epochs * 2 * passes * routed_bytes / (spread.link(device, ep) * use.links)
+        )
+    bytes_per_weight = _ADAMW_BYTES + 2 * moments_bytes(s.optimizer_state)
+    state_bytes = bytes_per_weight * a.weights / (spread.ranks // s.data_parallel_replicate_degree)
     rate = device.host_link * use.links if s.enable_cpu_offload else device.bandwidth * use.memory
-    parts["optimizer"] = spread.sharers * work.epochs * work.minibatches * state / rate
+    parts["optimizer"] = spread.sharers * work.epochs * work.minibatches * state_bytes / rate
     return Times(parts=parts)
 
 
@@ -260,24 +266,26 @@ def _flops(architecture: Architecture, settings: TrainSettings, work: Workload) 
     head = 2.0 * head_weights(a) * work.answers
     prompts = work.groups * work.prompt * attention_flops(a, work.prompt / 2)
     attention = prompts + work.answers * attention_flops(a, work.prompt + work.answer / 2)
-    again = {"none": 0.0, "selective": 0.5 * layers, "full": layers + attention}[settings.activation_checkpointing]
+    recompute_flops = {"none": 0.0, "selective": 0.5 * layers, "full": layers + attention}[
+        settings.activation_checkpointing
+    ]
     forward = layers + head + attention
-    return 3 * forward + again + work.passes * forward
+    return 3 * forward + recompute_flops + work.passes * forward
 
 
 def _gather_bytes(a: Architecture, s: TrainSettings, ranks: int, rows: float, itemsize: int) -> float:
     """Return the bytes that one of `ranks` ranks that hold a model receives for FSDP in a pass over its rows: weights
     twice, float32 gradients once."""
-    split = ranks // s.data_parallel_replicate_degree
-    if split == 1:
+    num_shards = ranks // s.data_parallel_replicate_degree
+    if num_shards == 1:
         return 4.0 * a.weights if s.data_parallel_replicate_degree > 1 else 0.0
-    own = float(a.weights)
+    local_weights = float(a.weights)
     if a.experts and s.expert_parallel_degree > 1:
-        inside = len(a.experts.layers) * a.experts.count * 3 * a.dim * a.experts.hidden_dim
-        own -= inside * (1 - 1 / s.expert_parallel_degree)
-    own /= s.tensor_parallel_degree
+        expert_weights = len(a.experts.layers) * a.experts.count * 3 * a.dim * a.experts.hidden_dim
+        local_weights -= expert_weights * (1 - 1 / s.expert_parallel_degree)
+    local_weights /= s.tensor_parallel_degree
     reductions = 1.0 if adds_up_once(a.weights, s, ranks=ranks * s.pipeline_parallel_degree) else rows
-    return (2 * rows * itemsize * own + reductions * 4 * own) * (split - 1) / split
+    return (2 * rows * itemsize * local_weights + reductions * 4 * local_weights) * (num_shards - 1) / num_shards
 
 
 def publish_times(

@@ -22,15 +22,15 @@ OFF = "off"
 _KINDS = ("ngram", "suffix", "draft")
 _DECAY = 0.99
 _ENOUGH = 32
-"""Number of drafted tokens from which on their accepted share counts."""
+"""Minimum number of drafted tokens for their accepted share to count."""
 _RETRY = 32
-"""Interval in steps at which one drafts although drafts are off, or does not although they are on, to measure."""
+"""Interval, in steps, at which one step drafts although drafts are off, or the reverse, so that both are measured."""
 _MEASURED = 5
-"""Number of measured steps of each kind from which on their speeds are compared."""
+"""Minimum number of measured steps of each kind before their speeds are compared."""
 _FIRST_RETRY = 8
-"""The interval until then."""
+"""Interval while too few steps of the other kind are measured."""
 _WINDOW = 32
-"""Maximum number of steps of each kind that a speed is taken from."""
+"""Maximum number of recent steps of each kind that a speed is computed from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,9 @@ def read_speculation(text: str) -> Speculation | None:
         return None
     options = _Options(**read_options(parsed, _Options))
     bounds = {"max_tokens": (1, 64), "max_running": (1, 1 << 16), "min_accepted": (0, 1)}
-    for name, (least, most) in bounds.items():
-        if not least <= (value := getattr(options, name)) <= most:
-            raise parsed.wrong(f"{name} is {value}", f"choose {least} to {most}", at=name)
+    for name, (min_value, max_value) in bounds.items():
+        if not min_value <= (value := getattr(options, name)) <= max_value:
+            raise parsed.wrong(f"{name} is {value}", f"choose {min_value} to {max_value}", at=name)
     kind = cast(Literal["ngram", "suffix", "draft"], parsed.name)
     return Speculation(kind=kind, model=model, **vars(options))
 
@@ -93,14 +93,14 @@ def check_speculation(text: str, *, routed_experts: bool, devices: int) -> None:
     Raises:
         ConfigError: the text is invalid, or the engine's settings rule speculation out.
     """
-    found = read_speculation(text)
-    if found is not None and routed_experts:
+    speculation = read_speculation(text)
+    if speculation is not None and routed_experts:
         raise ConfigError(
             "--generator.speculation does not go with --trainer.router-replay: engines would also return the "
             "experts of rejected drafts",
             hint="leave one of them out",
         )
-    if found is None or found.kind != "draft":
+    if speculation is None or speculation.kind != "draft":
         return
     if device_type() == "cuda":
         raise ConfigError("--generator.speculation draft: draft models run on CPU engines only", hint="use suffix")
@@ -124,17 +124,17 @@ def resolve_draft_model(text: str, policy: Path, cache: Path, progress: Progress
     """
     from forge_rl.engines.architecture import read_architecture  # imports torch, which reading flags need not
 
-    found = read_speculation(text)
-    if found is None or not found.model:
+    speculation = read_speculation(text)
+    if speculation is None or not speculation.model:
         return text
     try:
-        folder = resolve_model(found.model, cache, progress).resolve()
-        check_same_tokens(f"the draft model {found.model}", folder, policy)
+        folder = resolve_model(speculation.model, cache, progress).resolve()
+        check_same_tokens(f"the draft model {speculation.model}", folder, policy)
         folder = dequantized(folder, cache, progress) if read_architecture(folder).quantized else folder
     except ModelError as error:
-        raise ModelError(f"the draft model {found.model}: {error.message}", hint=error.hint) from error
+        raise ModelError(f"the draft model {speculation.model}: {error.message}", hint=error.hint) from error
     quote = "'" if '"' in str(folder) else '"'
-    options = "".join(f",{name}={getattr(found, name)}" for name in _Options.__annotations__)
+    options = "".join(f",{name}={getattr(speculation, name)}" for name in _Options.__annotations__)
     return f"draft:{quote}{folder}{quote}{options}"
 
 
@@ -177,18 +177,18 @@ class DraftSwitch:
         if running > self._settings.max_running:
             self._last = set(), False, 0.0
             return False
-        size, now = running.bit_length(), self._clock()
-        before, drafted, began = self._last
-        if before == set(requests):  # else the step also computed prompts
-            self._speeds[size, drafted].append((tokens / running, now - began))
-        worth = self._accepts() and not (self._settings.adaptive and self._loses(size))
-        allowed = worth
-        if self._settings.adaptive or not worth:
+        size, start_s = running.bit_length(), self._clock()
+        last_requests, drafted, last_start_s = self._last
+        if last_requests == set(requests):  # else the step also computed prompts
+            self._speeds[size, drafted].append((tokens / running, start_s - last_start_s))
+        pays_off = self._accepts() and not (self._settings.adaptive and self._loses(size))
+        may_draft = pays_off
+        if self._settings.adaptive or not pays_off:
             self._steps += 1
-            known = not self._settings.adaptive or len(self._speeds[size, not worth]) >= _MEASURED
-            allowed ^= self._steps % (_RETRY if known else _FIRST_RETRY) == 0
-        self._last = set(requests), allowed, now
-        return allowed
+            has_speeds = not self._settings.adaptive or len(self._speeds[size, not pays_off]) >= _MEASURED
+            may_draft ^= self._steps % (_RETRY if has_speeds else _FIRST_RETRY) == 0
+        self._last = set(requests), may_draft, start_s
+        return may_draft
 
     def _accepts(self) -> bool:
         return self._drafted < _ENOUGH or self._accepted >= self._settings.min_accepted * self._drafted
@@ -198,8 +198,8 @@ class DraftSwitch:
         speeds = [self._speeds[size, drafted] for drafted in (True, False)]
         if any(len(steps) < _MEASURED for steps in speeds):
             return False
-        drafting, plain = (
+        draft_speed, plain_speed = (
             statistics.fmean(tokens for tokens, _ in steps) / statistics.median(seconds for _, seconds in steps)
             for steps in speeds
         )
-        return drafting < plain
+        return draft_speed < plain_speed

@@ -252,7 +252,7 @@ def measured_forecast(config: RunConfig, policy: Policy, machines: Machines) -> 
         config=config,
         needs=needs,
         shares_devices=False,
-        rollout=rollout_times(a, all_engines, work, engines=1, room=cache * generator.replicas, **common),  # type: ignore[arg-type]
+        rollout=rollout_times(a, all_engines, work, engines=1, cache_bytes=cache * generator.replicas, **common),  # type: ignore[arg-type]
         train=train_times(
             a,
             trainer,
@@ -375,7 +375,7 @@ def _forecast(config: RunConfig, policy: Policy, machines: Machines) -> Forecast
         config=config,
         needs=needs,
         shares_devices=shared,
-        rollout=rollout_times(a, generator, work, device, engines=generator.replicas, room=cache, use=use),
+        rollout=rollout_times(a, generator, work, device, engines=generator.replicas, cache_bytes=cache, use=use),
         train=train_times(
             a, trainer, work, device, spread=Spread(ranks=trainer.ranks, per_host=machines.per_host), use=use
         ),

@@ -119,7 +119,7 @@ def fake_engine(
                 with unset_fake_temporarily():
                     split, own = engine._parallelism.split(row)
                     given = on_device(row, own, torch.device("cpu"), split=split)
-                    parts = {name: getattr(given, name) for name in ("own", "wanted", "order")}
+                    parts = {name: getattr(given, name) for name in ("local_indices", "scored_indices", "order")}
                     tensors = {
                         name: value.clone() for name, value in (parts | row.tensors()).items() if value is not None
                     }

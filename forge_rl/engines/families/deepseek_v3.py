@@ -18,7 +18,7 @@ LAYER = {
     "attention.wkv_a.weight": "self_attn.kv_a_proj_with_mqa.weight",
     "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
     "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
-    **{name: theirs for name, theirs in llama.LAYER.items() if "qkv_linear" not in name},
+    **{name: hf_name for name, hf_name in llama.LAYER.items() if "qkv_linear" not in name},
     **qwen.STACKS,
     "moe.router.gate.weight": "mlp.gate.weight",
     _BIAS: "mlp.gate.e_score_correction_bias",
@@ -34,20 +34,20 @@ def read(config: ConfigFile) -> Architecture:
     config.need("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts")
     config.need("num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group")
     config.need("n_shared_experts", "norm_topk_prob", "routed_scaling_factor")
-    for name, needed in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
-        if values.get(name) != needed:
+    for name, supported_value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+        if values.get(name) != supported_value:
             raise ModelError(
-                f"{config.path}: {name} is {values.get(name)!r:.80}, and the trainer supports {needed!r}",
+                f"{config.path}: {name} is {values.get(name)!r:.80}, and the trainer supports {supported_value!r}",
                 hint=f"use a model with DeepSeek-V3's routing; if this one has it, set {name}, which engines need",
             )
     rope = config.rope
-    scaled = rope["rope_type"] == "yarn"
-    heads, dense = config.whole("num_attention_heads"), values.get("first_k_dense_replace") or 0
-    if type(dense) is not int or not 0 <= dense <= config.layers:
+    uses_yarn = rope["rope_type"] == "yarn"
+    heads, num_dense_layers = config.whole("num_attention_heads"), values.get("first_k_dense_replace") or 0
+    if type(num_dense_layers) is not int or not 0 <= num_dense_layers <= config.layers:
         raise config.wrong("first_k_dense_replace", "not a number of layers")
     width = config.whole("moe_intermediate_size")
     experts = Experts(
-        layers=tuple(range(dense, config.layers)),
+        layers=tuple(range(num_dense_layers, config.layers)),
         count=config.whole("n_routed_experts"),
         top_k=config.whole("num_experts_per_tok"),
         hidden_dim=width,
@@ -67,7 +67,7 @@ def read(config: ConfigFile) -> Architecture:
         value_dim=config.whole("v_head_dim"),
         interleaved=bool(values.get("rope_interleave", True)),
     )
-    in_groups = experts.groups == 1 or (
+    groups_fit = experts.groups == 1 or (
         experts.count % experts.groups == 0
         and experts.count // experts.groups > 1
         and experts.top_groups * (experts.count // experts.groups) >= experts.top_k
@@ -78,13 +78,13 @@ def read(config: ConfigFile) -> Architecture:
         head_dim=latent.nope_dim + latent.rope_dim,
         rope_types=("default", "yarn"),
         scales=("mscale", "mscale_all_dim"),
-        refused={
+        unsupported={
             "fewer key heads than heads": config.whole("num_key_value_heads", heads) != heads,
             f"moe_layer_freq {values.get('moe_layer_freq')!r}": values.get("moe_layer_freq", 1) != 1,
             f"{experts.count} experts in {experts.groups} groups, {experts.top_k} of {experts.top_groups} groups": (
-                not in_groups or experts.top_groups > experts.groups
+                not groups_fit or experts.top_groups > experts.groups
             ),
-            "YaRN whose mscale and mscale_all_dim are not the same number": scaled
+            "YaRN whose mscale and mscale_all_dim are not the same number": uses_yarn
             and not (rope.get("mscale") and rope["mscale"] == rope.get("mscale_all_dim")),
         },
     )
@@ -135,11 +135,11 @@ def layer(architecture: Architecture, index: int, max_positions: int) -> Any:
     )
 
 
-def set_sharding(config: Any, **how: bool) -> None:
+def set_sharding(config: Any, **options: bool) -> None:
     """Set torchtitan's sharding of DeepSeek-V3."""
     from torchtitan.models.deepseek_v3.sharding import set_deepseek_v3_sharding_config
 
-    set_deepseek_v3_sharding_config(config, **how)
+    set_deepseek_v3_sharding_config(config, **options)
 
 
 DEEPSEEK_V3 = Family(

@@ -157,12 +157,14 @@ class ConfigFile:
     values: Mapping[str, Any]
     family: Family
 
-    def whole(self, name: str, default: int = 0, *, most: int = 2**31 - 1) -> int:
+    def whole(self, name: str, default: int = 0, *, max_value: int = 2**31 - 1) -> int:
         """Read a positive integer; a default of 0 makes it required."""
         value = self.values.get(name) or default
-        if type(value) is not int or not 0 < value <= most:
-            said = "not a whole number above 0" if most == 2**31 - 1 else f"not a whole number from 1 to {most}"
-            raise self.wrong(name, said, value)
+        if type(value) is not int or not 0 < value <= max_value:
+            problem = (
+                "not a whole number above 0" if max_value == 2**31 - 1 else f"not a whole number from 1 to {max_value}"
+            )
+            raise self.wrong(name, problem, value)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -172,7 +174,7 @@ class ConfigFile:
     @property
     def layers(self) -> int:
         """Number of layers."""
-        return self.whole("num_hidden_layers", most=10_000)
+        return self.whole("num_hidden_layers", max_value=10_000)
 
     @property
     def rope(self) -> dict[str, Any]:
@@ -194,34 +196,34 @@ class ConfigFile:
 
     def need(self, *names: str) -> None:
         """Raise ModelError unless config.json has all of these."""
-        if lacking := [name for name in names if name not in self.values]:
-            raise ModelError(f"{self.path} lacks {', '.join(lacking)}", hint=_AGAIN)
+        if missing_names := [name for name in names if name not in self.values]:
+            raise ModelError(f"{self.path} lacks {', '.join(missing_names)}", hint=_AGAIN)
 
-    def wrong(self, name: str, said: str, value: object = None) -> ModelError:
+    def wrong(self, name: str, problem: str, value: object = None) -> ModelError:
         """Make the error for a value that is not valid, by default the file's own."""
         value = self.values.get(name) if value is None else value
-        return ModelError(f"{self.path}: {name} is {value!r:.80}, {said}", hint=_AGAIN)
+        return ModelError(f"{self.path}: {name} is {value!r:.80}, {problem}", hint=_AGAIN)
 
     def architecture(
         self,
         *,
-        refused: Mapping[str, bool] | None = None,
+        unsupported: Mapping[str, bool] | None = None,
         rope_types: Collection[str] = tuple(_SCALING),
         scales: Collection[str] = (),
-        **own: Any,
+        **fields: Any,
     ) -> Architecture:
         """Read the values that all families share.
 
         Args:
-            refused: unsupported options by name, True if config.json sets them; extends or overrides the list of
+            unsupported: unsupported options by name, True if config.json sets them; extends or overrides the list of
                 options that no family supports.
             rope_types: RoPE types that the family supports.
             scales: the parameters in SCALES that the family supports.
-            own: fields of Architecture that the family reads itself.
+            fields: fields of Architecture that the family reads itself.
         """
         values, rope = self.values, self.rope
         partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-        asked = {
+        unsupported_options = {
             "attention_bias": bool(values.get("attention_bias")),
             "mlp_bias": bool(values.get("mlp_bias")),
             "use_sliding_window": bool(values.get("use_sliding_window")),
@@ -232,17 +234,17 @@ class ConfigFile:
             f"partial_rotary_factor {partial!r:.80}": partial not in (None, 1),
             "dual_chunk_attention_config": bool(values.get("dual_chunk_attention_config")),
             **{f"YaRN with {name}": rope.get(name) is not None for name in SCALES if name not in scales},
-            **(refused or {}),
+            **(unsupported or {}),
         }
-        unread = refusal(values.get("quantization_config"), self.family.model_type)
-        if unread:
+        unsupported_format = refusal(values.get("quantization_config"), self.family.model_type)
+        if unsupported_format:
             raise ModelError(
-                f"{self.path} asks for {unread}, which the trainer cannot read",
+                f"{self.path} asks for {unsupported_format}, which the trainer cannot read",
                 hint="use the model's bfloat16 files: usually the same name without AWQ, GPTQ, FP8 or 4bit",
             )
-        if found := [name for name, present in asked.items() if present]:
+        if option_names := [name for name, is_set in unsupported_options.items() if is_set]:
             raise ModelError(
-                f"{self.path} asks for {', '.join(found)}, which the trainer does not support",
+                f"{self.path} asks for {', '.join(option_names)}, which the trainer does not support",
                 hint=f"use a model of the plain {self.family.model_type!r} architecture",
             )
         self.need("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "rms_norm_eps")
@@ -251,9 +253,9 @@ class ConfigFile:
         for name in ("rope_theta", *_SCALING[rope["rope_type"]]):
             self._number(name, rope)
         heads, dim = self.whole("num_attention_heads"), self.whole("hidden_size")
-        if "head_dim" not in own:
-            own["head_dim"] = self.whole("head_dim", dim // heads)
-        predicting = bool(values.get("num_nextn_predict_layers"))
+        if "head_dim" not in fields:
+            fields["head_dim"] = self.whole("head_dim", dim // heads)
+        has_predicting_layers = bool(values.get("num_nextn_predict_layers"))
         return Architecture(
             family=self.family,
             dim=dim,
@@ -266,9 +268,9 @@ class ConfigFile:
             max_positions=self.whole("max_position_embeddings"),
             rope=rope,
             tied=bool(values.get("tie_word_embeddings")),
-            predicting_layers=self.whole("num_nextn_predict_layers", most=100) if predicting else 0,
+            predicting_layers=self.whole("num_nextn_predict_layers", max_value=100) if has_predicting_layers else 0,
             quantized=bool(values.get("quantization_config")),
-            **own,
+            **fields,
         )
 
     def _check_dtype(self) -> None:

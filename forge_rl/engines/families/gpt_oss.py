@@ -11,8 +11,8 @@ _EXPERTS = "moe.routed_experts.inner_experts"
 _PROJECTIONS = {"qkv_linear.wq": "q", "qkv_linear.wk": "k", "qkv_linear.wv": "v", "wo": "o"}
 LAYER = {
     **{
-        f"attention.{ours}.{kind}": f"self_attn.{theirs}_proj.{kind}"
-        for ours, theirs in _PROJECTIONS.items()
+        f"attention.{module}.{kind}": f"self_attn.{projection}_proj.{kind}"
+        for module, projection in _PROJECTIONS.items()
         for kind in ("weight", "bias")
     },
     "attention.sinks": "self_attn.sinks",
@@ -57,7 +57,7 @@ def read(config: ConfigFile) -> Architecture:
         window=config.whole("sliding_window"),
         window_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"),
         rope_types=("default", "yarn"),
-        refused={
+        unsupported={
             "attention_bias": False,
             "sliding_window": False,
             "attention_bias false": not values.get("attention_bias", True),
@@ -108,11 +108,11 @@ def layer(architecture: Architecture, index: int, max_positions: int) -> Any:
     )
 
 
-def set_sharding(config: Any, **how: bool) -> None:
+def set_sharding(config: Any, **options: bool) -> None:
     """Set torchtitan's sharding of gpt-oss."""
     from torchtitan.models.gpt_oss.sharding import set_gpt_oss_sharding_config
 
-    set_gpt_oss_sharding_config(config, **how)
+    set_gpt_oss_sharding_config(config, **options)
 
 
 GPT_OSS = Family(

@@ -27,11 +27,11 @@ def layer(architecture: Architecture, index: int, max_positions: int, **options:
     return gqa_layer(architecture, index, max_positions, **options)
 
 
-def set_sharding(config: Any, **how: bool) -> None:
+def set_sharding(config: Any, **options: bool) -> None:
     """Set torchtitan's sharding of Qwen3, whose layers these are."""
     from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-    set_qwen3_sharding_config(config, **how)
+    set_qwen3_sharding_config(config, **options)
 
 
 LLAMA = Family(

@@ -87,7 +87,7 @@ class RemoteEngine:
         end = clock() + self._server.wait_s
         while True:
             try:
-                found = await self._ask("claim", {"owner": self._server.owner}, deadline_s=_CLAIM_S)
+                answer = await self._ask("claim", {"owner": self._server.owner}, deadline_s=_CLAIM_S)
                 break
             except (_GoneError, TimeoutError) as error:
                 if clock() >= end:
@@ -107,10 +107,11 @@ class RemoteEngine:
                     f"{self._server.url} is not an engine that can join runs: {error}",
                     hint="start one there by: forge-rl serve-engine --model MODEL",
                 ) from error
-        session, facts = found.get("session"), found.get("facts")
-        if found.get("protocol") != PROTOCOL or not isinstance(facts, dict) or not _is_plain(session):
+        session, facts = answer.get("session"), answer.get("facts")
+        if answer.get("protocol") != PROTOCOL or not isinstance(facts, dict) or not _is_plain(session):
             raise ConfigError(
-                f"the engine at {self._server.url} speaks protocol {wire.shown(found.get('protocol'))}, not {PROTOCOL}",
+                f"the engine at {self._server.url} speaks protocol {wire.shown(answer.get('protocol'))}, "
+                f"not {PROTOCOL}",
                 hint="install the same version of forge_rl on both machines",
             )
         self._client.headers[SESSION_HEADER] = str(session)
@@ -150,8 +151,8 @@ class RemoteEngine:
 
     async def hold(self, *, paused: bool, asleep: bool) -> bool:
         with self._blaming():
-            found = await self._ask("hold", {"paused": paused or asleep, "asleep": False})
-        return found.get("whole") is True
+            answer = await self._ask("hold", {"paused": paused or asleep, "asleep": False})
+        return answer.get("whole") is True
 
     async def serve_model(self) -> None:
         with self._blaming():
@@ -182,12 +183,12 @@ class RemoteEngine:
     async def _beat(self) -> None:
         """End this process once the server is gone."""
         clock = asyncio.get_running_loop().time
-        heard, cause, failures = clock(), "it does not answer", 0
-        while clock() - heard < _SILENT_S and failures < _MOST_FAILURES:
+        last_answer_s, cause, failures = clock(), "it does not answer", 0
+        while clock() - last_answer_s < _SILENT_S and failures < _MOST_FAILURES:
             await asyncio.sleep(0 if failures else _BEAT_S)
             try:
                 await self._ask("beat", {}, deadline_s=_CONNECT_S)
-                heard, failures = clock(), 0
+                last_answer_s, failures = clock(), 0
             except TimeoutError:
                 continue
             except Exception as error:  # whatever it answers, a session is only kept by the right answer
@@ -228,10 +229,10 @@ class RemoteEngine:
                     raise _StatusError(response.status_code, await _start_of(response))
                 async with contextlib.aclosing(_split(response)) as lines:
                     async for line in lines:
-                        found = wire.read_object(line)
-                        if "error" in found:
-                            raise wire.error_from_json(found)
-                        yield found
+                        answer = wire.read_object(line)
+                        if "error" in answer:
+                            raise wire.error_from_json(answer)
+                        yield answer
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
             raise _GoneError(wire.shown(error) or type(error).__name__) from error
 
@@ -300,8 +301,8 @@ async def _frames(
                     data = memoryview(_bytes(tensors[entry.name]))
                     for start in range(0, len(data), _PART_BYTES):
                         yield bytes(data[start : start + _PART_BYTES])
-                    if missing := -len(data) % wire.ALIGN:
-                        yield bytes(missing)
+                    if padding := -len(data) % wire.ALIGN:
+                        yield bytes(padding)
         except Exception as error:  # the connection ends in the middle of a bucket, which the server takes for the end
             problems.append(error)
             raise
@@ -313,8 +314,8 @@ def _bytes(tensor: torch.Tensor) -> Any:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def _header(found: Mapping[str, Any]) -> bytes:
-    data = json.dumps(found).encode()
+def _header(payload: Mapping[str, Any]) -> bytes:
+    data = json.dumps(payload).encode()
     return len(data).to_bytes(4, "big") + data
 
 
@@ -325,22 +326,24 @@ def _is_plain(text: object) -> bool:
 
 def _mismatches(facts: Mapping[str, Any], settings: DecodeSettings) -> list[str]:
     """Compare a server's settings with the run's."""
-    wanted = {
+    required = {
         "dtype": str(resolve_dtype(settings.dtype)).removeprefix("torch."),
         "head_dtype": "float32",
         "logprobs_mode": "processed_logprobs",
     }
-    found = [
+    problems = [
         f"its {name} is {wire.shown(facts.get(name))}, and {value} is needed"
-        for name, value in wanted.items()
+        for name, value in required.items()
         if facts.get(name) != value
     ]
     if (facts.get("quantization") is not None) != (settings.quantization != "none"):
-        found.append(f"its quantization is {wire.shown(facts.get('quantization'))}, the run's {settings.quantization}")
-    longest = facts.get("max_model_len")
-    if type(longest) is not int or longest < settings.max_model_len:
-        found.append(f"its max_model_len is {wire.shown(longest)}, and {settings.max_model_len} is needed")
-    return found
+        problems.append(
+            f"its quantization is {wire.shown(facts.get('quantization'))}, the run's {settings.quantization}"
+        )
+    max_model_len = facts.get("max_model_len")
+    if type(max_model_len) is not int or max_model_len < settings.max_model_len:
+        problems.append(f"its max_model_len is {wire.shown(max_model_len)}, and {settings.max_model_len} is needed")
+    return problems
 
 
 def _check_address(url: str) -> None:
@@ -353,11 +356,14 @@ def _check_address(url: str) -> None:
     if parts.scheme == "https":
         return
     try:
-        found = {place[0] for *_, place in socket.getaddrinfo(parts.hostname, parts.port or 80)}
+        addresses = {address[0] for *_, address in socket.getaddrinfo(parts.hostname, parts.port or 80)}
     except OSError as error:
         raise ConfigError(f"the host of {url} is unknown: {error.strerror}", hint="correct --generator.urls") from error
-    if public := [each for each in found if ipaddress.ip_address(str(each).partition("%")[0]).is_global]:
+    if public_addresses := [
+        address for address in addresses if ipaddress.ip_address(str(address).partition("%")[0]).is_global
+    ]:
         raise ConfigError(
-            f"{url} is at the public address {public[0]}, and the key and the weights would travel unencrypted",
+            f"{url} is at the public address {public_addresses[0]}, and the key and the weights would travel "
+            "unencrypted",
             hint="use https://, or a tunnel to a private address",
         )

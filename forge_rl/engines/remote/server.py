@@ -184,8 +184,8 @@ class EngineServer:
 
     async def _hold(self, receive: Receive, reply: _Reply) -> None:
         body = await _whole(receive)
-        whole = await self._engine.hold(paused=body.get("paused") is True, asleep=body.get("asleep") is True)
-        await reply.end({"whole": whole})
+        has_weights = await self._engine.hold(paused=body.get("paused") is True, asleep=body.get("asleep") is True)
+        await reply.end({"whole": has_weights})
 
     async def _serve_model(self, receive: Receive, reply: _Reply) -> None:
         await _whole(receive)
@@ -227,21 +227,23 @@ async def _buckets(body: _Body, manifest: Manifest) -> AsyncGenerator[segment.Se
             raise WeightsError("the version did not arrive whole", hint="load it again")
         if not isinstance(names, list) or not all(isinstance(name, str) and name in entries for name in names):
             raise wire.WireError("a bucket has tensors that the version has not")
-        found = [entries[name] for name in names]
-        offsets, size = wire.places(found)
+        bucket_entries = [entries[name] for name in names]
+        offsets, size = wire.places(bucket_entries)
         try:
             ref, fd = segment.create_anonymous(size)
         except OSError as error:
             raise WeightsError(f"the server has no memory for a bucket of {size} bytes: {error.strerror}") from error
         try:
             memory = segment.writable(ref).numpy()
-            at = 0
+            position = 0
             async for part in body.parts(size):
-                memory[at : at + len(part)] = np.frombuffer(part, np.uint8)
-                at += len(part)
+                memory[position : position + len(part)] = np.frombuffer(part, np.uint8)
+                position += len(part)
             del memory
-            placed = tuple(replace(entry, offset=offset) for entry, offset in zip(found, offsets, strict=True))
-            yield segment.SegmentBucket(segment=ref, entries=placed)
+            placed_entries = tuple(
+                replace(entry, offset=offset) for entry, offset in zip(bucket_entries, offsets, strict=True)
+            )
+            yield segment.SegmentBucket(segment=ref, entries=placed_entries)
         finally:
             segment.release(ref)
             os.close(fd)
@@ -274,7 +276,7 @@ class _Body:
         size = int.from_bytes(b"".join([part async for part in self.parts(4)]), "big")
         if size > _MOST_HEADER:
             raise wire.WireError(f"a header has {size} bytes")
-        return wire.read_object(b"".join([part async for part in self.parts(size)]), most=_MOST_HEADER)
+        return wire.read_object(b"".join([part async for part in self.parts(size)]), max_bytes=_MOST_HEADER)
 
     async def drain(self) -> None:
         """Read and forget the rest."""
@@ -299,15 +301,15 @@ class _Reply:
         self._send = send
         self._begun = self._ended = False
 
-    async def line(self, found: Mapping[str, Any]) -> None:
+    async def line(self, payload: Mapping[str, Any]) -> None:
         """Send a line."""
-        await self._write(json.dumps(found, separators=(",", ":")).encode() + b"\n", more=True)
+        await self._write(json.dumps(payload, separators=(",", ":")).encode() + b"\n", more=True)
 
-    async def end(self, found: Mapping[str, Any] | None = None) -> None:
+    async def end(self, payload: Mapping[str, Any] | None = None) -> None:
         """Send the last line, if any, and end the answer."""
         if not self._ended:
             self._ended = True
-            last = b"" if found is None else json.dumps(found, separators=(",", ":")).encode() + b"\n"
+            last = b"" if payload is None else json.dumps(payload, separators=(",", ":")).encode() + b"\n"
             await self._write(last, more=False)
 
     async def _write(self, data: bytes, *, more: bool) -> None:
@@ -349,9 +351,9 @@ async def _whole(receive: Receive) -> dict[str, Any]:
             return wire.read_object(b"".join(parts))
 
 
-async def _answer(send: Send, found: Mapping[str, Any], *, status: int = 200) -> None:
+async def _answer(send: Send, payload: Mapping[str, Any], *, status: int = 200) -> None:
     await send(_start(status))
-    await send({"type": "http.response.body", "body": json.dumps(found).encode() + b"\n"})
+    await send({"type": "http.response.body", "body": json.dumps(payload).encode() + b"\n"})
 
 
 def _start(status: int) -> dict[str, Any]:

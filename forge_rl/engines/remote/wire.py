@@ -32,21 +32,21 @@ class WireError(Exception):
     """A malformed message."""
 
 
-def read_object(data: bytes, *, most: int = MOST_LINE) -> dict[str, Any]:
+def read_object(data: bytes, *, max_bytes: int = MOST_LINE) -> dict[str, Any]:
     """Return a JSON object.
 
     Raises:
         WireError: it is something else, or too long.
     """
-    if len(data) > most:
-        raise WireError(f"a message has more than {most} bytes")
+    if len(data) > max_bytes:
+        raise WireError(f"a message has more than {max_bytes} bytes")
     try:
-        found = json.loads(data)
+        payload = json.loads(data)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        payload = None
+    if not isinstance(payload, dict):
         raise WireError(f"a message is not a JSON object: {shown(data[:80].decode(errors='replace'))}")
-    return found
+    return payload
 
 
 def shown(text: object) -> str:
@@ -56,15 +56,15 @@ def shown(text: object) -> str:
 
 def error_to_json(error: Exception) -> dict[str, str]:
     """Return an error as its `kind`, `message` and `hint`."""
-    kind = next((name for name, each in _KINDS.items() if type(error) is each), "failed")
+    kind = next((name for name, error_class in _KINDS.items() if type(error) is error_class), "failed")
     message = error.message if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
     return {"error": kind, "message": message, "hint": error.hint if isinstance(error, ForgeError) else ""}
 
 
-def error_from_json(found: Mapping[str, Any]) -> Exception:
+def error_from_json(payload: Mapping[str, Any]) -> Exception:
     """Return the error that a message holds."""
-    message, hint = shown(found.get("message", "")), shown(found.get("hint", ""))
-    kind = _KINDS.get(str(found.get("error")))
+    message, hint = shown(payload.get("message", "")), shown(payload.get("hint", ""))
+    kind = _KINDS.get(str(payload.get("error")))
     return RuntimeError(f"the server failed: {message}") if kind is None else kind(message, hint=hint)
 
 
@@ -74,92 +74,98 @@ def sampling_to_json(sampling: Sampling) -> dict[str, Any]:
     Raises:
         ConfigError: a setting in `extra` has no JSON form.
     """
-    found = {each.name: getattr(sampling, each.name) for each in fields(sampling)} | {"extra": dict(sampling.extra)}
+    payload = {field.name: getattr(sampling, field.name) for field in fields(sampling)} | {
+        "extra": dict(sampling.extra)
+    }
     try:
-        json.dumps(found, allow_nan=False)
+        json.dumps(payload, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"a sampling setting cannot be sent to a remote engine: {error}", hint="use plain values in `extra`"
         ) from error
-    return found
+    return payload
 
 
-def sampling_from_json(found: object) -> Sampling:
+def sampling_from_json(payload: object) -> Sampling:
     """Return sampling settings.
 
     Raises:
         WireError: they are malformed.
     """
-    if not isinstance(found, dict) or not isinstance(found.get("extra", {}), dict):
+    if not isinstance(payload, dict) or not isinstance(payload.get("extra", {}), dict):
         raise WireError("sampling settings are not an object")
     try:
-        stops = {"stop": tuple(map(str, found.get("stop", ()))), "stop_ids": tuple(map(int, found.get("stop_ids", ())))}
-        return Sampling(**{**found, **stops})
+        stops = {
+            "stop": tuple(map(str, payload.get("stop", ()))),
+            "stop_ids": tuple(map(int, payload.get("stop_ids", ()))),
+        }
+        return Sampling(**{**payload, **stops})
     except (TypeError, ValueError, ForgeError) as error:
         raise WireError(f"sampling settings are malformed: {error}") from error
 
 
-def integers(found: object, name: str) -> list[int]:
+def integers(values: object, name: str) -> list[int]:
     """Return a list of integers of 32 bits.
 
     Raises:
         WireError: it is something else.
     """
-    if not isinstance(found, list) or not all(type(each) is int and -(2**31) <= each < 2**31 for each in found):
+    if not isinstance(values, list) or not all(type(value) is int and -(2**31) <= value < 2**31 for value in values):
         raise WireError(f"{name} are not a list of integers")
-    return found
+    return values
 
 
-def _floats(found: object, name: str) -> list[float]:
-    if not isinstance(found, list) or not all(type(each) in (int, float) for each in found):
+def _floats(values: object, name: str) -> list[float]:
+    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
         raise WireError(f"{name} are not a list of numbers")
     try:
         with np.errstate(over="ignore"):
-            return np.array(found, np.float64).astype(np.float32).tolist()  # type: ignore[no-any-return]
+            return np.array(values, np.float64).astype(np.float32).tolist()  # type: ignore[no-any-return]
     except OverflowError as error:
         raise WireError(f"{name} hold a number that is too large") from error
 
 
 def chunk_to_json(chunk: Chunk) -> dict[str, Any]:
     """Return a chunk as JSON, without its default values."""
-    found: dict[str, Any] = {
+    payload: dict[str, Any] = {
         "token_ids": chunk.token_ids.tolist(),
         "logprobs": chunk.logprobs.tolist(),
         "versions": chunk.versions.tolist(),
         "text": chunk.text,
     }
     names = ("finish", "top", "prompt", "cache", "drafted", "accepted", "verified")
-    more = ((name, getattr(chunk, name)) for name in names)
-    return found | {name: value for name, value in more if value}
+    optional_values = ((name, getattr(chunk, name)) for name in names)
+    return payload | {name: value for name, value in optional_values if value}
 
 
-def chunk_from_json(found: Mapping[str, Any]) -> Chunk:
+def chunk_from_json(payload: Mapping[str, Any]) -> Chunk:
     """Return a chunk. Its values may still be impossible for the request.
 
     Raises:
         WireError: it is malformed, or empty without being the last.
     """
-    ids, finish, text = integers(found.get("token_ids"), "token ids"), found.get("finish", ""), found.get("text")
+    ids, finish, text = integers(payload.get("token_ids"), "token ids"), payload.get("finish", ""), payload.get("text")
     if finish not in ("", "stop", "length") or not isinstance(text, str):
         raise WireError(f"a chunk has the finish {shown(finish)!r} and a text of type {type(text).__name__}")
     if not (ids or finish):
         raise WireError("a chunk is empty")
-    counts = [_integer(found.get(name, 0)) for name in ("drafted", "accepted", "verified")]
+    counts = [_integer(payload.get(name, 0)) for name in ("drafted", "accepted", "verified")]
     try:
         return Chunk(
             token_ids=ids,
-            logprobs=_floats(found.get("logprobs"), "logprobs"),
-            versions=integers(found.get("versions"), "versions"),
+            logprobs=_floats(payload.get("logprobs"), "logprobs"),
+            versions=integers(payload.get("versions"), "versions"),
             text=text,
             finish=finish,
             top=tuple(
-                tuple((_integer(token), _float(value)) for token, value in each) for each in found.get("top", ())
+                tuple((_integer(token), _float(value)) for token, value in alternatives)
+                for alternatives in payload.get("top", ())
             ),
             prompt=tuple(
-                tuple((_integer(token), _float(value), _integer(rank)) for token, value, rank in each)
-                for each in found.get("prompt", ())
+                tuple((_integer(token), _float(value), _integer(rank)) for token, value, rank in alternatives)
+                for alternatives in payload.get("prompt", ())
             ),
-            cache=_cache(found["cache"]) if "cache" in found else None,
+            cache=_cache(payload["cache"]) if "cache" in payload else None,
             drafted=counts[0],
             accepted=counts[1],
             verified=counts[2],
@@ -168,17 +174,17 @@ def chunk_from_json(found: Mapping[str, Any]) -> Chunk:
         raise WireError(f"a chunk is malformed: {shown(error)}") from error
 
 
-def _integer(found: object) -> int:
-    return integers([found], "entries")[0]
+def _integer(value: object) -> int:
+    return integers([value], "entries")[0]
 
 
-def _float(found: object) -> float:
-    return _floats([found], "entries")[0]
+def _float(value: object) -> float:
+    return _floats([value], "entries")[0]
 
 
-def _cache(found: object) -> CacheUse:
-    usage, *counts = _floats(found, "the cache's numbers")
-    if len(counts) not in (3, 6) or not all(math.isfinite(each) for each in counts):
+def _cache(values: object) -> CacheUse:
+    usage, *counts = _floats(values, "the cache's numbers")
+    if len(counts) not in (3, 6) or not all(math.isfinite(count) for count in counts):
         raise WireError("the use of a cache is malformed")
     return CacheUse(usage, *map(int, counts))
 
@@ -188,7 +194,7 @@ def scores_to_json(scores: ScoredTokens) -> dict[str, Any]:
     return {name: getattr(scores, name).ravel().tolist() for name in ("logprobs", "top_ids", "top_logprobs")}
 
 
-def scores_from_json(found: Mapping[str, Any], count: int, top_k: int) -> ScoredTokens:
+def scores_from_json(payload: Mapping[str, Any], count: int, top_k: int) -> ScoredTokens:
     """Return the scores of `count` tokens, with the `top_k` most likely of each.
 
     Raises:
@@ -196,9 +202,9 @@ def scores_from_json(found: Mapping[str, Any], count: int, top_k: int) -> Scored
     """
     try:
         return ScoredTokens(
-            logprobs=_floats(found.get("logprobs"), "logprobs"),
-            top_ids=np.array(integers(found.get("top_ids"), "token ids"), np.int32).reshape(count, top_k),
-            top_logprobs=np.array(_floats(found.get("top_logprobs"), "logprobs"), np.float32).reshape(count, top_k),
+            logprobs=_floats(payload.get("logprobs"), "logprobs"),
+            top_ids=np.array(integers(payload.get("top_ids"), "token ids"), np.int32).reshape(count, top_k),
+            top_logprobs=np.array(_floats(payload.get("top_logprobs"), "logprobs"), np.float32).reshape(count, top_k),
         )
     except ValueError as error:
         raise WireError(f"scores are malformed: {shown(error)}") from error
@@ -210,7 +216,7 @@ def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
     return {"version": manifest.version, "tensors": tensors}
 
 
-def manifest_from_json(found: Mapping[str, Any]) -> Manifest:
+def manifest_from_json(payload: Mapping[str, Any]) -> Manifest:
     """Return a version and its tensors, which belong to no bucket yet.
 
     Raises:
@@ -218,7 +224,7 @@ def manifest_from_json(found: Mapping[str, Any]) -> Manifest:
     """
     entries = []
     try:
-        for name, shape, dtype, fingerprint in found["tensors"]:
+        for name, shape, dtype, fingerprint in payload["tensors"]:
             if not isinstance(name, str) or dtype not in _DTYPES or type(fingerprint) is not int:
                 raise WireError(f"a tensor {shown(name)!r} is malformed")
             sizes = tuple(integers(shape, "sizes"))
@@ -227,7 +233,7 @@ def manifest_from_json(found: Mapping[str, Any]) -> Manifest:
             entries.append(
                 TensorEntry(name=name, shape=sizes, dtype=dtype, bucket="", offset=0, fingerprint=fingerprint)
             )
-        return Manifest(version=_integer(found["version"]), tensors=tuple(entries), buckets=())
+        return Manifest(version=_integer(payload["version"]), tensors=tuple(entries), buckets=())
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"a version is malformed: {shown(error)}") from error
 
@@ -246,27 +252,27 @@ def report_to_json(report: LoadReport) -> dict[str, Any]:
     return asdict(report)
 
 
-def report_from_json(found: Mapping[str, Any]) -> LoadReport:
+def report_from_json(payload: Mapping[str, Any]) -> LoadReport:
     """Return the report of a load.
 
     Raises:
         WireError: it is malformed.
     """
-    fingerprints, seconds = found.get("fingerprints"), found.get("seconds")
-    if not isinstance(fingerprints, dict) or not all(type(each) is int for each in fingerprints.values()):
+    fingerprints, seconds = payload.get("fingerprints"), payload.get("seconds")
+    if not isinstance(fingerprints, dict) or not all(type(fingerprint) is int for fingerprint in fingerprints.values()):
         raise WireError("the fingerprints of a load are malformed")
     if not isinstance(seconds, dict):
         raise WireError("the seconds of a load are malformed")
-    taken = dict(zip(("wait", "pause", "load", "finish", "fingerprint"), [0.0] * 5, strict=True))
-    for name in taken:
-        taken[name] = _float(seconds.get(name, 0.0))
-    read = found.get("bytes_read")
-    if not isinstance(read, list) or not all(type(each) is int for each in read):
+    phase_seconds = dict(zip(("wait", "pause", "load", "finish", "fingerprint"), [0.0] * 5, strict=True))
+    for name in phase_seconds:
+        phase_seconds[name] = _float(seconds.get(name, 0.0))
+    bytes_read = payload.get("bytes_read")
+    if not isinstance(bytes_read, list) or not all(type(size) is int for size in bytes_read):
         raise WireError("the bytes of a load are malformed")
     return LoadReport(
-        version=_integer(found.get("version")),
+        version=_integer(payload.get("version")),
         fingerprints=fingerprints,
-        in_place=_integer(found.get("in_place")),
-        bytes_read=tuple(read),
-        seconds=taken,
+        in_place=_integer(payload.get("in_place")),
+        bytes_read=tuple(bytes_read),
+        seconds=phase_seconds,
     )

@@ -42,21 +42,22 @@ class Split:
 
 def attention_work(row: Row, architecture: Architecture) -> torch.Tensor:
     """Return the number of keys that each token of a row attends to, summed over layers, `[L]` int64."""
-    ended = torch.zeros(len(row) + 1, dtype=torch.int64)
-    ended.index_add_(0, row.until.long(), torch.ones(len(row), dtype=torch.int64))
-    seen = torch.arange(1, len(row) + 1) - ended[:-1].cumsum(0)
+    end_counts = torch.zeros(len(row) + 1, dtype=torch.int64)
+    end_counts.index_add_(0, row.until.long(), torch.ones(len(row), dtype=torch.int64))
+    attended_keys = torch.arange(1, len(row) + 1) - end_counts[:-1].cumsum(0)
     if architecture.window is None:
-        return architecture.layers * seen
-    windowed = len(architecture.window_layers)
-    near = torch.where(row.trees < 0, seen, seen.clamp(max=architecture.window))  # in padding no token is far away
-    return (architecture.layers - windowed) * seen + windowed * near
+        return architecture.layers * attended_keys
+    num_window_layers = len(architecture.window_layers)
+    # In padding no token is far away.
+    window_keys = torch.where(row.trees < 0, attended_keys, attended_keys.clamp(max=architecture.window))
+    return (architecture.layers - num_window_layers) * attended_keys + num_window_layers * window_keys
 
 
 def split_row(row: Row, ranks: int, balancer: LoadBalancer, architecture: Architecture) -> Split:
     """Split a row between ranks, which all get the same number of tokens; deterministic.
 
         split = split_row(row, 4, "auto", architecture)
-        own = row.token_ids[split.tokens[rank]]
+        local_ids = row.token_ids[split.tokens[rank]]
 
     Args:
         ranks: must divide the row's length.
@@ -65,11 +66,11 @@ def split_row(row: Row, ranks: int, balancer: LoadBalancer, architecture: Archit
     assert len(row) % ranks == 0, f"a row of {len(row)} tokens is not padded for {ranks} ranks"
     work = attention_work(row, architecture)
     mean = float(work.sum()) / ranks
-    found = {name: (tokens, int(work[tokens].sum(1).max())) for name, tokens in _splits(work, ranks)}
+    splits = {name: (tokens, int(work[tokens].sum(1).max())) for name, tokens in _splits(work, ranks)}
     # An order that saves less than a percent is not worth that its keys and values are copied.
-    chosen = min(found, key=lambda name: round(found[name][1] / mean, 2)) if balancer == "auto" else balancer
-    tokens, heaviest = found[chosen]
-    return Split(tokens=tokens, heaviest=heaviest, plain=found["none"][1], mean=mean)
+    choice = min(splits, key=lambda name: round(splits[name][1] / mean, 2)) if balancer == "auto" else balancer
+    tokens, heaviest = splits[choice]
+    return Split(tokens=tokens, heaviest=heaviest, plain=splits["none"][1], mean=mean)
 
 
 def _splits(work: torch.Tensor, ranks: int) -> Iterator[tuple[LoadBalancer, torch.Tensor]]:
@@ -80,8 +81,8 @@ def _splits(work: torch.Tensor, ranks: int) -> Iterator[tuple[LoadBalancer, torc
     yield "headtail", _tokens(torch.stack([heads, 2 * ranks - 1 - heads], dim=1), share)
     parts = max(min(_LEAST_BLOCKS, share), -(-share // _BLOCK[device_type()]))
     size = share // parts
-    of_blocks = work[: ranks * parts * size].view(-1, size).sum(1)
-    yield "ptrr", _tokens(_PTRRLoadBalancer.ptrr_scheduling(of_blocks, ranks), share)
+    block_work = work[: ranks * parts * size].view(-1, size).sum(1)
+    yield "ptrr", _tokens(_PTRRLoadBalancer.ptrr_scheduling(block_work, ranks), share)
 
 
 def _tokens(blocks: torch.Tensor, share: int) -> torch.Tensor:
@@ -91,6 +92,6 @@ def _tokens(blocks: torch.Tensor, share: int) -> torch.Tensor:
     """
     ranks, parts = blocks.shape
     size = share // parts
-    inside = blocks[..., None] * size + torch.arange(size)
+    block_tokens = blocks[..., None] * size + torch.arange(size)
     rest = torch.arange(ranks * parts * size, ranks * share).view(ranks, -1)
-    return torch.cat([inside.flatten(1), rest], dim=1)
+    return torch.cat([block_tokens.flatten(1), rest], dim=1)

@@ -70,14 +70,14 @@ class Block:
 
 def copied(state: Mapping[str, Block]) -> dict[str, Block]:
     """Copy all blocks to host memory; the bytes are there once the device is synchronised."""
-    copies, found = HostCopies(), dict[str, Block]()
+    copies, host_state = HostCopies(), dict[str, Block]()
     for name, block in state.items():
         values = block.values
         assert not isinstance(values, HostCopy), f"{name} is copied already"
         if isinstance(values, Moment):
             values = values.read().view(block.tensor_slice.size)
-        found[name] = replace(block, values=copies.of(values))
-    return found
+        host_state[name] = replace(block, values=copies.of(values))
+    return host_state
 
 
 def _chunk(tensor_slice: TensorSlice) -> ChunkStorageMetadata:
@@ -117,14 +117,14 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, counts: M
     state = {name: Block.whole(torch.tensor(count)) for name, count in counts.items()}
     steps = torch.tensor(0.0)
     for name, parameter in named_weights(model):
-        kept: dict[str, torch.Tensor | Moment] = {f"model.{name}": parameter}
+        tensors: dict[str, torch.Tensor | Moment] = {f"model.{name}": parameter}
         if parameter.requires_grad:
-            kept |= {f"{key}.{name}": moment for key, moment in _moments(optimizer, parameter).items()}
+            tensors |= {f"{key}.{name}": moment for key, moment in _moments(optimizer, parameter).items()}
             steps = optimizer.state[parameter]["step"].detach().clone().cpu()
-        shape, here = tuple(parameter.shape), slice_of(parameter)
-        for key, each in kept.items():
-            values = each if isinstance(each, Moment) else values_of(each)
-            state[key] = Block(shape=shape, tensor_slice=here, values=values)
+        shape, local_slice = tuple(parameter.shape), slice_of(parameter)
+        for key, tensor in tensors.items():
+            values = tensor if isinstance(tensor, Moment) else values_of(tensor)
+            state[key] = Block(shape=shape, tensor_slice=local_slice, values=values)
     state["steps"] = Block.whole(steps)
     return state
 
@@ -142,16 +142,16 @@ def _moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mappi
 
 def _check_trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise CheckpointError unless each weight belongs to the optimizer, or is frozen, and has the right dtype."""
-    trained = {id(each): each for group in optimizer.param_groups for each in group["params"]}
-    dtypes = {each.dtype for each in trained.values()}
-    others = [
+    optimizer_weights = {id(weight): weight for group in optimizer.param_groups for weight in group["params"]}
+    dtypes = {weight.dtype for weight in optimizer_weights.values()}
+    mismatches = [
         name
         for name, weight in model.named_parameters()
-        if weight.dtype not in dtypes or (weight.requires_grad and trained.pop(id(weight), None) is None)
+        if weight.dtype not in dtypes or (weight.requires_grad and optimizer_weights.pop(id(weight), None) is None)
     ]
-    if others or trained:
+    if mismatches or optimizer_weights:
         raise CheckpointError(
-            f"{len(others)} weights of the model, such as {next(iter(others), '')!r}, are not those that the optimizer "
-            f"trains, and {len(trained)} of its own are not in the model",
+            f"{len(mismatches)} weights of the model, such as {next(iter(mismatches), '')!r}, are not those that the "
+            f"optimizer trains, and {len(optimizer_weights)} of its own are not in the model",
             hint="resume from the last checkpoint: run the same command again",
         )

@@ -44,10 +44,10 @@ def load_model(
 ) -> Loaded:
     """Build a model and load its weights; a frozen one has them in the dtype of the forward pass."""
     dtype = resolve_dtype(settings.dtype)
-    kept = torch.promote_types(dtype, torch.float32)
-    shard = dist.get_world_size() > 1 or dtype != kept or settings.enable_cpu_offload
-    home = torch.device("cpu") if settings.enable_cpu_offload else device
-    with torch.device("meta" if shard else device), set_default_dtype(kept):
+    state_dtype = torch.promote_types(dtype, torch.float32)
+    is_sharded = dist.get_world_size() > 1 or dtype != state_dtype or settings.enable_cpu_offload
+    state_device = torch.device("cpu") if settings.enable_cpu_offload else device
+    with torch.device("meta" if is_sharded else device), set_default_dtype(state_dtype):
         model = build_model(architecture, settings, values=values)
     if frozen:
         for parameter in model.parameters():
@@ -56,9 +56,9 @@ def load_model(
         model.steers = settings.expert_balance == "bias"
         freeze(model, settings.frozen)
     published, parameters = specs(model), sum(parameter.numel() for parameter in model.parameters())
-    if shard:
+    if is_sharded:
         parallelism.apply(model, dtype=dtype)
-        model.to_empty(device=home)
+        model.to_empty(device=state_device)
     else:
         recompute_activations(model, settings.activation_checkpointing, offload=settings.enable_activation_offload)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def make_optimizer(model: PolicyModel, settings: TrainSettings) -> torch.optim.O
 
 def _grouped(model: nn.Module, decay: float) -> dict[tuple[object, bool], list[nn.Parameter]]:
     """Group trained parameters by mesh, as AdamW handles one mesh at a time and experts have their own, and by whether
-    they decay: vectors, such as norms, and biases, which of experts are matrices, do not."""
+    they decay: vectors such as norms do not, nor do biases, which are matrices in experts."""
     groups: dict[tuple[object, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Tries of a host: a training step on what an engine sampled, a matmul on each device, a reduction between hosts."""
+"""Checks a host: a training step on what an engine sampled, a matmul on each device, a reduction between hosts."""
 
 from __future__ import annotations
 
@@ -47,14 +47,17 @@ def train_once(model: Path, sampled: Sampled) -> Trained:
     layout = Layout(seq_len=_ROW, pad_multiple=128, least_tokens=_ROW)
     minibatches = pack(batch, torch.ones(1, 1), layout, drop_uniform=False).minibatches
     scored: list[torch.Tensor] = []
-    began = time.perf_counter()
+    start_s = time.perf_counter()
     metrics = engine.train_batch(
         minibatches, ClippedSurrogate(), epochs=1, temperature=1.0, total_updates=1, version=0, scored=scored
     )
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_s
     rows = [row for minibatch in minibatches for row in minibatch.rows]
     gaps = torch.cat(
-        [(mine[:, 0].float().cpu() - row.behaviour).abs()[row.mask] for row, mine in zip(rows, scored, strict=True)]
+        [
+            (row_scores[:, 0].float().cpu() - row.behaviour).abs()[row.mask]
+            for row, row_scores in zip(rows, scored, strict=True)
+        ]
     )
     return Trained(
         mean_gap=float(gaps.mean()),

@@ -64,17 +64,17 @@ class TreeMask:
         if dtype in self._kept:
             yield from self._kept[dtype]
             return
-        kept: list[tuple[slice, Keys, torch.Tensor]] | None = []
-        room = self.kept_bytes
+        cached_blocks: list[tuple[slice, Keys, torch.Tensor]] | None = []
+        free_bytes = self.kept_bytes
         for block in self._blocks(dtype):
             yield block
-            room -= block[2].nbytes
-            if kept is not None and room >= 0:
-                kept.append(block)
+            free_bytes -= block[2].nbytes
+            if cached_blocks is not None and free_bytes >= 0:
+                cached_blocks.append(block)
             else:
-                kept = None
-        if kept is not None:  # small enough to be shared by all layers
-            self._kept[dtype] = kept
+                cached_blocks = None
+        if cached_blocks is not None:  # small enough to be shared by all layers
+            self._kept[dtype] = cached_blocks
 
     def _blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, Keys, torch.Tensor]]:
         keys, offset = len(self.until), len(self.until) - self.queries
@@ -83,23 +83,23 @@ class TreeMask:
             rows = min(rows, _BRANCHED_QUERIES)
         for first in range(0, self.queries, rows):
             end = min(first + rows, self.queries)
-            seen = self._seen(offset + first, offset + end)
-            yield slice(first, end), seen, self._bias(offset + first, offset + end, seen, dtype)
+            visible_keys = self._seen(offset + first, offset + end)
+            yield slice(first, end), visible_keys, self._bias(offset + first, offset + end, visible_keys, dtype)
 
     def _seen(self, first: int, end: int) -> Keys:
         """Return the keys that any query in [first, end) sees; all up to the end, if it sees most of them."""
         if not self.branched:
             return slice(0, end)
-        found = (self.until[:end] > first).nonzero()[:, 0]
-        return found if len(found) < _FEW_KEYS * end else slice(0, end)
+        visible_keys = (self.until[:end] > first).nonzero()[:, 0]
+        return visible_keys if len(visible_keys) < _FEW_KEYS * end else slice(0, end)
 
-    def _bias(self, first: int, end: int, seen: Keys, dtype: torch.dtype) -> torch.Tensor:
+    def _bias(self, first: int, end: int, visible_keys: Keys, dtype: torch.dtype) -> torch.Tensor:
         """Return 0 where a query in [first, end) sees a key, else -inf, `[1, 1, end - first, keys]`."""
         index = torch.arange(end, device=self.until.device)
-        query, key = index[first:, None], index[seen]
-        hidden = (key > query) | (query >= self.until[seen])
+        query, key = index[first:, None], index[visible_keys]
+        hidden = (key > query) | (query >= self.until[visible_keys])
         if self.window is not None:
-            hidden |= self.positions[first:end, None] - self.positions[seen] >= self.window
+            hidden |= self.positions[first:end, None] - self.positions[visible_keys] >= self.window
         bias = torch.zeros(1, 1, end - first, len(key), dtype=dtype, device=index.device)
         return bias.masked_fill_(hidden, float("-inf"))
 
@@ -199,20 +199,20 @@ def _pieces(masks: Sequence[TreeMask], q: torch.Tensor, k: torch.Tensor) -> Iter
 
     Copies and gradients of many keys would take much memory for all heads at once: a group is then a single key head.
     """
-    begun = 0
+    first_query = 0
     for mask in masks:
         repeated = len(mask.until) * q.shape[1] * q.shape[3] * q.dtype.itemsize
         group = 1 if repeated > _GROUP_BYTES else k.shape[1]
         for queries, keys, bias in mask.blocks(q.dtype):
-            whole = slice(begun + queries.start, begun + queries.stop)
+            row_queries = slice(first_query + queries.start, first_query + queries.stop)
             if bias is None:
                 heads = group * q.shape[1] // k.shape[1]
-                yield from _causal_pieces(whole, slice(mask.first, mask.first + len(mask.until)), heads, group)
+                yield from _causal_pieces(row_queries, slice(mask.first, mask.first + len(mask.until)), heads, group)
             elif isinstance(keys, slice):
-                yield _Piece(whole, slice(mask.first + keys.start, mask.first + keys.stop), group, bias)
+                yield _Piece(row_queries, slice(mask.first + keys.start, mask.first + keys.stop), group, bias)
             else:
-                yield _Piece(whole, mask.first + keys, group, bias)
-        begun += mask.queries
+                yield _Piece(row_queries, mask.first + keys, group, bias)
+        first_query += mask.queries
 
 
 def _causal_pieces(queries: slice, keys: slice, heads: int, group: int) -> Iterator[_Piece]:
@@ -222,17 +222,19 @@ def _causal_pieces(queries: slice, keys: slice, heads: int, group: int) -> Itera
     The kernel divides whole heads among threads in its backward pass. So there are as many blocks, of equal work, as
     keep all threads busy: one if the heads already do.
     """
-    length, last = queries.stop - queries.start, keys.stop - queries.stop
+    length, key_offset = queries.stop - queries.start, keys.stop - queries.stop
     blocks = max(1, min(_parts(heads), length // _LEAST_BLOCK))
     size, rest = divmod(length, blocks)
-    for first, each, count in ((queries.start, rest, 1), (queries.start + rest, size, blocks)):
-        if not each:
+    for first, block_length, count in ((queries.start, rest, 1), (queries.start + rest, size, blocks)):
+        if not block_length:
             continue
-        end = first + each * count
-        yield _Piece(slice(first, end), slice(last + first, last + end), group, diagonals=count)
-        for start in range(first, end, each):
-            if last + start > keys.start:
-                yield _Piece(slice(start, start + each), slice(keys.start, last + start), group, merges=True)
+        end = first + block_length * count
+        yield _Piece(slice(first, end), slice(key_offset + first, key_offset + end), group, diagonals=count)
+        for start in range(first, end, block_length):
+            if key_offset + start > keys.start:
+                yield _Piece(
+                    slice(start, start + block_length), slice(keys.start, key_offset + start), group, merges=True
+                )
 
 
 def _parts(heads: int) -> int:
@@ -249,12 +251,12 @@ def _groups(
     for first in range(0, k.shape[1], piece.group):
         group = slice(first, first + piece.group)
         heads = slice(first * repeats, group.stop * repeats)
-        ours, theirs = (x[:, group, piece.keys] for x in (k, v))
+        keys, values = (x[:, group, piece.keys] for x in (k, v))
         if piece.group == 1:
-            yield heads, group, ours.expand(-1, repeats, -1, -1), theirs.expand(-1, repeats, -1, -1)
+            yield heads, group, keys.expand(-1, repeats, -1, -1), values.expand(-1, repeats, -1, -1)
         else:
-            ours, theirs = (x.repeat_interleave(repeats, dim=1) for x in (ours, theirs))
-            yield heads, group, ours, theirs
+            keys, values = (x.repeat_interleave(repeats, dim=1) for x in (keys, values))
+            yield heads, group, keys, values
 
 
 def _folded(x: torch.Tensor, parts: int) -> torch.Tensor:
@@ -274,18 +276,20 @@ class _TreeAttention(torch.autograd.Function):
         out, sums = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for piece in _pieces(masks, q, k):
             parts = max(1, piece.diagonals)
-            for heads, _, *pair in _groups(q, k, v, piece):
-                own, ours, theirs = (_folded(x, parts) for x in (q[:, heads, piece.queries], *pair))
+            for heads, _, *keys_values in _groups(q, k, v, piece):
+                queries, keys, values = (_folded(x, parts) for x in (q[:, heads, piece.queries], *keys_values))
                 causal = piece.diagonals > 0
-                found, logs = _attend(own, ours, theirs, 0.0, causal, attn_mask=piece.bias, scale=scale)
-                into, before = (_folded(x[:, heads, piece.queries], parts) for x in (out, sums))
+                piece_out, piece_sums = _attend(queries, keys, values, 0.0, causal, attn_mask=piece.bias, scale=scale)
+                out_view, sums_view = (_folded(x[:, heads, piece.queries], parts) for x in (out, sums))
                 if piece.merges:
-                    both = torch.logaddexp(before, logs)
-                    into.mul_((before - both).exp_()[..., None]).addcmul_(found, (logs - both).exp_()[..., None])
-                    logs = both
+                    merged_sums = torch.logaddexp(sums_view, piece_sums)
+                    out_view.mul_((sums_view - merged_sums).exp_()[..., None]).addcmul_(
+                        piece_out, (piece_sums - merged_sums).exp_()[..., None]
+                    )
+                    piece_sums = merged_sums
                 else:
-                    into.copy_(found)
-                before.copy_(logs)
+                    out_view.copy_(piece_out)
+                sums_view.copy_(piece_sums)
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.masks, ctx.scale = masks, scale
         ctx.set_materialize_grads(False)
@@ -308,25 +312,27 @@ class _TreeAttention(torch.autograd.Function):
         grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for piece in _pieces(ctx.masks, q, k):
             keys, causal = piece.keys, piece.diagonals > 0
-            for heads, group, *pair in _groups(q, k, v, piece):
-                own = [x[:, heads, piece.queries] for x in (grad, q, out, sums)]
-                parts = piece.diagonals or _parts(own[0].shape[1])
-                if own[0].shape[2] % parts:
+            for heads, group, *keys_values in _groups(q, k, v, piece):
+                query_tensors = [x[:, heads, piece.queries] for x in (grad, q, out, sums)]
+                parts = piece.diagonals or _parts(query_tensors[0].shape[1])
+                if query_tensors[0].shape[2] % parts:
                     parts = 1
-                upward, ours, done, logs = (_folded(x, parts) for x in own)
-                theirs = [_folded(x, parts) if causal else x.expand(parts, -1, -1, -1) for x in pair]
+                piece_grad_out, queries, piece_out, piece_sums = (_folded(x, parts) for x in query_tensors)
+                folded_keys_values = [_folded(x, parts) if causal else x.expand(parts, -1, -1, -1) for x in keys_values]
                 bias = None if piece.bias is None else _folded(piece.bias, parts)
-                found, *others = _attend_backward(
-                    *(upward, ours, *theirs, done, logs, 0.0, causal), attn_mask=bias, scale=ctx.scale
+                piece_grad_q, *piece_grads_kv = _attend_backward(
+                    *(piece_grad_out, queries, *folded_keys_values, piece_out, piece_sums, 0.0, causal),
+                    attn_mask=bias,
+                    scale=ctx.scale,
                 )
-                into = _folded(grad_q[:, heads, piece.queries], parts)
-                into.add_(found) if piece.merges else into.copy_(found)
-                for whole, each in zip((grad_k, grad_v), others, strict=True):
-                    of_heads = each.unflatten(1, (piece.group, -1))
+                grad_q_view = _folded(grad_q[:, heads, piece.queries], parts)
+                grad_q_view.add_(piece_grad_q) if piece.merges else grad_q_view.copy_(piece_grad_q)
+                for grad_kv, piece_grad_kv in zip((grad_k, grad_v), piece_grads_kv, strict=True):
+                    head_grads = piece_grad_kv.unflatten(1, (piece.group, -1))
                     if causal:
-                        _folded(whole[:, group, keys], parts).add_(of_heads.sum(2))
+                        _folded(grad_kv[:, group, keys], parts).add_(head_grads.sum(2))
                     else:
-                        whole[:, group, keys] += of_heads.sum((0, 2))
+                        grad_kv[:, group, keys] += head_grads.sum((0, 2))
         if grad_sums is not None:
             grad_q, grad_k, grad_v = (x[..., :-1] for x in (grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v, None, None

@@ -44,12 +44,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        a, b = (each.detach() for each in ctx.saved_tensors)
+        a, b = (tensor.detach() for tensor in ctx.saved_tensors)
         rows = max(1, _CHUNK // a.shape[-1])
         if a.is_meta:  # a plan traces every chunk; that of long rows would take minutes
             rows = max(rows, a.numel() // a.shape[-1] // _TRACED)
-        for ours, theirs, upward in zip(*(x.flatten(0, -2).split(rows) for x in (a, b, grad)), strict=True):
-            slope = upward * theirs
-            torch.mul(upward, nn.functional.silu(ours), out=theirs)
-            torch.ops.aten.silu_backward.grad_input(slope, ours, grad_input=ours)
+        for a_rows, b_rows, grad_rows in zip(*(x.flatten(0, -2).split(rows) for x in (a, b, grad)), strict=True):
+            slope = grad_rows * b_rows
+            torch.mul(grad_rows, nn.functional.silu(a_rows), out=b_rows)
+            torch.ops.aten.silu_backward.grad_input(slope, a_rows, grad_input=a_rows)
         return a, b

@@ -50,7 +50,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
         products = (grad * x).flatten(0, -2)
-        along = products.mv(weight).view_as(inverse)
+        dots = products.mv(weight).view_as(inverse)
         grad_weight = products.t().mv(inverse.flatten()) if ctx.needs_input_grad[1] else None
         grad_x = torch.mul(grad, weight, out=products.view_as(x)).mul_(inverse)
-        return grad_x.addcmul_(x, inverse.pow(3).mul_(along).div_(-x.shape[-1])), grad_weight, None
+        return grad_x.addcmul_(x, inverse.pow(3).mul_(dots).div_(-x.shape[-1])), grad_weight, None

@@ -1,4 +1,4 @@
-"""Measures a row's trained tokens: entropy, the gap to the engine, and importance ratios, over all and by source."""
+"""Measures a row's trained tokens: entropy, the gap to the engine, and importance ratios, overall and by source."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from forge_rl.metrics import EffectiveShare, ExplainedVariance, Max, Mean, Sum, 
 
 @torch.no_grad()
 def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version: float | None) -> None:
-    """Measure the trained tokens of a row; those with a logprob that is not finite are left out, but for the gap.
+    """Measure the trained tokens of a row; those with a non-finite logprob are left out, except in the gap.
 
-    Given tokens, which no version sampled, have an entropy only.
+    Tokens that no version sampled have an entropy only.
 
     Args:
         tokens: number of trained tokens.
-        version: of the policy, see `LossInputs`.
+        version: the policy's version, see `LossInputs`.
     """
     mask, logprobs, entropy = inputs.mask, inputs.logprobs, inputs.entropy
     measures.add("tokens/trained", Sum, tokens)
@@ -38,41 +38,43 @@ def measure_tokens(inputs: LossInputs, tokens: int, measures: Measures, version:
     mask = mask & logprobs.isfinite() & inputs.behaviour.isfinite()
     sampled = sampled & mask
     names = sorted(set(inputs.sources))
-    index = {name: at for at, name in enumerate(names)}
-    of_group = torch.tensor([*(index[name] for name in inputs.sources), 0], device=mask.device)
-    places = of_group[inputs.groups.long().clamp(min=-1)] if names else torch.zeros_like(mask, dtype=torch.int64)
+    source_index = {name: i for i, name in enumerate(names)}
+    group_sources = torch.tensor([*(source_index[name] for name in inputs.sources), 0], device=mask.device)
+    token_sources = (
+        group_sources[inputs.groups.long().clamp(min=-1)] if names else torch.zeros_like(mask, dtype=torch.int64)
+    )
     log_ratio = (logprobs - inputs.behaviour).where(sampled, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, distance = log_ratio.exp(), log_ratio.abs()
-    size, kinds = max(1, len(names)), sampled.to(logprobs.dtype)
+    size, indicator = max(1, len(names)), sampled.to(logprobs.dtype)
 
-    def sums(values: torch.Tensor, over: torch.Tensor = sampled) -> torch.Tensor:
+    def sums(values: torch.Tensor, token_mask: torch.Tensor = sampled) -> torch.Tensor:
         """Sum the values of some of the tokens by source, [sources]."""
-        return values.new_zeros(size).index_add_(0, places, values.where(over, 0.0))
+        return values.new_zeros(size).index_add_(0, token_sources, values.where(token_mask, 0.0))
 
-    counts = sums(kinds)
+    counts = sums(indicator)
     means = dict[str, tuple[torch.Tensor, torch.Tensor]]()
     if entropy is not None:
-        means["entropy"] = sums(entropy, mask), sums(torch.ones_like(kinds), mask)
+        means["entropy"] = sums(entropy, mask), sums(torch.ones_like(indicator), mask)
     # Tokens are the engine's samples: with lag or a mismatch, the divergence from the reference is only approximate.
     divergences = {"kl_behaviour": kl_estimates(inputs.behaviour, logprobs)}
     if inputs.reference is not None:
         divergences["kl_reference"] = kl_estimates(logprobs, inputs.reference)
     for name, estimates in divergences.items():
         means |= {f"{name}/{kind}": (sums(values), counts) for kind, values in estimates.items()}
-    of_ratio, of_squares = sums(ratio), sums(ratio.square())
+    ratio_sums, square_sums = sums(ratio), sums(ratio.square())
     largest = logprobs.new_full((size,), -math.inf).scatter_reduce(
-        0, places, distance.where(sampled, -math.inf), "amax"
+        0, token_sources, distance.where(sampled, -math.inf), "amax"
     )
-    tails = logprobs.new_zeros(size * Tail.BINS).index_add_(0, places * Tail.BINS + _bin(distance), kinds)
+    tails = logprobs.new_zeros(size * Tail.BINS).index_add_(0, token_sources * Tail.BINS + _bin(distance), indicator)
     tails = tails.view(size, Tail.BINS)
-    parts = [("", slice(None))] + ([(f"/{name}", at) for name, at in index.items()] if size > 1 else [])
-    for ending, at in parts:
-        count = counts[at].sum()
-        for name, (totals, over) in means.items():
-            measures.add(f"{name}{ending}", Mean, totals[at].sum(), over[at].sum())
-        measures.add(f"ratio/ess{ending}", EffectiveShare, of_ratio[at].sum(), of_squares[at].sum(), count)
-        measures.add(f"ratio/max{ending}", Max, largest[at].max().exp().where(count > 0, -math.inf))
-        measures.add(f"ratio/p99{ending}", Tail, tails[at].reshape(-1, Tail.BINS).sum(dim=0))
+    parts = [("", slice(None))] + ([(f"/{name}", i) for name, i in source_index.items()] if size > 1 else [])
+    for suffix, source in parts:
+        count = counts[source].sum()
+        for name, (totals, token_counts) in means.items():
+            measures.add(f"{name}{suffix}", Mean, totals[source].sum(), token_counts[source].sum())
+        measures.add(f"ratio/ess{suffix}", EffectiveShare, ratio_sums[source].sum(), square_sums[source].sum(), count)
+        measures.add(f"ratio/max{suffix}", Max, largest[source].max().exp().where(count > 0, -math.inf))
+        measures.add(f"ratio/p99{suffix}", Tail, tails[source].reshape(-1, Tail.BINS).sum(dim=0))
 
 
 def _measure_values(values: torch.Tensor, inputs: LossInputs, tokens: int, measures: Measures) -> None:

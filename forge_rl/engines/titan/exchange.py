@@ -42,27 +42,27 @@ def shards_of_own_host(
     rank = dist.get_rank()
     host_of = {bucket.key: bucket.host for bucket in drafted.written}
     index_of = {entry.name: index for index, entry in enumerate(drafted.tensors)}
-    found: list[LocalShard] = []
+    host_shards: list[LocalShard] = []
     leaving: dict[str, list[tuple[int, TensorEntry, LocalShard]]] = defaultdict(list)
     for entry, shard in to_write(drafted, shards):
         if host_of[entry.bucket] == hosts[rank]:
-            found.append(shard)
+            host_shards.append(shard)
         else:
             leaving[entry.bucket].append((index_of[entry.name], entry, shard))
     for buckets in _rounds(drafted.written):
-        sent: _Leaving = defaultdict(list)
+        rank_shards: _Leaving = defaultdict(list)
         for bucket in buckets:
             if bucket.key in leaving:
-                sent[_counterpart(rank, hosts, bucket.host)] += leaving.pop(bucket.key)
-        found += _exchange(drafted, sent, device)
-    return found
+                rank_shards[_counterpart(rank, hosts, bucket.host)] += leaving.pop(bucket.key)
+        host_shards += _exchange(drafted, rank_shards, device)
+    return host_shards
 
 
 def _rounds(buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
     """Split buckets into runs of at most _ROUND_BYTES, or of one bucket; the same on all ranks."""
     run: list[Bucket] = []
     for bucket in buckets:
-        if run and sum(each.bytes for each in run) + bucket.bytes > _ROUND_BYTES:
+        if run and sum(b.bytes for b in run) + bucket.bytes > _ROUND_BYTES:
             yield run
             run = []
         run.append(bucket)
@@ -72,9 +72,9 @@ def _rounds(buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
 
 def _counterpart(rank: int, hosts: Sequence[str], host: str) -> int:
     """Return the rank on another host that has this rank's place there."""
-    place = hosts[:rank].count(hosts[rank])
-    there = [each for each, of in enumerate(hosts) if of == host]
-    return there[place % len(there)]
+    local_rank = hosts[:rank].count(hosts[rank])
+    peers = [peer for peer, peer_host in enumerate(hosts) if peer_host == host]
+    return peers[local_rank % len(peers)]
 
 
 def _exchange(drafted: Manifest, leaving: _Leaving, device: torch.device) -> list[LocalShard]:
@@ -87,18 +87,18 @@ def _exchange(drafted: Manifest, leaving: _Leaving, device: torch.device) -> lis
         parts = [_bytes_of(shard.values.detach().to(device, entry.torch_dtype)) for _, entry, shard in shards]
         messages.append(torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device))
     counts = torch.tensor([[len(h), len(m)] for h, m in zip(headers, messages, strict=True)], device=device)
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts)
+    received_counts = torch.empty_like(counts)
+    dist.all_to_all_single(received_counts, counts)
     numbers = torch.tensor(list(chain(*headers)), dtype=torch.int64, device=device)
-    header = _all_to_all(numbers, counts[:, 0], theirs[:, 0])
-    message = _all_to_all(torch.cat(messages), counts[:, 1], theirs[:, 1])
+    header = _all_to_all(numbers, counts[:, 0], received_counts[:, 0])
+    message = _all_to_all(torch.cat(messages), counts[:, 1], received_counts[:, 1])
     return list(_read(drafted, header.tolist(), message))
 
 
-def _all_to_all(values: torch.Tensor, counts: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+def _all_to_all(values: torch.Tensor, counts: torch.Tensor, received_counts: torch.Tensor) -> torch.Tensor:
     """Send each rank its run of `values`; returns what the ranks sent, in their order."""
-    received = values.new_empty(int(theirs.sum()))
-    dist.all_to_all_single(received, values, theirs.tolist(), counts.tolist())
+    received = values.new_empty(int(received_counts.sum()))
+    dist.all_to_all_single(received, values, received_counts.tolist(), counts.tolist())
     return received
 
 
@@ -109,13 +109,13 @@ def _bytes_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def _read(drafted: Manifest, header: list[int], message: torch.Tensor) -> Iterator[LocalShard]:
-    at = offset = 0
-    while at < len(header):
-        entry = drafted.tensors[header[at]]
+    position = offset = 0
+    while position < len(header):
+        entry = drafted.tensors[header[position]]
         dims = len(entry.shape)
-        start, size = header[at + 1 : at + 1 + dims], header[at + 1 + dims : at + 1 + 2 * dims]
+        start, size = header[position + 1 : position + 1 + dims], header[position + 1 + dims : position + 1 + 2 * dims]
         tensor_slice = TensorSlice(start=tuple(start), size=tuple(size))
         length = replace(entry, shape=tensor_slice.size).bytes
         values = message[offset : offset + length].view(entry.torch_dtype).view(tensor_slice.size)
         yield LocalShard(name=entry.name, tensor_slice=tensor_slice, values=values)
-        at, offset = at + 1 + 2 * dims, offset + length + -length % _ALIGN
+        position, offset = position + 1 + 2 * dims, offset + length + -length % _ALIGN

@@ -86,15 +86,15 @@ class Export:
         self._parts = parts
         self._valued = valued
         self._files: list[list[_Region | _Carried]] = []
-        room = 0
+        free_bytes = 0
         regions = list(self._regions(file_bytes))
         for item in (*regions, *(() if valued else self._carried(regions))):
             size = self._bytes(item)
-            if size > room:
+            if size > free_bytes:
                 self._files.append([])
-                room = file_bytes
+                free_bytes = file_bytes
             self._files[-1].append(item)
-            room -= size
+            free_bytes -= size
 
     def write(self, folder: Folder, *, rank: int = 0, ranks: int = 1) -> None:
         """Write this process's share of the files into an existing folder; rank 0 also writes config and tokenizer."""
@@ -109,10 +109,10 @@ class Export:
                 self._complete(place)
 
     def _regions(self, file_bytes: int) -> Iterator[_Region]:
-        for key, stored in self._index.state_dict_metadata.items():
-            if not key.startswith("model.") or not isinstance(stored, TensorStorageMetadata):
+        for key, metadata in self._index.state_dict_metadata.items():
+            if not key.startswith("model.") or not isinstance(metadata, TensorStorageMetadata):
                 continue
-            name, shape = key.removeprefix("model."), tuple(stored.size)
+            name, shape = key.removeprefix("model."), tuple(metadata.size)
             rows = 0
             if next(self._parts(name, shape)).index is not None:  # a stack, which may be split between experts
                 row_bytes = torch.Size(shape[1:]).numel() * self._dtype.itemsize
@@ -126,10 +126,10 @@ class Export:
         """List the source's tensors that are not trained, except buffers and the copy of a tied head."""
         files = tensor_files(self._source)
         trained = {part.name for region in regions for part in self._parts_of(region)}
-        left = [name for name in sorted(files.keys() - trained - _REDUNDANT) if not name.endswith(_BUFFER)]
-        for path in sorted({files[name] for name in left}):
+        untrained_names = [name for name in sorted(files.keys() - trained - _REDUNDANT) if not name.endswith(_BUFFER)]
+        for path in sorted({files[name] for name in untrained_names}):
             with open_weights(path) as file:
-                for name in left:
+                for name in untrained_names:
                     if files[name] == path:
                         yield _Carried(name=name, path=path, bytes=file.get_tensor(name).nbytes)  # maps, reads nothing
 
@@ -148,12 +148,12 @@ class Export:
             with open_weights(item.path) as file:
                 return {item.name: file.get_tensor(item.name)}
         region = item
-        held = torch.empty(region.tensor_slice.size, dtype=torch.float32)
-        block = Block(shape=region.shape, tensor_slice=region.tensor_slice, values=held)
+        values = torch.empty(region.tensor_slice.size, dtype=torch.float32)
+        block = Block(shape=region.shape, tensor_slice=region.tensor_slice, values=values)
         self._planner.set_up_planner({f"model.{region.name}": block}, self._index, is_coordinator=True)
         self._reader.read_data(self._planner.finish_plan(self._planner.create_local_plan()), self._planner).wait()
         return {
-            part.name: part.of(held).to(
+            part.name: part.of(values).to(
                 torch.float32 if part.float32 else self._dtype, copy=True, memory_format=torch.contiguous_format
             )
             for part in self._parts_of(region)
@@ -166,11 +166,11 @@ class Export:
     def _complete(self, folder: Path) -> None:
         """Write everything but weights."""
         placed, total = dict[str, str](), 0
-        for at, file in enumerate(self._files):
+        for index, file in enumerate(self._files):
             for item in file:
                 total += self._bytes(item)
                 names = [item.name] if isinstance(item, _Carried) else [part.name for part in self._parts_of(item)]
-                placed |= dict.fromkeys(names, self._name(at))
+                placed |= dict.fromkeys(names, self._name(index))
         dtype = str(self._dtype).removeprefix("torch.")
         complete_folder(
             self._source,

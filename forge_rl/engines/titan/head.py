@@ -92,16 +92,19 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         """Score [N] or [N, K] targets from [N, dim] and [V, dim], a chunk of tokens at a time."""
         factor = _factor(weight)
-        chunks, room = zip(hidden.split(tokens), targets.split(tokens), strict=True), _room(hidden, factor, tokens)
-        scored = [score(_product(rows, factor, room), wanted) for rows, wanted in chunks]
-        logprobs, entropy = torch.cat([each.logprobs for each in scored]), torch.cat([each.entropy for each in scored])
-        squares = [each.squares for each in scored if each.squares is not None]
-        found = logprobs, entropy, torch.cat(squares) if squares else None
+        chunks, buffer = zip(hidden.split(tokens), targets.split(tokens), strict=True), _room(hidden, factor, tokens)
+        chunk_scores = [score(_product(rows, factor, buffer), chunk_targets) for rows, chunk_targets in chunks]
+        logprobs, entropy = (
+            torch.cat([scores.logprobs for scores in chunk_scores]),
+            torch.cat([scores.entropy for scores in chunk_scores]),
+        )
+        squares = [scores.squares for scores in chunk_scores if scores.squares is not None]
+        outputs = logprobs, entropy, torch.cat(squares) if squares else None
         ctx.save_for_backward(hidden, weight, targets)
         ctx.score, ctx.tokens, ctx.entropy_gradient = score, tokens, entropy_gradient
-        fixed = found[2 if entropy_gradient else 1 :]
-        ctx.mark_non_differentiable(*(each for each in fixed if each is not None))
-        return found
+        fixed = outputs[2 if entropy_gradient else 1 :]
+        ctx.mark_non_differentiable(*(tensor for tensor in fixed if tensor is not None))
+        return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -110,13 +113,13 @@ class _ChunkedScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None, None]:
         hidden, weight, targets = ctx.saved_tensors
         factor, grad_hidden = _factor(weight), torch.empty_like(hidden)
-        grad_weight, room = None, _room(hidden, factor, ctx.tokens)
+        grad_weight, buffer = None, _room(hidden, factor, ctx.tokens)
         if ctx.needs_input_grad[1]:
             grad_weight = torch.zeros(weight.shape, dtype=widened(hidden[:0]).dtype, device=weight.device)
         for start in range(0, len(targets), ctx.tokens):
             chunk = slice(start, start + ctx.tokens)
             rows = hidden[chunk]
-            logits = _product(rows, factor, room).requires_grad_()
+            logits = _product(rows, factor, buffer).requires_grad_()
             with torch.enable_grad():
                 logprobs, entropy, *_ = ctx.score(logits, targets[chunk])
             outputs, grads = [logprobs], [grad_logprobs[chunk]]
@@ -151,12 +154,12 @@ def _room(hidden: torch.Tensor, factor: torch.Tensor, tokens: int) -> torch.Tens
     return None if hidden.is_cuda else factor.new_empty(min(tokens, len(hidden)), len(factor))
 
 
-def _product(hidden: torch.Tensor, factor: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the logits, [N, V] float32, or float64 for float64 inputs; in the first rows of `room`, if given.
+def _product(hidden: torch.Tensor, factor: torch.Tensor, buffer: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the logits, [N, V] float32, or float64 for float64 inputs; in the first rows of `buffer`, if given.
 
     On CUDA, products of bfloat16 keep their float32 sums unrounded, as in vLLM's head.
     """
     if factor.dtype in (torch.float32, torch.float64):
-        out = None if room is None else room[: len(hidden)]
+        out = None if buffer is None else buffer[: len(hidden)]
         return torch.mm(hidden.to(factor.dtype), factor.t(), out=out)
     return torch.mm(hidden, factor.t(), out_dtype=torch.float32)

@@ -32,11 +32,11 @@ class HostCopy:
 
     def on(self, device: torch.device) -> torch.Tensor:
         """Return the values on a device, where they are once its current stream gets there."""
-        there = torch.empty(self.shape, dtype=self.dtype, device=device)
-        into = there.view(-1).view(torch.uint8).split([len(piece) for piece in self.pieces])
-        for part, piece in zip(into, self.pieces, strict=True):
-            part.copy_(piece, non_blocking=True)
-        return there
+        values = torch.empty(self.shape, dtype=self.dtype, device=device)
+        targets = values.view(-1).view(torch.uint8).split([len(piece) for piece in self.pieces])
+        for target, piece in zip(targets, self.pieces, strict=True):
+            target.copy_(piece, non_blocking=True)
+        return values
 
 
 class HostCopies:
@@ -55,14 +55,14 @@ class HostCopies:
 
     def of(self, values: torch.Tensor) -> HostCopy:
         """Return a copy that holds the values once the device is synchronised."""
-        left = values.detach().contiguous().view(-1).view(torch.uint8)
+        remaining = values.detach().contiguous().view(-1).view(torch.uint8)
         pieces = []
-        while len(left):
+        while len(remaining):
             if not len(self._free):
                 self._free = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=values.is_cuda)
-            size = min(len(left), len(self._free))
-            pieces.append(self._free[:size].copy_(left[:size], non_blocking=True))
-            self._free, left = self._free[size:], left[size:]
+            size = min(len(remaining), len(self._free))
+            pieces.append(self._free[:size].copy_(remaining[:size], non_blocking=True))
+            self._free, remaining = self._free[size:], remaining[size:]
         return HostCopy(pieces, values.dtype, values.shape)
 
 
@@ -123,14 +123,14 @@ def offload_inputs(layers: Iterable[nn.Module]) -> None:
     """
     copies = HostCopies()
 
-    def pack(saved: torch.Tensor) -> Callable[[], torch.Tensor]:
-        if not saved.is_floating_point():  # positions, which all layers share
-            return lambda: saved
-        values = local(saved)
+    def pack(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        if not tensor.is_floating_point():  # positions, which all layers share
+            return lambda: tensor
+        values = local(tensor)
         device, copy = values.device, copies.of(values)
-        if not isinstance(saved, DTensor):
+        if not isinstance(tensor, DTensor):
             return lambda: copy.on(device)
-        mesh, placements, shape, stride = saved.device_mesh, saved.placements, saved.shape, saved.stride()
+        mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
         return lambda: DTensor.from_local(
             copy.on(device), mesh, placements, run_check=False, shape=shape, stride=stride
         )

@@ -65,15 +65,15 @@ class TensorWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, once all tensors are on the disk."""
-        places = {result.index: result.storage_data for found in results for result in found}
+        storage_infos = {result.index: result.storage_data for rank_results in results for result in rank_results}
         tensors = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata), f"{name} is no tensor"
             pieces = []
             for chunk in tensor.chunks:
-                at = places[MetadataIndex(name, chunk.offsets)]
-                place = {"file": at.relative_path, "offset": at.offset, "length": at.length}
-                pieces.append({"start": list(chunk.offsets), "size": list(chunk.sizes)} | place)
+                info = storage_infos[MetadataIndex(name, chunk.offsets)]
+                location = {"file": info.relative_path, "offset": info.offset, "length": info.length}
+                pieces.append({"start": list(chunk.offsets), "size": list(chunk.sizes)} | location)
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": list(tensor.size), "pieces": pieces}
         path = Path(self.path) / INDEX
@@ -109,7 +109,7 @@ class TensorReader(FileSystemReader):
             _check_files(self._folder, [INDEX])
             with self.fs.create_stream(Path(self.path) / INDEX, "rb") as file:
                 index = _parsed(json.loads(file.read()))
-            _check_files(self._folder, {place.relative_path for place in index.storage_data.values()})
+            _check_files(self._folder, {info.relative_path for info in index.storage_data.values()})
             self._index = index
         self._index.storage_meta = StorageMeta(load_id=self.load_id)
         return self._index
@@ -117,8 +117,8 @@ class TensorReader(FileSystemReader):
 
 def _parsed(tensors: dict[str, dict[str, Any]]) -> Metadata:
     """Build torch's index from the values of the JSON file."""
-    found: dict[str, STORAGE_TYPES] = {}
-    places = {}
+    tensor_metadata: dict[str, STORAGE_TYPES] = {}
+    storage_infos = {}
     for name, tensor in tensors.items():
         dtype = getattr(torch, tensor["dtype"])
         if not isinstance(dtype, torch.dtype):
@@ -128,11 +128,11 @@ def _parsed(tensors: dict[str, dict[str, Any]]) -> Metadata:
             start, size = _whole(piece["start"]), _whole(piece["size"])
             chunks.append(ChunkStorageMetadata(offsets=start, sizes=size))
             offset, length = _whole([piece["offset"], piece["length"]])
-            places[MetadataIndex(name, start)] = _StorageInfo(piece["file"], offset, length)
-        found[name] = TensorStorageMetadata(
+            storage_infos[MetadataIndex(name, start)] = _StorageInfo(piece["file"], offset, length)
+        tensor_metadata[name] = TensorStorageMetadata(
             properties=TensorProperties(dtype=dtype), size=_whole(tensor["shape"]), chunks=chunks
         )
-    return Metadata(state_dict_metadata=found, storage_data=places)
+    return Metadata(state_dict_metadata=tensor_metadata, storage_data=storage_infos)
 
 
 def _whole(numbers: list[int]) -> torch.Size:

@@ -45,7 +45,9 @@ class RowInputs:
         """Return a row's inputs; `scores` are [L], with logprobs [L, 1 + k] if it has a column of k "top_ids"."""
         logprobs = scores.first
         dtype = logprobs.dtype
-        columns = {name: each.to(dtype) if each.is_floating_point() else each for name, each in row.columns.items()}
+        columns = {
+            name: column.to(dtype) if column.is_floating_point() else column for name, column in row.columns.items()
+        }
         return LossInputs(
             logprobs=logprobs,
             behaviour=row.behaviour.to(dtype),
@@ -92,52 +94,60 @@ def minibatch_statistics(
     Returns:
         The statistics of each of this share's rows, see `spread`.
     """
-    own = _concatenated(rows)
-    shares = _gathered(own, group)[::peers]
+    local_tokens = _concatenated(rows)
+    shares = _gathered(local_tokens, group)[::peers]
     tokens = _concatenated(shares)
     # In the order of the batch, whatever the layout: a loss may choose tokens at random, or by their rank.
     order = (tokens.episodes.long() * 2**32 + tokens.segments.long()).argsort(stable=True)
-    found = call_statistics(loss, tokens.at(order))
-    back = torch.empty_like(order).index_put((order,), torch.arange(len(order), device=order.device))
-    first = sum(len(each.mask) for each in shares[: dist.get_rank(group) // peers])
+    statistics = call_statistics(loss, tokens.at(order))
+    inverse_order = torch.empty_like(order).index_put((order,), torch.arange(len(order), device=order.device))
+    first = sum(len(share.mask) for share in shares[: dist.get_rank(group) // peers])
     results: list[Mapping[str, torch.Tensor]] = []
     for positions, length in places:
-        mine = back[first : first + len(positions)]
+        sorted_positions = inverse_order[first : first + len(positions)]
         first += len(positions)
-        results.append(spread({n: each[mine] if each.ndim else each for n, each in found.items()}, positions, length))
+        results.append(
+            spread(
+                {name: value[sorted_positions] if value.ndim else value for name, value in statistics.items()},
+                positions,
+                length,
+            )
+        )
     return results
 
 
 def _concatenated(parts: Sequence[LossInputs]) -> LossInputs:
     """Join tokens of the same minibatch."""
-    joined: dict[str, Any] = {name: torch.cat([vars(each)[name] for each in parts]) for name in parts[0].per_token()}
-    columns = {name: torch.cat([each.columns[name] for each in parts]) for name in parts[0].columns}
+    joined: dict[str, Any] = {name: torch.cat([vars(part)[name] for part in parts]) for name in parts[0].per_token()}
+    columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
     return replace(parts[0], **joined, columns=columns)
 
 
-def _gathered(own: LossInputs, group: dist.ProcessGroup | None) -> list[LossInputs]:
-    """Return the tokens of each rank of a group, in one collective of float64 values, which hold all others exactly."""
+def _gathered(local_tokens: LossInputs, group: dist.ProcessGroup | None) -> list[LossInputs]:
+    """Return the tokens of each rank of a group, in one collective of float64, which holds their values exactly."""
     world = dist.get_world_size(group)
     if world == 1:
-        return [own]
-    tensors: dict[str, torch.Tensor] = own.per_token() | {f".{name}": each for name, each in own.columns.items()}
-    flat = torch.cat([each.double().reshape(len(each), _width(each)) for each in tensors.values()], 1)
+        return [local_tokens]
+    tensors: dict[str, torch.Tensor] = local_tokens.per_token() | {
+        f".{name}": column for name, column in local_tokens.columns.items()
+    }
+    flat = torch.cat([tensor.double().reshape(len(tensor), _width(tensor)) for tensor in tensors.values()], 1)
     counts = [torch.zeros(1, dtype=torch.int64, device=flat.device) for _ in range(world)]
     dist.all_gather(counts, torch.tensor([len(flat)], device=flat.device), group=group)
-    longest = max(int(each) for each in counts)
+    longest = max(int(count) for count in counts)
     padded = torch.cat([flat, flat.new_zeros(longest - len(flat), flat.shape[1])])
-    everyone = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(everyone, padded, group=group)
-    found = []
-    for count, values in zip(counts, everyone, strict=True):
-        parts = values[: int(count)].split([_width(each) for each in tensors.values()], 1)
-        read: dict[str, Any] = {
-            name: part.reshape(-1, *like.shape[1:]).to(like.dtype)
-            for (name, like), part in zip(tensors.items(), parts, strict=True)
+    gathered = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(gathered, padded, group=group)
+    rank_tokens = []
+    for count, values in zip(counts, gathered, strict=True):
+        parts = values[: int(count)].split([_width(tensor) for tensor in tensors.values()], 1)
+        fields: dict[str, Any] = {
+            name: part.reshape(-1, *tensor.shape[1:]).to(tensor.dtype)
+            for (name, tensor), part in zip(tensors.items(), parts, strict=True)
         }
-        columns = {name: read.pop(f".{name}") for name in own.columns}
-        found.append(replace(own, **read, columns=columns))
-    return found
+        columns = {name: fields.pop(f".{name}") for name in local_tokens.columns}
+        rank_tokens.append(replace(local_tokens, **fields, columns=columns))
+    return rank_tokens
 
 
 def _width(values: torch.Tensor) -> int:

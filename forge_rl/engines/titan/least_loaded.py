@@ -59,33 +59,37 @@ class LeastLoadedExperts(RoutedExperts):
         plan = plan_experts(counts.sum(axis=0), ranks=mesh.size())
         self.heaviest = _heaviest(counts, plan)
         route = routes(plan, counts, rank)
-        send = topk_expert_ids_BLK.flatten().argsort(stable=True)
+        send_order = topk_expert_ids_BLK.flatten().argsort(stable=True)
         if plan.rounds:
-            send = send[_order(*route.sent, device=x.device)]
-        tokens = send // topk_scores_BLK.size(-1)
-        computed = _order(*route.computed, device=x.device)
-        loans = _Loans(plan, rank, computed.split([int(route.own.sum()), *route.borrowed]), group)
-        own = torch.from_numpy(route.own).to(x.device)
-        out = self._spread(loans, own, dispatcher._dispatch_token_exchange(x[tokens], group, route.receive, route.send))
-        back = dispatcher._combine_token_exchange(out, group, route.send, route.receive)
-        summed: torch.Tensor = dispatcher.summed(back, tokens, topk_scores_BLK.flatten()[send], x)
+            send_order = send_order[_order(*route.sent_blocks, device=x.device)]
+        tokens = send_order // topk_scores_BLK.size(-1)
+        compute_order = _order(*route.computed_blocks, device=x.device)
+        loans = _Loans(plan, rank, compute_order.split([int(route.local_rows.sum()), *route.borrowed_rows]), group)
+        local_counts = torch.from_numpy(route.local_rows).to(x.device)
+        out = self._spread(
+            loans, local_counts, dispatcher._dispatch_token_exchange(x[tokens], group, route.receive, route.send)
+        )
+        returned_rows = dispatcher._combine_token_exchange(out, group, route.send, route.receive)
+        summed: torch.Tensor = dispatcher.summed(returned_rows, tokens, topk_scores_BLK.flatten()[send_order], x)
         return summed.view_as(x_BLD)
 
     def _spread(self, loans: _Loans, counts: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         """Send rows through own and borrowed experts, [R, dim], of which `counts`, [own experts], are for own ones."""
         experts = self.inner_experts
-        weights = [local(each) for each in experts.parameters()]
-        rows, *others = _Lend.apply(loans, received, *weights)
+        weights = [local(parameter) for parameter in experts.parameters()]
+        rows, *extra_outputs = _Lend.apply(loans, received, *weights)
         del received
-        taken, borrowed = others[: loans.borrows], others[loans.borrows :]
+        borrowed_rows, borrowed_weights = extra_outputs[: loans.borrows], extra_outputs[loans.borrows :]
         outs = [experts(rows, counts)]
         loans.receive()
-        for index, part in enumerate(taken):
-            own = borrowed[index * len(weights) : (index + 1) * len(weights)]
-            outs.append(experts.compute(own, part, torch.tensor([len(part)], device=part.device)))
+        for index, part in enumerate(borrowed_rows):
+            expert_weights = borrowed_weights[index * len(weights) : (index + 1) * len(weights)]
+            outs.append(experts.compute(expert_weights, part, torch.tensor([len(part)], device=part.device)))
         # Backward receives into the storage that other nodes have saved; `data` has a version of its own, which theirs
         # is not compared with.
-        out: torch.Tensor = _Join.apply(loans, *outs, *(each.data for each in borrowed), *(w.detach() for w in weights))
+        out: torch.Tensor = _Join.apply(
+            loans, *outs, *(weight.data for weight in borrowed_weights), *(weight.detach() for weight in weights)
+        )
         return out
 
 
@@ -106,8 +110,15 @@ class _Loans:
         for loans in plan.rounds:
             lent = next(((loan.expert - first, loan.borrower) for loan in loans if loan.owner == rank), None)
             self._rounds.append((lent, next((loan.owner for loan in loans if loan.borrower == rank), None)))
-        own, *others = places
-        self.places = [own, *(each for each, (_, owner) in zip(others, self._rounds, strict=True) if owner is not None)]
+        local_places, *borrowed_places = places
+        self.places = [
+            local_places,
+            *(
+                expert_places
+                for expert_places, (_, owner) in zip(borrowed_places, self._rounds, strict=True)
+                if owner is not None
+            ),
+        ]
         self.borrows = len(self.places) - 1
         """Number of experts that this rank borrows."""
         self._sent, self._coming = list[dist.Work](), list[dist.Work]()
@@ -119,13 +130,13 @@ class _Loans:
             weights: parameters of the own experts, each [own experts, ...].
             borrowed: the same of each borrowed expert, each [1, ...], one expert after the other.
         """
-        into = iter(borrowed)
+        buffers = iter(borrowed)
         for lent, owner in self._rounds:
             if lent is not None:
-                given = [each[lent[0]].contiguous() for each in weights]
-                self._sent += _exchange(dist.isend, given, lent[1], self._group)
+                lent_weights = [weight[lent[0]].contiguous() for weight in weights]
+                self._sent += _exchange(dist.isend, lent_weights, lent[1], self._group)
             if owner is not None:
-                self._coming += _exchange(dist.irecv, [next(into) for _ in weights], owner, self._group)
+                self._coming += _exchange(dist.irecv, [next(buffers) for _ in weights], owner, self._group)
 
     def receive(self) -> None:
         """Wait until the borrowed experts have come."""
@@ -144,28 +155,28 @@ class _Loans:
             For each of `weights`, the parameters of the own experts, the sum of the borrowers' gradients; None if this
             rank lends no expert.
         """
-        sums = [torch.zeros_like(each) for each in weights] if any(lent for lent, _ in self._rounds) else []
-        given = iter(grads)
+        sums = [torch.zeros_like(weight) for weight in weights] if any(lent for lent, _ in self._rounds) else []
+        grad_iterator = iter(grads)
         for lent, owner in self._rounds:
             works = list[dist.Work]()
             if owner is not None:
-                works += _exchange(dist.isend, [next(given).contiguous() for _ in weights], owner, self._group)
+                works += _exchange(dist.isend, [next(grad_iterator).contiguous() for _ in weights], owner, self._group)
             if lent is not None:
-                came = [each.new_empty(each.shape[1:]) for each in weights]
-                works += _exchange(dist.irecv, came, lent[1], self._group)
+                received = [weight.new_empty(weight.shape[1:]) for weight in weights]
+                works += _exchange(dist.irecv, received, lent[1], self._group)
             _wait(works)
             if lent is not None:
-                for total, part in zip(sums, came, strict=True):
+                for total, part in zip(sums, received, strict=True):
                     total[lent[0]] += part
         return sums or [None] * len(weights)
 
 
 def _exchange(
-    way: Callable[..., Any], tensors: Sequence[torch.Tensor], peer: int, group: ProcessGroup
+    operation: Callable[..., Any], tensors: Sequence[torch.Tensor], peer: int, group: ProcessGroup
 ) -> list[dist.Work]:
     """Start to send tensors to a rank of the group, or to receive them from it."""
     works: list[dist.Work] = dist.batch_isend_irecv(
-        [dist.P2POp(way, each, group=group, group_peer=peer) for each in tensors]
+        [dist.P2POp(operation, tensor, group=group, group_peer=peer) for tensor in tensors]
     )
     return works
 
@@ -186,21 +197,23 @@ class _Lend(torch.autograd.Function):
     def forward(ctx: Any, loans: _Loans, rows: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.loans = loans
         ctx.save_for_backward(*weights)
-        borrowed = [each.new_empty(1, *each.shape[1:]) for _ in range(loans.borrows) for each in weights]
+        borrowed = [weight.new_empty(1, *weight.shape[1:]) for _ in range(loans.borrows) for weight in weights]
         loans.start(weights, borrowed)
         is_trained = ctx.needs_input_grad[2:] * loans.borrows
-        ctx.mark_non_differentiable(*(each for each, is_one in zip(borrowed, is_trained, strict=True) if not is_one))
+        ctx.mark_non_differentiable(
+            *(weight for weight, has_grad in zip(borrowed, is_trained, strict=True) if not has_grad)
+        )
         return *(rows[places] for places in loans.places), *borrowed
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         loans: _Loans = ctx.loans
-        parts, given = grads[: loans.borrows + 1], grads[loans.borrows + 1 :]
+        parts, borrowed_grads = grads[: loans.borrows + 1], grads[loans.borrows + 1 :]
         loans.finish()
         weights = ctx.saved_tensors
         is_trained = any(ctx.needs_input_grad[2:])
-        weight_grads = loans.give_back(given, weights) if is_trained else [None] * len(weights)
+        weight_grads = loans.give_back(borrowed_grads, weights) if is_trained else [None] * len(weights)
         return None, _placed(parts, loans.places) if ctx.needs_input_grad[1] else None, *weight_grads
 
 
@@ -215,11 +228,11 @@ class _Join(torch.autograd.Function):
         parts = inputs[: loans.borrows + 1]
         weights = inputs[loans.borrows + 1 :]
         size = len(weights) // (loans.borrows + 1)
-        borrowed, own = weights[:-size], weights[-size:]
+        borrowed, local_weights = weights[:-size], weights[-size:]
         ctx.loans, ctx.size = loans, size
-        ctx.save_for_backward(*borrowed, *own)
-        for each in borrowed:
-            each.untyped_storage().resize_(0)
+        ctx.save_for_backward(*borrowed, *local_weights)
+        for weight in borrowed:
+            weight.untyped_storage().resize_(0)
         loans.finish()
         return _placed(parts, loans.places)
 
@@ -227,21 +240,21 @@ class _Join(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         loans: _Loans = ctx.loans
-        saved = ctx.saved_tensors  # read once, as recomputation demands
-        borrowed, own = saved[: -ctx.size], saved[-ctx.size :]
-        for each in borrowed:
-            each.untyped_storage().resize_(each.nbytes)
-        loans.start(own, borrowed)
+        saved_weights = ctx.saved_tensors  # read once, as recomputation demands
+        borrowed, local_weights = saved_weights[: -ctx.size], saved_weights[-ctx.size :]
+        for weight in borrowed:
+            weight.untyped_storage().resize_(weight.nbytes)
+        loans.start(local_weights, borrowed)
         parts = [grad[places] for places in loans.places]
         loans.receive()
-        return None, *parts, *([None] * len(saved))
+        return None, *parts, *([None] * len(saved_weights))
 
 
 def _placed(parts: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> torch.Tensor:
     """Put parts of rows, each [its rows, dim], to their places among all: [rows, dim]."""
     rows = parts[0].new_empty(sum(map(len, places)), *parts[0].shape[1:])
-    for part, at in zip(parts, places, strict=True):
-        rows[at] = part
+    for part, indices in zip(parts, places, strict=True):
+        rows[indices] = part
     return rows
 
 
@@ -249,15 +262,15 @@ def rank_loads(model: nn.Module) -> torch.Tensor | None:
     """Return the heaviest ranks' loads in the last forward pass, see `LeastLoadedExperts.heaviest`, [layers, 2]; None
     if ranks never lend."""
     modules = (module for module in model.modules() if isinstance(module, LeastLoadedExperts))
-    found = [module.heaviest for module in modules if module.heaviest is not None]
-    return torch.tensor(found, dtype=torch.float64) if found else None
+    loads = [module.heaviest for module in modules if module.heaviest is not None]
+    return torch.tensor(loads, dtype=torch.float64) if loads else None
 
 
 def _gathered(counts: torch.Tensor, group: ProcessGroup) -> Any:
     """Gather every rank's counts, [experts], to the host: [ranks, experts]."""
-    whole = counts.new_empty(group.size() * len(counts))
-    dist.all_gather_single(whole, counts.contiguous(), group=group)
-    return whole.view(group.size(), -1).cpu().numpy()
+    all_counts = counts.new_empty(group.size() * len(counts))
+    dist.all_gather_single(all_counts, counts.contiguous(), group=group)
+    return all_counts.view(group.size(), -1).cpu().numpy()
 
 
 def _heaviest(counts: Any, plan: ExpertPlan) -> tuple[float, float]:

@@ -39,9 +39,9 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
     index = tensor_files(folder)
     with torch.no_grad(), ExitStack() as stack:
         files: dict[Path, safe_open] = {}
-        for ours, parameter in named_weights(model):
+        for titan_name, parameter in named_weights(model):
             block = values_of(parameter)
-            for part in names_of(model).parts(ours, parameter.shape, slice_of(parameter)):
+            for part in names_of(model).parts(titan_name, parameter.shape, slice_of(parameter)):
                 name = part.name
                 if name == HEAD and tied and name not in index:
                     name = EMBEDDING
@@ -52,15 +52,15 @@ def load_weights(model: nn.Module, folder: Path, *, tied: bool) -> None:
                     raise ModelError(f"{folder} lacks the weight {name!r}", hint=_AGAIN)
                 if index[name] not in files:
                     files[index[name]] = stack.enter_context(open_weights(index[name]))
-                stored = files[index[name]].get_slice(name)
-                shape = tuple(stored.get_shape())
+                file_slice = files[index[name]].get_slice(name)
+                shape = tuple(file_slice.get_shape())
                 if shape != part.shape:
                     raise ModelError(
                         f"{name!r} in {folder} has shape {shape}, config.json says {part.shape}", hint=_AGAIN
                     )
                 if part.tensor_slice.numel:
                     start, size = part.tensor_slice.start, part.tensor_slice.size
-                    part.of(block).copy_(stored[tuple(map(slice, start, map(operator.add, start, size)))])
+                    part.of(block).copy_(file_slice[tuple(map(slice, start, map(operator.add, start, size)))])
 
 
 def load_training_state(
@@ -83,13 +83,13 @@ def load_training_state(
     state = training_state(model, optimizer, dict.fromkeys(counts, 0))
     moments = {key: block.values for key, block in state.items() if isinstance(block.values, Moment)}
     for key in moments:  # pieces of a block may come one by one
-        held = torch.empty(state[key].tensor_slice.size)
-        state[key] = replace(state[key], values=held)
+        buffer = torch.empty(state[key].tensor_slice.size)
+        state[key] = replace(state[key], values=buffer)
     try:
         reader = TensorReader(folder)
-        saved = set(reader.read_metadata().state_dict_metadata)
-        _check_moments(saved, set(state), folder)
-        _check_frozen(saved, set(state), folder)
+        saved_keys = set(reader.read_metadata().state_dict_metadata)
+        _check_moments(saved_keys, set(state), folder)
+        _check_frozen(saved_keys, set(state), folder)
         dcp.load(state, storage_reader=reader, planner=LoadPlanner())
     except CheckpointError:
         raise
@@ -106,9 +106,9 @@ def load_training_state(
     return {name: int(cast(torch.Tensor, state[name].values)) for name in counts}
 
 
-def _check_moments(saved: set[str], wanted: set[str], folder: Folder) -> None:
+def _check_moments(saved_keys: set[str], stage_keys: set[str], folder: Folder) -> None:
     """Raise CheckpointError if only one of a training state and this run has the roots of small second moments."""
-    small = [any(key.startswith(f"{ROOT}.") for key in keys) for keys in (saved, wanted)]
+    small = [any(key.startswith(f"{ROOT}.") for key in keys) for keys in (saved_keys, stage_keys)]
     if small[0] != small[1]:
         raise CheckpointError(
             f"the training state in {folder} has moments of {'bfloat16 or int8' if small[0] else 'float32'}",
@@ -116,22 +116,22 @@ def _check_moments(saved: set[str], wanted: set[str], folder: Folder) -> None:
         )
 
 
-def _check_frozen(saved: set[str], wanted: set[str], folder: Folder) -> None:
+def _check_frozen(saved_keys: set[str], stage_keys: set[str], folder: Folder) -> None:
     """Raise CheckpointError if a training state is of this model but with different frozen weights.
 
     Args:
-        wanted: keys of this rank's pipeline stage.
+        stage_keys: keys of this rank's pipeline stage.
     """
 
     def weights(keys: set[str], kind: str) -> set[str]:
         return {key.removeprefix(kind) for key in keys if key.startswith(kind)}
 
-    own, train = weights(wanted, "model."), weights(wanted, "exp_avg.")
-    trained = weights(saved, "exp_avg.") & own
-    if trained != train and own <= weights(saved, "model."):
+    stage_weights, trained_weights = weights(stage_keys, "model."), weights(stage_keys, "exp_avg.")
+    saved_weights = weights(saved_keys, "exp_avg.") & stage_weights
+    if saved_weights != trained_weights and stage_weights <= weights(saved_keys, "model."):
         raise CheckpointError(
-            f"the training state in {folder} is of a run that trained {len(trained)} weights, this one trains "
-            f"{len(train)}: {min(trained ^ train)!r} is frozen in one of them",
+            f"the training state in {folder} is of a run that trained {len(saved_weights)} weights, this one trains "
+            f"{len(trained_weights)}: {min(saved_weights ^ trained_weights)!r} is frozen in one of them",
             hint="set --trainer.frozen as in that run, or choose another --out",
         )
 
@@ -140,8 +140,8 @@ def cause_of(error: BaseException) -> str:
     """Return an error's cause on one line; a failure on any rank may come as a CheckpointException, a BaseException."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, OSError):  # torch's errors hide that a disk is full
-        behind = behind.__context__
-    error = behind or error
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):  # torch's errors hide that a disk is full
+        cause = cause.__context__
+    error = cause or error
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -27,8 +27,8 @@ _LENGTHS = (
 """Dynamo sources that vary with a row's length, with the varying dim where there are several."""
 
 
-def compile_once(most: int = 16) -> None:
-    """Have one compiled graph of each kind serve rows of all lengths, and make torch.compile fail past `most` graphs.
+def compile_once(max_graphs: int = 16) -> None:
+    """Have one compiled graph of each kind serve rows of all lengths, and make torch.compile fail past `max_graphs`.
 
     By default Dynamo specialises on the first length and recompiles for others. After 8 graphs of a function it
     silently runs it uncompiled, in which case FlexAttention materialises all scores of a row. Here a model takes one
@@ -36,11 +36,11 @@ def compile_once(most: int = 16) -> None:
     Rows of a single block, 128 tokens, would need separate graphs: `Layout.least_tokens` avoids them.
 
     Args:
-        most: maximum graphs of a function in this process.
+        max_graphs: maximum graphs of a function in this process.
     """
     from torch._dynamo import config
 
-    config.recompile_limit = most
+    config.recompile_limit = max_graphs
     config.fail_on_recompile_limit_hit = True
     torch.compiler.config.dynamic_sources = ",".join(_LENGTHS)
 
@@ -85,8 +85,8 @@ def block_mask(row: Row, queries: torch.Tensor | None, window: int | None = None
 
     def mask_mod(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         q = q if queries is None else queries[q]
-        seen = attends(row.until, q, k)
-        return seen if window is None else seen & (row.positions[q] - row.positions[k] < window)
+        is_visible = attends(row.until, q, k)
+        return is_visible if window is None else is_visible & (row.positions[q] - row.positions[k] < window)
 
     size = len(row) if queries is None else len(queries)
     mask: BlockMask = create_attention_mask(mask_mod, 1, None, size, len(row), device=str(row.trees.device))

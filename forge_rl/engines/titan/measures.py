@@ -30,26 +30,26 @@ class Measures:
         self._numbers: list[torch.Tensor | float] = []
 
     def add(self, name: str, kind: type[Value], *numbers: torch.Tensor | float) -> None:
-        """Add a value of a metric, given the numbers that its kind takes; tensors must be scalars, but a tail's."""
+        """Add a value of a metric from the numbers that its kind takes; tensors must be scalars, except for a tail."""
         assert len(numbers) == _KINDS[kind], f"{kind.__name__} of {len(numbers)} numbers"
         self._values.append((name, kind))
         self._numbers += numbers
 
-    def read(self, *others: torch.Tensor) -> tuple[dict[str, Value], Sequence[float]]:
+    def read(self, *extra_numbers: torch.Tensor) -> tuple[dict[str, Value], Sequence[float]]:
         """Sync the device; return the merged values and the other scalars.
 
         Means and maxima over nothing are left out; such a maximum is -inf.
         """
-        numbers = [*self._numbers, *others]
-        tensors = [each.detach().double().reshape(-1) for each in numbers if isinstance(each, torch.Tensor)]
-        known = iter(torch.cat(tensors).tolist() if tensors else ())
-        found = [
-            [next(known) for _ in range(each.numel())] if isinstance(each, torch.Tensor) else [float(each)]
-            for each in numbers
+        numbers = [*self._numbers, *extra_numbers]
+        tensors = [number.detach().double().reshape(-1) for number in numbers if isinstance(number, torch.Tensor)]
+        host_values = iter(torch.cat(tensors).tolist() if tensors else ())
+        number_lists = [
+            [next(host_values) for _ in range(number.numel())] if isinstance(number, torch.Tensor) else [float(number)]
+            for number in numbers
         ]
-        rest = iter(found)
-        values = [(name, _value(kind, [next(rest) for _ in range(_KINDS[kind])])) for name, kind in self._values]
-        scalars = [number for (number,) in rest]
+        remaining = iter(number_lists)
+        values = [(name, _value(kind, [next(remaining) for _ in range(_KINDS[kind])])) for name, kind in self._values]
+        scalars = [number for (number,) in remaining]
         return merge_all({name: value} for name, value in values if not _is_empty(value)), scalars
 
 

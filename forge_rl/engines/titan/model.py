@@ -40,7 +40,7 @@ class PolicyModel(Decoder):
     """torchtitan's decoder, which also scores targets without holding a row's logits.
 
     logits = model(token_ids[None], positions[None], masks)  # [1, L, V]
-    scores = model(token_ids[None], positions[None], masks, wanted=wanted, targets=targets)
+    scores = model(token_ids[None], positions[None], masks, scored_indices=scored_indices, targets=targets)
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -66,19 +66,19 @@ class PolicyModel(Decoder):
         positions: torch.Tensor,
         attention_masks: Any,
         *,
-        wanted: torch.Tensor | slice | None = None,
+        scored_indices: torch.Tensor | slice | None = None,
         targets: torch.Tensor | None = None,
         scoring: Scoring = DEFAULT_SCORING,
     ) -> torch.Tensor | TokenScores:
-        """Return logits `[1, L, V]`, or values `[1, L]` of a value model, or scores of N targets; of a pipeline stage
-        without the head, hidden states `[1, L, dim]`.
+        """Return logits `[1, L, V]`, or values `[1, L]` of a value model, or scores of N targets; a pipeline stage
+        without the head returns hidden states `[1, L, dim]`.
 
         Args:
             tokens: [1, L] int64; on a stage without the embedding, hidden states `[1, L, dim]`.
             positions: [1, L] int64.
             attention_masks: see `masks.attention_mask`.
-            wanted: the N positions to score; the output projection, a fifth of a small model's compute, runs on these
-                only. None for logits or values.
+            scored_indices: the N positions to score; the output projection, a fifth of a small model's compute, runs on
+                these only. None for logits or values.
             targets: [N] or [N, K] int64, see `token_scores`.
         """
         hidden = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
@@ -88,13 +88,13 @@ class PolicyModel(Decoder):
             return hidden
         hidden = self.norm(hidden)
         if isinstance(hidden, DTensor):
-            # Each rank's gradient covers only its part of the output projection; the backward pass sums them. Of a
-            # value head each rank has the whole.
-            whole = isinstance(self.lm_head, ValueHead)
-            hidden = hidden.to_local(grad_placements=[Replicate() if whole else Partial()])
-        if wanted is None:
+            # Each rank's gradient covers only its part of the output projection; the backward pass sums them. A
+            # value head is whole on each rank.
+            is_value_head = isinstance(self.lm_head, ValueHead)
+            hidden = hidden.to_local(grad_placements=[Replicate() if is_value_head else Partial()])
+        if scored_indices is None:
             return cast(torch.Tensor, self.lm_head(hidden))
-        return cast(TokenScores, self.lm_head(hidden[0, wanted], targets, scoring))
+        return cast(TokenScores, self.lm_head(hidden[0, scored_indices], targets, scoring))
 
 
 def build_model(architecture: Architecture, settings: TrainSettings, *, values: bool = False) -> PolicyModel:
@@ -134,18 +134,18 @@ def build_model(architecture: Architecture, settings: TrainSettings, *, values: 
 
 
 def recompute_activations(
-    model: PolicyModel, how: Literal["none", "selective", "full"], *, offload: bool = False
+    model: PolicyModel, mode: Literal["none", "selective", "full"], *, offload: bool = False
 ) -> None:
     """Apply torchtitan's activation checkpointing; it saves no RNG state, as the models draw no random numbers.
 
     Args:
         offload: keep the layers' inputs in host memory; with full checkpointing only.
     """
-    if how != "none":
-        policy = FullAC if how == "full" else SelectiveAC
+    if mode != "none":
+        policy = FullAC if mode == "full" else SelectiveAC
         policy.Config(preserve_rng_state=False).build(dump_folder="").apply(model)
     if offload:
-        assert how == "full", f"{how} checkpointing keeps more than inputs, outside of what is offloaded"
+        assert mode == "full", f"{mode} checkpointing keeps more than inputs, outside of what is offloaded"
         offload_inputs(model.layers.values())
 
 

@@ -28,7 +28,7 @@ _LOADED = dict.fromkeys(("weight", "bias", "w1_EFD", "w2_EDF", "w3_EFD", *_GPT_O
 
 
 def moe_config(
-    experts: Experts, dim: int, *, kind: type[GroupedExperts] | None = None, bias: bool = False, **own: Any
+    experts: Experts, dim: int, *, kind: type[GroupedExperts] | None = None, bias: bool = False, **fields: Any
 ) -> Any:
     """Make torchtitan's `MoE.Config` for a layer, without load balancing, which would change the policy.
 
@@ -37,7 +37,7 @@ def moe_config(
         dim: model dimension.
         kind: class of the experts; PlainExperts by default.
         bias: add a bias to the router's logits.
-        own: further fields of that class's config.
+        fields: further fields of that class's config.
     """
     shared = None
     if experts.shared_dim:
@@ -58,7 +58,7 @@ def moe_config(
         ),
         routed_experts=LeastLoadedExperts.Config(
             inner_experts=(kind or PlainExperts).Config(
-                dim=dim, hidden_dim=experts.hidden_dim, num_experts=experts.count, param_init=_LOADED, **own
+                dim=dim, hidden_dim=experts.hidden_dim, num_experts=experts.count, param_init=_LOADED, **fields
             ),
             token_dispatcher=WideDispatcher.Config(num_experts=experts.count, top_k=experts.top_k),
         ),
@@ -104,7 +104,7 @@ class PlainExperts(GroupedExperts):
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Send rows of [R, dim], sorted by expert, through their experts; [experts] int64 counts the rows of each."""
-        return self.compute([local(each) for each in self.parameters()], x_RD, num_tokens_per_expert_E)
+        return self.compute([local(parameter) for parameter in self.parameters()], x_RD, num_tokens_per_expert_E)
 
     def compute(self, weights: Sequence[torch.Tensor], x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows through experts with the given weights, which are ordered as this module's parameters."""
@@ -123,21 +123,21 @@ class ClampedExperts(GptOssGroupedExperts):
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Send rows of [R, dim], sorted by expert, through their experts; [experts] int64 counts the rows of each."""
-        return self.compute([local(each) for each in self.parameters()], x_RD, num_tokens_per_expert_E)
+        return self.compute([local(parameter) for parameter in self.parameters()], x_RD, num_tokens_per_expert_E)
 
     def compute(self, weights: Sequence[torch.Tensor], x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send rows through experts with the given weights, which are ordered as this module's parameters."""
         up, up_bias, down, down_bias = weights
         ends = counts.cumsum(0, dtype=torch.int32)
         rows = torch.arange(len(x), device=x.device, dtype=torch.int32)
-        of_rows = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
-        hidden = _grouped_product(self, x, up, ends) + up_bias[of_rows]
+        row_experts = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
+        hidden = _grouped_product(self, x, up, ends) + up_bias[row_experts]
         out = _grouped_product(self, swiglu(hidden, limit=self.swiglu_limit), down, ends)
         weight = self.mlp1_weight_EGD
         axes = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
         # Tensor-parallel ranks sum their results, which must add the bias once.
         shares = weight.device_mesh.size(axes.index("tp")) if "tp" in axes else 1
-        bias: torch.Tensor = ScaleBiasForward.apply(down_bias[of_rows], shares, out.dtype)
+        bias: torch.Tensor = ScaleBiasForward.apply(down_bias[row_experts], shares, out.dtype)
         return out + bias
 
 

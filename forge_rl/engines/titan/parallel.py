@@ -50,16 +50,16 @@ class Parallelism:
         set_spmd_backend(BACKEND)
         self._settings, self._architecture = settings, architecture
         world, stages = dist.get_world_size(), settings.pipeline_parallel_degree
-        of_stage = world // stages
-        self.shares = of_stage // settings.peers
+        stage_ranks = world // stages
+        self.shares = stage_ranks // settings.peers
         """Number of data-parallel shares."""
-        index = dist.get_rank() // of_stage
+        index = dist.get_rank() // stage_ranks
         self._layers = stage_layers(architecture, stages)
         self.stage = Stage(
             index=index,
             count=stages,
             layers=self._layers[index],
-            ranks=range(index * of_stage, (index + 1) * of_stage),
+            ranks=range(index * stage_ranks, (index + 1) * stage_ranks),
         )
         """This rank's part of the model."""
         self._dims = ParallelDims(
@@ -84,9 +84,9 @@ class Parallelism:
         )
         self.stages = self._dims.get_mesh("pp").get_group() if stages > 1 else None
         """The ranks with this rank's place in each stage; None if there is one stage."""
-        self.last_stage = dist.new_group(range(world - of_stage, world)) if stages > 1 else None
+        self.last_stage = dist.new_group(range(world - stage_ranks, world)) if stages > 1 else None
         """Group of the ranks that compute losses; None if all do."""
-        self._ends = self._end_groups(of_stage) if architecture.tied and stages > 1 else None
+        self._ends = self._end_groups(stage_ranks) if architecture.tied and stages > 1 else None
 
     def apply(self, model: PolicyModel, *, dtype: torch.dtype) -> None:
         """Cut this rank's stage out of a model, and shard it in place, in the order of torchtitan's own `parallelize_*`
@@ -145,11 +145,11 @@ class Parallelism:
         split = split_row(row, self._cp.size(), self._settings.context_parallel_load_balancer, self._architecture)
         return split, split.tokens[self._cp.get_local_rank()]
 
-    def begin(self, given: DeviceRow) -> None:
+    def begin(self, device_row: DeviceRow) -> None:
         """Prepare the next forward and backward pass, which are of this row."""
-        self._order = given.order
+        self._order = device_row.order
 
-    def gather(self, part: torch.Tensor, given: DeviceRow) -> torch.Tensor:
+    def gather(self, part: torch.Tensor, device_row: DeviceRow) -> torch.Tensor:
         """Gather a row, `[L]` or `[L, k]`, from its peers' parts, with gradient.
 
         Every peer computes the same loss over the whole row and backpropagates only through its own part, so that
@@ -157,12 +157,12 @@ class Parallelism:
         """
         if self._cp is None:
             return part
-        row: torch.Tensor = _Gather.apply(part, self._cp, given.own, given.order)
+        row: torch.Tensor = _Gather.apply(part, self._cp, device_row.local_indices, device_row.order)
         return row
 
     def clip(self, model: PolicyModel, max_norm: float) -> torch.Tensor:
         """Add up the gradients of a weight that two stages hold, and scale all gradients to the maximum norm, if it is
-        exceeded; returns the norm before, over all ranks, in which that weight counts once."""
+        exceeded. Returns the norm before scaling, over all ranks, in which that weight counts once."""
         tied = self._tied(model)
         if tied is not None and tied.grad is not None:
             dist.all_reduce(local(tied.grad), group=self._ends)
@@ -194,8 +194,8 @@ class Parallelism:
     def mixtures(self) -> slice:
         """This stage's layers with experts, as a slice of the model's."""
         experts = self._architecture.experts
-        places = [at for at, layer in enumerate(experts.layers if experts else ()) if layer in self.stage.layers]
-        return slice(places[0], places[-1] + 1) if places else slice(0, 0)
+        indices = [index for index, layer in enumerate(experts.layers if experts else ()) if layer in self.stage.layers]
+        return slice(indices[0], indices[-1] + 1) if indices else slice(0, 0)
 
     def in_whole_model(self, values: torch.Tensor, *, dim: int) -> torch.Tensor:
         """Pad numbers of this stage's expert layers, along a dim, to all expert layers of the model, with zeros."""
@@ -205,25 +205,25 @@ class Parallelism:
         assert experts is not None, "the model has layers with experts"
         shape = list(values.shape)
         shape[dim] = len(experts.layers)
-        whole = values.new_zeros(shape)
-        whole.movedim(dim, 0)[self.mixtures] = values.movedim(dim, 0)
-        return whole
+        model_values = values.new_zeros(shape)
+        model_values.movedim(dim, 0)[self.mixtures] = values.movedim(dim, 0)
+        return model_values
 
-    def _end_groups(self, of_stage: int) -> dist.ProcessGroup | None:
+    def _end_groups(self, stage_ranks: int) -> dist.ProcessGroup | None:
         """Make a group of each place in the first stage and the same in the last; return this rank's, if any."""
-        found = None
-        for place in range(of_stage):
-            pair = [place, dist.get_world_size() - of_stage + place]
+        end_group = None
+        for place in range(stage_ranks):
+            pair = [place, dist.get_world_size() - stage_ranks + place]
             group = dist.new_group(pair)
-            found = group if dist.get_rank() in pair else found
-        return found
+            end_group = group if dist.get_rank() in pair else end_group
+        return end_group
 
     def _with_keys_of_row(self, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Wrap attention over a whole row's keys and values, `[1, L, heads, width]`, which come rank after rank."""
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             if self._order is not None:
-                k, v = (_InRowOrder.apply(each, self._order) for each in (k, v))
+                k, v = (_InRowOrder.apply(x, self._order) for x in (k, v))
             return attend(q, k, v, **kwargs)
 
         return forward
@@ -234,10 +234,10 @@ def forget_whole_gradients(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                for held in group.fsdp_params:
-                    held.unsharded_accumulated_grad = None
-                    if hasattr(held, "_unsharded_param"):
-                        held._unsharded_param.grad = None
+                for fsdp_param in group.fsdp_params:
+                    fsdp_param.unsharded_accumulated_grad = None
+                    if hasattr(fsdp_param, "_unsharded_param"):
+                        fsdp_param._unsharded_param.grad = None
 
 
 def _wait(module: nn.Module, inputs: tuple[object, ...]) -> None:
@@ -250,9 +250,9 @@ def _wait(module: nn.Module, inputs: tuple[object, ...]) -> None:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, part: torch.Tensor, mesh: DeviceMesh, own: torch.Tensor, order: torch.Tensor | None
+        ctx: Any, part: torch.Tensor, mesh: DeviceMesh, local_indices: torch.Tensor, order: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.save_for_backward(own)
+        ctx.save_for_backward(local_indices)
         row = part.new_empty(mesh.size() * len(part), *part.shape[1:])
         dist.all_gather_single(row, part.contiguous(), group=mesh.get_group())
         return row if order is None else torch.empty_like(row).index_copy_(0, order, row)
@@ -260,8 +260,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (own,) = ctx.saved_tensors
-        return grad.index_select(0, own), None, None, None
+        (local_indices,) = ctx.saved_tensors
+        return grad.index_select(0, local_indices), None, None, None
 
 
 class _InRowOrder(torch.autograd.Function):

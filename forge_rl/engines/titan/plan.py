@@ -37,13 +37,14 @@ class Trace:
     trained: int
     """Number of parameters that are not frozen."""
     few: int
-    """Number of those in tensors too small for moments in int8."""
+    """Number of trained parameters in tensors too small for moments in int8."""
     largest: int
     """Elements of the largest parameter."""
     small: int
     """Number of trained parameters in tensors whose gradients are in a CPU's heap, see `cpu.HEAP_ENVIRONMENT`."""
     units: tuple[tuple[int, int], ...]
-    """Elements of each unit that FSDP gathers, of its experts and of the others; the last is outside the layers."""
+    """Elements of each unit that FSDP gathers: of its experts, and of its other weights. The last unit is outside the
+    layers."""
     row: int
     """Peak bytes of the layers in both passes, without weights and their gradients."""
     head: int
@@ -51,7 +52,7 @@ class Trace:
 
 
 Traces = MutableMapping[tuple[object, ...], Trace]
-"""Traces already made, which take seconds, by the settings that they depend on; of one model."""
+"""Traces of one model by the settings that they depend on, kept because making one takes seconds."""
 
 
 def plan_training(
@@ -67,8 +68,8 @@ def plan_training(
     """Estimate one rank's memory before anything is loaded.
 
     State is split over all ranks of one copy of the policy, except gradients reduced once per update. A row's
-    activations are split by tensor parallelism, as torchtitan also splits the sequence between its matrices. Of a
-    pipeline, each part is of the stage that needs the most for it.
+    activations are split by tensor parallelism, as torchtitan also splits the sequence between its matrices. With
+    a pipeline, each figure is the maximum over its stages.
 
     Args:
         values: plan a value model in place of a policy.
@@ -76,83 +77,86 @@ def plan_training(
         traces: earlier traces of this model, to which new ones are added.
     """
     dtype = resolve_dtype(settings.dtype)
-    kept = torch.promote_types(dtype, torch.float32).itemsize
+    state_itemsize = torch.promote_types(dtype, torch.float32).itemsize
     tokens = tokens or settings.seq_len
     traces = {} if traces is None else traces
     key = (dtype, settings.activation_checkpointing, settings.frozen, tokens, values)
     if key not in traces:
         traces[key] = _trace(architecture, settings, values, tokens)
-    traced = traces[key]
+    trace = traces[key]
     tp, cp, pp = (
         settings.tensor_parallel_degree,
         settings.context_parallel_degree,
         settings.pipeline_parallel_degree,
     )
-    split = ranks // settings.data_parallel_replicate_degree // pp
-    whole_gradients = adds_up_once(traced.count, settings, ranks=ranks)
+    num_shards = ranks // settings.data_parallel_replicate_degree // pp
+    whole_gradients = adds_up_once(trace.count, settings, ranks=ranks)
     kept_layers = architecture.layers  # over all rows under way
     if pp > 1:
         kept_layers = _layers_under_way(architecture, pp)
-        traced = _heaviest_stage(traced, architecture, pp, tied=architecture.tied and not values)
-    row, offloaded = traced.row // tp, 0
-    each = tokens * architecture.dim * dtype.itemsize // tp
+        trace = _heaviest_stage(trace, architecture, pp, tied=architecture.tied and not values)
+    row, offloaded = trace.row // tp, 0
+    hidden_bytes = tokens * architecture.dim * dtype.itemsize // tp
     if settings.enable_activation_offload:  # the layer that is recomputed has its input on the device
-        row, offloaded = row - (kept_layers - 1) * each, kept_layers * each
+        row, offloaded = row - (kept_layers - 1) * hidden_bytes, kept_layers * hidden_bytes
     if cp > 1:  # each rank keeps the keys and values of the whole row, and one layer's also as they were gathered
         layers = kept_layers if settings.activation_checkpointing == "none" else 1
-        held = tokens * (layers * (cp - 1) + cp) * architecture.kv_heads * architecture.head_dim
-        row += 2 * held * dtype.itemsize // tp
-    recomputed = settings.activation_checkpointing != "none" and each < MAPPED_BYTES
-    in_heap = kept * traced.small // (tp if whole_gradients else split) // 2 + recomputed * kept_layers * each
+        kv_elements = tokens * (layers * (cp - 1) + cp) * architecture.kv_heads * architecture.head_dim
+        row += 2 * kv_elements * dtype.itemsize // tp
+    is_recomputed = settings.activation_checkpointing != "none" and hidden_bytes < MAPPED_BYTES
+    heap_bytes = (
+        state_itemsize * trace.small // (tp if whole_gradients else num_shards) // 2
+        + is_recomputed * kept_layers * hidden_bytes
+    )
     return TrainMemory(
-        weights=kept * traced.count // split,
-        gradients=kept * traced.trained // (tp if whole_gradients else split),
-        optimizer=_moments(traced, settings, kept) // split,
-        moments=2 * kept * traced.trained // split,
-        reference=dtype.itemsize * traced.count // split if reference else 0,
-        gathered=_gathered(traced, dtype, split, settings.expert_parallel_degree) // tp,
+        weights=state_itemsize * trace.count // num_shards,
+        gradients=state_itemsize * trace.trained // (tp if whole_gradients else num_shards),
+        optimizer=_moments(trace, settings, state_itemsize) // num_shards,
+        moments=2 * state_itemsize * trace.trained // num_shards,
+        reference=dtype.itemsize * trace.count // num_shards if reference else 0,
+        gathered=_gathered(trace, dtype, num_shards, settings.expert_parallel_degree) // tp,
         activations=row,
-        head=traced.head // tp,
+        head=trace.head // tp,
         masks=min(MASK_BYTES, tokens * tokens * dtype.itemsize) * 2,
         offloaded=offloaded,
-        largest=kept * traced.largest // split,
-        heap=(50 << 20) + in_heap + each * 7 // 2 if device_type() == "cpu" else 0,  # a fit, see TrainMemory
+        largest=state_itemsize * trace.largest // num_shards,
+        heap=(50 << 20) + heap_bytes + hidden_bytes * 7 // 2 if device_type() == "cpu" else 0,  # a fit, see TrainMemory
     )
 
 
 def _layers_under_way(architecture: Architecture, stages: int) -> int:
-    """Return the layers whose activations the stage holds that has the most: its layers, times its rows under way."""
+    """Return the most layers whose activations a stage holds: its own layers, times its rows under way."""
     layers = stage_layers(architecture, stages)
-    return max(len(own) * (stages - index) for index, own in enumerate(layers))
+    return max(len(stage) * (stages - index) for index, stage in enumerate(layers))
 
 
-def _heaviest_stage(traced: Trace, architecture: Architecture, stages: int, *, tied: bool) -> Trace:
-    """Return a trace of the stage with the most weights, and of the activations of the one with the most."""
+def _heaviest_stage(trace: Trace, architecture: Architecture, stages: int, *, tied: bool) -> Trace:
+    """Return a trace with the weights of the stage that has the most, and the most activations of any stage."""
     a, layers = architecture, stage_layers(architecture, stages)
-    held = [sum(sum(traced.units[number]) for number in own) for own in layers]
-    embedding, outside = a.vocab * a.dim, sum(traced.units[-1])
-    held[0] += embedding
-    held[-1] += outside if tied else outside - embedding
-    share = max(held) / traced.count
-    row = traced.row * _layers_under_way(a, stages) // a.layers
-    last = traced.row * len(layers[-1]) // a.layers + traced.head
+    stage_weights = [sum(sum(trace.units[number]) for number in stage) for stage in layers]
+    embedding, outside = a.vocab * a.dim, sum(trace.units[-1])
+    stage_weights[0] += embedding
+    stage_weights[-1] += outside if tied else outside - embedding
+    share = max(stage_weights) / trace.count
+    row = trace.row * _layers_under_way(a, stages) // a.layers
+    last = trace.row * len(layers[-1]) // a.layers + trace.head
     return replace(
-        traced,
-        count=max(held),
-        trained=round(traced.trained * share),
-        few=round(traced.few * share),
-        small=round(traced.small * share),
+        trace,
+        count=max(stage_weights),
+        trained=round(trace.trained * share),
+        few=round(trace.few * share),
+        small=round(trace.small * share),
         row=row,
         head=max(0, last - row),
     )
 
 
-def _moments(traced: Trace, settings: TrainSettings, kept: int) -> int:
-    """Bytes of both moments, of which small tensors' are float32 where others are int8."""
+def _moments(trace: Trace, settings: TrainSettings, state_itemsize: int) -> int:
+    """Return the bytes of both moments; with int8, small tensors keep float32 ones."""
     if settings.optimizer_state == "float32":
-        return 2 * kept * traced.trained
-    few = traced.few if settings.optimizer_state == "int8" else 0
-    return 8 * few + round(moments_bytes(settings.optimizer_state) * (traced.trained - few))
+        return 2 * state_itemsize * trace.trained
+    few = trace.few if settings.optimizer_state == "int8" else 0
+    return 8 * few + round(moments_bytes(settings.optimizer_state) * (trace.trained - few))
 
 
 def _trace(architecture: Architecture, settings: TrainSettings, values: bool, tokens: int) -> Trace:
@@ -160,7 +164,7 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
     with torch.device("meta"):
         model = build_model(architecture, settings, values=values)
     freeze(model, settings.frozen)
-    sizes = [(each.numel(), each.requires_grad) for each in model.parameters()]
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     layers: list[Any] = list(model.get_submodule("layers").children())
     inside = {id(p) for layer in layers for p in layer.parameters()}
     units = [
@@ -178,18 +182,18 @@ def _trace(architecture: Architecture, settings: TrainSettings, values: bool, to
         few=sum(size for size, is_trained in sizes if is_trained and size < LEAST_INT8),
         largest=max(size for size, _ in sizes),
         small=sum(size for size, is_trained in sizes if is_trained and 4 * size < MAPPED_BYTES),
-        units=tuple((experts, others) for experts, others in [*units, (0, outside)]),
+        units=tuple((experts, dense) for experts, dense in [*units, (0, outside)]),
         row=row,
         head=head,
     )
 
 
-def _gathered(traced: Trace, dtype: torch.dtype, split: int, ep: int) -> int:
+def _gathered(trace: Trace, dtype: torch.dtype, num_shards: int, ep: int) -> int:
     """Bytes of gathered weights in the dtype of the passes: two units, as FSDP prefetches one. A rank gathers only its
     own experts."""
-    if split == 1:  # they are cast once, and stay
-        return 0 if dtype.itemsize >= 4 else dtype.itemsize * traced.count
-    units = [experts // ep + others for experts, others in traced.units]
+    if num_shards == 1:  # they are cast once, and stay
+        return 0 if dtype.itemsize >= 4 else dtype.itemsize * trace.count
+    units = [experts // ep + dense for experts, dense in trace.units]
     return int(dtype.itemsize * sum(sorted(units)[-2:]))
 
 
@@ -202,7 +206,7 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
     recompute_activations(model, settings.activation_checkpointing)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+            parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     ids, targets = (torch.zeros(1, tokens, dtype=torch.int64, device="meta") for _ in range(2))
     positions = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     zeros = torch.zeros(tokens, dtype=torch.int32)
@@ -212,12 +216,12 @@ def _row_bytes(model: Any, settings: TrainSettings, dtype: torch.dtype, tokens: 
         masks = {"basic_mask": (mask,), "sliding_window_mask": (mask,)}
     peaks = []
     for score in (False, True):
-        chosen = slice(None) if score else slice(0, 1)
+        scored_indices = slice(None) if score else slice(0, 1)
         with _without_autocast(), _kernels_of_the_device(), LiveBytes() as live:
-            scores = model(ids, positions, masks, wanted=chosen, targets=targets[0, chosen])
+            scores = model(ids, positions, masks, scored_indices=scored_indices, targets=targets[0, scored_indices])
             (scores.logprobs if scores.values is None else scores.values).sum().backward()
         del scores
-        peaks.append(live.most)
+        peaks.append(live.peak)
     return peaks[0], max(0, peaks[1] - peaks[0])
 
 
@@ -237,14 +241,14 @@ def _kernels_of_the_device() -> Iterator[None]:
     """Make the model keep the same tensors on the meta device as on CUDA, if it will run there: CUDA has a kernel of
     RMSNorm that keeps as little as `LeanRMSNorm`, and the feed-forward network is torchtitan's own."""
     kinds: tuple[Any, ...] = (LeanRMSNorm, LeanFeedForward)
-    before = [kind.forward for kind in kinds]
+    original_forwards = [kind.forward for kind in kinds]
     if device_type() == "cuda":
         LeanRMSNorm.forward = LeanRMSNorm.lean  # type: ignore[method-assign]
         LeanFeedForward.forward = FeedForward.forward  # type: ignore[method-assign]
     try:
         yield
     finally:
-        for kind, forward in zip(kinds, before, strict=True):
+        for kind, forward in zip(kinds, original_forwards, strict=True):
             kind.forward = forward
 
 
@@ -259,30 +263,30 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = 0
+        self.live = self.peak = 0
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._grouped_mm.default and args[0].device.type == "meta":
-            found = _grouped_mm(args[0], args[1], args[2])
+            outputs = _grouped_mm(args[0], args[1], args[2])
         else:
-            found = func(*args, **(kwargs or {}))
-        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
-        for tensor in _tensors(found):
+            outputs = func(*args, **(kwargs or {}))
+        input_keys = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        for tensor in _tensors(outputs):
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in given or key in self._known:
+            if key in input_keys or key in self._known:
                 continue
             self._known.add(key)
-            self.now += storage.nbytes()
+            self.live += storage.nbytes()
             weakref.finalize(storage, self._gone, key, storage.nbytes())
-        self.most = max(self.most, self.now)
-        return found
+        self.peak = max(self.peak, self.live)
+        return outputs
 
     def _gone(self, key: int, size: int) -> None:
         self._known.discard(key)
-        self.now -= size
+        self.live -= size
 
 
 def _tensors(values: object) -> Iterator[torch.Tensor]:
-    return (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+    return (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))

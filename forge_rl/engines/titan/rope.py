@@ -152,8 +152,8 @@ class _Rotation(torch.autograd.Function):
 
 def _turned(x: torch.Tensor, cache: torch.Tensor, direction: int) -> torch.Tensor:
     dim, half = x.shape[-1], x.shape[-1] // 2
-    given, cos, sin = widened(x), cache[..., :dim], cache[..., dim : dim + half]
-    turned = given * cos
-    turned[..., :half].addcmul_(given[..., half:], sin, value=-direction)
-    turned[..., half:].addcmul_(given[..., :half], sin, value=direction)
+    x_wide, cos, sin = widened(x), cache[..., :dim], cache[..., dim : dim + half]
+    turned = x_wide * cos
+    turned[..., :half].addcmul_(x_wide[..., half:], sin, value=-direction)
+    turned[..., half:].addcmul_(x_wide[..., :half], sin, value=direction)
     return turned.type_as(x)

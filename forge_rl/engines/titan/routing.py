@@ -51,35 +51,35 @@ class ReplayRouter(TokenChoiceTopKRouter):
         if self.replayed is not None:
             bias = _like(self._aversion(self.replayed), x_BLD)
             bias = bias if expert_bias_E is None else bias + expert_bias_E
-        weights, chosen, scores = super().forward(x_BLD, bias)
+        weights, expert_ids, scores = super().forward(x_BLD, bias)
         if self.real is not None:
-            self.counts = self._count(chosen, scores, expert_bias_E, self.real)
-        return weights, chosen, scores
+            self.counts = self._count(expert_ids, scores, expert_bias_E, self.real)
+        return weights, expert_ids, scores
 
     def _aversion(self, replayed: torch.Tensor) -> torch.Tensor:
         """Return a bias that excludes all experts but the replayed ones, [1, L, experts] float32; 0 if unknown."""
-        known = (replayed >= 0).all(-1, keepdim=True)
+        is_known = (replayed >= 0).all(-1, keepdim=True)
         shape = (*replayed.shape[:-1], self.num_experts)
         aversion = torch.full(shape, _NEVER, device=replayed.device).scatter(-1, replayed.clamp(min=0), 0.0)
-        return aversion.where(known, 0.0)
+        return aversion.where(is_known, 0.0)
 
     @torch.no_grad()
     def _count(
-        self, chosen: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor | None, real: torch.Tensor
+        self, expert_ids: torch.Tensor, scores: torch.Tensor, bias: torch.Tensor | None, real: torch.Tensor
     ) -> torch.Tensor:
-        real = local(_like(real, chosen, sharded=True))
-        ids = local(chosen)
-        each = real[..., None].expand_as(ids).flatten().long()
-        load = each.new_zeros(self.num_experts).scatter_add(0, ids.flatten(), each)
+        real = local(_like(real, expert_ids, sharded=True))
+        ids = local(expert_ids)
+        increments = real[..., None].expand_as(ids).flatten().long()
+        load = increments.new_zeros(self.num_experts).scatter_add(0, ids.flatten(), increments)
         if self.replayed is None:
             return torch.cat([load, torch.stack([real.sum()]), load.new_zeros(2)])
-        known = (local(_like(self.replayed, chosen, sharded=True)) >= 0).all(-1) & real
-        own = local(scores) if bias is None else local(scores) + local(bias)
+        is_replayed = (local(_like(self.replayed, expert_ids, sharded=True)) >= 0).all(-1) & real
+        router_scores = local(scores) if bias is None else local(scores) + local(bias)
         if self.num_expert_groups is not None:
-            own = self._get_node_limited_routing_scores(own)
-        own_ids = own.topk(self.top_k, dim=-1).indices
-        differs = (own_ids.sort(-1).values != ids.sort(-1).values).any(-1) & known
-        return torch.cat([load, torch.stack([real.sum(), known.sum(), differs.sum()])])
+            router_scores = self._get_node_limited_routing_scores(router_scores)
+        router_ids = router_scores.topk(self.top_k, dim=-1).indices
+        differs = (router_ids.sort(-1).values != ids.sort(-1).values).any(-1) & is_replayed
+        return torch.cat([load, torch.stack([real.sum(), is_replayed.sum(), differs.sum()])])
 
 
 def routers(model: nn.Module) -> list[ReplayRouter]:
@@ -115,8 +115,8 @@ def set_routing(model: nn.Module, real: torch.Tensor, routed: torch.Tensor | Non
 
 def routing_counts(model: nn.Module) -> torch.Tensor | None:
     """Return the routers' counts of the last forward pass, [layers with experts, experts + 3]; None if dense."""
-    found = [router.counts for router in routers(model) if router.counts is not None]
-    return torch.stack(found) if found else None
+    counts = [router.counts for router in routers(model) if router.counts is not None]
+    return torch.stack(counts) if counts else None
 
 
 def routing_metrics(counts: torch.Tensor, *, replays: bool) -> dict[str, Value]:
@@ -126,13 +126,13 @@ def routing_metrics(counts: torch.Tensor, *, replays: bool) -> dict[str, Value]:
     `experts/replayed` is the share of choices (one per token and layer) that were replayed, and
     `experts/replay_differs` the share of these where the trainer would have chosen differently.
     """
-    load, (tokens, known, differs) = counts[:, :-3].double(), counts[:, -3:].sum(dim=0).tolist()
+    load, (tokens, replayed, differs) = counts[:, :-3].double(), counts[:, -3:].sum(dim=0).tolist()
     mean = load.mean(dim=1).clamp(min=1e-9)
-    found: dict[str, Value] = {"experts/load_max_over_mean": Mean(float((load.amax(dim=1) / mean).mean()), 1)}
+    metrics: dict[str, Value] = {"experts/load_max_over_mean": Mean(float((load.amax(dim=1) / mean).mean()), 1)}
     if replays:
-        found["experts/replayed"] = Mean(known / max(1, tokens), 1)
-        found["experts/replay_differs"] = Mean(differs / max(1, known), 1)
-    return found
+        metrics["experts/replayed"] = Mean(replayed / max(1, tokens), 1)
+        metrics["experts/replay_differs"] = Mean(differs / max(1, replayed), 1)
+    return metrics
 
 
 def rank_metrics(loads: torch.Tensor) -> dict[str, Value]:
@@ -164,5 +164,5 @@ def _like(values: torch.Tensor, other: torch.Tensor, *, sharded: bool = False) -
     """Return values that all tensor-parallel ranks hold, as a DTensor if `other` is one: whole, or sharded alike."""
     if not isinstance(other, DTensor):
         return values
-    whole = DTensor.from_local(values, other.device_mesh, run_check=False)
-    return whole.redistribute(placements=other.placements) if sharded else whole
+    replicated = DTensor.from_local(values, other.device_mesh, run_check=False)
+    return replicated.redistribute(placements=other.placements) if sharded else replicated

@@ -20,10 +20,10 @@ class DeviceRow:
     """A row on the device, with metadata known without a device sync."""
 
     row: Row
-    own: torch.Tensor
+    local_indices: torch.Tensor
     """Positions of this rank's tokens in the row, int64."""
-    wanted: torch.Tensor
-    """[n] int64, indices of those tokens whose targets are scored: the trained ones, and observations if wanted."""
+    scored_indices: torch.Tensor
+    """[n] int64, indices of those tokens whose targets are scored: the trained ones, and observations if asked for."""
     tokens: int
     """Number of trained targets in the whole row."""
     split: Split | None = None
@@ -33,36 +33,44 @@ class DeviceRow:
 
 
 def on_device(
-    row: Row, own: torch.Tensor, device: torch.device, *, split: Split | None = None, observations: bool = False
+    row: Row,
+    local_indices: torch.Tensor,
+    device: torch.device,
+    *,
+    split: Split | None = None,
+    observations: bool = False,
 ) -> DeviceRow:
     """Copy a row in host memory to the device.
 
     Args:
-        own: positions of this rank's tokens, int64.
+        local_indices: positions of this rank's tokens, int64.
         split: how ranks split the row; None if each has the whole.
         observations: score observations, too.
     """
-    scored = row.mask | row.observed if observations else row.mask
-    tokens, parts = int(row.mask.sum()), {"own": own, "wanted": scored[own].nonzero()[:, 0]}
+    is_scored = row.mask | row.observed if observations else row.mask
+    tokens = int(row.mask.sum())
+    parts = {"local_indices": local_indices, "scored_indices": is_scored[local_indices].nonzero()[:, 0]}
     if split is not None and split.order is not None:
         parts["order"] = split.order
     if device.type == "cuda":
-        columns = {f"column.{name}": each for name, each in row.columns.items()}
-        there = copied(row.tensors() | columns | {f"part.{name}": each for name, each in parts.items()}, device)
-        parts = {name: there.pop(f"part.{name}") for name in parts}
-        moved: dict[str, Any] = {name: there.pop(f"column.{name}") for name in row.columns}
-        row = replace(row, **there, columns=moved)
+        columns = {f"column.{name}": column for name, column in row.columns.items()}
+        device_tensors = copied(
+            row.tensors() | columns | {f"part.{name}": part for name, part in parts.items()}, device
+        )
+        parts = {name: device_tensors.pop(f"part.{name}") for name in parts}
+        device_columns: dict[str, Any] = {name: device_tensors.pop(f"column.{name}") for name in row.columns}
+        row = replace(row, **device_tensors, columns=device_columns)
     return DeviceRow(row=row, tokens=tokens, split=split, **parts)
 
 
 def copied(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """Copy tensors to a device in one buffer, pinned for a GPU; the results are views of it."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
-    held = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for piece, tensor in zip(held.split(sizes), tensors.values(), strict=True):
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for piece, tensor in zip(buffer.split(sizes), tensors.values(), strict=True):
         piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    there = held.to(device, non_blocking=True)  # torch keeps the pinned memory until the copy is done
+    device_buffer = buffer.to(device, non_blocking=True)  # torch keeps the pinned memory until the copy is done
     return {
         name: piece[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for (name, tensor), piece in zip(tensors.items(), there.split(sizes), strict=True)
+        for (name, tensor), piece in zip(tensors.items(), device_buffer.split(sizes), strict=True)
     }

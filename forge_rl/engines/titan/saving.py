@@ -83,15 +83,15 @@ class CheckpointWriter:
             state.clear()
 
         def export() -> None:
-            made = Export(training, source, dtype, names.parts, valued=names.head == VALUE_HEAD)
-            made.write(folder / "model", rank=dist.get_rank(), ranks=dist.get_world_size())
+            exporter = Export(training, source, dtype, names.parts, valued=names.head == VALUE_HEAD)
+            exporter.write(folder / "model", rank=dist.get_rank(), ranks=dist.get_world_size())
 
         hint = "free space, or choose another --out"
         self._on_all_ranks("the training state", training, write_state, hint)
         hint += f"; put the run's model back to {source} if it has moved"
         self._on_all_ranks("the model", folder / "model", export, hint)
 
-    def _on_all_ranks(self, what: str, folder: Folder, work: Callable[[], None], hint: str) -> None:
+    def _on_all_ranks(self, subject: str, folder: Folder, work: Callable[[], None], hint: str) -> None:
         """Call a function on all ranks; a failure on one raises on all."""
         failed = ""
         try:
@@ -105,6 +105,6 @@ class CheckpointWriter:
         dist.all_gather_object(causes, failed, group=self._group)
         if failed := next(filter(None, causes), ""):
             raise CheckpointError(
-                f"{what} in {folder} cannot be written: {failed}",
+                f"{subject} in {folder} cannot be written: {failed}",
                 hint=f"{hint}; earlier checkpoints are as they were",
             )

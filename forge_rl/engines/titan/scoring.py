@@ -44,54 +44,65 @@ class RowScorer:
         self._window = window
         self._device = device
 
-    def score(self, model: PolicyModel, given: DeviceRow, scoring: Scoring) -> TokenScores:
-        """Score each wanted target, [L] with 0 elsewhere; logprobs are [L, 1 + k] if the row has k "top_ids".
+    def score(self, model: PolicyModel, device_row: DeviceRow, scoring: Scoring) -> TokenScores:
+        """Score a row's `scored_indices`, [L] with 0 elsewhere; with k "top_ids" in the row, logprobs are [L, 1 + k].
 
         A pipeline stage without the head has no scores: it passes the row on to the next one.
         """
-        row, own, wanted = given.row, given.own, given.wanted
-        token_ids, positions, targets = (values[own] for values in (row.token_ids, row.positions, row.targets))
+        row, local_indices, scored_indices = device_row.row, device_row.local_indices, device_row.scored_indices
+        token_ids, positions, targets = (
+            values[local_indices] for values in (row.token_ids, row.positions, row.targets)
+        )
         if "top_ids" in row.columns and model is self._trained:
-            targets = torch.cat([targets[:, None], row.columns["top_ids"][own].long()], dim=1)
+            targets = torch.cat([targets[:, None], row.columns["top_ids"][local_indices].long()], dim=1)
         # A part without targets (or a row that pads a share) must still run every layer, for the collectives.
-        chosen = wanted if len(wanted) else wanted.new_zeros(1)
-        masks = attention_mask(row, None if given.split is None else own, window=self._window)
-        self.prepare(model, given)
-        entered = self._parallelism.pipeline.enter(token_ids[None], len(own))
-        picked = model(entered, positions[None], masks, wanted=chosen, targets=targets[chosen], scoring=scoring)
+        nonempty_indices = scored_indices if len(scored_indices) else scored_indices.new_zeros(1)
+        masks = attention_mask(row, None if device_row.split is None else local_indices, window=self._window)
+        self.prepare(model, device_row)
+        inputs = self._parallelism.pipeline.enter(token_ids[None], len(local_indices))
+        outputs = model(
+            inputs,
+            positions[None],
+            masks,
+            scored_indices=nonempty_indices,
+            targets=targets[nonempty_indices],
+            scoring=scoring,
+        )
         if not self._parallelism.stage.is_last:
-            self._parallelism.pipeline.leave(picked)
+            self._parallelism.pipeline.leave(outputs)
             return _NO_SCORES
 
         def everywhere(values: torch.Tensor) -> torch.Tensor:
             scatter = values.new_zeros(len(targets), *values.shape[1:])
-            found = scatter.index_put((wanted,), values) if len(wanted) else scatter + 0.0 * values.sum()
-            return self._parallelism.gather(found, given)
+            row_values = (
+                scatter.index_put((scored_indices,), values) if len(scored_indices) else scatter + 0.0 * values.sum()
+            )
+            return self._parallelism.gather(row_values, device_row)
 
-        squares, values = (None if each is None else everywhere(each) for each in (picked.squares, picked.values))
-        return TokenScores(everywhere(picked.logprobs), everywhere(picked.entropy), squares, values)
+        squares, values = (None if x is None else everywhere(x) for x in (outputs.squares, outputs.values))
+        return TokenScores(everywhere(outputs.logprobs), everywhere(outputs.entropy), squares, values)
 
-    def prepare(self, model: PolicyModel, given: DeviceRow) -> None:
+    def prepare(self, model: PolicyModel, device_row: DeviceRow) -> None:
         """Set what a row's forward or backward pass reads from the model's modules."""
-        row, own = given.row, given.own
+        row, local_indices = device_row.row, device_row.local_indices
         replayed = row.routed if self._replays and model is self._trained else None
-        set_routing(model, row.trees[own] >= 0, None if replayed is None else replayed[own])
-        self._parallelism.begin(given)
+        set_routing(model, row.trees[local_indices] >= 0, None if replayed is None else replayed[local_indices])
+        self._parallelism.begin(device_row)
 
     def on_device(self, row: Row, *, observations: bool = False) -> DeviceRow:
         """Copy a row to the device, with this rank's part of it under context parallelism."""
-        split, own = self._parallelism.split(row)
-        return on_device(row, own, self._device, split=split, observations=observations)
+        split, local_indices = self._parallelism.split(row)
+        return on_device(row, local_indices, self._device, split=split, observations=observations)
 
     @torch.no_grad()
     def logprobs(self, model: PolicyModel, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
         """Score the targets where the mask is True, a value model by its values; a tensor `[L]` for each row, on the
         device, empty on a pipeline stage without the head."""
-        scored = (self.score(model, self.on_device(row), Scoring(temperature=temperature)) for row in rows)
-        found = [each.first if each.values is None else each.values for each in scored]
+        row_scores = (self.score(model, self.on_device(row), Scoring(temperature=temperature)) for row in rows)
+        outputs = [scores.first if scores.values is None else scores.values for scores in row_scores]
         reshard(model)
         self._parallelism.pipeline.finish()
-        return found
+        return outputs
 
 
 def reshard(model: nn.Module) -> None:

@@ -82,8 +82,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     for name, parameter in named_weights(model):
         names = [part.name for part in names_of(model).parts(name, parameter.shape)]
         matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
-        unused -= {pattern for pattern, found in matched.items() if found}
-        frozen = {found for each in matched.values() for found in each}
+        unused -= {pattern for pattern, matches in matched.items() if matches}
+        frozen = {match for matches in matched.values() for match in matches}
         if frozen and len(frozen) < len(names):
             raise ConfigError(
                 f"{name!r} is trained as one, and {len(frozen)} of its {len(names)} experts would be frozen",
@@ -114,9 +114,11 @@ def slice_of(parameter: torch.Tensor) -> TensorSlice:
     """Return the slice of a weight that this rank holds."""
     if not isinstance(parameter, DTensor):
         return TensorSlice.whole(parameter.shape)
-    found = block(parameter.shape, parameter.device_mesh.shape, _coordinate(parameter), parameter.placements)
-    assert found.size == tuple(values_of(parameter).shape), f"{parameter.placements} do not put {found} here"
-    return found
+    tensor_slice = block(parameter.shape, parameter.device_mesh.shape, _coordinate(parameter), parameter.placements)
+    assert tensor_slice.size == tuple(values_of(parameter).shape), (
+        f"{parameter.placements} do not put {tensor_slice} here"
+    )
+    return tensor_slice
 
 
 def block(
@@ -137,17 +139,17 @@ def block(
     start, size, cuts = [0] * len(shape), list(shape), [1] * len(shape)
     axes = list(zip(mesh, coordinate, placements, strict=True))
     strided = [axis for axis in axes if isinstance(axis[2], _StridedShard)]
-    for ranks, place, placement in [axis for axis in axes if axis not in strided] + strided[::-1]:
+    for ranks, index, placement in [axis for axis in axes if axis not in strided] + strided[::-1]:
         if isinstance(placement, _StridedShard):
             assert placement.split_factor == cuts[placement.dim], f"{placements} do not make one slice"
         elif not isinstance(placement, Shard):
             assert placement.is_replicate(), f"a weight is no sum, but {placement}"
             continue
         dim, length = placement.dim, size[placement.dim]
-        most = -(-length // ranks)
-        before = min(length, most * place)
-        start[dim] += before
-        size[dim] = min(most, length - before)
+        chunk_size = -(-length // ranks)
+        offset = min(length, chunk_size * index)
+        start[dim] += offset
+        size[dim] = min(chunk_size, length - offset)
         cuts[dim] *= ranks
     return TensorSlice(start=tuple(start), size=tuple(size))
 

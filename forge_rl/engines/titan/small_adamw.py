@@ -66,14 +66,14 @@ class Moment:
         relative = (padded / torch.where(scales == 0, torch.inf, scales)).view(-1)[: len(values)]
         codes = _codes(self.signed).to(values.device)
         if noise is None:
-            found = torch.bucketize(relative, (codes[1:] + codes[:-1]) / 2, out_int32=True)
+            indices = torch.bucketize(relative, (codes[1:] + codes[:-1]) / 2, out_int32=True)
         else:
-            below = (torch.bucketize(relative, codes, right=True, out_int32=True) - 1).clamp_(0, len(codes) - 2)
-            share = (relative - codes[below]) / (codes[below + 1] - codes[below])
-            found = below + (torch.rand(len(values), generator=noise, device=values.device) < share)
+            lower = (torch.bucketize(relative, codes, right=True, out_int32=True) - 1).clamp_(0, len(codes) - 2)
+            probability = (relative - codes[lower]) / (codes[lower + 1] - codes[lower])
+            indices = lower + (torch.rand(len(values), generator=noise, device=values.device) < probability)
         if not self.signed:
-            found = torch.where(relative > 0, found.clamp(min=1), found)
-        self.values[first:end].copy_(found)
+            indices = torch.where(relative > 0, indices.clamp(min=1), indices)
+        self.values[first:end].copy_(indices)
 
     def write_all(self, values: torch.Tensor) -> None:
         """Store all elements, `[n] float32` on any device, rounded to the nearest."""
@@ -150,12 +150,12 @@ class SmallAdamW(torch.optim.Optimizer):
         noise = torch.Generator(weights.device).manual_seed(derive_seed(step, "rounding", index))
         lr, (beta1, beta2) = group["lr"], group["betas"]
         for first in range(0, len(weights), _AT_ONCE):
-            own, grad = weights[first : first + _AT_ONCE], grads[first : first + _AT_ONCE].float()
+            weight, grad = weights[first : first + _AT_ONCE], grads[first : first + _AT_ONCE].float()
             mean = first_moment.read(first, first + _AT_ONCE).lerp_(grad, 1 - beta1)
             size = root.read(first, first + _AT_ONCE).square_().mul_(beta2)
             size.addcmul_(grad, grad, value=1 - beta2).sqrt_()
-            own.mul_(1 - lr * group["weight_decay"])
-            own.addcdiv_(mean, size / (1 - beta2**step) ** 0.5 + group["eps"], value=-lr / (1 - beta1**step))
+            weight.mul_(1 - lr * group["weight_decay"])
+            weight.addcdiv_(mean, size / (1 - beta2**step) ** 0.5 + group["eps"], value=-lr / (1 - beta1**step))
             first_moment.write(mean, first, noise)
             root.write(size, first, noise)
 
@@ -175,5 +175,5 @@ def _codes(signed: bool) -> torch.Tensor:
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
         centres = ((edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade - 6)).tolist()
-        values += centres + [-each for each in centres] * signed
+        values += centres + [-centre for centre in centres] * signed
     return torch.tensor(sorted(values), dtype=torch.float64).float()

@@ -59,12 +59,12 @@ def check_trained(model: nn.Module, stages: Sequence[range]) -> None:
     Raises:
         ConfigError: all weights of a stage are frozen.
     """
-    trained = [name for name, weight in named_weights(model) if weight.requires_grad]
+    trained_names = [name for name, weight in named_weights(model) if weight.requires_grad]
     for index, layers in enumerate(stages):
-        starts = [f"layers.{number}." for number in layers]
-        starts += ["tok_embeddings."] if index == 0 else []
-        starts += ["norm.", "lm_head.", "tok_embeddings."] if index == len(stages) - 1 else []
-        if not any(name.startswith(tuple(starts)) for name in trained):
+        prefixes = [f"layers.{number}." for number in layers]
+        prefixes += ["tok_embeddings."] if index == 0 else []
+        prefixes += ["norm.", "lm_head.", "tok_embeddings."] if index == len(stages) - 1 else []
+        if not any(name.startswith(tuple(prefixes)) for name in trained_names):
             raise ConfigError(
                 f"all weights of pipeline stage {index}, with layers {layers.start} to {layers.stop - 1}, are frozen",
                 hint="lower --trainer.pipeline-parallel-degree, or give --trainer.frozen fewer patterns",
@@ -151,10 +151,10 @@ class Pipeline:
         while len(self._sent) > 2 * self._stage.count:  # bounds the memory of stages that are faster than the next one
             self._sent.popleft()[0].wait()
         assert values.dtype == self._dtype, f"hidden states are {values.dtype}"
-        sent = values.detach().contiguous()
-        work = dist.isend(sent, rank, group=group)
+        message = values.detach().contiguous()
+        work = dist.isend(message, rank, group=group)
         assert work is not None, "this rank is in the group"
-        self._sent.append((work, sent))
+        self._sent.append((work, message))
 
     def _received(self, shape: Sequence[int], rank: int, group: dist.ProcessGroup) -> torch.Tensor:
         values = torch.empty(*shape, dtype=self._dtype, device=self._device)

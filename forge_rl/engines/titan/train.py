@@ -94,10 +94,10 @@ class TitanEngine:
         self._check_head("values" in loss.needs, "the loss is computed from")
         self.onload()
         try:
-            compared = self._compared(minibatches, loss, temperature)
-            found: list[dict[str, Value] | None] = []
-            before = self.updates
-            kept = list[torch.Tensor]()
+            comparisons = self._compared(minibatches, loss, temperature)
+            batch_metrics: list[dict[str, Value] | None] = []
+            first_update = self.updates
+            row_scores = list[torch.Tensor]()
             rows = epochs * sum(len(minibatch.rows) for minibatch in minibatches)
             counts = itertools.count(1)
 
@@ -106,24 +106,24 @@ class TitanEngine:
                     progress(next(counts), rows)
 
             for epoch in range(epochs):
-                for minibatch, own in zip(minibatches, compared, strict=True):
-                    done = (self.updates - before) / (epochs * len(minibatches))
-                    now = None if version is None else version + done
-                    found.append(
+                for minibatch, minibatch_comparisons in zip(minibatches, comparisons, strict=True):
+                    fraction = (self.updates - first_update) / (epochs * len(minibatches))
+                    update_version = None if version is None else version + fraction
+                    batch_metrics.append(
                         self._train_minibatch(
                             minibatch,
-                            own,
+                            minibatch_comparisons,
                             loss,
                             temperature,
                             total_updates,
-                            now,
-                            None if scored is None or epoch else kept,
+                            update_version,
+                            None if scored is None or epoch else row_scores,
                             advance,
                         )
                     )
-            if scored is not None and kept:
-                scored += torch.cat(kept).cpu().split([len(each) for each in kept])
-            return found
+            if scored is not None and row_scores:
+                scored += torch.cat(row_scores).cpu().split([len(scores) for scores in row_scores])
+            return batch_metrics
         except BaseException:
             self._forget_step()
             raise
@@ -134,13 +134,17 @@ class TitanEngine:
         self.onload()
         try:
             measures, failed = Measures(), list[ForgeError]()
-            for minibatch, scored in zip(minibatches, self._compared(minibatches, loss, 1.0), strict=True):
+            for minibatch, minibatch_comparisons in zip(
+                minibatches, self._compared(minibatches, loss, 1.0), strict=True
+            ):
                 if not self._stage.is_last:
-                    self._pass_on(minibatch, scored, loss, 1.0)
+                    self._pass_on(minibatch, minibatch_comparisons, loss, 1.0)
                     continue
                 share = 1 / (max(1, len(minibatch.rows)) * self._parallelism.shares)
-                for given, _, row_loss in self._row_losses(minibatch, scored, loss, 1.0, None, measures, failed):
-                    measures.add("tokens/trained", Sum, given.tokens)
+                for device_row, _, row_loss in self._row_losses(
+                    minibatch, minibatch_comparisons, loss, 1.0, None, measures, failed
+                ):
+                    measures.add("tokens/trained", Sum, device_row.tokens)
                     measures.add("loss", Mean, row_loss, share)  # the sum over rows, the mean over minibatches
             reshard(self.model)
             self._pipeline.finish()
@@ -164,13 +168,13 @@ class TitanEngine:
             references = self.scorer.logprobs(self._reference, rows, temperature)
         if "proximal" in loss.needs:
             proximals = self.scorer.logprobs(self.model, rows, temperature)
-        scored = iter(zip(references, proximals, strict=True))
-        return [list(itertools.islice(scored, len(minibatch.rows))) for minibatch in minibatches]
+        pairs = iter(zip(references, proximals, strict=True))
+        return [list(itertools.islice(pairs, len(minibatch.rows))) for minibatch in minibatches]
 
     def _row_losses(
         self,
         minibatch: Minibatch,
-        scored: Sequence[_Compared],
+        comparisons: Sequence[_Compared],
         loss: Loss,
         temperature: float,
         version: float | None,
@@ -182,35 +186,35 @@ class TitanEngine:
         Errors of the loss go to `failed` if there are other ranks, see `measured_loss`.
         """
         inputs_of = RowInputs(minibatch, loss, version)
-        statistics = self._first_pass(inputs_of, minibatch, scored, temperature)
+        statistics = self._first_pass(inputs_of, minibatch, comparisons, temperature)
         divisor = loss.divisor(inputs_of.counts)
-        for index, (row, others) in enumerate(zip(minibatch.rows, scored, strict=True)):
+        for index, (row, comparison) in enumerate(zip(minibatch.rows, comparisons, strict=True)):
             self._set_last(index == len(minibatch.rows) - 1)
-            given = self.scorer.on_device(row, observations="observations" in loss.needs)
-            scores = self.scorer.score(self.model, given, inputs_of.scoring(temperature))
-            inputs = inputs_of.of(given.row, scores, *others, statistics[index])
-            yield given, inputs, measured_loss(loss, inputs, measures, failed) / divisor
+            device_row = self.scorer.on_device(row, observations="observations" in loss.needs)
+            scores = self.scorer.score(self.model, device_row, inputs_of.scoring(temperature))
+            inputs = inputs_of.of(device_row.row, scores, *comparison, statistics[index])
+            yield device_row, inputs, measured_loss(loss, inputs, measures, failed) / divisor
 
     def _pass_on(
         self,
         minibatch: Minibatch,
-        scored: Sequence[_Compared],
+        comparisons: Sequence[_Compared],
         loss: Loss,
         temperature: float,
         after: Callable[[DeviceRow], None] = lambda _: None,
     ) -> None:
         """Run the forward passes of `_row_losses` on a stage without the head; `after` is called after each row's."""
         inputs_of = RowInputs(minibatch, loss)
-        self._first_pass(inputs_of, minibatch, scored, temperature)
+        self._first_pass(inputs_of, minibatch, comparisons, temperature)
         for row in minibatch.rows:
-            given = self.scorer.on_device(row)
-            self.scorer.score(self.model, given, inputs_of.scoring(temperature))
-            after(given)
+            device_row = self.scorer.on_device(row)
+            self.scorer.score(self.model, device_row, inputs_of.scoring(temperature))
+            after(device_row)
 
     def _train_stage(
         self,
         minibatch: Minibatch,
-        scored: Sequence[_Compared],
+        comparisons: Sequence[_Compared],
         loss: Loss,
         temperature: float,
         count: Callable[[], None],
@@ -218,23 +222,23 @@ class TitanEngine:
     ) -> None:
         """Add up the gradients of a minibatch on a stage without the head, in the order that `Pipeline` describes;
         `count` is called after each row's forward pass, `advance` after its backward pass."""
-        begun, left = deque[DeviceRow](), itertools.count(len(minibatch.rows) - 1, -1)
+        pending, remaining = deque[DeviceRow](), itertools.count(len(minibatch.rows) - 1, -1)
 
-        def back() -> None:
-            self.scorer.prepare(self.model, begun.popleft())  # for what the backward pass computes again
-            self._set_last(next(left) == 0)
+        def run_backward() -> None:
+            self.scorer.prepare(self.model, pending.popleft())  # for what the backward pass computes again
+            self._set_last(next(remaining) == 0)
             self._pipeline.backward()
             advance()
 
-        def on_row(given: DeviceRow) -> None:
+        def on_row(device_row: DeviceRow) -> None:
             count()
-            begun.append(given)
-            if len(begun) > self._pipeline.ahead:
-                back()
+            pending.append(device_row)
+            if len(pending) > self._pipeline.ahead:
+                run_backward()
 
-        self._pass_on(minibatch, scored, loss, temperature, on_row)
-        while begun:
-            back()
+        self._pass_on(minibatch, comparisons, loss, temperature, on_row)
+        while pending:
+            run_backward()
 
     def _set_last(self, last: bool) -> None:
         """Tell FSDP whether the next backward pass is the last one of an update."""
@@ -246,18 +250,19 @@ class TitanEngine:
     def _train_minibatch(
         self,
         minibatch: Minibatch,
-        scored: Sequence[_Compared],
+        comparisons: Sequence[_Compared],
         loss: Loss,
         temperature: float,
         total_updates: int,
         version: float | None,
-        kept: list[torch.Tensor] | None,
+        row_scores: list[torch.Tensor] | None,
         advance: Callable[[], None],
     ) -> dict[str, Value] | None:
         """Take one update; returns {} if there is nothing to train on, None if the gradient is not finite.
 
-        `scored` has each row's logprobs under the reference and proximal policy, if the loss needs them; `kept` gets
-        this policy's, and entropies; `advance` is called after each row; for `version` see `LossInputs`.
+        `comparisons` has each row's logprobs under the reference and proximal policy, if the loss needs them.
+        `row_scores` gets this policy's logprobs and entropies. `advance` is called after each row; for `version` see
+        `LossInputs`.
         """
         lr = self._settings.optimizer.lr_at(self.planned, total_updates)
         self.planned += 1
@@ -268,25 +273,25 @@ class TitanEngine:
         share = 1 / (len(minibatch.rows) * self._parallelism.shares)
 
         def count() -> None:
-            if (counted := routing_counts(self.model)) is not None:
-                routed.append(counted)
-            if (loaded := rank_loads(self.model)) is not None:
-                loads.append(loaded)
+            if (row_counts := routing_counts(self.model)) is not None:
+                routed.append(row_counts)
+            if (row_loads := rank_loads(self.model)) is not None:
+                loads.append(row_loads)
 
         losses: Iterator[tuple[DeviceRow, LossInputs, torch.Tensor]] = iter(())
         if self._stage.is_last:
-            losses = self._row_losses(minibatch, scored, loss, temperature, version, measures, failed)
+            losses = self._row_losses(minibatch, comparisons, loss, temperature, version, measures, failed)
         else:
-            self._train_stage(minibatch, scored, loss, temperature, count, advance)
-        for given, inputs, row_loss in losses:
+            self._train_stage(minibatch, comparisons, loss, temperature, count, advance)
+        for device_row, inputs, row_loss in losses:
             count()
-            if kept is not None:
+            if row_scores is not None:
                 assert inputs.entropy is not None, "each row is scored with it"
-                kept.append(torch.stack([inputs.logprobs, inputs.entropy], dim=1).detach())
-            measure_tokens(inputs, given.tokens, measures, version)
-            if given.split is not None:
-                measures.add("attention/rank_max_over_mean", Mean, given.split.heaviest, given.split.mean)
-                measures.add("attention/rank_max_over_mean/plain", Mean, given.split.plain, given.split.mean)
+                row_scores.append(torch.stack([inputs.logprobs, inputs.entropy], dim=1).detach())
+            measure_tokens(inputs, device_row.tokens, measures, version)
+            if device_row.split is not None:
+                measures.add("attention/rank_max_over_mean", Mean, device_row.split.heaviest, device_row.split.mean)
+                measures.add("attention/rank_max_over_mean/plain", Mean, device_row.split.plain, device_row.split.mean)
             row_loss.backward()
             self._pipeline.give_back()
             measures.add("loss", Mean, row_loss.detach(), share)
@@ -297,8 +302,8 @@ class TitanEngine:
             measures.add("pipeline/idle_share", Mean, float(waits), float(len(minibatch.rows) + waits))
         counts, routing = self._routing(len(minibatch.rows), routed, loads)
         norm = self._parallelism.clip(self.model, self._settings.optimizer.max_grad_norm)
-        metrics, (norm_found,) = measures.read(norm)
-        if not math.isfinite(norm_found):
+        metrics, (grad_norm,) = measures.read(norm)
+        if not math.isfinite(grad_norm):
             self._raise_if_failed(failed)
             self.optimizer.zero_grad()
             return None
@@ -310,7 +315,7 @@ class TitanEngine:
             steer(self.model, counts[self._parallelism.mixtures])
         self.optimizer.zero_grad()
         self.updates += 1
-        norms: dict[str, Value] = {"grad_norm": Mean(norm_found, 1), "grad_norm/max": Max(norm_found), "lr": Max(lr)}
+        norms: dict[str, Value] = {"grad_norm": Mean(grad_norm, 1), "grad_norm/max": Max(grad_norm), "lr": Max(lr)}
         return metrics | routing | norms
 
     def _raise_if_failed(self, failed: Sequence[ForgeError]) -> None:
@@ -346,11 +351,11 @@ class TitanEngine:
         dist.all_reduce(counts)
         metrics = routing_metrics(counts, replays=self._settings.router_replay)
         if self._settings.expert_balance == "least_loaded":
-            own = torch.stack(loads) if loads else torch.zeros(count, 0, 2, dtype=torch.float64)
-            of_layers = self._parallelism.in_whole_model(own.to(self.device), dim=1)
+            stage_loads = torch.stack(loads) if loads else torch.zeros(count, 0, 2, dtype=torch.float64)
+            layer_loads = self._parallelism.in_whole_model(stage_loads.to(self.device), dim=1)
             if self._parallelism.stages is not None:
-                dist.all_reduce(of_layers, group=self._parallelism.stages)
-            metrics |= rank_metrics(of_layers)
+                dist.all_reduce(layer_loads, group=self._parallelism.stages)
+            metrics |= rank_metrics(layer_loads)
         return counts, metrics
 
     def logprobs(self, rows: Sequence[Row], *, temperature: float) -> list[torch.Tensor]:
@@ -364,9 +369,9 @@ class TitanEngine:
     def _check_head(self, values: bool, verb: str) -> None:
         """Raise ConfigError unless the model's outputs are those that are needed."""
         if values != self._values:
-            wanted, has = ("values", "logprobs") if values else ("logprobs", "values")
+            required, available = ("values", "logprobs") if values else ("logprobs", "values")
             raise ConfigError(
-                f"{verb} {wanted}, and the trainer's model has {has}",
+                f"{verb} {required}, and the trainer's model has {available}",
                 hint="train a value model with a loss that needs values, and a policy with any other",
             )
 
@@ -374,7 +379,7 @@ class TitanEngine:
         """Return the model's logprobs, or values, of a share's rows in host memory."""
         self.onload()
         try:
-            return [found.cpu() for found in self.scorer.logprobs(self.model, rows, temperature)]
+            return [scores.cpu() for scores in self.scorer.logprobs(self.model, rows, temperature)]
         except BaseException:
             self._forget_step()
             raise
@@ -384,7 +389,7 @@ class TitanEngine:
         try:
             exact = self.scorer.logprobs(self.model, rows, temperature)
             targets = sum(int(row.mask.sum()) for row in rows)
-            found = []
+            noise = []
             for number in range(self.architecture.layers):
                 with contextlib.ExitStack() as hooks:
                     if number in self._stage.layers:
@@ -392,8 +397,8 @@ class TitanEngine:
                         hook = layer.register_forward_hook(lambda _, __, out: out + relative * out * (1e4 * out).cos())
                         hooks.enter_context(hook)
                     noisy = self.scorer.logprobs(self.model, rows, temperature)
-                found.append((sum(float((a - b).abs().sum()) for a, b in zip(noisy, exact, strict=True)), targets))
-            return found
+                noise.append((sum(float((a - b).abs().sum()) for a, b in zip(noisy, exact, strict=True)), targets))
+            return noise
         except BaseException:
             self._forget_step()
             raise
@@ -412,8 +417,8 @@ class TitanEngine:
         if self._offloaded is None:
             return 0
         self._offloaded.bring_back()
-        moved, self._offloaded = self._offloaded.bytes, None
-        return moved
+        moved_bytes, self._offloaded = self._offloaded.bytes, None
+        return moved_bytes
 
     def local_shards(self) -> Iterator[LocalShard]:
         self.onload()
@@ -464,7 +469,7 @@ class TitanEngine:
         self,
         inputs_of: RowInputs,
         minibatch: Minibatch,
-        scored: Sequence[_Compared],
+        comparisons: Sequence[_Compared],
         temperature: float,
     ) -> list[Mapping[str, torch.Tensor]]:
         """Compute the loss's statistics over all rows and ranks; {} for each row if it needs none of other rows."""
@@ -472,13 +477,13 @@ class TitanEngine:
         if not loss.scope or not (loss.scope == "minibatch" or loss.scope in minibatch.scattered):
             return [{}] * len(minibatch.rows)
         parts, places = list[LossInputs](), list[tuple[torch.Tensor, int]]()
-        for row, others in zip(minibatch.rows, scored, strict=True):
-            given = self.scorer.on_device(row)
-            scores = self.scorer.score(self.model, given, inputs_of.scoring(temperature))
+        for row, comparison in zip(minibatch.rows, comparisons, strict=True):
+            device_row = self.scorer.on_device(row)
+            scores = self.scorer.score(self.model, device_row, inputs_of.scoring(temperature))
             if not self._stage.is_last:
                 continue
-            tokens = given.row.mask.nonzero()[:, 0]
-            parts.append(inputs_of.of(given.row, scores, *others, {}).at(tokens))
+            tokens = device_row.row.mask.nonzero()[:, 0]
+            parts.append(inputs_of.of(device_row.row, scores, *comparison, {}).at(tokens))
             places.append((tokens, len(row)))
         reshard(self.model)
         if not self._stage.is_last:

@@ -42,8 +42,8 @@ class _SplitTokenScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """`places` are the targets' indices in this rank's part; indices outside of it belong to other ranks."""
         shape, places = places.shape, places.reshape(len(places), -1)
-        own = (places >= 0) & (places < logits.shape[1])
-        places = torch.where(own, places, 0)
+        is_local = (places >= 0) & (places < logits.shape[1])
+        places = torch.where(is_local, places, 0)
         largest = widened(logits.amax(dim=1)) / scoring.temperature
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         sums = largest.new_empty(3 + places.shape[1], len(logits))
@@ -55,13 +55,13 @@ class _SplitTokenScores(torch.autograd.Function):
             sums[1, rows] = exp.square().sum(dim=1) if scoring.squares else 0.0
             # The clamp keeps 0 * -inf out of the sum; clamped logits have probability 0.
             sums[2, rows] = exp.mul_(shifted.clamp(min=-1e4)).sum(dim=1)
-            sums[3:, rows] = torch.where(own[rows], shifted.gather(1, places[rows]), 0.0).t()
+            sums[3:, rows] = torch.where(is_local[rows], shifted.gather(1, places[rows]), 0.0).t()
         dist.all_reduce(sums, group=group)
         total, squared, weighted, *targets = sums
         log_total = total.log()
         entropy = log_total - weighted / total
         squares = squared / total.square() if scoring.squares else None
-        ctx.save_for_backward(logits, places, own, largest, log_total, entropy)
+        ctx.save_for_backward(logits, places, is_local, largest, log_total, entropy)
         ctx.scoring = scoring
         fixed = [entropy] if not scoring.entropy_gradient else []
         ctx.mark_non_differentiable(*fixed, *([] if squares is None else [squares]))
@@ -72,7 +72,7 @@ class _SplitTokenScores(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: torch.Tensor, grad_entropy: torch.Tensor, _: torch.Tensor | None
     ) -> tuple[torch.Tensor, None, None, None]:
-        logits, places, own, largest, log_total, entropy = ctx.saved_tensors
+        logits, places, is_local, largest, log_total, entropy = ctx.saved_tensors
         scoring = ctx.scoring
         grad_logits = logits.detach()
         for start in range(0, len(logits), _CHUNK_TOKENS):
@@ -84,5 +84,5 @@ class _SplitTokenScores(torch.autograd.Function):
                 grad = entropy_slope(logp, entropy[rows], grad_entropy[rows] / scoring.temperature, all_slopes)
             else:
                 grad = logp.exp_().mul_(-all_slopes)
-            grad_logits[rows] = grad.scatter_add_(1, places[rows], torch.where(own[rows], slope, 0.0))
+            grad_logits[rows] = grad.scatter_add_(1, places[rows], torch.where(is_local[rows], slope, 0.0))
         return grad_logits, None, None, None

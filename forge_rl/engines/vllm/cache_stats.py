@@ -1,4 +1,4 @@
-"""What vLLM says about its KV cache after each step."""
+"""Collects vLLM's statistics of its KV cache after each step."""
 
 from __future__ import annotations
 

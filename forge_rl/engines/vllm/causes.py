@@ -22,17 +22,19 @@ def start_cause(error: BaseException, log: str = "") -> str:
         error: raised by vLLM; its causes are searched first.
         log: output of the process, where vLLM's child processes print errors that the exception omits.
     """
-    for each in _chain(error):
-        lines = [line.strip() for line in str(each).splitlines() if line.strip()]
-        told = [line for line in lines if not line.startswith(_EMPTY) and not any(word in line for word in _ELSEWHERE)]
+    for cause in _chain(error):
+        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+        messages = [
+            line for line in lines if not line.startswith(_EMPTY) and not any(word in line for word in _ELSEWHERE)
+        ]
         # pydantic's first line counts errors and names a class, the second says what is wrong.
-        values = [line.removeprefix("Value error, ") for line in told if line.startswith("Value error, ")]
-        if values or told:
-            return (values or told[-1:])[0].split(" [type=", 1)[0]
+        values = [line.removeprefix("Value error, ") for line in messages if line.startswith("Value error, ")]
+        if values or messages:
+            return (values or messages[-1:])[0].split(" [type=", 1)[0]
     for line in reversed(log.splitlines()):
-        found = _RAISED.search(line)
-        if found and not any(word in line for word in _ELSEWHERE):
-            return f"{found[1]}: {found[2]}".strip()
+        match = _RAISED.search(line)
+        if match and not any(word in line for word in _ELSEWHERE):
+            return f"{match[1]}: {match[2]}".strip()
     return type(error).__name__
 
 
@@ -48,9 +50,9 @@ def own_log() -> str:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and its causes, root cause first."""
-    found: list[BaseException] = []
-    each: BaseException | None = error
-    while each is not None and each not in found:
-        found.append(each)
-        each = each.__cause__
-    return reversed(found)
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__
+    return reversed(chain)

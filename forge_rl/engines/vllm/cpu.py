@@ -83,11 +83,11 @@ def _normalize(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Apply RMSNorm by vLLM's compiled kernel, which its CPU backend has but does not call: one pass over memory, not
     six. Shapes as for `RMSNorm`; with a residual, both arguments are overwritten, as vLLM allows."""
-    given = [x] if residual is None else [x, residual]
+    tensors = [x] if residual is None else [x, residual]
     weight, epsilon = norm.weight.data, norm.variance_epsilon
     plain = norm.has_weight and norm.variance_size_override is None and weight.dtype == x.dtype
     plain = plain and x.shape[-1] % _WHOLE_VECTORS == 0
-    if not plain or not all(each.is_contiguous() for each in given):
+    if not plain or not all(tensor.is_contiguous() for tensor in tensors):
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor] = norm.forward_native(x, residual)
         return result
     if residual is not None:
@@ -112,10 +112,11 @@ def _on_rows(original: Any) -> Any:
 
     @functools.wraps(original)
     def forward(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
-        given = [query] if key is None else [query, key]
-        turned = original(positions, *(each.flatten(1) if each.ndim > 2 else each for each in given))
+        inputs = [query] if key is None else [query, key]
+        rotated = original(positions, *(x.flatten(1) if x.ndim > 2 else x for x in inputs))
         return tuple(
-            None if each is None else each.view_as(like) for each, like in zip(turned, (query, key), strict=True)
+            None if output is None else output.view_as(source)
+            for output, source in zip(rotated, (query, key), strict=True)
         )
 
     return forward
@@ -127,9 +128,9 @@ def _with_repacking(original: Any) -> Any:
 
     @functools.wraps(original)
     def setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
-        anew = self.moe_kernel is not None
+        is_reload = self.moe_kernel is not None
         original(self, layer=layer, w13=w13, w2=w2)
-        if anew:
+        if is_reload:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     return setup_kernel
@@ -147,9 +148,9 @@ def _with_expert_map(original: Any) -> Any:
         self: Any, *, topk_ids: torch.Tensor, topk_weights: torch.Tensor, expert_map: torch.Tensor | None, **rest: Any
     ) -> Any:
         if expert_map is not None:
-            own = expert_map[topk_ids.long()]
-            topk_weights = topk_weights.masked_fill(own < 0, 0)
-            topk_ids = own.clamp(min=0).to(topk_ids.dtype)
+            local_ids = expert_map[topk_ids.long()]
+            topk_weights = topk_weights.masked_fill(local_ids < 0, 0)
+            topk_ids = local_ids.clamp(min=0).to(topk_ids.dtype)
         return original(self, topk_ids=topk_ids, topk_weights=topk_weights, expert_map=expert_map, **rest)
 
     return apply
@@ -158,7 +159,7 @@ def _with_expert_map(original: Any) -> Any:
 def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
     """Gather `sizes[rank]` rows from each rank, padded to the largest in transit."""
     if isinstance(input_, list):
-        return [_all_gatherv(self, each, dim, sizes) for each in input_]
+        return [_all_gatherv(self, tensor, dim, sizes) for tensor in input_]
     assert dim == 0, "vLLM gathers tokens"
     if sizes is None:
         return self.all_gather(input_, 0)

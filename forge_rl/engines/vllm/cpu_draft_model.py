@@ -26,7 +26,7 @@ from forge_rl.engines.vllm import cpu, internals
 from forge_rl.errors import ModelError
 
 _LEAST = 0.25
-"""A draft ends before a token below this probability, by the draft model, of it and the draft's tokens before it."""
+"""Minimum probability of a whole draft by the draft model; the draft ends before the token that would fall below."""
 _AT_ONCE = 1024
 """Maximum tokens of a request that are read at once."""
 
@@ -91,36 +91,38 @@ class DraftModel:
 
     @torch.inference_mode()
     def draft(
-        self, requests: Sequence[str], texts: Sequence[npt.NDArray[np.int32]], most: Sequence[int]
+        self, requests: Sequence[str], texts: Sequence[npt.NDArray[np.int32]], max_tokens: Sequence[int]
     ) -> list[list[int]]:
         """Return a draft for each request, perhaps an empty one.
 
         Args:
             texts: `[T]` of each request, its prompt and answer so far.
-            most: maximum tokens of each draft.
+            max_tokens: maximum tokens of each draft.
         """
         drafts: list[list[int]] = [[] for _ in requests]
         slots = [self._slot(request) for request in requests]
-        reading = list[int]()
+        active = list[int]()
         for index, text in enumerate(texts):
-            if most[index] > 0 and len(text) + most[index] <= self._limit and text.max() < self._known_ids:
+            if max_tokens[index] > 0 and len(text) + max_tokens[index] <= self._limit and text.max() < self._known_ids:
                 self._forget(slots[index], text)
                 while len(text) - self._count[slots[index]] > _AT_ONCE:
                     start = self._count[slots[index]]
                     self._read([slots[index]], [text[start : start + _AT_ONCE]])
-                reading.append(index)
-        likely = np.ones(len(requests))
-        new = [texts[index][self._count[slots[index]] :] for index in reading]
-        while reading:
-            hidden = self._read([slots[index] for index in reading], new)
+                active.append(index)
+        draft_probs = np.ones(len(requests))
+        new_tokens = [texts[index][self._count[slots[index]] :] for index in active]
+        while active:
+            hidden = self._read([slots[index] for index in active], new_tokens)
             logits = self._model.compute_logits(hidden)[:, : min(self._known_ids, self._policy_ids)]
-            probs, tokens = (each.numpy() for each in logits.float().softmax(-1).max(-1))
-            likely[reading] *= probs
-            for index, token in zip(reading, tokens.tolist(), strict=True):
-                if likely[index] >= _LEAST:
+            probs, tokens = (x.numpy() for x in logits.float().softmax(-1).max(-1))
+            draft_probs[active] *= probs
+            for index, token in zip(active, tokens.tolist(), strict=True):
+                if draft_probs[index] >= _LEAST:
                     drafts[index].append(token)
-            reading = [index for index in reading if likely[index] >= _LEAST and len(drafts[index]) < most[index]]
-            new = [np.array(drafts[index][-1:], np.int32) for index in reading]
+            active = [
+                index for index in active if draft_probs[index] >= _LEAST and len(drafts[index]) < max_tokens[index]
+            ]
+            new_tokens = [np.array(drafts[index][-1:], np.int32) for index in active]
         return drafts
 
     def release(self) -> None:
@@ -129,7 +131,7 @@ class DraftModel:
         cpu.release(self._keys_and_values)
 
     def _slot(self, request: str) -> int:
-        """Return a request's slot: its own, or the one that was not used for longest."""
+        """Return a request's slot: its own, or the least recently used one."""
         if request not in self._slots:
             _, slot = self._slots.popitem(last=False)
             self._slots[request], self._count[slot] = slot, 0
@@ -137,40 +139,46 @@ class DraftModel:
         return self._slots[request]
 
     def _forget(self, slot: int, text: npt.NDArray[np.int32]) -> None:
-        """Drop what a slot holds beyond a text: rejected drafts; and its last token, which is to be read."""
+        """Drop a slot's tokens that the text does not have, such as rejected drafts, and always the text's last token,
+        which must be read to draft after it."""
         count = min(self._count[slot], len(text) - 1)
         differs = np.flatnonzero(self._held[slot, :count] != text[:count])
         self._count[slot] = int(differs[0]) if len(differs) else count
 
-    def _read(self, slots: Sequence[int], new: Sequence[npt.NDArray[np.int32]]) -> torch.Tensor:
+    def _read(self, slots: Sequence[int], new_tokens: Sequence[npt.NDArray[np.int32]]) -> torch.Tensor:
         """Compute keys and values of further tokens of slots; return the last one's hidden states, `[slots, width]`."""
         starts = [self._count[slot] for slot in slots]
-        for slot, start, tokens in zip(slots, starts, new, strict=True):
+        for slot, start, tokens in zip(slots, starts, new_tokens, strict=True):
             self._held[slot, start : start + len(tokens)] = tokens
             self._count[slot] = start + len(tokens)
         places = [torch.arange(start, self._count[slot]) for slot, start in zip(slots, starts, strict=True)]
-        ends = torch.tensor([0, *(len(tokens) for tokens in new)]).cumsum(0).int()
-        into = torch.cat([place + slot * self._room for slot, place in zip(slots, places, strict=True)])
+        ends = torch.tensor([0, *(len(tokens) for tokens in new_tokens)]).cumsum(0).int()
+        slot_mapping = torch.cat([place + slot * self._room for slot, place in zip(slots, places, strict=True)])
         counts = [self._count[slot] for slot in slots]
         common = CommonAttentionMetadata(
             query_start_loc=ends,
             query_start_loc_cpu=ends,
             seq_lens=torch.tensor(counts, dtype=torch.int32),
             num_reqs=len(slots),
-            num_actual_tokens=len(into),
-            max_query_len=max(map(len, new)),
+            num_actual_tokens=len(slot_mapping),
+            max_query_len=max(map(len, new_tokens)),
             max_seq_len=max(counts),
             block_table_tensor=self._blocks[list(slots)],
-            slot_mapping=into,
+            slot_mapping=slot_mapping,
         )
-        built = {
-            name: each
+        attn_metadata = {
+            name: metadata
             for builder in self._builders
-            for each in [builder.build(0, common)]
+            for metadata in [builder.build(0, common)]
             for name in builder.layer_names
         }
-        with set_forward_context(built, self._config, num_tokens=len(into), slot_mapping=dict.fromkeys(built, into)):
+        with set_forward_context(
+            attn_metadata,
+            self._config,
+            num_tokens=len(slot_mapping),
+            slot_mapping=dict.fromkeys(attn_metadata, slot_mapping),
+        ):
             hidden: torch.Tensor = self._model(
-                input_ids=torch.from_numpy(np.concatenate(new)), positions=torch.cat(places)
+                input_ids=torch.from_numpy(np.concatenate(new_tokens)), positions=torch.cat(places)
             )
         return hidden[ends[1:].long() - 1]

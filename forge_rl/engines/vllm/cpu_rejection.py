@@ -55,25 +55,27 @@ def _without_ranks(original: Callable[..., LogprobsTensors]) -> Callable[..., Lo
     @functools.wraps(original)
     def get_logprobs(
         self: Any,
-        most: int,
+        max_num_logprobs: int,
         metadata: Any,
         logits: torch.Tensor,
         target_logits: torch.Tensor,
         bonus_logits: torch.Tensor,
         tokens: torch.Tensor,
     ) -> LogprobsTensors:
-        if most:
-            return original(self, most, metadata, logits, target_logits, bonus_logits, tokens)
+        if max_num_logprobs:
+            return original(self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, tokens)
         ends = metadata.cu_num_draft_tokens
         counts = ends.diff(prepend=ends.new_zeros(1)).long()
-        rows, every = requests_of(ends, len(target_logits)), torch.arange(len(tokens))
+        rows, all_rows = requests_of(ends, len(target_logits)), torch.arange(len(tokens))
         columns = torch.arange(len(target_logits)) - (ends - counts)[rows]
-        known = tokens.long().clamp(min=0)
-        found = torch.zeros(tokens.shape)
-        for of_rows, of_columns, scores in ((rows, columns, target_logits), (every, counts, bonus_logits)):
-            chosen = known[of_rows, of_columns]
-            found[of_rows, of_columns] = scores.log_softmax(-1, torch.float32).gather(1, chosen[:, None])[:, 0]
+        token_ids = tokens.long().clamp(min=0)
+        logprobs = torch.zeros(tokens.shape)
+        for row_indices, column_indices, scores in ((rows, columns, target_logits), (all_rows, counts, bonus_logits)):
+            sampled_ids = token_ids[row_indices, column_indices]
+            logprobs[row_indices, column_indices] = scores.log_softmax(-1, torch.float32).gather(
+                1, sampled_ids[:, None]
+            )[:, 0]
         flat = tokens.flatten()
-        return LogprobsTensors(flat.clamp(min=0)[:, None], found.flatten()[:, None], torch.zeros_like(flat))
+        return LogprobsTensors(flat.clamp(min=0)[:, None], logprobs.flatten()[:, None], torch.zeros_like(flat))
 
     return get_logprobs

@@ -28,7 +28,7 @@ _ENDED = 1024
 class _Request:
     rows: npt.NDArray[Any]
     """Experts by position, `[max_model_len, layers, top_k]`; unwritten pages take no memory."""
-    known: int = 0
+    num_filled: int = 0
     """Number of positions filled."""
 
 
@@ -48,7 +48,9 @@ class RoutingCapture:
         self._capturer = RoutedExpertsCapturer(config.scheduler_config.max_num_batched_tokens, config)
         bind_routed_experts_capturer(runner.model, self._capturer)
         groups = runner.kv_cache_config.kv_cache_groups
-        self._group = next(at for at, group in enumerate(groups) if isinstance(group.kv_cache_spec, FullAttentionSpec))
+        self._group = next(
+            index for index, group in enumerate(groups) if isinstance(group.kv_cache_spec, FullAttentionSpec)
+        )
         self._block = groups[self._group].kv_cache_spec.block_size
         self._dtype = np.dtype(self._capturer.output_dtype_name)
         slots = runner.kv_cache_config.num_blocks * self._block
@@ -62,11 +64,11 @@ class RoutingCapture:
     def take(self, request: str) -> npt.NDArray[Any] | None:
         """Remove and return an ended request's experts, `[tokens - 1, layers, top_k]`: the last token was sampled but
         never computed. None if this worker did not run the request."""
-        for held in (self._requests, self._ended):
-            for name in held:
+        for requests in (self._requests, self._ended):
+            for name in requests:
                 if name.startswith(request):
-                    found = held.pop(name)
-                    return found.rows[: found.known]
+                    record = requests.pop(name)
+                    return record.rows[: record.num_filled]
         return None
 
     def _execute_and_keep(self, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,17 +86,17 @@ class RoutingCapture:
         batch = self._runner.input_batch
         captured = self._capturer.device_buffer[: sum(counts.values())].numpy().astype(self._dtype)
         tables = batch.block_table[self._group].get_numpy_array()
-        at = 0
-        for place, name in enumerate(batch.req_ids):
-            start, count = int(batch.num_computed_tokens_cpu[place]), counts[name]
+        offset = 0
+        for index, name in enumerate(batch.req_ids):
+            start, count = int(batch.num_computed_tokens_cpu[index]), counts[name]
             if (request := self._requests.get(name)) is None:
                 rows = np.empty((self._most, *self._by_slot.shape[1:]), self._dtype)
                 request = self._requests[name] = _Request(rows)
-            first, end = min(request.known, start), start + count
+            first, end = min(request.num_filled, start), start + count
             positions = np.arange(first, end)
-            slots = tables[place][positions // self._block] * self._block + positions % self._block
-            self._by_slot[slots[start - first :]] = captured[at : at + count]
-            at += count
-            if request.known < end:
-                request.rows[request.known : end] = self._by_slot[slots[request.known - first :]]
-                request.known = end
+            slots = tables[index][positions // self._block] * self._block + positions % self._block
+            self._by_slot[slots[start - first :]] = captured[offset : offset + count]
+            offset += count
+            if request.num_filled < end:
+                request.rows[request.num_filled : end] = self._by_slot[slots[request.num_filled - first :]]
+                request.num_filled = end

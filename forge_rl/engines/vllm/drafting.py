@@ -87,13 +87,15 @@ class Drafter:
         requests: list[str] = self._runner.input_batch.req_ids
         drafted = [self._drafted.get(requests[row], 0) for row in range(count)]
         accepted = [
-            min(had, len(sampled) - 1) for had, sampled in zip(drafted, sampled_token_ids, strict=True) if sampled
+            min(num_drafted, len(sampled) - 1)
+            for num_drafted, sampled in zip(drafted, sampled_token_ids, strict=True)
+            if sampled
         ]
         self._switch.note(sum(drafted), sum(accepted))
         drafts: list[list[int]] = [[] for _ in range(count)]
-        allowed = self._switch.allows(requests, sum(map(len, sampled_token_ids)))
+        may_draft = self._switch.allows(requests, sum(map(len, sampled_token_ids)))
         if self._ngram is not None:
-            if allowed:
+            if may_draft:
                 drafts = self._ngram.propose(self._most, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         elif self._answers is not None:
             prompts = self._runner.input_batch.num_prompt_tokens
@@ -101,18 +103,20 @@ class Drafter:
                 if sampled:
                     tokens = token_ids_cpu[row, : num_tokens_no_spec[row]]
                     self._answers.follow(requests[row], tokens, int(prompts[row]))
-                    most = min(self._most, self._max_model_len - 1 - len(tokens))
-                    if allowed and most > 0:
-                        drafts[row] = self._answers.draft(requests[row], most)
-        elif self._model is not None and allowed:
+                    max_tokens = min(self._most, self._max_model_len - 1 - len(tokens))
+                    if may_draft and max_tokens > 0:
+                        drafts[row] = self._answers.draft(requests[row], max_tokens)
+        elif self._model is not None and may_draft:
             texts = {
                 row: token_ids_cpu[row, : num_tokens_no_spec[row]]
                 for row, sampled in enumerate(sampled_token_ids)
                 if sampled
             }
-            most = {row: min(self._most, self._max_model_len - 1 - len(tokens)) for row, tokens in texts.items()}
-            drafted_now = self._model.draft([requests[row] for row in texts], list(texts.values()), list(most.values()))
-            for row, draft in zip(texts, drafted_now, strict=True):
+            max_tokens = {row: min(self._most, self._max_model_len - 1 - len(tokens)) for row, tokens in texts.items()}
+            model_drafts = self._model.draft(
+                [requests[row] for row in texts], list(texts.values()), list(max_tokens.values())
+            )
+            for row, draft in zip(texts, model_drafts, strict=True):
                 drafts[row] = draft
         self._drafted = {requests[row]: len(draft) for row, draft in enumerate(drafts) if draft}
         return drafts

@@ -66,7 +66,7 @@ PromptLogprobs = tuple[tuple[tuple[int, float, int], ...], ...]
 _QUANTIZATION = {"none": None, "fp8": "fp8_per_channel", "int8": "int8_per_channel_weight_only"}
 """vLLM's names of online quantisation, which is repeated whenever weights are loaded."""
 _MOST_GATHERED = 32
-"""Most tokens that vLLM keeps of a request before it hands them over."""
+"""Maximum tokens of a request that vLLM keeps before it hands them over."""
 _ENCODER, _DECODER = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(SamplingParams)
 _CLOSE_S = 0.5
 """Seconds until vLLM's process is killed on shutdown: a graceful exit takes four, and saves nothing."""
@@ -151,12 +151,12 @@ class VLLMEngine:
     ) -> AsyncGenerator[Chunk, None]:
         if self._failure:
             raise WeightsError(f"the engine serves nothing: {self._failure}", hint="load a version that can be read")
-        request, sent, clock = self._cache.request_id(), 0, asyncio.get_running_loop().time
+        request, num_sent, clock = self._cache.request_id(), 0, asyncio.get_running_loop().time
         prompt = {"type": "token", "prompt_token_ids": np.asarray(prompt_ids).tolist()}
         interval = int(min(max(gather_s / self._token_s, 1), _MOST_GATHERED))
         gathered: list[CompletionOutput] = []
-        of_prompt: PromptLogprobs = ()
-        first = begun = 0.0
+        prompt_logprobs: PromptLogprobs = ()
+        first = chunk_start = 0.0
         self._requests += 1
         try:
             generated = self._llm.generate(prompt, _checked_parameters(sampling, interval), request_id=request)
@@ -164,7 +164,7 @@ class VLLMEngine:
                 async for output in outputs:
                     (completion,) = output.outputs
                     if output.prompt_logprobs:
-                        of_prompt = _prompt_logprobs(output.prompt_logprobs)
+                        prompt_logprobs = _prompt_logprobs(output.prompt_logprobs)
                     if completion.finish_reason == "error" and "structured_outputs" in sampling.extra:
                         # A client must not be able to bring down an engine; only the grammar compiler can tell.
                         raise ConfigError(
@@ -174,22 +174,22 @@ class VLLMEngine:
                     if completion.finish_reason not in (None, "stop", "length"):
                         raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r}")
                     if not gathered:
-                        begun = clock()
-                        first = first or begun
+                        chunk_start = clock()
+                        first = first or chunk_start
                     gathered.append(completion)
-                    if completion.finish_reason is None and clock() < begun + gather_s:
+                    if completion.finish_reason is None and clock() < chunk_start + gather_s:
                         continue
-                    chunk = _chunk(gathered, sampling, version_starts(self._llm, request, completion), sent)
-                    sent += len(chunk.token_ids)
+                    chunk = _chunk(gathered, sampling, version_starts(self._llm, request, completion), num_sent)
+                    num_sent += len(chunk.token_ids)
                     if chunk.finish:
-                        self._token_s = max(clock() - first, 1e-6) / (sent - 1) if sent > 1 else self._token_s
+                        self._token_s = max(clock() - first, 1e-6) / (num_sent - 1) if num_sent > 1 else self._token_s
                         drafted, accepted, verified = draft_counts(completion)
                         chunk = replace(chunk, drafted=drafted, accepted=accepted, verified=verified)
-                    if of_prompt:
-                        chunk, of_prompt = replace(chunk, prompt=of_prompt), ()
+                    if prompt_logprobs:
+                        chunk, prompt_logprobs = replace(chunk, prompt=prompt_logprobs), ()
                     if self._returns_routing and chunk.finish:
                         routed = await self._routing_of(request, completion)
-                        chunk = replace(chunk, routed=routed[: len(prompt_ids) + sent - 1])
+                        chunk = replace(chunk, routed=routed[: len(prompt_ids) + num_sent - 1])
                     if chunk.finish or self._cache.fitting is not None:
                         chunk = replace(chunk, cache=self._cache.pop())
                     gathered = []
@@ -223,7 +223,7 @@ class VLLMEngine:
         try:
             generated = self._llm.generate(prompt, params, request_id=self._cache.request_id())
             async with contextlib.aclosing(generated) as outputs:
-                found = [output.prompt_logprobs async for output in outputs if output.prompt_logprobs]
+                prompt_logprobs = [output.prompt_logprobs async for output in outputs if output.prompt_logprobs]
         except VLLMValidationError as error:
             raise ConfigError(
                 f"vLLM does not take the request: {error}", hint="shorten prompt and tokens, or raise max_model_len"
@@ -233,16 +233,16 @@ class VLLMEngine:
             raise
         finally:
             self._requests -= 1
-        return _scored(found[0], len(ids) - len(prompt_ids), top_k)
+        return _scored(prompt_logprobs[0], len(ids) - len(prompt_ids), top_k)
 
     async def _routing_of(self, request: str, completion: CompletionOutput) -> npt.NDArray[Any]:
         """Return the experts of an ended request, `[tokens, layers, top_k]`."""
-        found = [completion.routed_experts]
+        routings = [completion.routed_experts]
         if device_type() == "cpu":
-            found = [rows for rows in await self._all_workers("take_routing", request) if rows is not None]
-        if len(found) != 1 or found[0] is None:
-            raise RuntimeError(f"{len(found)} workers returned the experts of a request, not 1")
-        rows: npt.NDArray[Any] = found[0]
+            routings = [rows for rows in await self._all_workers("take_routing", request) if rows is not None]
+        if len(routings) != 1 or routings[0] is None:
+            raise RuntimeError(f"{len(routings)} workers returned the experts of a request, not 1")
+        rows: npt.NDArray[Any] = routings[0]
         return rows
 
     async def hold(self, *, paused: bool, asleep: bool) -> bool:
@@ -283,8 +283,8 @@ class VLLMEngine:
         with clock.phase("pause"):
             await self._apply()
         # Fingerprints of live parameters are taken within "finish".
-        whole, fingerprint_s = clock.finish_step(), max(each.fingerprint_s for each in reports)
-        seconds = {name: whole.get(f"seconds/{name}", 0.0) for name in ("wait", "pause", "load", "finish")}
+        phase_metrics, fingerprint_s = clock.finish_step(), max(worker.fingerprint_s for worker in reports)
+        seconds = {name: phase_metrics.get(f"seconds/{name}", 0.0) for name in ("wait", "pause", "load", "finish")}
         seconds |= {"finish": seconds["finish"] - fingerprint_s, "fingerprint": fingerprint_s}
         return replace(report, seconds=seconds)
 
@@ -333,12 +333,12 @@ class VLLMEngine:
             self._dropped = self._loaded
             self._released = ["weights", "kv_cache"]
 
-    async def _restore(self, what: Sequence[str]) -> None:
-        back = [tag for tag in self._released if tag in what]
-        if back and device_type() != "cpu":  # on CPU, pages are allocated again when written
+    async def _restore(self, tags: Sequence[str]) -> None:
+        woken_tags = [tag for tag in self._released if tag in tags]
+        if woken_tags and device_type() != "cpu":  # on CPU, pages are allocated again when written
             with self._at_work():
-                await self._llm.collective_rpc("wake_up", kwargs={"tags": back})
-        self._released = [tag for tag in self._released if tag not in back]
+                await self._llm.collective_rpc("wake_up", kwargs={"tags": woken_tags})
+        self._released = [tag for tag in self._released if tag not in woken_tags]
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -430,8 +430,8 @@ def engine_arguments(
 def _where(part: EnginePart | None) -> dict[str, Any]:
     if part is None:
         return {}
-    where = {"nnodes": part.count, "node_rank": part.number}
-    return {**where, "master_addr": part.address, "master_port": part.port}
+    nodes = {"nnodes": part.count, "node_rank": part.number}
+    return {**nodes, "master_addr": part.address, "master_port": part.port}
 
 
 def _joined(workers: Sequence[WorkerReport]) -> LoadReport:
@@ -509,30 +509,32 @@ def _versions(starts: list[tuple[str, int]], first: int, end: int) -> list[int]:
     """Return the version of each token in [first, end); -1 where no version had been loaded."""
     versions = [-1] * (end - first)
     for version, start in starts:
-        at = max(0, start - first)
-        versions[at:] = [int(version) if version.isdecimal() else -1] * (len(versions) - at)
+        index = max(0, start - first)
+        versions[index:] = [int(version) if version.isdecimal() else -1] * (len(versions) - index)
     return versions
 
 
-def _chunk(completions: list[CompletionOutput], sampling: Sampling, starts: list[tuple[str, int]], sent: int) -> Chunk:
-    """Join vLLM's outputs since the last chunk, after `sent` earlier tokens."""
+def _chunk(
+    completions: list[CompletionOutput], sampling: Sampling, starts: list[tuple[str, int]], num_sent: int
+) -> Chunk:
+    """Join vLLM's outputs since the last chunk, after `num_sent` earlier tokens."""
     ids = [token for completion in completions for token in completion.token_ids]
     logprobs, top = list[float](), list[tuple[tuple[int, float], ...]]()
-    for each in completions:
-        part: Any = each.logprobs or FlatLogprobs()
+    for completion in completions:
+        part: Any = completion.logprobs or FlatLogprobs()
         for start, end in zip(part.start_indices, part.end_indices, strict=True):
             # The sampled token is first; where vLLM has joined outputs, it is not there again among the likeliest.
             logprobs.append(part.logprobs[start])
             if sampling.top_logprobs:
-                found = dict(zip(part.token_ids[start:end], part.logprobs[start:end], strict=True))
-                top.append(tuple(sorted(found.items(), key=lambda pair: -pair[1])[: sampling.top_logprobs]))
+                alternatives = dict(zip(part.token_ids[start:end], part.logprobs[start:end], strict=True))
+                top.append(tuple(sorted(alternatives.items(), key=lambda pair: -pair[1])[: sampling.top_logprobs]))
     if sampling.temperature == 0:
         logprobs = [math.nan] * len(ids)
     reason = completions[-1].finish_reason
     return Chunk(
         token_ids=ids,
         logprobs=logprobs,
-        versions=_versions(starts, sent, sent + len(ids)),
+        versions=_versions(starts, num_sent, num_sent + len(ids)),
         text="".join(completion.text for completion in completions),
         finish="" if reason is None else "length" if reason == "length" else "stop",
         top=tuple(top),

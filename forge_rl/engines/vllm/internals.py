@@ -52,7 +52,7 @@ def check_names(owner: Any, names: tuple[str, ...]) -> None:
 
 
 def engine_pids(llm: AsyncLLM) -> list[int]:
-    """Process ids of the engine's direct children of this process; workers may be children of those."""
+    """Return the ids of the engine's processes that are direct children of this one; workers may be their children."""
     check_names(llm, _OF_ENGINE)
     resources = llm.engine_core.resources
     coordinator = [resources.coordinator.proc] if resources.coordinator is not None else []
@@ -75,8 +75,8 @@ def start_following(arguments: EngineArgs) -> tuple[object, list[int]]:
 async def call_workers(llm: AsyncLLM, method: str, *args: object) -> list[Any]:
     """Call a method on all workers of all data-parallel ranks; AsyncLLM.collective_rpc only returns the answers of the
     first rank."""
-    found = await llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
-    return [answer for workers in found for answer in workers]
+    rank_answers = await llm.engine_core.call_utility_all_async("collective_rpc", method, None, args, None)
+    return [answer for answers in rank_answers for answer in answers]
 
 
 async def stop_decoding(llm: AsyncLLM, *, clear_cache: bool) -> None:
@@ -93,7 +93,7 @@ async def answer_between_steps(llm: AsyncLLM) -> None:
 
 
 def version_starts(llm: AsyncLLM, request: str, output: CompletionOutput) -> list[tuple[str, int]]:
-    """Each version of a completion with the index of its first token.
+    """Return each version of a completion with the index of its first token.
 
     vLLM reports them only at the end of a completion; before that they are read from its request state. They match
     this output, as nothing is awaited between its delivery and this call.
@@ -106,7 +106,7 @@ def version_starts(llm: AsyncLLM, request: str, output: CompletionOutput) -> lis
 
 
 def leave_tokens_undecoded() -> None:
-    """Have vLLM give tokens with flat logprobs no text of their own, which took a third of its time for a token here.
+    """Have vLLM decode no text for tokens with flat logprobs, which took a third of its time per token here.
 
     Only requests of forge_rl have flat logprobs; a completion's text is decoded elsewhere.
     """
@@ -115,24 +115,24 @@ def leave_tokens_undecoded() -> None:
     check_names(LogprobsProcessor, ("from_new_request",))
     if isinstance(vars(LogprobsProcessor)["from_new_request"], staticmethod):
         return  # done before
-    made: Any = LogprobsProcessor.from_new_request
+    original: Any = LogprobsProcessor.from_new_request
 
     def from_new_request(tokenizer: Any, request: Any) -> LogprobsProcessor:
         flat = request.sampling_params is not None and request.sampling_params.flat_logprobs
-        processor: LogprobsProcessor = made(None if flat else tokenizer, request)
+        processor: LogprobsProcessor = original(None if flat else tokenizer, request)
         return processor
 
     LogprobsProcessor.from_new_request = staticmethod(from_new_request)
 
 
 def draft_counts(output: CompletionOutput) -> tuple[int, int, int]:
-    """Numbers of drafted and of accepted tokens of an ended completion, and of steps that verified a draft; 0 without
-    speculation."""
-    found = output.spec_decode_metrics
-    if found is None:
+    """Return an ended completion's numbers of drafted tokens, accepted tokens, and steps that verified a draft; 0
+    without speculation."""
+    metrics = output.spec_decode_metrics
+    if metrics is None:
         return 0, 0, 0
-    accepted = sum(accepted * steps for accepted, steps in enumerate(found.histogram))
-    return found.num_draft_tokens, accepted, sum(found.histogram)
+    accepted = sum(accepted * steps for accepted, steps in enumerate(metrics.histogram))
+    return metrics.num_draft_tokens, accepted, sum(metrics.histogram)
 
 
 def draft_to_the_end(runner: Any) -> None:
@@ -146,8 +146,8 @@ def draft_to_the_end(runner: Any) -> None:
 
 
 def accept_no_drafts() -> None:
-    """Let requests have top-k or top-p in a step without drafts, which vLLM verifies too: its kernels fail on no rows,
-    and the engine with them. Idempotent."""
+    """Let requests use top-k or top-p in a step without drafts. vLLM verifies such a step too, and its kernels fail on
+    zero rows, which ends the engine. Idempotent."""
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -206,8 +206,8 @@ def begin_reload(model: torch.nn.Module) -> None:
         if getattr(layer, "_cpu_skip_gemm_dispatch", False) and not layer.weight.numel():
             # On a CPU with AMX, latent attention packs a copy of kv_b_proj and drops the weight. A reload needs one to
             # load into; it is dropped again once packed.
-            was = get_layerwise_info(layer).restore_metadata[0]["weight"]
-            layer.weight = torch.nn.Parameter(torch.empty_like(was, device="cpu"), requires_grad=False)
+            old_weight = get_layerwise_info(layer).restore_metadata[0]["weight"]
+            layer.weight = torch.nn.Parameter(torch.empty_like(old_weight, device="cpu"), requires_grad=False)
     initialize_layerwise_reload(model)
     check_names(get_layerwise_info(model), _OF_LAYER)
 
@@ -249,7 +249,7 @@ def abandon_reload(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def partly_loaded(model: torch.nn.Module, *, tied: bool) -> Iterator[str]:
-    """Names of linear layers that lack some of their weights, and of other layers that lack all of them.
+    """Yield the names of linear layers that lack some of their weights, and of other layers that lack all of them.
 
     Excluded are attention, whose scales no model folder has, and an output projection tied to the embedding. Embeddings
     may be padded, so partly filled ones count as complete.
@@ -300,11 +300,11 @@ def copy_held(
     model: torch.nn.Module, passing: Mapping[str, torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Copy tensors that are about to be freed, where loaders of incomplete layers still hold them."""
-    going = {_storage(tensor) for tensor in passing.values()}
+    freed_storages = {_storage(tensor) for tensor in passing.values()}
 
     def owned(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return copy(value) if _storage(value) in going else value
+            return copy(value) if _storage(value) in freed_storages else value
         if isinstance(value, tuple):
             return tuple(owned(item) for item in value)
         return {key: owned(item) for key, item in value.items()} if isinstance(value, dict) else value

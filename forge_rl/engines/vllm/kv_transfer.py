@@ -29,18 +29,18 @@ def read_kv_transfer(text: str) -> KVTransferConfig | None:
     if not text:
         return None
     config = _read(text)
-    for each in _connectors(config):
+    for connector in _connectors(config):
         try:
-            found = KVConnectorFactory.get_connector_class(each)
+            connector_class = KVConnectorFactory.get_connector_class(connector)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
-                f"{_FLAG}: the connector {each.kv_connector!r} cannot be imported: {error}",
+                f"{_FLAG}: the connector {connector.kv_connector!r} cannot be imported: {error}",
                 hint="install its package in this environment, or choose another connector",
             ) from error
-        if found.reset_cache is KVConnectorBase_V1.reset_cache:
+        if connector_class.reset_cache is KVConnectorBase_V1.reset_cache:
             raise ConfigError(
-                f"{_FLAG}: {each.kv_connector} has no reset_cache, so that tokens of new weights would be computed "
-                "from keys and values of older ones",
+                f"{_FLAG}: {connector.kv_connector} has no reset_cache, so that tokens of new weights would be "
+                "computed from keys and values of older ones",
                 hint="choose a connector that implements it, such as OffloadingConnector",
             )
     return config

@@ -1,7 +1,7 @@
-"""Prompt logprobs at a temperature: vLLM's own are those of the unscaled logits, whatever a request's temperature.
+"""Computes prompt logprobs at a temperature; vLLM ignores a request's temperature in them.
 
-Of the k most likely tokens alone they cannot be rescaled, as the normalisation takes all of the vocabulary. So the
-logits are divided before the softmax, by what a request says in its extra_args. Tested with vLLM 0.32.0.
+Logprobs of the k most likely tokens cannot be rescaled afterwards, as they are normalised over the whole vocabulary. So
+the logits are divided before the softmax, by the temperature in a request's extra_args. Tested with vLLM 0.32.0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _temperature(sampling_params: Any) -> float:
 
 
 class _ByRequest:
-    """Of the first model runner, which scores one request after another: those of each temperature on their own."""
+    """Hook for the first model runner, which scores request by request: one call for each temperature."""
 
     def __init__(self, runner: Any) -> None:
         check_names(runner, ("_get_prompt_logprobs_dict", "num_prompt_logprobs", "requests", "sampler"))
@@ -42,31 +42,31 @@ class _ByRequest:
         runner._get_prompt_logprobs_dict = self
 
     def __call__(self, hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
-        runner, asked = self._runner, self._runner.num_prompt_logprobs
+        runner, num_prompt_logprobs = self._runner, self._runner.num_prompt_logprobs
         by_temperature: dict[float, dict[str, int]] = defaultdict(dict)
-        for request, count in asked.items():
+        for request, count in num_prompt_logprobs.items():
             by_temperature[_temperature(runner.requests[request].sampling_params)][request] = count
         if by_temperature.keys() <= {1.0}:
             result: dict[str, Any] = self._score(hidden_states, num_scheduled_tokens)
             return result
-        found: dict[str, Any] = {}
+        logprobs: dict[str, Any] = {}
         compute: Callable[[torch.Tensor], torch.Tensor] = runner.sampler.compute_logprobs
         try:
-            for temperature, part in by_temperature.items():
-                runner.num_prompt_logprobs = part
-                runner.sampler.compute_logprobs = lambda logits, by=temperature: compute(logits / by)
-                found |= self._score(hidden_states, num_scheduled_tokens)
+            for temperature, counts in by_temperature.items():
+                runner.num_prompt_logprobs = counts
+                runner.sampler.compute_logprobs = lambda logits, divisor=temperature: compute(logits / divisor)
+                logprobs |= self._score(hidden_states, num_scheduled_tokens)
         finally:
             del runner.sampler.compute_logprobs  # the class has the original
-            left = {request for part in by_temperature.values() for request in part}
-            for request in asked.keys() - left:  # complete: vLLM removed them from its part
-                del asked[request]
-            runner.num_prompt_logprobs = asked
-        return found
+            remaining = {request for part in by_temperature.values() for request in part}
+            for request in num_prompt_logprobs.keys() - remaining:  # complete: vLLM removed them from its part
+                del num_prompt_logprobs[request]
+            runner.num_prompt_logprobs = num_prompt_logprobs
+        return logprobs
 
 
 class _ByRow:
-    """Of the second model runner, which scores the rows of all requests in chunks."""
+    """Hook for the second model runner, which scores the rows of all requests in chunks."""
 
     def __init__(self, worker: Any) -> None:
         check_names(worker, ("add_request", "compute_prompt_logprobs", "max_num_reqs"))
@@ -84,29 +84,31 @@ class _ByRow:
         logits_of: Callable[[torch.Tensor], torch.Tensor],
         hidden_states: torch.Tensor,
         batch: Any,
-        *others: Any,
+        *args: Any,
     ) -> dict[str, Any]:
-        of_requests = self._temperatures[batch.idx_mapping_np]
-        if (of_requests != 1).any():
-            of_rows = torch.ones(len(hidden_states), device=hidden_states.device)
-            for start, end, own in zip(
-                batch.query_start_loc_np, batch.query_start_loc_np[1:], of_requests, strict=False
+        request_temperatures = self._temperatures[batch.idx_mapping_np]
+        if (request_temperatures != 1).any():
+            row_temperatures = torch.ones(len(hidden_states), device=hidden_states.device)
+            for start, end, temperature in zip(
+                batch.query_start_loc_np, batch.query_start_loc_np[1:], request_temperatures, strict=False
             ):
-                of_rows[int(start) : int(end)] = float(own)
-            logits_of = _scaled(logits_of, of_rows)
-        result: dict[str, Any] = self._score(logits_of, hidden_states, batch, *others)
+                row_temperatures[int(start) : int(end)] = float(temperature)
+            logits_of = _scaled(logits_of, row_temperatures)
+        result: dict[str, Any] = self._score(logits_of, hidden_states, batch, *args)
         return result
 
 
-def _scaled(logits_of: Callable[[torch.Tensor], torch.Tensor], of_rows: torch.Tensor) -> Callable[..., torch.Tensor]:
+def _scaled(
+    logits_of: Callable[[torch.Tensor], torch.Tensor], row_temperatures: torch.Tensor
+) -> Callable[..., torch.Tensor]:
     """Return `logits_of`, which is called with consecutive rows, with the logits of each row divided by its
     temperature."""
-    at = 0
+    position = 0
 
     def scaled(hidden_states: torch.Tensor) -> torch.Tensor:
-        nonlocal at
-        own = of_rows[at : at + len(hidden_states), None]
-        at += len(hidden_states)
-        return logits_of(hidden_states) / own
+        nonlocal position
+        temperatures = row_temperatures[position : position + len(hidden_states), None]
+        position += len(hidden_states)
+        return logits_of(hidden_states) / temperatures
 
     return scaled

@@ -129,18 +129,18 @@ def serve_command(model: Path, settings: DecodeSettings, *, host: str, port: int
 
 def _flags(arguments: AsyncEngineArgs) -> Iterator[str]:
     """Yield the flags of arguments that differ from vLLM's defaults."""
-    plain = AsyncEngineArgs(model=arguments.model, trust_remote_code=False)
-    for each in fields(arguments):
-        value = getattr(arguments, each.name)
-        if each.name in _ABSENT or value is None or value == getattr(plain, each.name):
+    defaults = AsyncEngineArgs(model=arguments.model, trust_remote_code=False)
+    for field in fields(arguments):
+        value = getattr(arguments, field.name)
+        if field.name in _ABSENT or value is None or value == getattr(defaults, field.name):
             continue
-        flag = "--" + each.name.replace("_", "-")
+        flag = "--" + field.name.replace("_", "-")
         if isinstance(value, bool):
             yield flag if value else f"--no-{flag[2:]}"
             continue
         yield flag
         if hasattr(value, "backend"):  # of weight transfer and constraints, whose other settings are vLLM's defaults
             value = {"backend": value.backend}
-        elif each.name == "kv_transfer_config":
+        elif field.name == "kv_transfer_config":
             value = asdict(value)
         yield json.dumps(value) if isinstance(value, dict) else str(value)

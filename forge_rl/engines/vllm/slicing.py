@@ -89,9 +89,9 @@ class SliceWatch(TorchDispatchMode):
     def bytes(self) -> int:
         """Bytes of all copied slices."""
         return sum(
-            found.numel * self._entries[name].torch_dtype.itemsize
+            tensor_slice.numel * self._entries[name].torch_dtype.itemsize
             for name, slices in self._places.items()
-            for found in slices
+            for tensor_slice in slices
         )
 
     @property
@@ -114,71 +114,71 @@ class SliceWatch(TorchDispatchMode):
             if place is not None and _format(live[place.parameter]) == _format(self._loading[place.parameter])
         }
         self._take_fingerprints()
-        found = self._fingerprints | dict(zip(moves, move(list(moves.values())), strict=True))
+        fingerprints = self._fingerprints | dict(zip(moves, move(list(moves.values())), strict=True))
         return [
             ShardReport(name=name, tensor_slice=tensor_slice, fingerprint=value)
-            for (name, tensor_slice), value in found.items()
+            for (name, tensor_slice), value in fingerprints.items()
         ]
 
     @contextlib.contextmanager
     def reading(self, tensors: Mapping[TensorEntry, torch.Tensor]) -> Iterator[None]:
         """Recognise slices of these tensors while the body runs; they may be freed afterwards."""
-        held = [self._hold(entry, TensorSlice.whole(entry.shape), values) for entry, values in tensors.items()]
+        memories = [self._hold(entry, TensorSlice.whole(entry.shape), values) for entry, values in tensors.items()]
         self._entries |= {entry.name: entry for entry in tensors}
         try:
             yield
             self._take_fingerprints()
         finally:
-            for memory in held:
+            for memory in memories:
                 self._memory.remove(memory)
 
     def keep(self, values: torch.Tensor) -> torch.Tensor:
         """Copy the needed slices of a tensor that is about to be freed; the rest takes no memory."""
-        found = self._locate(values)
-        if found is None or found.tensor_slice.size != tuple(values.shape):
+        located = self._locate(values)
+        if located is None or located.tensor_slice.size != tuple(values.shape):
             with self:
                 return values.clone()
-        entry, block = found.memory.entry, found.tensor_slice
-        kept = torch.empty_like(values, memory_format=torch.contiguous_format)
-        for wanted in self._places[entry.name]:
-            if (part := wanted.intersect(block)).numel:
-                here = part.relative_to(block)
-                here.of(kept).copy_(here.of(values))
-        weakref.finalize(kept, self._memory.remove, self._hold(entry, block, kept))
-        return kept
+        entry, block = located.memory.entry, located.tensor_slice
+        copy = torch.empty_like(values, memory_format=torch.contiguous_format)
+        for needed_slice in self._places[entry.name]:
+            if (part := needed_slice.intersect(block)).numel:
+                local_slice = part.relative_to(block)
+                local_slice.of(copy).copy_(local_slice.of(values))
+        weakref.finalize(copy, self._memory.remove, self._hold(entry, block, copy))
+        return copy
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.copy_.default:
-            if (found := self._locate(args[1])) is not None and self._copies(args[0], args[1], found):
+            if (located := self._locate(args[1])) is not None and self._copies(args[0], args[1], located):
                 return args[0]
         elif not func.is_view:
             for value in args:
-                if isinstance(value, torch.Tensor) and (found := self._locate(value)) is not None:
-                    self._fingerprint(found, None)
+                if isinstance(value, torch.Tensor) and (located := self._locate(value)) is not None:
+                    self._fingerprint(located, None)
         return func(*args, **(kwargs or {}))
 
-    def _copies(self, target: torch.Tensor, source: torch.Tensor, found: _Located) -> bool:
+    def _copies(self, target: torch.Tensor, source: torch.Tensor, located: _Located) -> bool:
         """Record a copy; returns True if it was also carried out."""
-        entry, tensor_slice = found.memory.entry, found.tensor_slice
+        entry, tensor_slice = located.memory.entry, located.tensor_slice
         places = self._places[entry.name]
         key = entry.name, tensor_slice
-        same = tuple(target.shape) == tuple(source.shape) == tensor_slice.size and target.dtype == source.dtype
+        same_format = tuple(target.shape) == tuple(source.shape) == tensor_slice.size and target.dtype == source.dtype
         if target.is_meta:
             name = self._names.get(id(target.untyped_storage()), "")
-            keeps = same and self._keeps.get(name, False)
+            keeps = same_format and self._keeps.get(name, False)
             place = _Place(name, tuple(target.shape), target.stride(), int(target.storage_offset())) if keeps else None
             places.setdefault(tensor_slice, place)
             return False
         if places.get(tensor_slice) is not None:
             return False
-        if same and target.device.type == "cpu" and key not in self._fingerprints.keys() | self._copied.keys():
-            self._fingerprint(found, target)
+        if same_format and target.device.type == "cpu" and key not in self._fingerprints.keys() | self._copied.keys():
+            self._fingerprint(located, target)
             return True
         places[tensor_slice] = None
         if key not in self._fingerprints:
-            self._copied[key] = Move(None, found.values, entry.shape, tensor_slice)
+            self._copied[key] = Move(None, located.values, entry.shape, tensor_slice)
         return False
 
     def _take_fingerprints(self) -> None:
@@ -186,17 +186,17 @@ class SliceWatch(TorchDispatchMode):
         self._fingerprints |= dict(zip(self._copied, move(list(self._copied.values())), strict=True))
         self._copied.clear()
 
-    def _fingerprint(self, found: _Located, target: torch.Tensor | None) -> None:
+    def _fingerprint(self, located: _Located, target: torch.Tensor | None) -> None:
         """Fingerprint a slice that is repacked, copying it to the target if there is one."""
-        entry, tensor_slice = found.memory.entry, found.tensor_slice
+        entry, tensor_slice = located.memory.entry, located.tensor_slice
         self._places[entry.name][tensor_slice] = None
         if (entry.name, tensor_slice) not in self._fingerprints.keys() | self._copied.keys():
-            (value,) = move([Move(target, found.values, entry.shape, tensor_slice)])
+            (value,) = move([Move(target, located.values, entry.shape, tensor_slice)])
             self._fingerprints[entry.name, tensor_slice] = value
 
     def _hold(self, entry: TensorEntry, block: TensorSlice, values: torch.Tensor) -> _Memory:
         memory = _Memory(values.data_ptr(), values.data_ptr() + values.nbytes, entry, block)
-        bisect.insort(self._memory, memory, key=lambda each: each.begin)
+        bisect.insort(self._memory, memory, key=lambda memory: memory.begin)
         return memory
 
     def _locate(self, values: torch.Tensor) -> _Located | None:
@@ -204,18 +204,18 @@ class SliceWatch(TorchDispatchMode):
         if values.is_meta or not values.numel():
             return None
         address = values.data_ptr()
-        place = bisect.bisect_right(self._memory, address, key=lambda each: each.begin) - 1
-        if place < 0 or address >= self._memory[place].end:
+        index = bisect.bisect_right(self._memory, address, key=lambda memory: memory.begin) - 1
+        if index < 0 or address >= self._memory[index].end:
             return None
-        memory = self._memory[place]
+        memory = self._memory[index]
         dtype, block, storage = memory.entry.torch_dtype, memory.block, values.untyped_storage()
         offset = (memory.begin - storage.data_ptr()) // dtype.itemsize
-        whole = torch.empty(0, dtype=dtype, device=values.device)
-        whole.set_(storage, offset, block.size, _strides(block.size))
-        here = _slice_of(values, (address - memory.begin) // dtype.itemsize, block.size)
-        if here is None or values.dtype != dtype:
-            return _Located(memory, block, whole)
-        return _Located(memory, here.within(block), here.of(whole))
+        tensor = torch.empty(0, dtype=dtype, device=values.device)
+        tensor.set_(storage, offset, block.size, _strides(block.size))
+        view_slice = _slice_of(values, (address - memory.begin) // dtype.itemsize, block.size)
+        if view_slice is None or values.dtype != dtype:
+            return _Located(memory, block, tensor)
+        return _Located(memory, view_slice.within(block), view_slice.of(tensor))
 
 
 def _format(values: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

@@ -26,7 +26,7 @@ _LEAST = 0.25
 _RECENT = (1 << _LONGEST) - 1
 """Bits of the tokens by which a guide is judged."""
 _LEAST_HITS = 6
-"""Number of these tokens that a guide must have had right."""
+"""Minimum number of these tokens that a guide must have predicted."""
 _PROMPT = 4096
 """Maximum number of a prompt's last tokens that are taken up."""
 _TASKS = 4096
@@ -40,7 +40,7 @@ class Guide:
     """A place in a text that continues as a request does except for single tokens: after a different digit in a sum,
     a sibling still predicts the tokens that follow."""
 
-    at: int = -1
+    place: int = -1
     """Place of the token that the request is expected to have next; -1 if there is none."""
     hits: int = 0
     """Bits of the request's last tokens, the last one lowest: 1 where it had the expected token."""
@@ -50,7 +50,7 @@ class Guide:
 class _Voter:
     """A place that votes for the next token of a draft."""
 
-    at: int
+    place: int
     length: int
     """Number of tokens of its match, and so its weight."""
     before: int
@@ -58,7 +58,8 @@ class _Voter:
     token: int
     """The token at the place."""
     instead: dict[tuple[int, int], int]
-    """What the drafted text had where the place's own text had the second of two tokens; the latest of each two."""
+    """Substitutions to repeat: by two consecutive tokens of the place's own text, the token that the drafted text had
+    in place of the second. The latest one counts."""
     proposes: int = -1
 
 
@@ -68,7 +69,7 @@ class SuffixIndex:
     index = SuffixIndex(1 << 20)
     for token in (5, 6, 7, 8):
         end = index.append(token, key=1, end=end)
-    index.draft((5, 6, 7), key=1, most=4)  # [8]
+    index.draft((5, 6, 7), key=1, max_tokens=4)  # [8]
 
     Args:
         size: maximum number of tokens, a power of 2; the oldest are overwritten. Each takes 52 bytes.
@@ -99,25 +100,25 @@ class SuffixIndex:
             endings.append(place, tail, key)
         return place
 
-    def tail(self, place: int, most: int) -> list[int]:
-        """Return up to `most` tokens of a text up to a place, the last first."""
+    def tail(self, place: int, max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` tokens of a text up to a place, the last first."""
         tokens, before, mask = self._tokens, self._before, self._mask  # a draft takes most of its time here
         oldest = max(0, self._written - mask - 1)
-        found: list[int] = []
-        while place >= oldest and len(found) < most:
-            found.append(tokens[place & mask])
+        tail_tokens: list[int] = []
+        while place >= oldest and len(tail_tokens) < max_tokens:
+            tail_tokens.append(tokens[place & mask])
             place = before[place & mask]
-        return found
+        return tail_tokens
 
     def pass_by(self, guide: Guide, token: int) -> None:
         """Move a guide past the next token of its request; one that is wrong too often is given up."""
-        if self._kept(guide.at):
-            slot = guide.at & self._mask
+        if self._kept(guide.place):
+            slot = guide.place & self._mask
             guide.hits = (guide.hits << 1 | (self._tokens[slot] == token)) & _RECENT
-            guide.at = self._after[slot] if guide.hits.bit_count() >= _LEAST_HITS else -1
+            guide.place = self._after[slot] if guide.hits.bit_count() >= _LEAST_HITS else -1
 
-    def draft(self, place: int, *, key: int, most: int, guide: Guide | None = None) -> list[int]:
-        """Return the tokens that may follow a text up to a place, at most `most`.
+    def draft(self, place: int, *, key: int, max_tokens: int, guide: Guide | None = None) -> list[int]:
+        """Return the tokens that may follow a text up to a place, at most `max_tokens`.
 
         Each place where the text's last tokens occurred before votes for what followed there, with the length of its
         match, against `_DOUBT`. The winner's share estimates how likely it is; the draft ends where the product of
@@ -131,62 +132,67 @@ class SuffixIndex:
         ending = self.tail(place, _LONGEST)
         votes = self._matches(place, ending, key)
         if guide is not None:
-            at, length = max(votes, key=itemgetter(1), default=(-1, 0))
+            best_place, length = max(votes, key=itemgetter(1), default=(-1, 0))
             if length >= max(_ANCHORS):
-                guide.at, guide.hits = at, (1 << length) - 1
-            elif self._kept(guide.at):
-                votes.append((guide.at, guide.hits.bit_count()))
-        voters = [self._voter(at, length, ending) for at, length in votes]
+                guide.place, guide.hits = best_place, (1 << length) - 1
+            elif self._kept(guide.place):
+                votes.append((guide.place, guide.hits.bit_count()))
+        voters = [self._voter(match_place, length, ending) for match_place, length in votes]
         drafted: list[int] = []
-        likely = 1.0
-        while voters and len(drafted) < most:
+        probability = 1.0
+        while voters and len(drafted) < max_tokens:
             shares: dict[int, int] = {}
             for voter in voters:
                 voter.proposes = voter.instead.get((voter.before, voter.token), voter.token)
                 shares[voter.proposes] = shares.get(voter.proposes, 0) + voter.length
             best = max(shares, key=shares.__getitem__)
-            likely *= shares[best] / (sum(shares.values()) + _DOUBT)
-            if likely < _LEAST:
+            probability *= shares[best] / (sum(shares.values()) + _DOUBT)
+            if probability < _LEAST:
                 break
             drafted.append(best)
             voters = [voter for voter in voters if voter.proposes == best and self._move(voter)]
         return drafted
 
-    def _voter(self, at: int, length: int, ending: Sequence[int]) -> _Voter:
+    def _voter(self, place: int, length: int, ending: Sequence[int]) -> _Voter:
         """Return the voter of a place, for a text that ends with these tokens (last token first)."""
-        own = self.tail(self._before[at & self._mask], _LONGEST + 1)
-        pairs = itertools.pairwise(own) if length < _LONGEST else ()
-        instead = {(before, token): had for (token, before), had in reversed(list(zip(pairs, ending, strict=False)))}
-        return _Voter(at, length, own[0] if own else -1, self._tokens[at & self._mask], instead)
+        previous_tokens = self.tail(self._before[place & self._mask], _LONGEST + 1)
+        pairs = itertools.pairwise(previous_tokens) if length < _LONGEST else ()
+        instead = {
+            (before, token): drafted_token
+            for (token, before), drafted_token in reversed(list(zip(pairs, ending, strict=False)))
+        }
+        return _Voter(
+            place, length, previous_tokens[0] if previous_tokens else -1, self._tokens[place & self._mask], instead
+        )
 
     def _move(self, voter: _Voter) -> bool:
         """Move a voter past a token that it proposed; returns False if its text ends there."""
-        voter.at, voter.before = self._after[voter.at & self._mask], voter.token
-        voter.token = self._tokens[voter.at & self._mask]
+        voter.place, voter.before = self._after[voter.place & self._mask], voter.token
+        voter.token = self._tokens[voter.place & self._mask]
         voter.length = min(voter.length + 1, _LONGEST)
-        return voter.at >= 0
+        return voter.place >= 0
 
     def _matches(self, place: int, ending: Sequence[int], key: int) -> list[tuple[int, int]]:
         """Return places after recent occurrences of the ending, with the lengths of the matches, in tokens."""
-        found: list[tuple[int, int]] = []
+        matches: list[tuple[int, int]] = []
         for endings in self._endings:
-            for at in endings.recent(ending, key):
-                if not self._kept(at):
+            for candidate in endings.recent(ending, key):
+                if not self._kept(candidate):
                     break
-                if at != place and (following := self._after[at & self._mask]) >= 0:
-                    length = self._common(at, ending)
+                if candidate != place and (next_place := self._after[candidate & self._mask]) >= 0:
+                    length = self._common(candidate, ending)
                     if length >= endings.length:
-                        found.append((following, length))
-            if found:
+                        matches.append((next_place, length))
+            if matches:
                 break
-        return found
+        return matches
 
-    def _common(self, at: int, ending: Sequence[int]) -> int:
+    def _common(self, place: int, ending: Sequence[int]) -> int:
         """Return the length of the common ending of a text up to a place and of `ending` (last token first)."""
         for length, token in enumerate(ending):
-            if not self._kept(at) or self._tokens[at & self._mask] != token:
+            if not self._kept(place) or self._tokens[place & self._mask] != token:
                 return length
-            at = self._before[at & self._mask]
+            place = self._before[place & self._mask]
         return len(ending)
 
     def _kept(self, place: int) -> bool:
@@ -216,12 +222,12 @@ class _Endings:
 
         A place that was overwritten must end the iteration.
         """
-        at = self._last[self._hash(tail, key)] if len(tail) >= self.length else -1
+        place = self._last[self._hash(tail, key)] if len(tail) >= self.length else -1
         for _ in range(_PLACES):
-            if at < 0:
+            if place < 0:
                 return
-            yield at
-            at = self._earlier[at & self._mask]
+            yield place
+            place = self._earlier[place & self._mask]
 
     def _hash(self, tail: Sequence[int], key: int) -> int:
         return hash((key, *tail[: self.length])) & self._mask
@@ -256,30 +262,30 @@ class AnswerIndex:
         if followed is None:
             task, shared = self._task(tokens[:prompt_tokens])
             followed = self._requests[request] = _Followed(
-                task=task, end=-1, known=max(shared, prompt_tokens - _PROMPT)
+                task=task, end=-1, num_seen=max(shared, prompt_tokens - _PROMPT)
             )
             if len(self._requests) > _FOLLOWED:
                 self._requests.popitem(last=False)
-        for token in tokens[followed.known :].tolist():
+        for token in tokens[followed.num_seen :].tolist():
             self._index.pass_by(followed.guide, token)
             followed.end = self._index.append(token, key=followed.task, end=followed.end)
-        followed.known = len(tokens)
+        followed.num_seen = len(tokens)
         self._requests.move_to_end(request)
 
-    def draft(self, request: str, most: int) -> list[int]:
-        """Return what may follow a request's tokens, at most `most` of them."""
+    def draft(self, request: str, max_tokens: int) -> list[int]:
+        """Return what may follow a request's tokens, at most `max_tokens` of them."""
         followed = self._requests[request]
-        return self._index.draft(followed.end, key=followed.task, most=most, guide=followed.guide)
+        return self._index.draft(followed.end, key=followed.task, max_tokens=max_tokens, guide=followed.guide)
 
     def _task(self, prompt: npt.NDArray[np.int32]) -> tuple[int, int]:
         """Return the number of a prompt's task, and how many of its tokens the index has from an earlier request."""
         for length in sorted(self._lengths):
             if length > len(prompt):
                 break
-            found = self._tasks.get(digest := hash(prompt[:length].tobytes()))
-            if found is not None and found[1] == length:
+            task = self._tasks.get(digest := hash(prompt[:length].tobytes()))
+            if task is not None and task[1] == length:
                 self._tasks.move_to_end(digest)
-                return found
+                return task
         self._made += 1
         self._tasks[hash(prompt.tobytes())] = self._made, len(prompt)
         self._lengths[len(prompt)] += 1
@@ -297,6 +303,6 @@ class _Followed:
     task: int
     end: int
     """Place of its last token."""
-    known: int
+    num_seen: int
     """Number of its tokens that were taken up or passed over."""
     guide: Guide = field(default_factory=Guide)

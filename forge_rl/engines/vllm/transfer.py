@@ -142,8 +142,8 @@ class WorkerExtension:
     def forge_rl_take_routing(self, request: str) -> npt.NDArray[Any] | None:
         """Answer `RoutingCapture.take`; None from all but the first tensor-parallel rank, since all hold the same."""
         worker: Any = self
-        found = self.forge_rl_routing.take(request)
-        return found if worker.rank % worker.parallel_config.tensor_parallel_size == 0 else None
+        routed_experts = self.forge_rl_routing.take(request)
+        return routed_experts if worker.rank % worker.parallel_config.tensor_parallel_size == 0 else None
 
     @_answered
     def forge_rl_release_kv_cache(self) -> None:
