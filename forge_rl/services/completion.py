@@ -137,8 +137,8 @@ class ResumableCompletion:
             ) from error
         if self._decoder is None and self.tokens:
             self._decoder = self._tokenizer.text_stream(self.prompt_ids)
-            known = self.shown[len(self.prompt_ids) :].tolist()
-            self._known = "".join(self._decoder.add(token) for token in known)
+            token_ids = self.shown[len(self.prompt_ids) :].tolist()
+            self._known = "".join(self._decoder.add(token) for token in token_ids)
 
     def turn(self) -> Turn:
         """Return the whole completion after its end."""
@@ -166,9 +166,11 @@ class ResumableCompletion:
         for count, token in enumerate(chunk.token_ids.tolist(), start=1):
             searched = max(0, len(self._known) - held_back)
             self._known += decoder.add(token)
-            found = [at for stop in self.sampling.stop if (at := self._known.find(stop, searched)) >= 0]
-            if found:
-                self._known = self._known[: min(found)]
+            stop_positions = [
+                position for stop in self.sampling.stop if (position := self._known.find(stop, searched)) >= 0
+            ]
+            if stop_positions:
+                self._known = self._known[: min(stop_positions)]
                 chunk = replace(
                     chunk,
                     token_ids=chunk.token_ids[:count],

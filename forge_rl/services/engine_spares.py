@@ -74,8 +74,8 @@ class EngineSpares:
         if index >= len(self._service.replicas):
             return None
         host = self._host_of(index)
-        living = [(number, spare.replica) for number, spare in self._ready.items() if spare.replica.alive]
-        number = next((number for number, replica in living if host in (None, replica.host)), None)
+        live_spares = [(number, spare.replica) for number, spare in self._ready.items() if spare.replica.alive]
+        number = next((number for number, replica in live_spares if host in (None, replica.host)), None)
         if number is None:
             return None
         self._deaths = 0
@@ -119,4 +119,4 @@ class EngineSpares:
         if not self._service.complete:
             return None
         spares = self._service.spares
-        return next((each for each in self._numbers if each not in spares or not spares[each].alive), None)
+        return next((number for number in self._numbers if number not in spares or not spares[number].alive), None)

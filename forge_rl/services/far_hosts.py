@@ -98,12 +98,12 @@ async def copy_folders(
     async def copy_to(host: str) -> dict[tuple[str, Path], Path]:
         replica = service.spawn(HostActor, host=host)
         await service.watch(replica, deadline_s=deadline_s)
-        found = {}
+        copies = {}
         for folder, expected in contents.items():
             await open_files(service, replica, replica.meshes, OpenFolder(folder, read_only=True))
-            found[host, folder] = await replica.call("copy", folder, expected, cache, deadline_s=deadline_s)
-        return found
+            copies[host, folder] = await replica.call("copy", folder, expected, cache, deadline_s=deadline_s)
+        return copies
 
     async with task_group() as group:
-        copying = [group.create_task(copy_to(host)) for host in hosts]
-    return {place: path for each in copying for place, path in each.result().items()}
+        tasks = [group.create_task(copy_to(host)) for host in hosts]
+    return {place: path for task in tasks for place, path in task.result().items()}

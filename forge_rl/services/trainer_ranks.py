@@ -192,9 +192,9 @@ class TrainerRanks:
         Raises:
             ConfigError: no host joined in time.
         """
-        waits_s = self.config.wait_for_host_s
+        timeout_s = self.config.wait_for_host_s
         try:
-            async with asyncio.timeout(waits_s):
+            async with asyncio.timeout(timeout_s):
                 with self.service.faults.calling(self.service.name, None, "wait for a host"):
                     while self.service.cluster.awaited and not self._has_room():
                         await self.service.cluster.change()
@@ -202,13 +202,13 @@ class TrainerRanks:
             if not self._has_room():
                 raise ConfigError(
                     f"the {self.service.name}'s {self.config.ranks} ranks do not fit on the hosts that are left, and "
-                    f"none has joined within {waits_s:g} s",
+                    f"none has joined within {timeout_s:g} s",
                     hint=f"raise --{self.service.name}.wait-for-host-s; the same command resumes from the checkpoint",
                 ) from None
 
-    async def work(self, replica: Replica, method: str, *args: object, **how: Any) -> list[Any]:
+    async def work(self, replica: Replica, method: str, *args: object, **options: Any) -> list[Any]:
         """Call a method on all ranks; see `Watchdog.work`."""
-        return await self._watchdog.work(replica, method, *args, **how)
+        return await self._watchdog.work(replica, method, *args, **options)
 
     async def settle(self, replica: Replica, method: str, error: ForgeError) -> int | None:
         """After an error of a call, wait until the ranks can be saved, or count them as dead.
@@ -228,8 +228,8 @@ class TrainerRanks:
 
     async def open_files(self, replica: Replica, folder: Path) -> None:
         """Let the next load or save of ranks on hosts that do not see this machine's disks use a folder of it."""
-        far = [mesh for mesh in replica.meshes if not self.service.cluster.shares_files(mesh.host)]
-        await open_files(self.service, replica, far, OpenFolder(folder))
+        far_meshes = [mesh for mesh in replica.meshes if not self.service.cluster.shares_files(mesh.host)]
+        await open_files(self.service, replica, far_meshes, OpenFolder(folder))
 
     async def finish_save(self) -> None:
         """Wait until the checkpoint begun by `save` is written; meanwhile the ranks keep training.

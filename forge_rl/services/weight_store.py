@@ -85,7 +85,9 @@ class WeightStore:
         name, choice = _choose(config, expected_bytes * config.keep_versions)
         bucket_bytes = config.bucket_mib << 20
         if config.mirror:
-            await asyncio.to_thread(DeltaFolder(config.mirror).check)  # a mistake in the address is told now
+            await asyncio.to_thread(
+                DeltaFolder(config.mirror).check
+            )  # report a wrong address now, not at the first version
         service = Service("weights", cluster, faults)
         recovery = StoreRecovery(service, config, hosts, deadline_s)
         imports = TorchStoreTransport.imports if name == "torchstore" else ()
@@ -142,9 +144,9 @@ class WeightStore:
             WeightsError: the version already exists, is older than the latest, or does not fit.
         """
         base, freed, epoch = await self._call("begin", version)
-        transport, living = self.transport(hosts[0]), self._recovery.transports
-        if base is not None and any(bucket.host and bucket.host not in living for bucket in base.buckets):
-            base = None  # what a lost host held is written again
+        transport, transports = self.transport(hosts[0]), self._recovery.transports
+        if base is not None and any(bucket.host and bucket.host not in transports for bucket in base.buckets):
+            base = None  # buckets of a lost host must be written again
         drafted, publication = None, None
         try:
             await self._unless_it_dies("free", hosts, transport.free(freed))
@@ -233,9 +235,9 @@ class WeightStore:
         """Stop the store; its versions are lost."""
         if self._mirror is not None:
             await self._mirror.stop()
-        living = [replica for replica in self._service.replicas if replica.alive]
-        closing = [replica.call("close", deadline_s=10.0) for replica in living]
-        await asyncio.gather(*closing, return_exceptions=True)
+        live_replicas = [replica for replica in self._service.replicas if replica.alive]
+        calls = [replica.call("close", deadline_s=10.0) for replica in live_replicas]
+        await asyncio.gather(*calls, return_exceptions=True)
         await self._service.stop()
         if any(folder.exists() for folder in self.folders):  # left by a killed process
             reclaim(self.folders[0].parent.parent)
@@ -256,7 +258,7 @@ class WeightStore:
 
     def _needed(self, hosts: Sequence[str]) -> list[Replica]:
         """Processes without which hosts cannot write versions."""
-        return [each for each in self._service.replicas if not each.index or each.host in hosts]
+        return [replica for replica in self._service.replicas if not replica.index or replica.host in hosts]
 
     async def _call(self, method: str, *args: object) -> Any:
         """Call the index; if its process dies, call its successor, which remembers the same versions."""
@@ -338,8 +340,8 @@ def _choose(config: WeightStore.Config, needed: int) -> tuple[str, str]:
         return "torchstore", "weights travel by torchstore, as asked for"
     wrong = problem(config.shm, needed)
     if wrong is None:
-        asked = ", as asked for" if config.transport == "shared_memory" else ""
-        return "shared_memory", f"weights travel by shared memory in {config.shm}{asked}"
+        suffix = ", as asked for" if config.transport == "shared_memory" else ""
+        return "shared_memory", f"weights travel by shared memory in {config.shm}{suffix}"
     if config.transport == "shared_memory":
         raise WeightsError(
             f"--weights.transport is shared_memory, and {wrong}", hint=f"{room}, or set --weights.transport auto"
