@@ -93,7 +93,7 @@ class BlockUse:
             return await self._use.step(completion, truncated=truncated, calls=calls)
         call = ToolCall(id="block", name=self._name, arguments=json.dumps({self._argument: "\n".join(code)}))
         step = await self._use.step(completion, truncated=False, calls=(call,))
-        return replace(step, messages=tuple(_as_output(each) for each in step.messages))
+        return replace(step, messages=tuple(_as_output(message) for message in step.messages))
 
 
 def _as_output(message: Message) -> Message:

@@ -20,7 +20,8 @@ class DropOldOutputs:
 
         ToolEnv([search], compact=DropOldOutputs(above_chars=8000, keep=2))
 
-    The calls stay, so the model sees what it asked. The episode continues in a new segment; both segments are trained.
+    The calls stay, so the model still sees its own requests. The episode continues in a new segment; both segments
+    are trained.
     """
 
     above_chars: int = 8000

@@ -87,11 +87,11 @@ def split(tasks: Sequence[Task], share: float, key: Callable[[Task], str]) -> tu
     for task in tasks:
         by_key.setdefault(hashlib.sha256(key(task).encode()).hexdigest(), []).append(task)
     digests = sorted(by_key)
-    cut = [each for each in digests if int(each[:8], 16) < share * 2**32]
-    cut = (cut or digests[:1])[: len(digests) - 1] if share else []
-    held_out = [by_key[each][0] for each in cut]
-    left = set(cut)
-    return [task for each, same in by_key.items() if each not in left for task in same], held_out
+    held_out_digests = [digest for digest in digests if int(digest[:8], 16) < share * 2**32]
+    held_out_digests = (held_out_digests or digests[:1])[: len(digests) - 1] if share else []
+    held_out = [by_key[digest][0] for digest in held_out_digests]
+    excluded = set(held_out_digests)
+    return [task for digest, same_tasks in by_key.items() if digest not in excluded for task in same_tasks], held_out
 
 
 def seeded(name: str, *, tasks: int, held_out: int, prompt: str, seed: int) -> TaskList:
@@ -101,8 +101,8 @@ def seeded(name: str, *, tasks: int, held_out: int, prompt: str, seed: int) -> T
         prompt: system message of each task, if not empty.
     """
     messages: tuple[Message, ...] = ({"role": "system", "content": prompt},) if prompt else ()
-    made = [
+    seed_tasks = [
         Task(id=f"seed/{place}", source=name, messages=messages, truth={"seed": place})
         for place in range(held_out + tasks)
     ]
-    return TaskList(name, made[held_out:], made[:held_out], seed=seed)
+    return TaskList(name, seed_tasks[held_out:], seed_tasks[:held_out], seed=seed)

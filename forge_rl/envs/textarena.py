@@ -58,16 +58,16 @@ class TextArena:
             raise ConfigError(f"textarena cannot be imported: {error}", hint="pip install textarena") from None
         try:
             # The raw game attributes each message to its sender; otherwise each turn repeats everything as one text.
-            made = textarena.make(f"{self.game}-raw")
+            env = textarena.make(f"{self.game}-raw")
             with contextlib.redirect_stderr(io.StringIO()):
-                made.reset(num_players=1, seed=seed)
+                env.reset(num_players=1, seed=seed)
         except Exception as error:
             cause = next((line.strip(" *") for line in str(error).splitlines() if line.strip(" *")), repr(error))
             raise ConfigError(
                 f"textarena cannot make {self.game!r} for one player: {cause}",
                 hint="choose a single-player game, such as GuessTheNumber-v0; some games need NLTK data",
             ) from None
-        return made
+        return env
 
 
 class TextArenaGame:
@@ -90,8 +90,8 @@ class TextArenaGame:
             done, _ = self._game.step(completion)
         except ValueError as error:  # of a move that the game cannot read
             last = self._turns >= self._config.max_turns
-            told = ({"role": "user", "content": f"error: {error}"},)
-            return Step(done=last, messages=() if last else told, reward=0.0 if last else None)
+            messages = ({"role": "user", "content": f"error: {error}"},)
+            return Step(done=last, messages=() if last else messages, reward=0.0 if last else None)
         if not done and self._turns < self._config.max_turns:
             return Step(done=False, messages=({"role": "user", "content": self._said() or "Go on."},))
         rewards, _ = self._game.close() if done else ({0: 0.0}, {})

@@ -62,8 +62,8 @@ class VerifiersSettings:
     """Seconds without any answer after which a worker is replaced."""
 
     def __post_init__(self) -> None:
-        least = {"workers": 1, "max_turns": 1, "held_out_share": 0, "most_tasks": 1}
-        check_flags(self, "--env verifiers:", least=least, above={"hang_s": 0}, below={"held_out_share": 1})
+        minimums = {"workers": 1, "max_turns": 1, "held_out_share": 0, "most_tasks": 1}
+        check_flags(self, "--env verifiers:", least=minimums, above={"hang_s": 0}, below={"held_out_share": 1})
 
 
 class VerifiersEnv:
@@ -146,9 +146,9 @@ class VerifiersEnv:
             for task in (*watching, *self._workers):
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
-            for started in await asyncio.gather(*self._workers, return_exceptions=True):
-                if isinstance(started, Worker):
-                    await started.close()
+            for worker in await asyncio.gather(*self._workers, return_exceptions=True):
+                if isinstance(worker, Worker):
+                    await worker.close()
             self._workers = []
 
     def _start(self, place: int, logs: Path) -> asyncio.Task[Worker]:
@@ -174,10 +174,10 @@ class VerifiersEnv:
 
     def _list(self, options: Mapping[str, Any], prefix: str) -> list[Task]:
         config = self._config | {"taskset": self._config["taskset"] | dict(options)}
-        rows, said = _run_list(str(self._python), json.dumps(config))
-        if said:
+        rows, error = _run_list(str(self._python), json.dumps(config))
+        if error:
             raise ConfigError(
-                f"verifiers cannot load {self.name!r} under {self._python}:\n{said}",
+                f"verifiers cannot load {self.name!r} under {self._python}:\n{error}",
                 hint="fix its options, install missing packages there, or name them with package=PACKAGE",
             )
         return [
