@@ -126,10 +126,10 @@ def _allow_connections(count: int) -> int:
     Returns:
         Number of connections that the limit allows, at most `count`.
     """
-    wanted = 2 * count + _OTHER_FILES
+    num_files = 2 * count + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = max(soft, wanted if hard == resource.RLIM_INFINITY else min(wanted, hard))
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        soft = max(soft, num_files if hard == resource.RLIM_INFINITY else min(num_files, hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return count if soft == resource.RLIM_INFINITY else min(count, max(soft - _OTHER_FILES, soft // 2))
 

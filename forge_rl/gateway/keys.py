@@ -85,10 +85,10 @@ def read_key(file: Path) -> str:
             raise ConfigError(f"the key file {file} is another user's link", hint="use a file that you own")
         # Without O_NONBLOCK, opening a pipe would wait for its writer.
         with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-            found = os.fstat(opened.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_uid not in users or found.st_mode & _OTHERS:
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_uid not in users or status.st_mode & _OTHERS:
                 raise ConfigError(
-                    f"the key file {file} is open to other users (mode {stat.filemode(found.st_mode)})",
+                    f"the key file {file} is open to other users (mode {stat.filemode(status.st_mode)})",
                     hint=f"run chmod 600 {file}, and put a new key into it",
                 )
             key = opened.read(_MOST_KEY_BYTES + 1).decode("ascii").strip()

@@ -97,8 +97,10 @@ class RewardActor(ServiceActor):
 
     async def _call(self, function: RewardFunction, task: Task, argument: object) -> Any:
         result: Any = (
-            function(task, argument) if is_async(function) else await self._in_thread(function, task, argument)
-        )  # type: ignore[arg-type]
+            function(task, argument)  # type: ignore[arg-type]
+            if is_async(function)
+            else await self._in_thread(function, task, argument)
+        )
         if inspect.isawaitable(result):
             deadline_s: float = getattr(function, "deadline_s", self._deadline_s)
             try:

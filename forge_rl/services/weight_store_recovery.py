@@ -28,7 +28,7 @@ class StoreRecovery:
 
     A successor continues with the segments of its host that match the remembered manifests. If it has the index, the
     versions whose buckets are all there are published again, under their numbers and with their leases; readers of a
-    version go on. If another run has removed the segments meanwhile, their versions are lost.
+    version continue. If another run has removed the segments meanwhile, their versions are lost.
 
     Args:
         service: the store's service, without replicas.
