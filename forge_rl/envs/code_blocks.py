@@ -72,8 +72,8 @@ class BlockUse:
         languages: Collection[str],
         shows_schema: bool,
     ) -> None:
-        about: Any = tool.schema["function"]
-        self._name, (self._argument,) = about["name"], about["parameters"]["properties"]
+        function_schema: Any = tool.schema["function"]
+        self._name, (self._argument,) = function_schema["name"], function_schema["parameters"]["properties"]
         self._use = ToolUse(settings, task, {self._name: tool})
         self._languages, self._shows_schema = languages, shows_schema
 

@@ -167,8 +167,8 @@ def _of_user(target: object, parsed: FlagText) -> EnvFactory:
             return _made(flag, functools.partial(ToolEnv, target), parsed)
         for name in ("reset", "step"):
             if not inspect.iscoroutinefunction(getattr(target, name, None)):
-                lacks = f"whose {name} is not async" if hasattr(target, name) else f"without {name}"
-                raise ConfigError(f"{flag} is a class {lacks}", hint=f"define `{_METHODS[name]}`")
+                defect = f"whose {name} is not async" if hasattr(target, name) else f"without {name}"
+                raise ConfigError(f"{flag} is a class {defect}", hint=f"define `{_METHODS[name]}`")
     return _factory(target, flag, parsed)
 
 

@@ -32,9 +32,9 @@ _MAX_NUMBERS = 1000
 
 def _has_pixels(space: Any) -> bool:
     """Return True if observations of a space are, or contain, an array that is too long for text."""
-    inner = getattr(space, "spaces", None)
-    if inner is not None:
-        return any(map(_has_pixels, inner.values() if isinstance(inner, Mapping) else inner))
+    inner_spaces = getattr(space, "spaces", None)
+    if inner_spaces is not None:
+        return any(map(_has_pixels, inner_spaces.values() if isinstance(inner_spaces, Mapping) else inner_spaces))
     return math.prod(getattr(space, "shape", None) or ()) > _MAX_NUMBERS
 
 
@@ -83,9 +83,9 @@ class GymnasiumEnv:
         self._held_out = held_out
         env = self.make()
         space = env.action_space
-        observation_space, draws = env.observation_space, env.render_mode == "ansi"
+        observation_space, renders_text = env.observation_space, env.render_mode == "ansi"
         env.close()
-        if not draws and _has_pixels(observation_space):
+        if not renders_text and _has_pixels(observation_space):
             raise ConfigError(
                 f"{name} shows {observation_space}, which as text would be cut to a few numbers",
                 hint="wrap it to return its observations as text, or to render as ansi",
@@ -101,7 +101,7 @@ class GymnasiumEnv:
         count = int(space.n) if kind == "Discrete" else 0
         self.actions = tuple(actions) or (tuple(default_actions) if len(default_actions) == count else ())
         if kind == "Discrete" and not self.actions:
-            self.actions = tuple(str(self.first + place) for place in range(count))
+            self.actions = tuple(str(self.first + index) for index in range(count))
         if len(self.actions) != count:
             raise ConfigError(f"{name} has {count} actions, but actions has {len(actions)} names", hint="name each one")
 
@@ -135,8 +135,8 @@ class GymnasiumEnv:
         """Return the last action that a completion names, or None."""
         if not self.actions:
             return completion.strip()
-        action_by_word = {name.lower(): place for place, name in enumerate(self.actions)}
-        action_by_word |= {str(self.first + place): place for place in range(len(self.actions))}
+        action_by_word = {name.lower(): index for index, name in enumerate(self.actions)}
+        action_by_word |= {str(self.first + index): index for index in range(len(self.actions))}
         words = sorted(action_by_word, key=len, reverse=True)
         matches = re.findall(rf"(?<!\w)({'|'.join(map(re.escape, words))})(?!\w)", completion.lower())
         return self.first + action_by_word[matches[-1]] if matches else None
@@ -166,15 +166,15 @@ class GymnasiumSession:
     async def step(self, completion: str, *, truncated: bool) -> Step:
         """Take the action that the completion names."""
         self._turns += 1
-        last = self._turns == self._config.max_turns or (truncated and not completion)
+        is_last = self._turns == self._config.max_turns or (truncated and not completion)
         action = self._config.action_of(completion) if completion or not truncated else None
         if action is None:
             reminder: Message = {"role": "user", "content": f"Name one action: {', '.join(self._config.actions)}."}
-            return Step(done=last, messages=() if last else (reminder,), reward=0.0, parts={"no_action": 1.0})
-        observation, reward, terminated, cut, _ = await asyncio.to_thread(self._env.step, action)
-        done = bool(terminated or cut or last)
+            return Step(done=is_last, messages=() if is_last else (reminder,), reward=0.0, parts={"no_action": 1.0})
+        observation, reward, terminated, is_truncated, _ = await asyncio.to_thread(self._env.step, action)
+        is_done = bool(terminated or is_truncated or is_last)
         message: Message = {"role": "user", "content": self._told(observation)}
-        return Step(done=done, messages=() if done else (message,), reward=float(reward))
+        return Step(done=is_done, messages=() if is_done else (message,), reward=float(reward))
 
     def close(self) -> None:
         """Close the environment."""
@@ -184,10 +184,10 @@ class GymnasiumSession:
     def _told(self, observation: object) -> str:
         if isinstance(observation, str):
             return observation
-        drawn = self._env.render() if self._env.render_mode == "ansi" else None
-        if not isinstance(drawn, str):
+        rendering = self._env.render() if self._env.render_mode == "ansi" else None
+        if not isinstance(rendering, str):
             return f"You see {observation}."
-        *coloured, rest = drawn.split(_PLAIN)  # a regex for each colour's end would take quadratic time
+        *coloured, rest = rendering.split(_PLAIN)  # a regex for each colour's end would take quadratic time
         return "".join([*(_COLOURED.sub(_in_brackets, text) for text in coloured), rest]).strip("\n")
 
 

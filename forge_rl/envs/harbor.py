@@ -151,12 +151,12 @@ class HarborEnv:
         refused_tasks = [task for task in self.tasks if task.needs]
         usable_tasks = [task for task in self.tasks if not task.needs]
         if refused_tasks and not (self._skip and usable_tasks):
-            named = "\n".join(f"  {task.name}: {task.needs}" for task in refused_tasks[:_NAMED])
+            task_lines = "\n".join(f"  {task.name}: {task.needs}" for task in refused_tasks[:_NAMED])
             more = f"\n  and {len(refused_tasks) - _NAMED} more" if len(refused_tasks) > _NAMED else ""
             skip_hint = f"add skip=true to train on the other {len(usable_tasks)}, or " if usable_tasks else ""
             raise ConfigError(
                 f"{len(refused_tasks)} of {len(self.tasks)} tasks in {self.folder} need what a sandbox does not have:\n"
-                f"{named}{more}",
+                f"{task_lines}{more}",
                 hint=f"{skip_hint}run them with your own agent, start(agent=...): the sandbox has no images",
             )
         if any(task.has_script for task in usable_tasks):
@@ -189,12 +189,12 @@ def read_tasks(folder: Path) -> list[HarborTask]:
     return tasks
 
 
-def _needed_folder(place: str) -> str:
+def _needed_folder(path: str) -> str:
     """Return a folder if a session cannot show it, or ""."""
     try:
-        check_folders({place: "work"})
+        check_folders({path: "work"})
     except ConfigError:
-        return f"the folder {place!r:.80}"
+        return f"the folder {path!r:.80}"
     return ""
 
 
@@ -220,8 +220,8 @@ def _read(folder: Path) -> HarborTask:
         instructions = [path.read_text().strip() for path in files]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TaskError(f"the task {folder} has no instruction: {error!r}", hint="write its instruction.md") from None
-    about = config.get("task")
-    name = about.get("name") if isinstance(about, dict) else None
+    task_section = config.get("task")
+    name = task_section.get("name") if isinstance(task_section, dict) else None
     return HarborTask(name=str(name or folder.name), folder=folder, instructions=instructions, config=config)
 
 

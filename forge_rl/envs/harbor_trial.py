@@ -116,12 +116,12 @@ class HarborTrial:
     async def _scored(self) -> tuple[float, dict[str, float]]:
         """Run the tests on a copy of the session's files, in a fresh session; return the reward and its parts."""
         model = self._session or await self._open()
-        for left in range(_MOST_LOST, -1, -1):
+        for retries_left in range(_MOST_LOST, -1, -1):
             async with await model.branch() as session:
                 try:
                     return await self._verify(session)
                 except SandboxError:
-                    if not left or not session.lost:
+                    if not retries_left or not session.lost:
                         raise
         raise AssertionError("unreachable")
 

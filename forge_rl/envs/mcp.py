@@ -206,15 +206,15 @@ class McpConnection:
         schemas: dict[str, Mapping[str, object]] = {}
         cursor = None
         while True:
-            listed = await self._client.list_tools(cursor=cursor)
-            for tool in listed.tools:
+            page = await self._client.list_tools(cursor=cursor)
+            for tool in page.tools:
                 schemas[tool.name] = tool_schema(tool.name, tool.description or "", tool.input_schema)
-            if not (cursor := listed.next_cursor):
+            if not (cursor := page.next_cursor):
                 break
-        unknown = [name for name in self._config.tools if name not in schemas]
-        if unknown or not schemas:
+        unknown_names = [name for name in self._config.tools if name not in schemas]
+        if unknown_names or not schemas:
             raise ForgeError(
-                f"the MCP server {self._config.server!r} has no tool {', '.join(unknown)}".removesuffix(" "),
+                f"the MCP server {self._config.server!r} has no tool {', '.join(unknown_names)}".removesuffix(" "),
                 hint=f"its tools are: {', '.join(schemas) or 'none'}",
             )
         return {name: schemas[name] for name in self._config.tools or schemas}
@@ -224,8 +224,8 @@ class McpConnection:
             error = error.exceptions[0]
         if isinstance(error, ForgeError):
             return error
-        late = isinstance(error, TimeoutError)
-        cause = f"not ready in {self._config.start_s:g} s" if late else f"{type(error).__name__}: {error}"
+        is_timeout = isinstance(error, TimeoutError)
+        cause = f"not ready in {self._config.start_s:g} s" if is_timeout else f"{type(error).__name__}: {error}"
         return ForgeError(
             f"the MCP server {self._config.server!r} does not start: {cause}",
             hint="run the command by hand; its output is in the log of the environment process",

@@ -144,17 +144,17 @@ class OpenEnvSession:
         data = await self._begin({"seed": seed} if isinstance(seed, int) else {})
         tools: Sequence[Mapping[str, object]] = ()
         if self._by_tools:
-            listed = await self._ask("step", {"type": "list_tools"})
-            none = {"type": "object", "properties": {}}
+            tool_list = await self._ask("step", {"type": "list_tools"})
+            empty_schema = {"type": "object", "properties": {}}
             tools = [
-                tool_schema(tool["name"], tool.get("description") or "", tool.get("input_schema") or none)
-                for tool in listed["observation"].get("tools", ())
+                tool_schema(tool["name"], tool.get("description") or "", tool.get("input_schema") or empty_schema)
+                for tool in tool_list["observation"].get("tools", ())
             ]
         text = self._shown(data)
         if not self._by_tools and not self._field:
             form = {name: field for name, field in fields.items() if name != "metadata"}
-            required = [name for name in schema.get("required", ()) if name in form]
-            schema_text = json.dumps({"properties": form, "required": required}, ensure_ascii=False)
+            required_names = [name for name in schema.get("required", ()) if name in form]
+            schema_text = json.dumps({"properties": form, "required": required_names}, ensure_ascii=False)
             text += f"\n\nAnswer with an action: a JSON object of this schema. {schema_text}"
         messages = self._task.messages
         has_question = bool(messages) and messages[-1]["role"] == "user"
@@ -223,7 +223,7 @@ class OpenEnvSession:
         if self._factory.show:
             value = observation.get(self._factory.show, "")
             return value if isinstance(value, str) else json.dumps(value)
-        about = observation.pop("metadata", None)
+        metadata = observation.pop("metadata", None)
         if isinstance(error := observation.get("error"), dict) and "tool_name" in observation:
             return f"error: {error.get('message')}"
         if isinstance(result := observation.get("result"), dict) and isinstance(content := result.get("content"), list):
@@ -233,13 +233,13 @@ class OpenEnvSession:
         }
         main = next((name for name in _MAIN_FIELDS if isinstance(fields.get(name), str)), "")
         if not main:
-            return json.dumps(fields or about or {}, ensure_ascii=False)
+            return json.dumps(fields or metadata or {}, ensure_ascii=False)
         other_fields = {name: value for name, value in fields.items() if name != main}
-        labelled = (
+        labelled_lines = (
             f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
             for name, value in other_fields.items()
         )
-        return "\n".join([fields[main], *labelled])
+        return "\n".join([fields[main], *labelled_lines])
 
     async def _schema(self) -> dict[str, Any]:
         import httpx
@@ -289,12 +289,12 @@ class OpenEnvSession:
     async def _again(self, do: Callable[[], Awaitable[T]], errors: tuple[type[Exception], ...]) -> T:
         """Retry on these errors until `connect_s` has passed."""
         loop = asyncio.get_running_loop()
-        until, pause = loop.time() + self._factory.connect_s, _AGAIN_S[0]
+        deadline, pause = loop.time() + self._factory.connect_s, _AGAIN_S[0]
         while True:
             try:
                 return await do()
             except errors:
-                if loop.time() + pause > until:
+                if loop.time() + pause > deadline:
                     raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, _AGAIN_S[1])
@@ -345,7 +345,7 @@ class _RefusedError(Exception):
 def _text_field(schema: Mapping[str, Any]) -> str:
     """Return the only required field of an action if it is text, else ""."""
     fields: Mapping[str, Any] = schema.get("properties", {})
-    must = [name for name in schema.get("required", ()) if name != "metadata"]
-    if len(must) == 1 and fields.get(must[0], {}).get("type") == "string":
-        return str(must[0])
+    required_names = [name for name in schema.get("required", ()) if name != "metadata"]
+    if len(required_names) == 1 and fields.get(required_names[0], {}).get("type") == "string":
+        return str(required_names[0])
     return ""

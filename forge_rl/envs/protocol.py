@@ -274,8 +274,8 @@ async def fork_env(env: Env) -> Env:
 async def close_env(env: object) -> None:
     """Call an environment's `close`, if it has one."""
     close = getattr(env, "close", None)
-    if close is not None and inspect.isawaitable(closing := close()):
-        await closing
+    if close is not None and inspect.isawaitable(close_result := close()):
+        await close_result
 
 
 @functools.cache

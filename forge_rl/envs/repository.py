@@ -163,13 +163,13 @@ class RepositoryUse:
 
     async def _surviving(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do some work; retry it if the server of its session is lost meanwhile."""
-        for left in range(_MOST_LOST, -1, -1):
+        for retries_left in range(_MOST_LOST, -1, -1):
             try:
                 return await work()
             except DivergedError:
                 raise
             except SandboxError:
-                if not left or (self._session is not None and not self._session.lost):
+                if not retries_left or (self._session is not None and not self._session.lost):
                     raise
                 await self._end()
         raise AssertionError("unreachable")
@@ -177,11 +177,11 @@ class RepositoryUse:
     async def _rerun(self) -> Session:
         """Open a session and repeat the commands so far in it."""
         self._session = await self._open()
-        for place, (command, old_output) in enumerate(self._log, 1):
+        for number, (command, old_output) in enumerate(self._log, 1):
             output = await self._run(command)
             if repeatable(output) != repeatable(old_output):
                 raise DivergedError(
-                    f"command {place} of an episode showed {output!r:.200}, not {old_output!r:.200}, when it was rerun",
+                    f"command {number} of an episode showed {output!r:.200}, not {old_output!r:.200}, when rerun",
                     hint="commands that depend on time or chance cannot be rerun: start the episode again",
                 )
         return self._session
@@ -193,9 +193,9 @@ class RepositoryUse:
         result = await session.run(f"shell({command!r})")
         parts = [result.stdout, result.stderr]
         if result.error is not None:
-            slow = "CellOverrun" in result.error.name
+            is_timeout = "CellOverrun" in result.error.name
             parts.append(
-                f"error: {f'it took longer than {self._config.timeout_s:g} s' if slow else result.error.message}"
+                f"error: {f'it took longer than {self._config.timeout_s:g} s' if is_timeout else result.error.message}"
             )
         elif result.value not in ("0", None):
             parts.append(f"exit status {result.value}")
@@ -289,7 +289,14 @@ def _read(file: Path) -> list[Task]:
 
 
 def _task(row: Mapping[str, Any], name: str, source: str) -> Task:
-    row = {**row, **{ours: row[theirs] for ours, theirs in _SWE.items() if ours not in row and theirs in row}}
+    row = {
+        **row,
+        **{
+            our_name: row[their_name]
+            for our_name, their_name in _SWE.items()
+            if our_name not in row and their_name in row
+        },
+    }
     repository = str(row["repository"])
     if "://" not in repository and not repository.startswith(("/", ".", "~")) and "repo" in row:
         repository = _GITHUB + repository

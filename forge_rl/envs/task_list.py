@@ -40,13 +40,13 @@ class TaskList:
 
     def draw(self) -> Task:
         """Return the next task to train on."""
-        epoch, place = divmod(self._drawn, len(self._train))
+        epoch, index = divmod(self._drawn, len(self._train))
         if self._order[0] != epoch:
             order = list(range(len(self._train)))
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
             self._order = epoch, order
         self._drawn += 1
-        return self._train[self._order[1][place]]
+        return self._train[self._order[1][index]]
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
         """Return the first held-out tasks, or all if there are fewer."""
@@ -66,14 +66,14 @@ class TaskList:
         Raises:
             TaskError: the position belongs to another list.
         """
-        drawn = state.get("drawn")
-        if not isinstance(drawn, int) or drawn < 0 or dict(state) != {**self.state(), "drawn": drawn}:
+        num_drawn = state.get("drawn")
+        if not isinstance(num_drawn, int) or num_drawn < 0 or dict(state) != {**self.state(), "drawn": num_drawn}:
             raise TaskError(
                 f"the saved state of {self.name} is {dict(state)}, but it has {len(self._train)} tasks and the seed "
                 f"{self._seed}",
                 hint="resume with the original environment and seed, or start a new run",
             )
-        self._drawn = drawn
+        self._drawn = num_drawn
 
 
 def split(tasks: Sequence[Task], share: float, key: Callable[[Task], str]) -> tuple[list[Task], list[Task]]:
@@ -90,8 +90,10 @@ def split(tasks: Sequence[Task], share: float, key: Callable[[Task], str]) -> tu
     held_out_digests = [digest for digest in digests if int(digest[:8], 16) < share * 2**32]
     held_out_digests = (held_out_digests or digests[:1])[: len(digests) - 1] if share else []
     held_out = [by_key[digest][0] for digest in held_out_digests]
-    excluded = set(held_out_digests)
-    return [task for digest, same_tasks in by_key.items() if digest not in excluded for task in same_tasks], held_out
+    held_out_set = set(held_out_digests)
+    return [
+        task for digest, same_tasks in by_key.items() if digest not in held_out_set for task in same_tasks
+    ], held_out
 
 
 def seeded(name: str, *, tasks: int, held_out: int, prompt: str, seed: int) -> TaskList:
@@ -102,7 +104,7 @@ def seeded(name: str, *, tasks: int, held_out: int, prompt: str, seed: int) -> T
     """
     messages: tuple[Message, ...] = ({"role": "system", "content": prompt},) if prompt else ()
     seed_tasks = [
-        Task(id=f"seed/{place}", source=name, messages=messages, truth={"seed": place})
-        for place in range(held_out + tasks)
+        Task(id=f"seed/{index}", source=name, messages=messages, truth={"seed": index})
+        for index in range(held_out + tasks)
     ]
     return TaskList(name, seed_tasks[held_out:], seed_tasks[:held_out], seed=seed)

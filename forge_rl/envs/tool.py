@@ -65,8 +65,8 @@ class Tool:
         """Schema in the format of chat templates: {"type": "function", "function": {"name": ..., ...}}."""
         import docstring_parser
 
-        described = docstring_parser.parse(inspect.getdoc(inner_function(self.function)) or "")
-        texts = [described.short_description, described.long_description]
+        docstring = docstring_parser.parse(inspect.getdoc(inner_function(self.function)) or "")
+        texts = [docstring.short_description, docstring.long_description]
         parameters = _without_titles(self._adapter.json_schema())
         parameters.pop("additionalProperties", None)
         return tool_schema(self.name, "\n".join(filter(None, texts)), parameters)
@@ -250,16 +250,16 @@ def _explained(error: Any) -> str:
 
 async def _in_thread(function: Callable[[], object]) -> object:
     """Call a plain function in its own daemon thread, so that one that never returns blocks neither calls nor exit."""
-    done: concurrent.futures.Future[object] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # cancelling the wait does not stop the thread
+    future: concurrent.futures.Future[object] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # cancelling the wait does not stop the thread
 
     def run() -> None:
         try:
-            done.set_result(function())
+            future.set_result(function())
         except StopIteration as error:  # asyncio's futures cannot hold it
-            done.set_exception(RuntimeError(f"StopIteration {error}".strip()))
+            future.set_exception(RuntimeError(f"StopIteration {error}".strip()))
         except BaseException as error:
-            done.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
-    return await asyncio.wrap_future(done)
+    return await asyncio.wrap_future(future)

@@ -134,9 +134,9 @@ class ToolEnv(ToolSettings):
         if not isinstance(self.tools, type):
             return ToolUse(self, task, {name: self._kept(tool, "") for name, tool in tools.items()})
         world = self.tools(task) if inspect.signature(self.tools).parameters else self.tools()
-        about = task_key(task)
-        owned = {name: replace(tool, owner=world) for name, tool in tools.items()}
-        return ToolUse(self, task, {name: self._kept(tool, about) for name, tool in owned.items()}, world)
+        world_key = task_key(task)
+        world_tools = {name: replace(tool, owner=world) for name, tool in tools.items()}
+        return ToolUse(self, task, {name: self._kept(tool, world_key) for name, tool in world_tools.items()}, world)
 
     def _kept(self, tool: Tool, about: str | None) -> CallableTool:
         """Return a tool that is declared pure with the cache before it; `about` is what else its results depend on."""
@@ -191,24 +191,24 @@ class ToolUse:
         if self._turns == self._config.max_turns:
             return await self._end("")
         outputs: list[Message] = []
-        done: list[ToolCall] = []
+        finished_calls: list[ToolCall] = []
         for call in calls:
-            began = time.monotonic()
+            start_time = time.monotonic()
             text, cached = await self._run(call)
             error = text if text.startswith("error: ") else ""
-            done.append(replace(call, seconds=time.monotonic() - began, error=error, cached=cached))
+            finished_calls.append(replace(call, seconds=time.monotonic() - start_time, error=error, cached=cached))
             outputs.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
         if not calls:
-            unread = "error: the tool call cannot be read; write it as JSON, in the form shown"
-            outputs.append({"role": "user", "content": unread})
+            error_text = "error: the tool call cannot be read; write it as JSON, in the form shown"
+            outputs.append({"role": "user", "content": error_text})
         if self._config.compact is not None:
             self._conversation += [_as_turn(completion, calls), *outputs]
             if inspect.isawaitable(shorter := self._config.compact(self._conversation)):
                 shorter = await shorter
             if shorter is not None:
                 self._conversation = list(shorter)
-                return Step(done=False, history=tuple(shorter), calls=tuple(done))
-        return Step(done=False, messages=tuple(outputs), calls=tuple(done))
+                return Step(done=False, history=tuple(shorter), calls=tuple(finished_calls))
+        return Step(done=False, messages=tuple(outputs), calls=tuple(finished_calls))
 
     def continue_from(self, other: ToolUse) -> None:
         """Take over how far another episode has come."""

@@ -201,9 +201,9 @@ class PromptBuilder:
                 f"{self._tool_parser!r}",
                 param="tools",
             )
-        first = _canonical([list(tools), settings or {}])
+        settings_json = _canonical([list(tools), settings or {}])
         # Digests of the tools and the first n messages, for n from 0.
-        digests = list(accumulate(messages, extend_digest, initial=hashlib.sha256(first).digest()))
+        digests = list(accumulate(messages, extend_digest, initial=hashlib.sha256(settings_json).digest()))
         recorded = (
             (count, ids)
             for count in range(len(messages), 0, -1)
@@ -228,9 +228,11 @@ class PromptBuilder:
             return Prompt(token_ids=[min(max(token, -1), 2**31 - 1) for token in prompt])
         prefix, context = session.longest_prefix(prompt) if session is not None else ("", ())
         rest = prompt[len(prefix) :]
-        added = self.tokenizer.encode(rest, add_special=not prefix)
+        added_ids = self.tokenizer.encode(rest, add_special=not prefix)
         return Prompt(
-            token_ids=[*context, *added], text=prompt, messages=({"role": "prompt", "content": rest},) if rest else ()
+            token_ids=[*context, *added_ids],
+            text=prompt,
+            messages=({"role": "prompt", "content": rest},) if rest else (),
         )
 
 
@@ -247,8 +249,8 @@ def response_messages(instructions: str | None, input_items: str | Sequence[Mapp
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(input_items, str):
         return [*messages, {"role": "user", "content": input_items}]
-    for place, item in enumerate(input_items):
-        kind, where = str(item.get("type", "message")), f"input.{place}"
+    for index, item in enumerate(input_items):
+        kind, where = str(item.get("type", "message")), f"input.{index}"
         for name, field_type in _ITEM_FIELDS.get(kind, {}).items():
             if not isinstance(item.get(name), field_type):
                 raise ApiError(400, f"an item of type {kind!r} has no valid {name}", param=f"{where}.{name}")
@@ -281,12 +283,12 @@ def _join_text(content: str | Sequence[Mapping[str, Any]] | None, where: str) ->
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         kind = part.get("type")
         text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
         if not isinstance(text, str):
             raise ApiError(
-                400, f"content of type {str(kind)[:100]!r} is not supported: send text", param=f"{where}.{place}"
+                400, f"content of type {str(kind)[:100]!r} is not supported: send text", param=f"{where}.{index}"
             )
         texts.append(text)
     return "\n".join(texts)

@@ -81,8 +81,8 @@ def attempt(vocabulary: Any, kind: str, text: str, limits: dict[str, float]) -> 
     signal.alarm(round(limits["wall_s"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm") as statm:
-        mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    memory_limit = mapped + int(limits["memory_bytes"])
+        mapped_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+    memory_limit = mapped_bytes + int(limits["memory_bytes"])
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
     allow_cpu(limits["read_s"])
     try:
@@ -224,12 +224,12 @@ def repeats_too_much(text: str) -> str:
     def may_be_empty(item: Item) -> bool:
         return item.min_count == 0 or item.is_empty or (item.rule in rules and rules[item.rule].may_be_empty)
 
-    changed = True
-    while changed:
-        changed = False
+    has_changed = True
+    while has_changed:
+        has_changed = False
         for rule in rules.values():
             if not rule.may_be_empty and any(all(map(may_be_empty, items)) for items in rule.alternatives):
-                rule.may_be_empty = changed = True
+                rule.may_be_empty = has_changed = True
 
     products: dict[str, tuple[int, int]] = {}
 
@@ -249,7 +249,7 @@ def repeats_too_much(text: str) -> str:
 
     sys.setrecursionlimit(20_000)
     product_pairs = [nested(name) for name in rules]
-    max_product, max_empty_product = (max((pair[place] for pair in product_pairs), default=1) for place in (0, 1))
+    max_product, max_empty_product = (max((pair[index] for pair in product_pairs), default=1) for index in (0, 1))
     if max_empty_product > _MOST_EMPTY:
         return f"it repeats an item that may be empty up to {max_empty_product} times, more than {_MOST_EMPTY}"
     if max_product > _MOST_REPEATS:

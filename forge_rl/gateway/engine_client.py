@@ -59,7 +59,7 @@ class EngineClient:
     ) -> AsyncGenerator[Any, None]:
         """Decode the completions of a prompt; yields vLLM's RequestOutputs, streamed or whole."""
         state, built_prompt = REQUEST.get(), prompt["forge_rl"]
-        choices = [self._choice(built_prompt, params, place, state.session) for place in range(params.n)]
+        choices = [self._choice(built_prompt, params, index, state.session) for index in range(params.n)]
         state.choices += choices
         constraint = choices[0].sampling.extra.get("structured_outputs")
         if isinstance(constraint, Mapping):
@@ -67,9 +67,9 @@ class EngineClient:
         prompt_ids, output_queue = built_prompt.token_ids.tolist(), asyncio.Queue[Any]()
 
         def output(outputs: list[Any]) -> Any:
-            finished = all(choice.finish for choice in choices)
+            is_finished = all(choice.finish for choice in choices)
             of_prompt = self._of_prompt(choices[0])
-            return vllm.RequestOutput(request_id, prompt.get("prompt"), prompt_ids, of_prompt, outputs, finished)
+            return vllm.RequestOutput(request_id, prompt.get("prompt"), prompt_ids, of_prompt, outputs, is_finished)
 
         def show(choice: Choice, added: Added) -> None:
             output_queue.put_nowait(output([_output(choice, added)]))
@@ -80,13 +80,13 @@ class EngineClient:
                     group.create_task(self._decode(choice, state, show if streamed else None))
 
         streamed = params.output_kind == vllm.RequestOutputKind.DELTA
-        decoding = asyncio.ensure_future(decode())
-        decoding.add_done_callback(lambda _: output_queue.put_nowait(None))
-        state.decoding.append(decoding)
+        decode_task = asyncio.ensure_future(decode())
+        decode_task.add_done_callback(lambda _: output_queue.put_nowait(None))
+        state.decoding.append(decode_task)
         try:
             while (request_output := await output_queue.get()) is not None:
                 yield request_output
-            await decoding
+            await decode_task
             if not streamed:
                 yield output([_output(choice, choice.all()) for choice in choices])
         except (Exception, asyncio.CancelledError) as error:
@@ -143,18 +143,18 @@ class EngineClient:
                 case "structural_tag", str():
                     await self._shared.constraints.check("tag", value, caller)
 
-    def _choice(self, prompt: Prompt, params: Any, place: int, session: Session | None) -> Choice:
+    def _choice(self, prompt: Prompt, params: Any, index: int, session: Session | None) -> Choice:
         return Choice(
-            index=place,
+            index=index,
             prompt=prompt,
-            sampling=self._sampling(prompt, params, place, session),
+            sampling=self._sampling(prompt, params, index, session),
             tokenizer=self._tokenizer,
             skip_special=params.skip_special_tokens,
             keeps_stop=params.include_stop_str_in_output,
             top=params.logprobs,
         )
 
-    def _sampling(self, prompt: Prompt, params: Any, place: int, session: Session | None) -> Sampling:
+    def _sampling(self, prompt: Prompt, params: Any, index: int, session: Session | None) -> Sampling:
         """Return the sampling of a completion: outside of sessions, as requested.
 
         In sessions, `agent_sampling` decides between the run's settings and the request's; logprobs under other
@@ -163,9 +163,9 @@ class EngineClient:
         tokens, temperature = params.max_tokens, params.temperature
         stop = tuple(params.stop or ())
         seed = params.seed
-        if seed is not None and place:
-            seed = derive_seed(seed, "choice", place)
-        of_prompt = {} if params.prompt_logprobs is None or place else {"prompt_logprobs": params.prompt_logprobs}
+        if seed is not None and index:
+            seed = derive_seed(seed, "choice", index)
+        of_prompt = {} if params.prompt_logprobs is None or index else {"prompt_logprobs": params.prompt_logprobs}
         extra = of_prompt | {
             name: value for name in _EXTRA if _changes(value := getattr(params, name), getattr(_PLAIN, name))
         }
@@ -228,9 +228,9 @@ class EngineClient:
         ] or None
 
 
-def _changes(value: Any, plain: Any) -> bool:
+def _changes(value: Any, default: Any) -> bool:
     """Return whether a setting differs from its default; some have several neutral values."""
-    return value != plain and (value or plain) not in (None, {}, [], -1)
+    return value != default and (value or default) not in (None, {}, [], -1)
 
 
 def _output(choice: Choice, added: Added) -> Any:
@@ -254,7 +254,9 @@ def _message(choice: Choice) -> ChatMessage:
 
 def _as_json(value: Any) -> dict[str, object]:
     """Return the public fields that are set in vLLM's constraint."""
-    public = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    public_fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
     return {
-        name: setting for name, setting in public.items() if setting not in (None, False) and not name.startswith("_")
+        name: setting
+        for name, setting in public_fields.items()
+        if setting not in (None, False) and not name.startswith("_")
     }

@@ -196,8 +196,8 @@ class ResponseWriter:
     async def _write(self, data: bytes, last: bool, status: int, headers: Mapping[str, str]) -> None:
         if self.started_s is None:
             self.started_s = time.monotonic()
-            listed = [(name.encode(), value.encode()) for name, value in headers.items()]
-            await self._send({"type": "http.response.start", "status": status, "headers": listed})
+            raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await self._send({"type": "http.response.start", "status": status, "headers": raw_headers})
         try:
             # uvicorn waits here until the client has read most of the data already written.
             async with asyncio.timeout(self._deadline_s):

@@ -70,8 +70,8 @@ class Sample:
 
 def tool_parsers_to_try(tokenizer: Tokenizer, registered: Sequence[str]) -> list[str]:
     """Return names of tool parsers, the likeliest first."""
-    usual = [name for name in _USUAL if name in registered]
-    return list(dict.fromkeys([tool_parser_by_sign(tokenizer), *usual, *registered]))
+    usual_names = [name for name in _USUAL if name in registered]
+    return list(dict.fromkeys([tool_parser_by_sign(tokenizer), *usual_names, *registered]))
 
 
 def tool_parser_by_sign(tokenizer: Tokenizer) -> str:
@@ -83,10 +83,10 @@ def tool_parser_by_sign(tokenizer: Tokenizer) -> str:
 
 def reasoning_parsers_to_try(tokenizer: Tokenizer, registered: Sequence[str]) -> list[str]:
     """Return names of reasoning parsers, the likeliest first."""
-    first = _REASONING.get(tokenizer.thoughts.tags[0], ())
+    first_names = _REASONING.get(tokenizer.thoughts.tags[0], ())
     if tokenizer.model_type.startswith("qwen3"):
-        first = tuple(reversed(first))
-    return [*first, *(name for name in registered if name not in first)]
+        first_names = tuple(reversed(first_names))
+    return [*first_names, *(name for name in registered if name not in first_names)]
 
 
 def samples_of_calls(tokenizer: Tokenizer) -> list[Sample]:
@@ -108,8 +108,8 @@ def samples_of_thoughts(tokenizer: Tokenizer, *, calls: bool) -> list[Sample]:
     thought: dict[str, object] = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
     text = _written(tokenizer, answer | thought)
     if text is None or _THOUGHT not in text:  # the template cuts or ignores thoughts
-        opened = tokenizer.thoughts.opened(tokenizer.render([_ASKED]))
-        text = f"{'' if opened else opening}\n{_THOUGHT}\n{closing}\n\n{_TEXT}"
+        is_opened = tokenizer.thoughts.opened(tokenizer.render([_ASKED]))
+        text = f"{'' if is_opened else opening}\n{_THOUGHT}\n{closing}\n\n{_TEXT}"
     samples = [Sample(text=text, content=_TEXT, thought=_THOUGHT)]
     call_message: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": _calls(_ARGUMENTS[:1])}
     text = _written(tokenizer, call_message | thought) if calls else None
@@ -120,8 +120,8 @@ def samples_of_thoughts(tokenizer: Tokenizer, *, calls: bool) -> list[Sample]:
 
 def _calls(arguments: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
     return [
-        {"id": f"call0000{place}", "type": "function", "function": {"name": "add_numbers", "arguments": call_arguments}}
-        for place, call_arguments in enumerate(arguments, 1)
+        {"id": f"call0000{index}", "type": "function", "function": {"name": "add_numbers", "arguments": call_arguments}}
+        for index, call_arguments in enumerate(arguments, 1)
     ]
 
 
@@ -147,8 +147,8 @@ def _written(tokenizer: Tokenizer, message: Mapping[str, object]) -> str | None:
     if "add_numbers" not in text and _TEXT not in text:
         return None
     names = [tokenizer.hf.convert_ids_to_tokens(token) for token in tokenizer.stop_ids]
-    ends = [place for name in names if name and (place := text.find(name)) >= 0]
-    return text[: min(ends, default=len(text))]
+    end_positions = [position for name in names if name and (position := text.find(name)) >= 0]
+    return text[: min(end_positions, default=len(text))]
 
 
 def _shared(first: str, second: str) -> int:

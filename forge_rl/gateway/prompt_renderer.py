@@ -72,7 +72,7 @@ class PromptRenderer(vllm.OnlineRenderer):
         state = REQUEST.get()
         session, param = state.session, state.param
         tools = [_pruned(tool) for tool in tool_dicts or ()]
-        chat_messages = [ChatMessage.read(message, f"{param}.{place}") for place, message in enumerate(messages)]
+        chat_messages = [ChatMessage.read(message, f"{param}.{index}") for index, message in enumerate(messages)]
         texts = [json.dumps(tools, ensure_ascii=False)] if tools else []
         for message in chat_messages:
             texts += [message.content, *(call.arguments for call in message.calls)]

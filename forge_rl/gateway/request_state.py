@@ -98,9 +98,9 @@ class Choice:
         self.of_prompt = chunk.prompt or self.of_prompt
         logprobs = self._token_logprobs(chunk)
         self.logprobs += logprobs or []
-        for place, token in enumerate(ids, 1):
-            ends = chunk.finish == "stop" and place == len(ids) and token in self.tokenizer.stop_ids
-            if not ends:
+        for count, token in enumerate(ids, 1):
+            is_stop_token = chunk.finish == "stop" and count == len(ids) and token in self.tokenizer.stop_ids
+            if not is_stop_token:
                 self.text += self._stream.add(token)
         return Added(text=self._next_text(), token_ids=ids, logprobs=logprobs)
 
@@ -141,9 +141,11 @@ class Choice:
     def _next_text(self) -> str:
         """Return the text that can be shown now and was not yet; set `finish` if a stop string is found."""
         # A stop string can begin in the text held back, which is never longer than the string.
-        ends = [(position, stop) for stop in self.sampling.stop if (position := self.text.find(stop, self._shown)) >= 0]
-        if ends:
-            position, self.stop_text = min(ends)
+        matches = [
+            (position, stop) for stop in self.sampling.stop if (position := self.text.find(stop, self._shown)) >= 0
+        ]
+        if matches:
+            position, self.stop_text = min(matches)
             self.text, self.finish = self.text[: position + len(self.stop_text) * self.keeps_stop], "stop"
         held_back = 0 if self.finish else max((_overlap(self.text, stop) for stop in self.sampling.stop), default=0)
         begin, self._shown = self._shown, max(self._shown, len(self.text) - held_back)

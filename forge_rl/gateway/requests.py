@@ -159,10 +159,10 @@ class Api:
         """Return whether a parameter is set; False if it has no effect."""
         if value is None or name in self._served:
             return value is not None
-        why, neutral = _UNSUPPORTED.get(name, ("", None))
-        if why and value != neutral:
-            raise ApiError(400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
-        if not why and name not in _IGNORED:
+        reason, neutral_value = _UNSUPPORTED.get(name, ("", None))
+        if reason and value != neutral_value:
+            raise ApiError(400, f"{name} is not supported: {reason}", param=name, code="unsupported_parameter")
+        if not reason and name not in _IGNORED:
             raise ApiError(400, f"unknown parameter: {name}", param=name, code="unknown_parameter")
         return False
 
@@ -212,11 +212,11 @@ class Api:
         if not all(0 < len(word) <= _MOST_WORD_CHARACTERS for word in parameters.get("bad_words", ())):
             raise _wrong("bad_words", f"a list of words with 1 to {_MOST_WORD_CHARACTERS} characters")
         _check_template(parameters.get("chat_template_kwargs") or {})
-        for place, tool in enumerate(parameters.get("tools", ())):
+        for index, tool in enumerate(parameters.get("tools", ())):
             kind = getattr(tool, "type", "function")
             if kind not in ("function", "custom"):
                 problem = f"tools of type {kind!r} are not supported: agents run their own"
-                raise ApiError(400, problem, param=f"tools.{place}")
+                raise ApiError(400, problem, param=f"tools.{index}")
 
 
 def scores_prompt(request: Any) -> bool:
@@ -254,8 +254,8 @@ def _read_stop(parameters: dict[str, Any]) -> list[str]:
     name = "stop_sequences" if "stop_sequences" in parameters else "stop"
     stop = parameters.pop(name, [])
     stop = [stop] if isinstance(stop, str) else stop
-    fit = _all_of(str, stop) and all(0 < len(stop_string) <= _MOST_STOP_CHARACTERS for stop_string in stop)
-    if not fit or len(stop) > _MOST_STOPS:
+    is_valid = _all_of(str, stop) and all(0 < len(stop_string) <= _MOST_STOP_CHARACTERS for stop_string in stop)
+    if not is_valid or len(stop) > _MOST_STOPS:
         problem = f"at most {_MOST_STOPS} stop strings of 1 to at most {_MOST_STOP_CHARACTERS} characters are allowed"
         raise ApiError(400, problem, param=name, code="invalid_value")
     return stop

@@ -219,7 +219,7 @@ class Gateway:
 
     async def _respond(self, path: str, request: Request, receive: Receive, send: Send) -> None:
         """Serve one request accepted by the guard."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         writer = http.ResponseWriter(send, self.config.client_deadline_s)
         status = 500
         session: Session | None = request.state.caller
@@ -244,8 +244,8 @@ class Gateway:
             if is_bug:
                 raise
         finally:
-            first = writer.started_s - began if writer.is_stream and writer.started_s is not None else None
-            self._metrics.request(path, status, time.monotonic() - began, first)
+            first_event_s = writer.started_s - start_time if writer.is_stream and writer.started_s is not None else None
+            self._metrics.request(path, status, time.monotonic() - start_time, first_event_s)
 
     async def _serve(
         self, path: str, body: bytes, session: Session | None, writer: http.ResponseWriter, agent: str
@@ -319,8 +319,8 @@ class Gateway:
         names = self._models
         if "name" in request.path_params:
             return JSONResponse(self._model_card(self._check_model(request.path_params["name"])))
-        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-        return JSONResponse({"object": "list", "data": [self._model_card(name) for name in names], **ends})
+        page_fields = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return JSONResponse({"object": "list", "data": [self._model_card(name) for name in names], **page_fields})
 
     def _model_card(self, name: str) -> dict[str, object]:
         """Return a model's description, with the fields of OpenAI's and Anthropic's APIs."""

@@ -97,12 +97,12 @@ class ToolParser:
 
     def _with_markers(self, text: str, ids: list[int], request: Any) -> str:
         """Return a completion's text with the special tokens that its calls may be marked by."""
-        special = set(self._tokenizer.hf.all_special_ids)
-        if request.skip_special_tokens or special.isdisjoint(ids):
+        special_ids = set(self._tokenizer.hf.all_special_ids)
+        if request.skip_special_tokens or special_ids.isdisjoint(ids):
             return text
         if ids[-1] in self._tokenizer.stop_ids:
             ids = ids[:-1]
-        if special.isdisjoint(ids):
+        if special_ids.isdisjoint(ids):
             return text
         return without_thoughts(self._tokenizer.decode(ids, skip_special=False), self._thoughts.tags)
 
@@ -288,11 +288,11 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
-    until = time.thread_time() + seconds
+    deadline = time.thread_time() + seconds
     runs = True
 
     def on_time(*_: object) -> None:
-        if runs and time.thread_time() > until:  # the timer also counts other threads' time
+        if runs and time.thread_time() > deadline:  # the timer also counts other threads' time
             raise LateError
 
     before = signal.signal(signal.SIGVTALRM, on_time)

@@ -162,8 +162,8 @@ def _checked(messages: Sequence[dict[str, Any]]) -> Iterator[Any]:
     """Validate messages of Anthropic's API, block by block."""
     if messages[-1].get("role") == "assistant":
         raise ApiError(400, "the answer cannot be prefilled; end with a user message", param="messages")
-    for place, raw_message in enumerate(messages):
-        path, blocks = f"messages.{place}", raw_message.get("content")
+    for index, raw_message in enumerate(messages):
+        path, blocks = f"messages.{index}", raw_message.get("content")
         if not isinstance(blocks, list):
             yield _validated(vllm.AnthropicMessage, raw_message, path)
             continue

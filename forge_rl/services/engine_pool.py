@@ -168,8 +168,8 @@ class EnginePool:
         while state != (desired := self._desired):  # it may change meanwhile
             if (desired.paused, desired.asleep) != (state.paused, state.asleep):
                 has_weights = await self._hold(replica, desired) or desired.asleep
-            changed = (desired.version, desired.epoch, desired.store) != (state.version, state.epoch, state.store)
-            if desired.version is not None and (changed or not has_weights):
+            has_changed = (desired.version, desired.epoch, desired.store) != (state.version, state.epoch, state.store)
+            if desired.version is not None and (has_changed or not has_weights):
                 await self._load(replica, desired.version, desired.store)
             state = desired
         replica.link.deadlines.hold_streams(state.paused or state.asleep)
@@ -238,8 +238,8 @@ class EnginePool:
             if replica.state is ReplicaState.AWAY:  # it neither died nor left meanwhile
                 self._service.set_state(replica, ReplicaState.SERVING)
 
-        away = [replica for replica in self._away if replica.state is ReplicaState.AWAY]
-        await asyncio.gather(*(self._try(replica, "wake", wake(replica)) for replica in away))
+        away_guests = [replica for replica in self._away if replica.state is ReplicaState.AWAY]
+        await asyncio.gather(*(self._try(replica, "wake", wake(replica)) for replica in away_guests))
 
     async def _hold(self, replica: Replica, state: DesiredState) -> bool:
         """Pause an engine or put it to sleep; returns whether it has its weights."""

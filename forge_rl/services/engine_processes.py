@@ -89,12 +89,12 @@ class EngineProcesses:
 
     def spares(self, start_deadline_s: float) -> EngineSpares:
         """Return the keeper of the spares, numbered from the first number that no engine can have."""
-        first = max(self.config.engines, self.seats.first + self.config.most_replicas)
+        first_number = max(self.config.engines, self.seats.first + self.config.most_replicas)
         return EngineSpares(
             self.service,
             self.spawn_spare,
             self.environment,
-            numbers=range(first, first + self.config.spares),
+            numbers=range(first_number, first_number + self.config.spares),
             start_deadline_s=start_deadline_s,
             restart=self.config.restart,
             host_of=self.host_of,

@@ -170,8 +170,8 @@ class Environment:
         """
         if self._service is None:
             self._opened += 1
-            local = LocalSession(make_env(self._factory, task), functools.partial(make_env, self._factory, task))
-            return local, await reset_env(local.env)
+            session = LocalSession(make_env(self._factory, task), functools.partial(make_env, self._factory, task))
+            return session, await reset_env(session.env)
         about = f"the environment of {task.source} {task.id}"
         return await self._service.try_on(lambda replica: self._open(replica, task, about), about=about, refuses=True)
 
@@ -328,10 +328,12 @@ class EnvSession:
         """Rebuild the environment in a replica by replaying the turns so far."""
         self._replica.held -= 1
         self._move(replica)
-        differs = await self._ask("replay", self._task, self._observation, self._log, turns=len(self._log) + 1)
-        if differs:
+        difference = await self._ask("replay", self._task, self._observation, self._log, turns=len(self._log) + 1)
+        if difference:
             self._environment.replays["differed"] += 1
-            message = f"an environment of {self._task.source} {self._task.id} was made again, and replayed: {differs}"
+            message = (
+                f"an environment of {self._task.source} {self._task.id} was made again, and replayed: {difference}"
+            )
             hint = "set `replayable = False` on the environment, or make it depend on its task and turns only"
             raise ReplayError(message, service="environment", replica=replica.index, hint=hint)
 

@@ -51,13 +51,13 @@ async def _serve(service: Service, replica: Replica, actor: Any, files: OpenFold
     answer: Answer = None
     try:
         while True:
-            exchanging = asyncio.ensure_future(_exchange(actor, answer))
+            exchange = asyncio.ensure_future(_exchange(actor, answer))
             try:
-                await asyncio.wait((exchanging, replica.death), return_when=asyncio.FIRST_COMPLETED)
-                if not exchanging.done() or (request := exchanging.result()) is None:
+                await asyncio.wait((exchange, replica.death), return_when=asyncio.FIRST_COMPLETED)
+                if not exchange.done() or (request := exchange.result()) is None:
                     return
             finally:
-                exchanging.cancel()
+                exchange.cancel()
             answer = await asyncio.to_thread(files.answer, request)
     except Exception as error:  # Monarch raises several unrelated classes
         await _dead(service, replica, error)

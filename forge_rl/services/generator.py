@@ -262,25 +262,25 @@ class Generator:
         # Engines read the model's settings, which need not name the token that ends turns.
         prompt_ids, sampling = completion.shown, completion.rest.updated(stop_ids=self._tokenizer.stop_ids)
         self._check(prompt_ids, sampling)
-        suspect = completion.suspect
-        if suspect:
+        is_suspect = completion.suspect
+        if is_suspect:
             await self._trial.acquire()
         try:
             replica = await self._choose(engine)
-            first = self._pool.current
+            first_load = self._pool.current
 
             def take(chunk: Chunk) -> bool:
-                nonlocal suspect
+                nonlocal is_suspect
                 self._pool.note_progress(replica)
-                if suspect:
+                if is_suspect:
                     self._trial.release()
-                    suspect = False
+                    is_suspect = False
                 problem = validate_chunk(
                     chunk,
                     completion.sampling,
-                    drawn=completion.tokens,
+                    num_drawn=completion.tokens,
                     vocab_size=self._tokenizer.vocab_size,
-                    versions=self._pool.versions[first:],
+                    versions=self._pool.versions[first_load:],
                 )
                 if not problem:
                     chunk, problem = self.non_finite.mask(chunk, completion.sampling, replica)
@@ -297,7 +297,7 @@ class Generator:
             if not completion.finish:
                 raise self._pool.mark_failed(replica, "it sent garbage: its stream ended without a finish")
         finally:
-            if suspect:
+            if is_suspect:
                 self._trial.release()
 
     async def generate(

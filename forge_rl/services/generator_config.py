@@ -140,15 +140,15 @@ def _check_url(url: str) -> None:
     """Raise ConfigError, without any password, if an address is not one of a server."""
     try:
         parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:  # the port is no number
-        valid = False
-    if valid and "@" in parts.netloc:
+        is_valid = False
+    if is_valid and "@" in parts.netloc:
         raise ConfigError(
             f"--generator.urls holds a user or password: {without_credentials(url)}",
             hint="leave it out, and put the server's key into the environment variable VLLM_API_KEY",
         )
-    if not valid or parts.query or parts.fragment:
+    if not is_valid or parts.query or parts.fragment:
         raise ConfigError(
             f"--generator.urls: {without_credentials(url)!r} is not the address of a server",
             hint="write http://HOST:PORT or https://HOST:PORT",

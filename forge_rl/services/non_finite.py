@@ -55,8 +55,8 @@ class NonFiniteTokens:
         if not num_non_finite:
             return chunk, ""
         self._masked += num_non_finite
-        garbage = num_in_window > _MOST_SHARE * _WINDOW_TOKENS
-        problem = f"{num_in_window} of {tokens} tokens have logprobs that are not finite" if garbage else ""
+        is_garbage = num_in_window > _MOST_SHARE * _WINDOW_TOKENS
+        problem = f"{num_in_window} of {tokens} tokens have logprobs that are not finite" if is_garbage else ""
         return replace(chunk, logprobs=np.where(finite, chunk.logprobs, np.float32(math.nan))), problem
 
     def drain(self) -> int:

@@ -147,8 +147,8 @@ class Reward:
                 calls = [group.create_task(pool.score(pool_version, task, inputs)) for pool, pool_version in requests]
             scores = {name: scored for call in calls for name, scored in call.result().items()}
         if not isinstance(function, WeightedSum):
-            [alone] = scores.values()
-            return alone
+            [only_scores] = scores.values()
+            return only_scores
         return function.combine_all(scores)
 
     async def replace(self, function: RewardFunction) -> None:

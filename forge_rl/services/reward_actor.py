@@ -128,7 +128,7 @@ class RewardActor(ServiceActor):
                     ) from error
 
         def exit_if_stuck() -> None:
-            if not running.done():
+            if not future.done():
                 os._exit(REWARD_STUCK)
 
         def finished(done: asyncio.Future[object]) -> None:
@@ -137,12 +137,12 @@ class RewardActor(ServiceActor):
             done.exception()  # the caller may have been cancelled: asyncio would complain that nobody looked
 
         await self._turn.acquire()
-        running = loop.run_in_executor(self._thread, run)
+        future = loop.run_in_executor(self._thread, run)
         exit_timer = loop.call_later(self._deadline_s + _LAST_WORDS_S, exit_if_stuck)  # even if nobody waits any more
-        running.add_done_callback(finished)
-        await asyncio.wait([running], timeout=self._deadline_s)
-        if running.done():
-            return running.result()
+        future.add_done_callback(finished)
+        await asyncio.wait([future], timeout=self._deadline_s)
+        if future.done():
+            return future.result()
         frame = sys._current_frames().get(thread)
         line = users_line(reversed(list(traceback.walk_stack(frame)))) if frame else ""
         faulthandler.dump_traceback()  # to the log

@@ -132,7 +132,7 @@ class Teachers:
             hosts: hosts of the engines, with the GPUs that are free.
         """
         async with task_group() as group:
-            starting = {
+            start_tasks = {
                 name: group.create_task(
                     Generator.start(
                         engine_settings(config, settings, folder),
@@ -147,7 +147,7 @@ class Teachers:
                 )
                 for number, (name, folder) in enumerate(folders.items())
             }
-        generators = {name: task.result() for name, task in starting.items()}
+        generators = {name: task.result() for name, task in start_tasks.items()}
         for generator in generators.values():
             await generator.serve_model()
         return cls(config.by_source, await policy, generators, warn)
@@ -221,17 +221,17 @@ class Teachers:
         out."""
         prompts: list[tuple[tuple[int, int], TokenIds]] = []
         num_hinted = num_mismatched = 0
-        for p, group in enumerate(batch.groups):
+        for group_index, group in enumerate(batch.groups):
             task = group.task
             prompt_ids = self._tokenizer.render(task.messages, tools=task.tools)
-            for g, episode in enumerate(group.episodes):
-                text = hint(group, g) if callable(hint) else hint_of(group, g, hint)
+            for episode_index, episode in enumerate(group.episodes):
+                text = hint(group, episode_index) if callable(hint) else hint_of(group, episode_index, hint)
                 messages = with_hint(task.messages, text) if text else None
                 if messages is None or not episode.turns:
                     continue
                 num_hinted += 1
                 if np.array_equal(episode.turns[0].prompt_ids, prompt_ids):
-                    prompts.append(((p, g), self._tokenizer.render(messages, tools=task.tools)))
+                    prompts.append(((group_index, episode_index), self._tokenizer.render(messages, tools=task.tools)))
                 else:
                     num_mismatched += 1
         if not num_hinted and hint in ("solution", "demonstration"):
@@ -288,9 +288,9 @@ def engine_settings(config: TeachersConfig, policy: GeneratorConfig, folder: Pat
     teacher_settings = {
         field.name: getattr(config, field.name) for field in fields(TeachersConfig) if field.name != "models"
     }
-    fixed = {"max_model_len": longest, "max_tokens": 1, "routed_experts": False, "speculation": "off"}
-    fixed |= dict.fromkeys(("spares", "least_replicas", "most_replicas"), 0) | {"urls": (), "hosts_per_replica": 1}
-    return replace(policy, **teacher_settings | fixed)
+    overrides = {"max_model_len": longest, "max_tokens": 1, "routed_experts": False, "speculation": "off"}
+    overrides |= dict.fromkeys(("spares", "least_replicas", "most_replicas"), 0) | {"urls": (), "hosts_per_replica": 1}
+    return replace(policy, **teacher_settings | overrides)
 
 
 def _logprobs(episode: Episode) -> npt.NDArray[np.float32]:
@@ -357,7 +357,7 @@ async def _score(
     With a prompt, it replaces the episode's first prompt; segments that do not begin with that are not scored.
     """
     scores = _Scored.empty(episode, top_k)
-    ends = np.cumsum([len(turn.token_ids) for turn in episode.turns])
+    turn_ends = np.cumsum([len(turn.token_ids) for turn in episode.turns])
     first_prompt = episode.turns[0].prompt_ids if episode.turns else ()
     for segment in episode.segments:
         if not segment.trained.any():
@@ -371,6 +371,6 @@ async def _score(
         segment_scores = await teacher.score(prompt_ids, token_ids, temperature=temperature, top_k=top_k)
         turns = segment.turns[start:]
         for turn in np.unique(segment.turns[segment.trained]):
-            rows = slice(ends[turn] - len(episode.turns[turn].token_ids), ends[turn])
+            rows = slice(turn_ends[turn] - len(episode.turns[turn].token_ids), turn_ends[turn])
             scores.put(rows, segment_scores, turns == turn)
     return scores

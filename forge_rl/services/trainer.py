@@ -280,9 +280,9 @@ class Trainer:
 
         path = self._skipped / f"update-{number:06d}-{self._skipped_in_a_row}.pt"
         rows = [vars(row) | {"columns": dict(row.columns)} for row in minibatch.rows]
-        saved = vars(minibatch) | {"rows": rows, "scattered": sorted(minibatch.scattered), "temperature": temperature}
+        state = vars(minibatch) | {"rows": rows, "scattered": sorted(minibatch.scattered), "temperature": temperature}
         buffer = io.BytesIO()
-        torch.save(saved, buffer)
+        torch.save(state, buffer)
         try:
             self._skipped.mkdir(exist_ok=True)
             path.write_bytes(buffer.getbuffer())

@@ -129,8 +129,8 @@ class TrainerRanks:
             deadline_s,
         )
         self._unavailable = ""
-        first: Started = started[0]
-        return first
+        first_rank: Started = started[0]
+        return first_rank
 
     def allow_restarts(self) -> None:
         """Let deaths from now on wait for a restart, if there may be one, instead of ending the run."""
@@ -153,24 +153,24 @@ class TrainerRanks:
             ServiceError: it was already restarted `max_restarts` times, or did not start in time.
             CheckpointError: the training state cannot be read.
         """
-        dead = self.service.replicas[0]
+        replica = self.service.replicas[0]
         if self.alive:
-            dead.death.remove_done_callback(self._on_last_death)
-            self.service.retire(dead, cause)
+            replica.death.remove_done_callback(self._on_last_death)
+            self.service.retire(replica, cause)
         else:
-            if dead.alive:  # its last restart failed
-                self.service.mark_failed(dead, cause)
+            if replica.alive:  # its last restart failed
+                self.service.mark_failed(replica, cause)
             if not self.restarts_left:
                 raise ServiceError(
-                    self._spent(dead.death.result()),
+                    self._spent(replica.death.result()),
                     service=self.service.name,
-                    replica=dead.index,
-                    hint=f"see {dead.log}; the same command resumes from the last checkpoint",
+                    replica=replica.index,
+                    hint=f"see {replica.log}; the same command resumes from the last checkpoint",
                 )
             self.restarts += 1
         self._unavailable = "it is being restarted"
         try:
-            await self.service.processes.clean_up(dead)
+            await self.service.processes.clean_up(replica)
             await self.wait_for_room()
             started = await self.open(resume)
         except BaseException as error:
@@ -178,7 +178,7 @@ class TrainerRanks:
                 f"its restart failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             )
             raise
-        self.service.faults.recovered(self.service.name, dead.index)
+        self.service.faults.recovered(self.service.name, replica.index)
         return started
 
     def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
@@ -217,8 +217,8 @@ class TrainerRanks:
             The number of updates that their weights have taken; None if they count as dead.
         """
         # All ranks raise an error of the loss; after other errors some may hang in a collective.
-        alike = replica.ranks == 1 or isinstance(error, LossError)
-        deadline_s = self.config.deadline_s if alike else NOTICE_S
+        all_raised = replica.ranks == 1 or isinstance(error, LossError)
+        deadline_s = self.config.deadline_s if all_raised else NOTICE_S
         try:
             updates = await replica.call_ranks("wait_idle", lambda _: (), deadline_s=deadline_s)
         except ServiceError:

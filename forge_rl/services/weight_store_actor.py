@@ -214,10 +214,10 @@ class WeightStoreActor(ServiceActor):
     @concurrent_endpoint
     async def begin(self, version: int) -> tuple[Manifest | None, tuple[str, ...], int]:
         """Reserve a version; returns the previous one, keys of buckets to free first, and the epoch."""
-        base, freed = self._index.begin(version)
-        self._retire(freed)
-        freed, self._unneeded = tuple(self._unneeded), []
-        return base, freed, self._index.epoch
+        base, stale_keys = self._index.begin(version)
+        self._retire(stale_keys)
+        stale_keys, self._unneeded = tuple(self._unneeded), []
+        return base, stale_keys, self._index.epoch
 
     @concurrent_endpoint
     async def commit(self, manifest: Manifest) -> None:

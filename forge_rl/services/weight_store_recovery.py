@@ -87,8 +87,10 @@ class StoreRecovery:
         """Create all volumes, and supervise their processes; returns the bytes reclaimed from killed runs."""
         reclaimed = 0
         for host, replica in zip(self._hosts, self._service.replicas, strict=True):
-            self.folders[host], freed = await replica.call("open_volume", self._meet(), deadline_s=self._deadline_s)
-            reclaimed += freed
+            self.folders[host], freed_bytes = await replica.call(
+                "open_volume", self._meet(), deadline_s=self._deadline_s
+            )
+            reclaimed += freed_bytes
         Supervisor(self._service, self._respawn, self._config.restart).supervise()
         return reclaimed
 
@@ -122,10 +124,10 @@ class StoreRecovery:
             self._meet()
             self._service.abandon(self._service.replicas[index])
             await asyncio.Event().wait()  # until the service is stopped: nothing can be started there
-        remembered = [*self._versions.values(), *self.leases.values()]
+        known_manifests = [*self._versions.values(), *self.leases.values()]
         segments = {
             bucket.key: bucket.segment
-            for manifest in remembered
+            for manifest in known_manifests
             for bucket in manifest.buckets
             if bucket.host == host and bucket.segment is not None
         }

@@ -21,14 +21,14 @@ import sys
 MOST_BYTES = 1 << 16
 
 
-def relay(port: int, path: str, listening: socket.socket) -> None:
+def relay(port: int, path: str, listener: socket.socket) -> None:
     """Pass bytes between connections to a port and the host's socket for it, until this process is killed."""
     while True:
-        connection, _ = listening.accept()
+        connection, _ = listener.accept()
         if os.fork():
             connection.close()
             continue
-        listening.close()
+        listener.close()
         with socket.socket(socket.AF_UNIX) as host:
             host.connect(path)
             carry(connection, host)
@@ -37,18 +37,18 @@ def relay(port: int, path: str, listening: socket.socket) -> None:
 
 def carry(connection: socket.socket, host: socket.socket) -> None:
     """Copy both directions until both have ended."""
-    waiting = selectors.DefaultSelector()
-    waiting.register(connection, selectors.EVENT_READ, host)
-    waiting.register(host, selectors.EVENT_READ, connection)
-    while waiting.get_map():
-        for key, _ in waiting.select():
+    selector = selectors.DefaultSelector()
+    selector.register(connection, selectors.EVENT_READ, host)
+    selector.register(host, selectors.EVENT_READ, connection)
+    while selector.get_map():
+        for key, _ in selector.select():
             try:
                 data = key.fileobj.recv(MOST_BYTES)
                 key.data.sendall(data)
             except OSError:
                 return
             if not data:
-                waiting.unregister(key.fileobj)
+                selector.unregister(key.fileobj)
                 try:
                     key.data.shutdown(socket.SHUT_WR)
                 except OSError:

@@ -86,9 +86,9 @@ class ConfinedRuntime(SubprocessRuntime):
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
-                theirs, to_them = await asyncio.open_connection(host, port)
-                await asyncio.gather(carry(reader, to_them), carry(theirs, writer), return_exceptions=True)
-                to_them.close()
+                host_reader, host_writer = await asyncio.open_connection(host, port)
+                await asyncio.gather(carry(reader, host_writer), carry(host_reader, writer), return_exceptions=True)
+                host_writer.close()
             writer.close()
 
         path = self._state / f"{port}.sock"
@@ -134,8 +134,8 @@ class ConfinedRuntime(SubprocessRuntime):
             arguments += ["--ro-bind-try", path, path]
         mounts = {f"{self._state}/tmp": ("/tmp", "/dev/shm"), f"{self._state}/home": (_HOME,), work: (work,)}
         for folder, places in mounts.items():
-            for place in places:
-                arguments += ["--bind", folder, place]
+            for mount_point in places:
+                arguments += ["--bind", folder, mount_point]
         return [
             *arguments,
             "--ro-bind",
@@ -147,10 +147,10 @@ class ConfinedRuntime(SubprocessRuntime):
         ]
 
     def _namespaces(self) -> list[str]:
-        apart = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+        namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         if not self._uid:
-            return ["--unshare-user", *apart, "--cap-drop", "ALL"]
-        return [*apart, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+            return ["--unshare-user", *namespaces, "--cap-drop", "ALL"]
+        return [*namespaces, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
 
     def _interpreter_folders(self) -> list[str]:
         """Return the folders of the interpreters that setup has prepared, and of scripts."""
@@ -226,9 +226,9 @@ def give(folders: list[Path], uid: int) -> None:
     """Make folders with all that they hold a user's; setup has written them."""
     for folder in folders:
         os.chown(folder, uid, uid)
-        for where, names, files in os.walk(folder):
+        for directory, names, files in os.walk(folder):
             for name in [*names, *files]:
-                os.chown(os.path.join(where, name), uid, uid, follow_symlinks=False)
+                os.chown(os.path.join(directory, name), uid, uid, follow_symlinks=False)
 
 
 def confine(program: str) -> None:

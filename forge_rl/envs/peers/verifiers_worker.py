@@ -139,9 +139,11 @@ def messages_of(data: Any) -> list:
 
 def write_tasks(config: dict, out: TextIO) -> None:
     taskset = environment_of(config).taskset
-    excluded = [name for name, field in type(taskset).task_type().data_type().model_fields.items() if field.exclude]
-    if excluded:
-        raise SystemExit(f"its tasks cannot be sent: their JSON omits the fields {excluded}")
+    excluded_fields = [
+        name for name, field in type(taskset).task_type().data_type().model_fields.items() if field.exclude
+    ]
+    if excluded_fields:
+        raise SystemExit(f"its tasks cannot be sent: their JSON omits the fields {excluded_fields}")
     for task in itertools.islice(taskset, config["most_tasks"]):
         row = {"id": str(task.data.idx), "key": task.key, "messages": messages_of(task.data)}
         print(json.dumps({**row, "data": task.data.model_dump(mode="json")}), file=out)
@@ -217,19 +219,19 @@ class Server:
             self.running[call["id"]] = asyncio.create_task(self.answer(call["id"], call))
 
     async def serve(self) -> None:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop, end = asyncio.get_running_loop(), asyncio.Event()
 
         def read() -> None:
             for line in sys.stdin:
                 loop.call_soon_threadsafe(self.take, line)
-            loop.call_soon_threadsafe(ended.set)
+            loop.call_soon_threadsafe(end.set)
             time.sleep(_GRACE_S)  # the parent is gone: stop tools and programs in time, or leave them
             os._exit(1)
 
         async with self.env.serving():
             threading.Thread(target=read, daemon=True).start()
             self.say({"id": 0})
-            await ended.wait()
+            await end.wait()
             tasks = list(self.running.values())
             for task in tasks:
                 task.cancel()
