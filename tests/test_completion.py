@@ -61,7 +61,7 @@ def test_experts_of_a_resumed_completion_are_those_of_the_engine_that_ended_it(t
     turn = completion.turn()
     assert turn.routed is not None
     assert len(turn.routed) == len(turn.context) - 1
-    assert validate_chunk(replace(GOOD, routed=rows), SAMPLING, drawn=0, vocab_size=9, versions=[1])
+    assert validate_chunk(replace(GOOD, routed=rows), SAMPLING, num_drawn=0, vocab_size=9, versions=[1])
 
 
 def test_what_came_of_an_engine_that_dies_is_kept(tokenizer: Tokenizer) -> None:
@@ -177,7 +177,7 @@ def test_what_may_become_a_stop_text_is_held_back(tokenizer: Tokenizer) -> None:
 
 def test_a_good_chunk_is_valid() -> None:
     def of(part: Chunk, sampling: Sampling = SAMPLING, drawn: int = 0) -> str:
-        return validate_chunk(part, sampling, drawn=drawn, vocab_size=49152, versions=[1, 2])
+        return validate_chunk(part, sampling, num_drawn=drawn, vocab_size=49152, versions=[1, 2])
 
     assert of(GOOD) == ""
     assert of(replace(GOOD, versions=(2,), finish="stop"), drawn=7) == ""
@@ -197,4 +197,4 @@ def test_garbage_is_named(kind: str) -> None:
     if isinstance(fields, Unpickable):
         return
     garbage = fields if kind == "no chunk" else replace(GOOD, **fields)
-    assert re.search(said, validate_chunk(garbage, SAMPLING, drawn=0, vocab_size=49152, versions=[1]))
+    assert re.search(said, validate_chunk(garbage, SAMPLING, num_drawn=0, vocab_size=49152, versions=[1]))

@@ -81,7 +81,7 @@ def scored(reward: Any) -> Episode:
         functions = {"alone": reward}
         if isinstance(reward, WeightedSum):
             functions = {name: function for name, (function, _) in reward.parts.items()}
-        actor._given = {0: _with_forms(functions)}
+        actor._functions = {0: _with_forms(functions)}
         found = {name: scores[0] for name, scores in (await actor.score(0, TASK, [EPISODE])).items()}
         if isinstance(reward, WeightedSum):
             [combined] = reward.combine_all({name: [score] for name, score in found.items()})
@@ -228,7 +228,7 @@ def test_a_function_that_gives_no_score_is_one_clear_message(
     async def main() -> None:
         actor = RewardActor(0.2 if function == "slow" else 60.0, 0)
         monkeypatch.setattr("os._exit", stopped.append)  # the process of one that does not come back is ended
-        actor._given = {0: _with_forms({"alone": build_reward([f"mine.py:{function}"])})}
+        actor._functions = {0: _with_forms({"alone": build_reward([f"mine.py:{function}"])})}
         [score] = (await actor.score(0, TASK, [EPISODE]))["alone"]
         with_score(EPISODE, score)
 

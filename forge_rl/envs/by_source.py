@@ -26,7 +26,7 @@ class BySource:
     @property
     def in_process(self) -> bool:
         """True if all environments run in the controller's process."""
-        return all(getattr(each, "in_process", False) for each in self.environments.values())
+        return all(getattr(factory, "in_process", False) for factory in self.environments.values())
 
     @property
     def leaves(self) -> int:

@@ -19,7 +19,7 @@ _BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
 }
 _NAMES = ("sqrt", "floor", "ceil", "gcd", "lcm", "factorial", "log", "exp")
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {name: getattr(math, name) for name in _NAMES} | {
-    each.__name__: each for each in (abs, round, min, max)
+    function.__name__: function for function in (abs, round, min, max)
 }
 _MOST_CHARS = 500
 _MOST_BITS = 4096
@@ -32,10 +32,10 @@ def calculator(expression: str) -> str:
     try:
         tree = ast.parse(expression.strip().replace("^", "**").replace("\u00d7", "*"), mode="eval")
     except SyntaxError:
-        raise ValueError(f"{expression!r} is no arithmetic expression") from None
+        raise ValueError(f"{expression!r} is not an arithmetic expression") from None
     value = _value(tree.body)
-    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-    return str(int(value) if whole else round(value, 10) if isinstance(value, float) else value)
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return str(int(value) if is_whole else round(value, 10) if isinstance(value, float) else value)
 
 
 def _value(node: ast.expr) -> int | float:
@@ -48,23 +48,23 @@ def _value(node: ast.expr) -> int | float:
             return _value(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
             a, b = _value(left), _value(right)
-            whole = isinstance(a, int) and isinstance(b, int)  # floats raise OverflowError themselves
-            if isinstance(op, ast.Pow) and whole and abs(b) * int(a).bit_length() > _MOST_BITS:
+            are_ints = isinstance(a, int) and isinstance(b, int)  # floats raise OverflowError themselves
+            if isinstance(op, ast.Pow) and are_ints and abs(b) * int(a).bit_length() > _MOST_BITS:
                 raise ValueError("the power is too large")
             return _bounded(_BINARY[type(op)](a, b))
-        case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in _FUNCTIONS:
-            values = [_value(each) for each in given]
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
+            values = [_value(argument) for argument in arguments]
             if name == "round" and any(abs(digits) > 400 for digits in values[1:]):
                 raise ValueError("round takes up to 400 digits")
             if name in ("factorial", "lcm") and any(abs(value) > 400 for value in values):
                 raise ValueError(f"{name} takes numbers up to 400")
             return _bounded(_FUNCTIONS[name](*values))
-    raise ValueError(f"{ast.unparse(node)!r:.80} is no arithmetic")
+    raise ValueError(f"{ast.unparse(node)!r:.80} is not arithmetic")
 
 
 def _bounded(value: Any) -> int | float:
     if not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"{value!r:.80} is no finite number")
+        raise ValueError(f"{value!r:.80} is not a finite number")
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise ValueError("the number is too large")
     return value

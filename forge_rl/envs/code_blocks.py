@@ -72,8 +72,8 @@ class BlockUse:
         languages: Collection[str],
         shows_schema: bool,
     ) -> None:
-        about: Any = tool.schema["function"]
-        self._name, (self._argument,) = about["name"], about["parameters"]["properties"]
+        function_schema: Any = tool.schema["function"]
+        self._name, (self._argument,) = function_schema["name"], function_schema["parameters"]["properties"]
         self._use = ToolUse(settings, task, {self._name: tool})
         self._languages, self._shows_schema = languages, shows_schema
 
@@ -93,7 +93,7 @@ class BlockUse:
             return await self._use.step(completion, truncated=truncated, calls=calls)
         call = ToolCall(id="block", name=self._name, arguments=json.dumps({self._argument: "\n".join(code)}))
         step = await self._use.step(completion, truncated=False, calls=(call,))
-        return replace(step, messages=tuple(_as_output(each) for each in step.messages))
+        return replace(step, messages=tuple(_as_output(message) for message in step.messages))
 
 
 def _as_output(message: Message) -> Message:

@@ -20,7 +20,8 @@ class DropOldOutputs:
 
         ToolEnv([search], compact=DropOldOutputs(above_chars=8000, keep=2))
 
-    The calls stay, so the model sees what it asked. The episode continues in a new segment; both segments are trained.
+    The calls stay, so the model still sees its own requests. The episode continues in a new segment; both segments
+    are trained.
     """
 
     above_chars: int = 8000
@@ -37,14 +38,14 @@ class DropOldOutputs:
         """Return the shorter conversation, or None if it is short enough or there is nothing left to drop."""
         if sum(len(str(message.get("content") or "")) for message in messages) <= self.above_chars:
             return None
-        outputs = [place for place, message in enumerate(messages) if message["role"] == "tool"]
+        outputs = [index for index, message in enumerate(messages) if message["role"] == "tool"]
         old = {
-            place
-            for place in outputs[: len(outputs) - self.keep]
-            if len(str(messages[place]["content"])) > len(self.left_out)
+            index
+            for index in outputs[: len(outputs) - self.keep]
+            if len(str(messages[index]["content"])) > len(self.left_out)
         }
         if not old:
             return None
         return [
-            {**message, "content": self.left_out} if place in old else message for place, message in enumerate(messages)
+            {**message, "content": self.left_out} if index in old else message for index, message in enumerate(messages)
         ]

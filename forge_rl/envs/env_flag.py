@@ -72,19 +72,19 @@ def sources_of(environment: EnvFactory, seed: int) -> Mapping[str, Any]:
     sources = getattr(environment, "sources", None)
     if not callable(sources):
         raise ConfigError("there are no tasks, and the environment has none of its own", hint="set --tasks")
-    found = sources(seed)
-    if not isinstance(found, Mapping) or not found:
+    sources_by_name = sources(seed)
+    if not isinstance(sources_by_name, Mapping) or not sources_by_name:
         raise ConfigError(
-            f"the environment's sources(seed) returned {found!r:.80}", hint="return a dict of sources by name"
+            f"the environment's sources(seed) returned {sources_by_name!r:.80}", hint="return a dict of sources by name"
         )
-    return found
+    return sources_by_name
 
 
 def _imported(place: str) -> Callable[..., Any]:
     module, _, name = place.partition(":")
-    made: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    assert callable(made), place
-    return made
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    assert callable(function), place
+    return function
 
 
 def _made(flag: str, make: Callable[..., EnvFactory], parsed: FlagText, *arguments: str) -> EnvFactory:
@@ -104,10 +104,14 @@ def _made(flag: str, make: Callable[..., EnvFactory], parsed: FlagText, *argumen
         inspect.signature(make).bind(*arguments, **options)
     except TypeError as error:
         parameters = inspect.signature(make).parameters.values()
-        names = [each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        known = [name for name in names if not settings or name != "settings"] + [*fields]
+        names = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ]
+        option_names = [name for name in names if not settings or name != "settings"] + [*fields]
         raise ConfigError(
-            f"{flag} cannot be made: {error}", hint=f"its options are: {', '.join(known) or 'none'}"
+            f"{flag} cannot be made: {error}", hint=f"its options are: {', '.join(option_names) or 'none'}"
         ) from None
     values = _converted(parsed, {**fields, **hints})
     try:
@@ -149,23 +153,23 @@ def _converted(parsed: FlagText, hints: Mapping[str, object]) -> dict[str, objec
     return values
 
 
-def _of_user(found: object, parsed: FlagText) -> EnvFactory:
+def _of_user(target: object, parsed: FlagText) -> EnvFactory:
     """Make a factory from the object that the flag names in the user's code."""
     from forge_rl.envs.tools import ToolEnv
 
     flag = f"--env {parsed.name}"
-    if isinstance(found, list | tuple):
-        return _made(flag, functools.partial(ToolEnv, tuple(found)), parsed)
-    if isinstance(found, type):
-        if any("__call__" in vars(base) for base in found.__mro__):  # its instances are factories
-            return _factory(_made(flag, found, parsed), flag)
-        if not hasattr(found, "step") and not hasattr(found, "reset"):
-            return _made(flag, functools.partial(ToolEnv, found), parsed)
+    if isinstance(target, list | tuple):
+        return _made(flag, functools.partial(ToolEnv, tuple(target)), parsed)
+    if isinstance(target, type):
+        if any("__call__" in vars(base) for base in target.__mro__):  # its instances are factories
+            return _factory(_made(flag, target, parsed), flag)
+        if not hasattr(target, "step") and not hasattr(target, "reset"):
+            return _made(flag, functools.partial(ToolEnv, target), parsed)
         for name in ("reset", "step"):
-            if not inspect.iscoroutinefunction(getattr(found, name, None)):
-                lacks = f"whose {name} is not async" if hasattr(found, name) else f"without {name}"
-                raise ConfigError(f"{flag} is a class {lacks}", hint=f"define `{_METHODS[name]}`")
-    return _factory(found, flag, parsed)
+            if not inspect.iscoroutinefunction(getattr(target, name, None)):
+                defect = f"whose {name} is not async" if hasattr(target, name) else f"without {name}"
+                raise ConfigError(f"{flag} is a class {defect}", hint=f"define `{_METHODS[name]}`")
+    return _factory(target, flag, parsed)
 
 
 _METHODS = {
@@ -174,19 +178,19 @@ _METHODS = {
 }
 
 
-def _factory(found: object, flag: str, parsed: FlagText | None = None) -> EnvFactory:
+def _factory(target: object, flag: str, parsed: FlagText | None = None) -> EnvFactory:
     """Return a factory bound to its options, after checking that it accepts a task and these options."""
-    if not callable(found):
+    if not callable(target):
         raise ConfigError(
-            f"{flag} is {type(found).__name__} {found!r:.80}, which does not make environments",
+            f"{flag} is {type(target).__name__} {target!r:.80}, which does not make environments",
             hint="name a class with reset and step, a function from a task to one, or a list of tool functions",
         )
-    options = _converted(parsed, _hints(found)) if parsed else {}
+    options = _converted(parsed, _hints(target)) if parsed else {}
     try:
-        inspect.signature(found).bind(None, **options)
+        inspect.signature(target).bind(None, **options)
     except TypeError as error:
         hint = "it must take the task as its argument; put tool functions in a list and name the list in --env"
         raise ConfigError(f"{flag} cannot be called with a task: {error}", hint=hint) from None
     except ValueError:  # it has no signature
         pass
-    return functools.partial(found, **options) if options else found
+    return functools.partial(target, **options) if options else target

@@ -72,17 +72,17 @@ class Guessing:
 
     async def step(self, completion: str) -> Step:
         self._turns += 1
-        found = re.findall(r"\d{1,9}", completion)
-        guess = int(found[-1]) if found else 0
+        numbers = re.findall(r"\d{1,9}", completion)
+        guess = int(numbers[-1]) if numbers else 0
         if guess == self._number:
             return Step(done=True, reward=1.0, parts={"won": 1.0})
         reward = self._config.possible if self._low <= guess <= self._high else 0.0
         if self._turns == self._config.max_turns:
             return Step(done=True, reward=reward, parts={"won": 0.0})
-        if not found:
-            said = f"Write a number from 1 to {self._config.highest}."
+        if not numbers:
+            reply = f"Write a number from 1 to {self._config.highest}."
         elif guess < self._number:
-            said, self._low = "Higher.", max(self._low, guess + 1)
+            reply, self._low = "Higher.", max(self._low, guess + 1)
         else:
-            said, self._high = "Lower.", min(self._high, guess - 1)
-        return Step(done=False, reward=reward, messages=({"role": "user", "content": said},))
+            reply, self._high = "Lower.", min(self._high, guess - 1)
+        return Step(done=False, reward=reward, messages=({"role": "user", "content": reply},))

@@ -32,9 +32,9 @@ _MAX_NUMBERS = 1000
 
 def _has_pixels(space: Any) -> bool:
     """Return True if observations of a space are, or contain, an array that is too long for text."""
-    inner = getattr(space, "spaces", None)
-    if inner is not None:
-        return any(map(_has_pixels, inner.values() if isinstance(inner, Mapping) else inner))
+    inner_spaces = getattr(space, "spaces", None)
+    if inner_spaces is not None:
+        return any(map(_has_pixels, inner_spaces.values() if isinstance(inner_spaces, Mapping) else inner_spaces))
     return math.prod(getattr(space, "shape", None) or ()) > _MAX_NUMBERS
 
 
@@ -72,9 +72,9 @@ class GymnasiumEnv:
         held_out: int = 100,
         **options: Any,
     ) -> None:
-        for option, value, least in (("max_turns", max_turns, 1), ("tasks", tasks, 1), ("held_out", held_out, 0)):
-            if value < least:
-                raise ConfigError(f"{option} is {value} in --env gymnasium", hint=f"choose {least} or more")
+        for option, value, minimum in (("max_turns", max_turns, 1), ("tasks", tasks, 1), ("held_out", held_out, 0)):
+            if value < minimum:
+                raise ConfigError(f"{option} is {value} in --env gymnasium", hint=f"choose {minimum} or more")
         self.name = name
         self.prompt = prompt
         self.max_turns = max_turns
@@ -83,12 +83,12 @@ class GymnasiumEnv:
         self._held_out = held_out
         env = self.make()
         space = env.action_space
-        seen, draws = env.observation_space, env.render_mode == "ansi"
+        observation_space, renders_text = env.observation_space, env.render_mode == "ansi"
         env.close()
-        if not draws and _has_pixels(seen):
+        if not renders_text and _has_pixels(observation_space):
             raise ConfigError(
-                f"{name} shows {seen}, which as text would be cut to a few numbers",
-                hint="wrap it so that it describes what is seen as text, or renders as ansi",
+                f"{name} shows {observation_space}, which as text would be cut to a few numbers",
+                hint="wrap it to return its observations as text, or to render as ansi",
             )
         kind = type(space).__name__
         if kind not in ("Discrete", "Text"):
@@ -97,11 +97,11 @@ class GymnasiumEnv:
                 hint="choose an environment with discrete actions",
             )
         self.first = int(space.start) if kind == "Discrete" else 0
-        own = _ACTIONS.get(name.rpartition(":")[2].rpartition("-v")[0], ())
+        default_actions = _ACTIONS.get(name.rpartition(":")[2].rpartition("-v")[0], ())
         count = int(space.n) if kind == "Discrete" else 0
-        self.actions = tuple(actions) or (tuple(own) if len(own) == count else ())
+        self.actions = tuple(actions) or (tuple(default_actions) if len(default_actions) == count else ())
         if kind == "Discrete" and not self.actions:
-            self.actions = tuple(str(self.first + place) for place in range(count))
+            self.actions = tuple(str(self.first + index) for index in range(count))
         if len(self.actions) != count:
             raise ConfigError(f"{name} has {count} actions, but actions has {len(actions)} names", hint="name each one")
 
@@ -135,11 +135,11 @@ class GymnasiumEnv:
         """Return the last action that a completion names, or None."""
         if not self.actions:
             return completion.strip()
-        known = {name.lower(): place for place, name in enumerate(self.actions)}
-        known |= {str(self.first + place): place for place in range(len(self.actions))}
-        words = sorted(known, key=len, reverse=True)
-        found = re.findall(rf"(?<!\w)({'|'.join(map(re.escape, words))})(?!\w)", completion.lower())
-        return self.first + known[found[-1]] if found else None
+        action_by_word = {name.lower(): index for index, name in enumerate(self.actions)}
+        action_by_word |= {str(self.first + index): index for index in range(len(self.actions))}
+        words = sorted(action_by_word, key=len, reverse=True)
+        matches = re.findall(rf"(?<!\w)({'|'.join(map(re.escape, words))})(?!\w)", completion.lower())
+        return self.first + action_by_word[matches[-1]] if matches else None
 
 
 class GymnasiumSession:
@@ -155,37 +155,40 @@ class GymnasiumSession:
         """Make the environment, reset it with the task's seed, and show the observation and the actions."""
         seed = self._task.truth.get("seed")
         self._env = await asyncio.to_thread(self._config.make)
-        seen, _ = await asyncio.to_thread(self._env.reset, seed=seed if isinstance(seed, int) else None)
-        asked = f"Answer with one of: {', '.join(self._config.actions)}." if self._config.actions else ""
-        shown: Message = {"role": "user", "content": "\n\n".join(filter(None, (self._told(seen), asked)))}
-        return Observation(messages=(*self._task.messages, shown))
+        observation, _ = await asyncio.to_thread(self._env.reset, seed=seed if isinstance(seed, int) else None)
+        instruction = f"Answer with one of: {', '.join(self._config.actions)}." if self._config.actions else ""
+        message: Message = {
+            "role": "user",
+            "content": "\n\n".join(filter(None, (self._told(observation), instruction))),
+        }
+        return Observation(messages=(*self._task.messages, message))
 
     async def step(self, completion: str, *, truncated: bool) -> Step:
         """Take the action that the completion names."""
         self._turns += 1
-        last = self._turns == self._config.max_turns or (truncated and not completion)
+        is_last = self._turns == self._config.max_turns or (truncated and not completion)
         action = self._config.action_of(completion) if completion or not truncated else None
         if action is None:
-            asked: Message = {"role": "user", "content": f"Name one action: {', '.join(self._config.actions)}."}
-            return Step(done=last, messages=() if last else (asked,), reward=0.0, parts={"no_action": 1.0})
-        seen, reward, terminated, cut, _ = await asyncio.to_thread(self._env.step, action)
-        done = bool(terminated or cut or last)
-        shown: Message = {"role": "user", "content": self._told(seen)}
-        return Step(done=done, messages=() if done else (shown,), reward=float(reward))
+            reminder: Message = {"role": "user", "content": f"Name one action: {', '.join(self._config.actions)}."}
+            return Step(done=is_last, messages=() if is_last else (reminder,), reward=0.0, parts={"no_action": 1.0})
+        observation, reward, terminated, is_truncated, _ = await asyncio.to_thread(self._env.step, action)
+        is_done = bool(terminated or is_truncated or is_last)
+        message: Message = {"role": "user", "content": self._told(observation)}
+        return Step(done=is_done, messages=() if is_done else (message,), reward=float(reward))
 
     def close(self) -> None:
         """Close the environment."""
         if self._env is not None:
             self._env.close()
 
-    def _told(self, seen: object) -> str:
-        if isinstance(seen, str):
-            return seen
-        drawn = self._env.render() if self._env.render_mode == "ansi" else None
-        if not isinstance(drawn, str):
-            return f"You see {seen}."
-        *coloured, rest = drawn.split(_PLAIN)  # a regex for each colour's end would take quadratic time
-        return "".join([*(_COLOURED.sub(_in_brackets, each) for each in coloured), rest]).strip("\n")
+    def _told(self, observation: object) -> str:
+        if isinstance(observation, str):
+            return observation
+        rendering = self._env.render() if self._env.render_mode == "ansi" else None
+        if not isinstance(rendering, str):
+            return f"You see {observation}."
+        *coloured, rest = rendering.split(_PLAIN)  # a regex for each colour's end would take quadratic time
+        return "".join([*(_COLOURED.sub(_in_brackets, text) for text in coloured), rest]).strip("\n")
 
 
 def _in_brackets(match: re.Match[str]) -> str:

@@ -62,24 +62,24 @@ class HarborTask:
     @property
     def needs(self) -> str:
         """What the task needs that a sandbox session does not have; "" if nothing."""
-        environment, verifier = (self.config.get(each) or {} for each in ("environment", "verifier"))
+        environment, verifier = (self.config.get(section) or {} for section in ("environment", "verifier"))
         if image := environment.get("docker_image"):
             return f"a container from {image}"
-        found = next((name for name in _IMAGES if (self.folder / "environment" / name).is_file()), "")
-        if found:
-            return f"a container from environment/{found}"
+        requirement = next((name for name in _IMAGES if (self.folder / "environment" / name).is_file()), "")
+        if requirement:
+            return f"a container from environment/{requirement}"
         if self.config.get("steps"):
             return f"{len(self.instructions)} steps"
         if verifier.get("environment") or verifier.get("environment_mode") == "separate":
             return "a container of its own for the verifier"
-        for name, what in _UNSUPPORTED.items():
+        for name, description in _UNSUPPORTED.items():
             if environment.get(name):
-                return what
+                return description
         if str(environment.get("os", "linux")).lower() != "linux" or (self.folder / "tests" / "test.bat").is_file():
             return "Windows"
         variables = [*(environment.get("env") or {}).values(), *(verifier.get("env") or {}).values()]
-        if found := next((str(value) for value in variables if "${" in str(value)), ""):
-            return f"the variable {found} of this machine"
+        if requirement := next((str(value) for value in variables if "${" in str(value)), ""):
+            return f"the variable {requirement} of this machine"
         return _needed_folder(working_folder(environment)) if self.has_script else ""
 
 
@@ -120,8 +120,8 @@ class HarborEnv:
     ) -> None:
         self.folder = Path(folder).expanduser()
         self.timeout_s, self.memory_mib, self.held_out_share = timeout_s, memory_mib, held_out_share
-        least = {"memory_mib": 64, "held_out_share": 0}
-        check_flags(self, "--env harbor:", least=least, above={"timeout_s": 0}, below={"held_out_share": 1})
+        minimums = {"memory_mib": 64, "held_out_share": 0}
+        check_flags(self, "--env harbor:", least=minimums, above={"timeout_s": 0}, below={"held_out_share": 1})
         self.tasks = read_tasks(self.folder)
         self._skip = skip
         blocks = ToolSettings(
@@ -148,22 +148,22 @@ class HarborEnv:
             ConfigError: some tasks need a container; lists them.
             SandboxError: this machine cannot isolate the sessions that the others need.
         """
-        refused = [task for task in self.tasks if task.needs]
-        kept = [task for task in self.tasks if not task.needs]
-        if refused and not (self._skip and kept):
-            named = "\n".join(f"  {task.name}: {task.needs}" for task in refused[:_NAMED])
-            more = f"\n  and {len(refused) - _NAMED} more" if len(refused) > _NAMED else ""
-            left = f"add skip=true to train on the other {len(kept)}, or " if kept else ""
+        refused_tasks = [task for task in self.tasks if task.needs]
+        usable_tasks = [task for task in self.tasks if not task.needs]
+        if refused_tasks and not (self._skip and usable_tasks):
+            task_lines = "\n".join(f"  {task.name}: {task.needs}" for task in refused_tasks[:_NAMED])
+            more = f"\n  and {len(refused_tasks) - _NAMED} more" if len(refused_tasks) > _NAMED else ""
+            skip_hint = f"add skip=true to train on the other {len(usable_tasks)}, or " if usable_tasks else ""
             raise ConfigError(
-                f"{len(refused)} of {len(self.tasks)} tasks in {self.folder} need what a sandbox does not have:\n"
-                f"{named}{more}",
-                hint=f"{left}run them with your own agent, start(agent=...): the sandbox has no images",
+                f"{len(refused_tasks)} of {len(self.tasks)} tasks in {self.folder} need what a sandbox does not have:\n"
+                f"{task_lines}{more}",
+                hint=f"{skip_hint}run them with your own agent, start(agent=...): the sandbox has no images",
             )
-        if any(task.has_script for task in kept):
+        if any(task.has_script for task in usable_tasks):
             check_layers("process")
         name = f"harbor:{self.folder.name}"
-        made = [_task(task, name) for task in kept]
-        train, held_out = split(made, self.held_out_share, key=lambda task: task.prompt)
+        tasks = [_task(task, name) for task in usable_tasks]
+        train, held_out = split(tasks, self.held_out_share, key=lambda task: task.prompt)
         return {name: TaskList(name, train, held_out, seed=seed)}
 
 
@@ -174,12 +174,12 @@ def read_tasks(folder: Path) -> list[HarborTask]:
         ConfigError: there are no tasks.
         TaskError: a task cannot be read, or two have the same name.
     """
-    found = [folder] if (folder / "task.toml").is_file() else sorted(_folders(folder, _DEPTH))
-    if not found:
+    folders = [folder] if (folder / "task.toml").is_file() else sorted(_folders(folder, _DEPTH))
+    if not folders:
         raise ConfigError(
             f"{folder} has no Harbor task", hint="name a folder with a task.toml, or a folder of such folders"
         )
-    tasks = [_read(each) for each in found]
+    tasks = [_read(task_folder) for task_folder in folders]
     by_name: dict[str, HarborTask] = {}
     for task in tasks:
         if (other := by_name.setdefault(task.name, task)) is not task:
@@ -189,23 +189,23 @@ def read_tasks(folder: Path) -> list[HarborTask]:
     return tasks
 
 
-def _needed_folder(place: str) -> str:
+def _needed_folder(path: str) -> str:
     """Return a folder if a session cannot show it, or ""."""
     try:
-        check_folders({place: "work"})
+        check_folders({path: "work"})
     except ConfigError:
-        return f"the folder {place!r:.80}"
+        return f"the folder {path!r:.80}"
     return ""
 
 
 def _folders(folder: Path, depth: int) -> list[Path]:
-    found = []
+    folders = []
     for path in folder.iterdir() if folder.is_dir() and depth else ():
         if (path / "task.toml").is_file():
-            found.append(path)
+            folders.append(path)
         elif path.is_dir() and not path.name.startswith("."):
-            found += _folders(path, depth - 1)
-    return found
+            folders += _folders(path, depth - 1)
+    return folders
 
 
 def _read(folder: Path) -> HarborTask:
@@ -217,11 +217,11 @@ def _read(folder: Path) -> HarborTask:
     steps = config.get("steps") or []
     try:
         files = [folder / "steps" / step["name"] / "instruction.md" for step in steps] or [folder / "instruction.md"]
-        instructions = [each.read_text().strip() for each in files]
+        instructions = [path.read_text().strip() for path in files]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TaskError(f"the task {folder} has no instruction: {error!r}", hint="write its instruction.md") from None
-    about = config.get("task")
-    name = about.get("name") if isinstance(about, dict) else None
+    task_section = config.get("task")
+    name = task_section.get("name") if isinstance(task_section, dict) else None
     return HarborTask(name=str(name or folder.name), folder=folder, instructions=instructions, config=config)
 
 

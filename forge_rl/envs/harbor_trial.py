@@ -106,20 +106,22 @@ class HarborTrial:
             scratch_files=_FILES,
         )
         self._session = DurableSessions(await shared_pool(profile="process")).open(limits=limits)
-        if (given := self._folder / "environment").is_dir():
-            result = await self._session.run([*_UNPACK, self._work], stdin=_packed(given), folders={self._work: "work"})
-            _check_unpacked(given, result.status, result.stderr)
+        if (environment_folder := self._folder / "environment").is_dir():
+            result = await self._session.run(
+                [*_UNPACK, self._work], stdin=_packed(environment_folder), folders={self._work: "work"}
+            )
+            _check_unpacked(environment_folder, result.status, result.stderr)
         return self._session
 
     async def _scored(self) -> tuple[float, dict[str, float]]:
         """Run the tests on a copy of the session's files, in a fresh session; return the reward and its parts."""
         model = self._session or await self._open()
-        for left in range(_MOST_LOST, -1, -1):
+        for retries_left in range(_MOST_LOST, -1, -1):
             async with await model.branch() as session:
                 try:
                     return await self._verify(session)
                 except SandboxError:
-                    if not left or not session.lost:
+                    if not retries_left or not session.lost:
                         raise
         raise AssertionError("unreachable")
 
@@ -138,14 +140,14 @@ class HarborTrial:
         )
         if result.error is not None and result.error.name == "CellOverrun":
             return 0.0, {}
-        found = await session.run(["/bin/sh", "-c", _READ], folders=folders)
-        if found.error is not None or found.status != 0:
-            said = result.error.message if result.error else found.stdout.strip()[-600:]
+        read_result = await session.run(["/bin/sh", "-c", _READ], folders=folders)
+        if read_result.error is not None or read_result.status != 0:
+            output = result.error.message if result.error else read_result.stdout.strip()[-600:]
             raise TaskError(
-                f"tests/test.sh of {self._task.id} wrote no reward: {said or 'it printed nothing'}",
+                f"tests/test.sh of {self._task.id} wrote no reward: {output or 'it printed nothing'}",
                 hint="tests run without a network and without an image: see docs/doors/world.md",
             )
-        return parsed_reward(found.stdout, self._task.id)
+        return parsed_reward(read_result.stdout, self._task.id)
 
 
 def working_folder(environment: Mapping[str, Any]) -> str:
@@ -187,14 +189,16 @@ def _packed(folder: Path) -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
         archive.add(
-            folder, arcname=".", filter=lambda each: each if each.isreg() or each.isdir() or each.issym() else None
+            folder,
+            arcname=".",
+            filter=lambda member: member if member.isreg() or member.isdir() or member.issym() else None,
         )
     return file.getvalue()
 
 
-def _check_unpacked(folder: Path, status: int | None, said: str) -> None:
+def _check_unpacked(folder: Path, status: int | None, stderr: str) -> None:
     if status != 0:
         raise TaskError(
-            f"{folder} does not fit into the session: {said.strip()[-300:]}",
+            f"{folder} does not fit into the session: {stderr.strip()[-300:]}",
             hint="raise memory_mb in task.toml: a quarter of it is for files",
         )

@@ -38,13 +38,15 @@ def interpreter(
             unreachable, or the packages do not resolve.
     """
     if python:
-        found = shutil.which(Path(python).expanduser())
-        if found is None:
+        path = shutil.which(Path(python).expanduser())
+        if path is None:
             raise ConfigError(f"there is no interpreter {python}", hint="pass the python of a virtual environment")
-        return Path(found).absolute()
-    wanted = [str(Path(each).resolve()) if Path(each).exists() else each for each in requirements]
+        return Path(path).absolute()
+    packages = [
+        str(Path(requirement).resolve()) if Path(requirement).exists() else requirement for requirement in requirements
+    ]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    name = hashlib.sha256("\n".join([version, *wanted]).encode()).hexdigest()[:16]
+    name = hashlib.sha256("\n".join([version, *packages]).encode()).hexdigest()[:16]
     cache = cache.expanduser()
     make_private(cache, ConfigError, deep=False)  # interpreters link to their base interpreter
     folder, ready = cache / name, cache / name / ".ready"
@@ -52,15 +54,15 @@ def interpreter(
         fcntl.flock(lock, fcntl.LOCK_EX)  # another run may be creating it
         if not ready.exists():
             print(f"creating an interpreter with {', '.join(requirements)} in {folder}, once", file=sys.stderr)
-            _make(folder, wanted, version, flag)
-            ready.write_text("\n".join(wanted))
+            _make(folder, packages, version, flag)
+            ready.write_text("\n".join(packages))
     check_own(folder, ConfigError, deep=False)
     return folder / "bin" / "python"
 
 
-def _make(folder: Path, wanted: Sequence[str], version: str, flag: str) -> None:
-    beside = Path(sys.executable).with_name("uv")
-    uv = str(beside) if beside.exists() else shutil.which("uv")
+def _make(folder: Path, packages: Sequence[str], version: str, flag: str) -> None:
+    local_uv = Path(sys.executable).with_name("uv")
+    uv = str(local_uv) if local_uv.exists() else shutil.which("uv")
     if uv is None:
         raise ConfigError(
             "creating an interpreter needs uv, which is not installed",
@@ -69,12 +71,12 @@ def _make(folder: Path, wanted: Sequence[str], version: str, flag: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     for arguments in (
         ["venv", "--python", version, str(folder)],
-        ["pip", "install", "--python", str(folder / "bin" / "python"), *wanted],
+        ["pip", "install", "--python", str(folder / "bin" / "python"), *packages],
     ):
-        done = subprocess.run([uv, *arguments], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            said = "\n".join(done.stderr.strip().splitlines()[-8:])
+        result = subprocess.run([uv, *arguments], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        if result.returncode:
+            output = "\n".join(result.stderr.strip().splitlines()[-8:])
             raise ConfigError(
-                f"cannot create an interpreter with {', '.join(wanted)}:\n{said}",
+                f"cannot create an interpreter with {', '.join(packages)}:\n{output}",
                 hint=f"if the package index is unreachable from here, pass an interpreter: {flag}",
             )

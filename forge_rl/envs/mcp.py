@@ -203,29 +203,29 @@ class McpConnection:
         return Client(StdioServerParameters(command=program, args=arguments, env=dict(self._config.env)))
 
     async def _list(self) -> dict[str, Mapping[str, object]]:
-        found: dict[str, Mapping[str, object]] = {}
+        schemas: dict[str, Mapping[str, object]] = {}
         cursor = None
         while True:
-            listed = await self._client.list_tools(cursor=cursor)
-            for tool in listed.tools:
-                found[tool.name] = tool_schema(tool.name, tool.description or "", tool.input_schema)
-            if not (cursor := listed.next_cursor):
+            page = await self._client.list_tools(cursor=cursor)
+            for tool in page.tools:
+                schemas[tool.name] = tool_schema(tool.name, tool.description or "", tool.input_schema)
+            if not (cursor := page.next_cursor):
                 break
-        unknown = [name for name in self._config.tools if name not in found]
-        if unknown or not found:
+        unknown_names = [name for name in self._config.tools if name not in schemas]
+        if unknown_names or not schemas:
             raise ForgeError(
-                f"the MCP server {self._config.server!r} has no tool {', '.join(unknown)}".removesuffix(" "),
-                hint=f"its tools are: {', '.join(found) or 'none'}",
+                f"the MCP server {self._config.server!r} has no tool {', '.join(unknown_names)}".removesuffix(" "),
+                hint=f"its tools are: {', '.join(schemas) or 'none'}",
             )
-        return {name: found[name] for name in self._config.tools or found}
+        return {name: schemas[name] for name in self._config.tools or schemas}
 
     def _not_started(self, error: BaseException) -> ForgeError:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, ForgeError):
             return error
-        late = isinstance(error, TimeoutError)
-        cause = f"not ready in {self._config.start_s:g} s" if late else f"{type(error).__name__}: {error}"
+        is_timeout = isinstance(error, TimeoutError)
+        cause = f"not ready in {self._config.start_s:g} s" if is_timeout else f"{type(error).__name__}: {error}"
         return ForgeError(
             f"the MCP server {self._config.server!r} does not start: {cause}",
             hint="run the command by hand; its output is in the log of the environment process",
@@ -242,11 +242,11 @@ class _RemoteTool:
 
     async def call(self, arguments: str, *, timeout_s: float) -> str:
         try:
-            given = read_arguments(self.name, arguments)
+            parsed_arguments = read_arguments(self.name, arguments)
         except ValueError as error:
             return f"error: {error}"
         connection = await self.session.connected()
-        return await connection.call(self.name, given, timeout_s)
+        return await connection.call(self.name, parsed_arguments, timeout_s)
 
 
 class McpSession:

@@ -27,7 +27,7 @@ _AGAIN_S = (0.2, 5.0)
 _MAIN_FIELDS = ("text", "prompt", "message", "response", "output", "result")
 """Observation fields that, if text, are shown first and without their name."""
 _STEP_FIELDS = ("reward", "done")
-"""Observation fields that repeat what a step returns beside the observation."""
+"""Observation fields that repeat values sent alongside the observation."""
 _HINT = "write --env openenv:ws://HOST:PORT"
 
 
@@ -84,8 +84,8 @@ class OpenEnvFactory:
 
     def sources(self, seed: int) -> dict[str, TaskList]:
         """Return a task source of seeds."""
-        made = seeded("openenv", tasks=self.tasks, held_out=self.held_out, prompt=self.prompt, seed=seed)
-        return {"openenv": made}
+        source = seeded("openenv", tasks=self.tasks, held_out=self.held_out, prompt=self.prompt, seed=seed)
+        return {"openenv": source}
 
     @property
     def address(self) -> str:
@@ -144,24 +144,24 @@ class OpenEnvSession:
         data = await self._begin({"seed": seed} if isinstance(seed, int) else {})
         tools: Sequence[Mapping[str, object]] = ()
         if self._by_tools:
-            listed = await self._ask("step", {"type": "list_tools"})
-            none = {"type": "object", "properties": {}}
+            tool_list = await self._ask("step", {"type": "list_tools"})
+            empty_schema = {"type": "object", "properties": {}}
             tools = [
-                tool_schema(tool["name"], tool.get("description") or "", tool.get("input_schema") or none)
-                for tool in listed["observation"].get("tools", ())
+                tool_schema(tool["name"], tool.get("description") or "", tool.get("input_schema") or empty_schema)
+                for tool in tool_list["observation"].get("tools", ())
             ]
-        shown = self._shown(data)
+        text = self._shown(data)
         if not self._by_tools and not self._field:
             form = {name: field for name, field in fields.items() if name != "metadata"}
-            required = [name for name in schema.get("required", ()) if name in form]
-            schema_text = json.dumps({"properties": form, "required": required}, ensure_ascii=False)
-            shown += f"\n\nAnswer with an action: a JSON object of this schema. {schema_text}"
+            required_names = [name for name in schema.get("required", ()) if name in form]
+            schema_text = json.dumps({"properties": form, "required": required_names}, ensure_ascii=False)
+            text += f"\n\nAnswer with an action: a JSON object of this schema. {schema_text}"
         messages = self._task.messages
-        asked = bool(messages) and messages[-1]["role"] == "user"
-        if not (self._by_tools and asked):  # a tool environment has little to show, and the question is enough
+        has_question = bool(messages) and messages[-1]["role"] == "user"
+        if not (self._by_tools and has_question):  # a tool environment has little to show, and the question is enough
             # Many chat templates require user and assistant messages to alternate.
-            shown = f"{messages[-1]['content']}\n\n{shown}" if asked else shown
-            messages = (*messages[: len(messages) - asked], {"role": "user", "content": shown})
+            text = f"{messages[-1]['content']}\n\n{text}" if has_question else text
+            messages = (*messages[: len(messages) - has_question], {"role": "user", "content": text})
         return Observation(messages=messages, tools=tuple(tools))
 
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
@@ -204,7 +204,7 @@ class OpenEnvSession:
         try:
             action = parse_json(completion[begin : end + 1]) if begin >= 0 else None
         except (ValueError, RecursionError) as error:
-            return f"error: the action is no JSON: {error}", None, False
+            return f"error: the action is not JSON: {error}", None, False
         if not isinstance(action, dict):
             return "error: write the action as a JSON object", None, False
         return await self._do(action)
@@ -219,25 +219,27 @@ class OpenEnvSession:
         return self._shown(data), None if reward is None else float(reward), bool(data.get("done"))
 
     def _shown(self, data: Mapping[str, Any]) -> str:
-        seen = {key: value for key, value in data.get("observation", {}).items() if value is not None}
+        observation = {key: value for key, value in data.get("observation", {}).items() if value is not None}
         if self._factory.show:
-            value = seen.get(self._factory.show, "")
+            value = observation.get(self._factory.show, "")
             return value if isinstance(value, str) else json.dumps(value)
-        about = seen.pop("metadata", None)
-        if isinstance(error := seen.get("error"), dict) and "tool_name" in seen:
+        metadata = observation.pop("metadata", None)
+        if isinstance(error := observation.get("error"), dict) and "tool_name" in observation:
             return f"error: {error.get('message')}"
-        if isinstance(result := seen.get("result"), dict) and isinstance(content := result.get("content"), list):
+        if isinstance(result := observation.get("result"), dict) and isinstance(content := result.get("content"), list):
             return "\n".join(part.get("text") or f"[{part.get('type')}]" for part in content)
-        fields = {name: value for name, value in seen.items() if value not in ("", [], {}) and name not in _STEP_FIELDS}
+        fields = {
+            name: value for name, value in observation.items() if value not in ("", [], {}) and name not in _STEP_FIELDS
+        }
         main = next((name for name in _MAIN_FIELDS if isinstance(fields.get(name), str)), "")
         if not main:
-            return json.dumps(fields or about or {}, ensure_ascii=False)
-        others = {name: value for name, value in fields.items() if name != main}
-        labelled = (
+            return json.dumps(fields or metadata or {}, ensure_ascii=False)
+        other_fields = {name: value for name, value in fields.items() if name != main}
+        labelled_lines = (
             f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
-            for name, value in others.items()
+            for name, value in other_fields.items()
         )
-        return "\n".join([fields[main], *labelled])
+        return "\n".join([fields[main], *labelled_lines])
 
     async def _schema(self) -> dict[str, Any]:
         import httpx
@@ -249,17 +251,17 @@ class OpenEnvSession:
                 return schema
 
         try:
-            found = await self._again(ask, (httpx.TransportError,))
-            return dict(found["action"])
+            schemas = await self._again(ask, (httpx.TransportError,))
+            return dict(schemas["action"])
         except (httpx.HTTPError, KeyError, TypeError, ValueError) as error:
-            said = without_credentials(str(error))
+            message = without_credentials(str(error))
             raise ForgeError(
-                f"{self._factory.shown_url} returned no action schema: {type(error).__name__}: {said}",
+                f"{self._factory.shown_url} returned no action schema: {type(error).__name__}: {message}",
                 hint=f"is it an OpenEnv server? {_HINT}",
             ) from error
 
     async def _begin(self, data: dict[str, object]) -> dict[str, Any]:
-        """Connect and reset; a server without a free session says so in its first reply."""
+        """Connect and reset. A server without a free session accepts the connection and refuses in its first reply."""
         import websockets
 
         async def begin() -> dict[str, Any]:
@@ -287,12 +289,12 @@ class OpenEnvSession:
     async def _again(self, do: Callable[[], Awaitable[T]], errors: tuple[type[Exception], ...]) -> T:
         """Retry on these errors until `connect_s` has passed."""
         loop = asyncio.get_running_loop()
-        until, pause = loop.time() + self._factory.connect_s, _AGAIN_S[0]
+        deadline, pause = loop.time() + self._factory.connect_s, _AGAIN_S[0]
         while True:
             try:
                 return await do()
             except errors:
-                if loop.time() + pause > until:
+                if loop.time() + pause > deadline:
                     raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, _AGAIN_S[1])
@@ -314,18 +316,19 @@ class OpenEnvSession:
             await self.close()
             raise self._gone(f"the connection was lost in `{kind}`: {error}") from error
         if answer.get("type") == "error":
-            said = answer.get("data", {})
-            if said.get("code") == "CAPACITY_REACHED":
-                raise _FullError(said.get("message", ""))
-            errors = f": {said['errors']}" if said.get("errors") else ""
-            if kind == "step" and said.get("code") in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
-                raise _RefusedError(f"{said.get('message')}{errors}")
+            error_data = answer.get("data", {})
+            if error_data.get("code") == "CAPACITY_REACHED":
+                raise _FullError(error_data.get("message", ""))
+            errors = f": {error_data['errors']}" if error_data.get("errors") else ""
+            if kind == "step" and error_data.get("code") in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
+                raise _RefusedError(f"{error_data.get('message')}{errors}")
             raise ForgeError(
-                f"{self._factory.shown_url} answered `{kind}` with {said.get('code')}: {said.get('message')}{errors}",
+                f"{self._factory.shown_url} answered `{kind}` with {error_data.get('code')}: "
+                f"{error_data.get('message')}{errors}",
                 hint="fix the environment behind the server",
             )
-        found: dict[str, Any] = answer["data"]
-        return found
+        reply_data: dict[str, Any] = answer["data"]
+        return reply_data
 
     def _gone(self, cause: str) -> ReplicaError:
         return ReplicaError(cause, service=f"openenv at {self._factory.shown_url}", hint="see the server's log")
@@ -342,7 +345,7 @@ class _RefusedError(Exception):
 def _text_field(schema: Mapping[str, Any]) -> str:
     """Return the only required field of an action if it is text, else ""."""
     fields: Mapping[str, Any] = schema.get("properties", {})
-    must = [name for name in schema.get("required", ()) if name != "metadata"]
-    if len(must) == 1 and fields.get(must[0], {}).get("type") == "string":
-        return str(must[0])
+    required_names = [name for name in schema.get("required", ()) if name != "metadata"]
+    if len(required_names) == 1 and fields.get(required_names[0], {}).get("type") == "string":
+        return str(required_names[0])
     return ""

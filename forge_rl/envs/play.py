@@ -33,21 +33,21 @@ async def play(
     try:
         observation = await reset_env(env)
         tell(observation)
-        shown, tools = tuple(observation.messages), observation.tools or task.tools
+        messages, tools = tuple(observation.messages), observation.tools or task.tools
         for _ in range(turns if answer is not None else 0):
             assert answer is not None
-            if (given := await answer(shown, tools)) is None:
+            if (parsed := await answer(messages, tools)) is None:
                 break
-            content, calls = given
-            step = await step_env(env, content, parsed=given if tools else None)
+            content, calls = parsed
+            step = await step_env(env, content, parsed=parsed if tools else None)
             tell(step)
             rewards += [] if step.reward is None else [step.reward]
             if step.done:
                 break
-            said: dict[str, object] = {"role": "assistant", "content": content}
+            assistant_message: dict[str, object] = {"role": "assistant", "content": content}
             if calls:
-                said["tool_calls"] = [as_message(call) for call in calls]
-            shown = (*shown, said, *step.messages) if step.history is None else step.history
+                assistant_message["tool_calls"] = [as_message(call) for call in calls]
+            messages = (*messages, assistant_message, *step.messages) if step.history is None else step.history
     finally:
         await close_env(env)
     return sum(rewards) if rewards else None

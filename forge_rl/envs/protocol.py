@@ -66,9 +66,9 @@ class Step(Compact):
 
     def __post_init__(self) -> None:
         assert self.done or not self.model_error, "a model error ends the episode"
-        shown = self.messages or self.history
-        assert self.done or shown or self.continues, "an episode that continues must show the model something"
-        assert not (self.continues and (shown or self.done)), "a message that goes on is followed by no other"
+        shown_messages = self.messages or self.history
+        assert self.done or shown_messages or self.continues, "an episode that continues must show the model something"
+        assert not (self.continues and (shown_messages or self.done)), "a message that goes on is followed by no other"
         assert not (self.done and self.branches > 1), "an episode that is over has no branches"
         assert self.done or not self.forks, "an episode forks within its last completion"
         assert not (self.messages and self.history), "a new history already includes the messages that follow"
@@ -152,7 +152,7 @@ class AgentEnvironment(Protocol):
         """Score an episode that timed out before it had a score; must pickle."""
 
     def serving(self, logs: Path) -> AbstractAsyncContextManager[None]:
-        """Run whatever the episodes need while the body runs; processes log to files in `logs`."""
+        """Run the processes that the episodes need while the body runs; they log to files in `logs`."""
 
 
 def leaves_of(factory: EnvFactory) -> int:
@@ -161,8 +161,8 @@ def leaves_of(factory: EnvFactory) -> int:
     Raises:
         ConfigError: its `leaves` is not a positive integer.
     """
-    of = factory.func if isinstance(factory, functools.partial) else factory
-    leaves = getattr(of, "leaves", 1)
+    base_factory = factory.func if isinstance(factory, functools.partial) else factory
+    leaves = getattr(base_factory, "leaves", 1)
     if type(leaves) is not int or leaves < 1:
         raise ConfigError(
             f"the environment's `leaves` is {leaves!r:.80}", hint="set it to the most episodes of a tree, such as 4"
@@ -211,11 +211,11 @@ async def step_env(env: Env, completion: str, truncated: bool = False, parsed: P
     Raises:
         ForgeError: `step` returned no Step.
     """
-    wanted = _wanted(type(env))
-    given: dict[str, object] = {"truncated": truncated} if "truncated" in wanted else {}
-    if "calls" in wanted:
-        completion, given["calls"] = parsed or (completion, ())
-    step = await env.step(completion, **given)
+    option_names = _wanted(type(env))
+    kwargs: dict[str, object] = {"truncated": truncated} if "truncated" in option_names else {}
+    if "calls" in option_names:
+        completion, kwargs["calls"] = parsed or (completion, ())
+    step = await env.step(completion, **kwargs)
     if not isinstance(step, Step):
         raise ForgeError(
             f"{type(env).__name__}.step returned {step!r:.80}, not a Step", hint="return Step(done=..., messages=...)"
@@ -232,24 +232,24 @@ Exchange: TypeAlias = tuple[str, bool, Parsed | None, Step]
 
 async def replay_env(env: Env, observation: Observation, log: Sequence[Exchange]) -> str:
     """Bring a new environment to the state of another one; return the first difference in its output, or ""."""
-    if _shown(seen := await reset_env(env)) != _shown(observation):
-        return f"it began with {seen.messages!r:.200}, not {observation.messages!r:.200}"
+    if _shown(new_observation := await reset_env(env)) != _shown(observation):
+        return f"it began with {new_observation.messages!r:.200}, not {observation.messages!r:.200}"
     resume = getattr(env, "resume", None)
     for turn, (completion, truncated, parsed, step) in enumerate(log, 1):
         content, calls = parsed or (completion, ())
         if resume is not None:
-            taken = resume(content, step, calls)
-            if await taken if inspect.isawaitable(taken) else taken:
+            resumed = resume(content, step, calls)
+            if await resumed if inspect.isawaitable(resumed) else resumed:
                 continue
-        if _shown(again := await step_env(env, completion, truncated, parsed)) != _shown(step):
-            return f"its turn {turn} gave {again.messages!r:.200}, not {step.messages!r:.200}"
+        if _shown(new_step := await step_env(env, completion, truncated, parsed)) != _shown(step):
+            return f"its turn {turn} gave {new_step.messages!r:.200}, not {step.messages!r:.200}"
     return ""
 
 
-def _shown(seen: Observation | Step) -> str:
+def _shown(output: Observation | Step) -> str:
     """Return what the model and the score see, without addresses of objects."""
-    names = [each.name for each in fields(seen) if each.name != "calls"]
-    return re.sub(r"\b0x[0-9a-f]{6,16}\b", "0x", repr([getattr(seen, name) for name in names]))
+    names = [f.name for f in fields(output) if f.name != "calls"]
+    return re.sub(r"\b0x[0-9a-f]{6,16}\b", "0x", repr([getattr(output, name) for name in names]))
 
 
 async def fork_env(env: Env) -> Env:
@@ -260,22 +260,22 @@ async def fork_env(env: Env) -> Env:
     """
     if (fork := getattr(env, "fork", None)) is None:
         return copy.deepcopy(env)
-    made = fork()
-    made = await made if inspect.isawaitable(made) else made
-    if made is env or not (hasattr(made, "reset") and hasattr(made, "step")):
+    env_copy = fork()
+    env_copy = await env_copy if inspect.isawaitable(env_copy) else env_copy
+    if env_copy is env or not (hasattr(env_copy, "reset") and hasattr(env_copy, "step")):
         raise ForgeError(
-            f"{type(env).__name__}.fork returned {made!r:.80}, which is not another environment",
+            f"{type(env).__name__}.fork returned {env_copy!r:.80}, which is not another environment",
             hint="return a new object that shares nothing that steps change",
         )
-    forked: Env = made
+    forked: Env = env_copy
     return forked
 
 
 async def close_env(env: object) -> None:
     """Call an environment's `close`, if it has one."""
     close = getattr(env, "close", None)
-    if close is not None and inspect.isawaitable(closing := close()):
-        await closing
+    if close is not None and inspect.isawaitable(close_result := close()):
+        await close_result
 
 
 @functools.cache
@@ -283,5 +283,5 @@ def _wanted(kind: type[Env]) -> frozenset[str]:
     """Return the optional arguments that an environment class's `step` takes."""
     parameters = inspect.signature(kind.step).parameters.values()
     optional = {"truncated", "calls"}
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    return frozenset(optional if takes_all else optional & {each.name for each in parameters})
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return frozenset(optional if takes_all else optional & {parameter.name for parameter in parameters})

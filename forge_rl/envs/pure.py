@@ -57,31 +57,32 @@ def version_of(function: Callable[..., object]) -> str:
     Raises:
         ConfigError: it has bound objects that cannot be compared, and no declared version.
     """
-    inner, declared = inspect.unwrap(inner_function(function)), purity(function)
-    bound: list[object] = []
+    inner, declared_version = inspect.unwrap(inner_function(function)), purity(function)
+    bound_objects: list[object] = []
     while isinstance(function, functools.partial):
-        bound += [function.args, function.keywords]
+        bound_objects += [function.args, function.keywords]
         function = function.func
     if isinstance(function, types.MethodType):
-        bound.append(vars(function.__self__))
+        bound_objects.append(vars(function.__self__))
     elif not hasattr(function, "__name__"):
-        bound.append(vars(function))
-    bound += [inner.__defaults__, inner.__kwdefaults__]
-    bound += [cell.cell_contents for cell in inner.__closure__ or ()]
+        bound_objects.append(vars(function))
+    bound_objects += [inner.__defaults__, inner.__kwdefaults__]
+    bound_objects += [cell.cell_contents for cell in inner.__closure__ or ()]
     try:
-        known = json.dumps(bound, sort_keys=True, default=_version_of_bound)
+        bound_text = json.dumps(bound_objects, sort_keys=True, default=_version_of_bound)
     except (TypeError, ValueError):
-        if not declared:
+        if not declared_version:
             raise ConfigError(
-                f"the pure tool {inner.__name__} has bound objects whose changes cannot be seen: {bound!r:.200}",
+                f"the pure tool {inner.__name__} has bound objects whose changes cannot be seen: "
+                f"{bound_objects!r:.200}",
                 hint='pass them as arguments, or declare a version that covers them: tool(pure=True, version="...")',
             ) from None
-        known = ""
-    seen = hashlib.blake2b(digest_size=16)
-    for part in (inner.__module__, inner.__qualname__, declared or "", known, sys.version, _file(inner)):
-        seen.update(hashlib.blake2b(part.encode("utf-8", "surrogatepass")).digest())
-    seen.update(_code(inner.__code__))
-    return seen.hexdigest()
+        bound_text = ""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (inner.__module__, inner.__qualname__, declared_version or "", bound_text, sys.version, _file(inner)):
+        digest.update(hashlib.blake2b(part.encode("utf-8", "surrogatepass")).digest())
+    digest.update(_code(inner.__code__))
+    return digest.hexdigest()
 
 
 def _version_of_bound(value: object) -> str:
@@ -126,11 +127,11 @@ class CachedTool:
             ForgeError: the function raised it, for failures that are not the model's fault.
         """
         try:
-            given = self.tool.read(arguments)
+            kwargs = self.tool.read(arguments)
         except ValueError as error:
             return str(error), None
-        key = content_key(self.tool.name, version_of(self.tool.function), self.about, self.tool.canonical(given))
-        run = functools.partial(self.tool.run, given, timeout_s=timeout_s)
+        key = content_key(self.tool.name, version_of(self.tool.function), self.about, self.tool.canonical(kwargs))
+        run = functools.partial(self.tool.run, kwargs, timeout_s=timeout_s)
         return await self.cache.get(key, run, wait_s=timeout_s)
 
 

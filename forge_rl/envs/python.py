@@ -32,7 +32,7 @@ class PythonEnv:
     A completion with code in fenced blocks, or a call of the tool `python`, runs it, and the next message is its
     output, the value of its last expression, and its error. Any other completion is the answer, which the reward
     scores. A session starts with the first code of an episode and ends with the episode. If the code kills it, the
-    output says so, and the next code gets a new one. If the sandbox loses it, the episode's code is rerun.
+    output reports that, and the next code gets a new one. If the sandbox loses it, the episode's code is rerun.
     """
 
     max_turns: int = 4
@@ -129,11 +129,11 @@ class PythonUse:
 
     async def fork(self) -> PythonUse:
         """Return an episode with a copy of this one's session."""
-        made = PythonUse(self._config, self._task)
-        made._use.continue_from(self._use)
+        copy = PythonUse(self._config, self._task)
+        copy._use.continue_from(self._use)
         if self._session is not None:
-            made._session = await self._session.fork()
-        return made
+            copy._session = await self._session.fork()
+        return copy
 
     async def close(self) -> None:
         if self._session is not None:

@@ -40,7 +40,7 @@ os.environ["PATH"] = os.path.dirname(sys.executable) + ":" + os.environ["PATH"]
 os.environ["PYTHONPATH"] = ":".join({packages!r})
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 def shell(command):
-    bash = next(each for each in ("/bin/bash", "/usr/bin/bash", "/bin/sh") if os.path.exists(each))
+    bash = next(path for path in ("/bin/bash", "/usr/bin/bash", "/bin/sh") if os.path.exists(path))
     return subprocess.run([bash, "-c", command], stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT).returncode
 """
 
@@ -150,26 +150,26 @@ class RepositoryUse:
     async def run(self, command: str) -> str:
         """Run a shell command in the workspace; return what the model is shown.
 
-        If the sandbox's server dies, the files go on in another session. If it dies during the command, whose work is
-        then half done, all commands so far are rerun on the repository first.
+        If the sandbox's server dies, the episode continues in another session. If it dies during the command, which may
+        be half done, all earlier commands are first rerun on a fresh checkout.
 
         Raises:
             DivergedError: they showed something else than before.
             SandboxError: the sandbox failed again and again.
         """
-        shown = await self._surviving(functools.partial(self._run, command))
-        self._log.append((command, shown))
-        return shown
+        output = await self._surviving(functools.partial(self._run, command))
+        self._log.append((command, output))
+        return output
 
     async def _surviving(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do something again if the server of its session is lost meanwhile."""
-        for left in range(_MOST_LOST, -1, -1):
+        """Do some work; retry it if the server of its session is lost meanwhile."""
+        for retries_left in range(_MOST_LOST, -1, -1):
             try:
                 return await work()
             except DivergedError:
                 raise
             except SandboxError:
-                if not left or (self._session is not None and not self._session.lost):
+                if not retries_left or (self._session is not None and not self._session.lost):
                     raise
                 await self._end()
         raise AssertionError("unreachable")
@@ -177,11 +177,11 @@ class RepositoryUse:
     async def _rerun(self) -> Session:
         """Open a session and repeat the commands so far in it."""
         self._session = await self._open()
-        for place, (command, before) in enumerate(self._log, 1):
-            shown = await self._run(command)
-            if repeatable(shown) != repeatable(before):
+        for number, (command, old_output) in enumerate(self._log, 1):
+            output = await self._run(command)
+            if repeatable(output) != repeatable(old_output):
                 raise DivergedError(
-                    f"command {place} of an episode showed {shown!r:.200}, not {before!r:.200}, when it was rerun",
+                    f"command {number} of an episode showed {output!r:.200}, not {old_output!r:.200}, when rerun",
                     hint="commands that depend on time or chance cannot be rerun: start the episode again",
                 )
         return self._session
@@ -193,9 +193,9 @@ class RepositoryUse:
         result = await session.run(f"shell({command!r})")
         parts = [result.stdout, result.stderr]
         if result.error is not None:
-            slow = "CellOverrun" in result.error.name
+            is_timeout = "CellOverrun" in result.error.name
             parts.append(
-                f"error: {f'it took longer than {self._config.timeout_s:g} s' if slow else result.error.message}"
+                f"error: {f'it took longer than {self._config.timeout_s:g} s' if is_timeout else result.error.message}"
             )
         elif result.value not in ("0", None):
             parts.append(f"exit status {result.value}")
@@ -216,15 +216,15 @@ class RepositoryUse:
     async def _open(self, *, of_tests: bool = False) -> Session:
         """Open a session in a fresh workspace."""
         if self._checkout is None:
-            wanted = _store(self._config.store).checkout(self._truth["repository"], self._truth["revision"])
-            self._checkout = await self._opened.enter_async_context(wanted)
+            checkout = _store(self._config.store).checkout(self._truth["repository"], self._truth["revision"])
+            self._checkout = await self._opened.enter_async_context(checkout)
         pool, limits = await shared_pool(self._config.packages), self._config.limits(of_tests=of_tests)
         session = await pool.open(workspace=self._checkout.folder, limits=limits)
         await session.run(_START.format(packages=self._config.packages))
         return session
 
     async def _replace(self, session: Session) -> Session:
-        """Go on in another session with the files of one that its commands killed."""
+        """Continue in a new session with the files of a session that its commands killed."""
         changes = await session.changes(leave_out=())
         await session.close()
         self._session = None
@@ -289,12 +289,19 @@ def _read(file: Path) -> list[Task]:
 
 
 def _task(row: Mapping[str, Any], name: str, source: str) -> Task:
-    row = {**row, **{ours: row[theirs] for ours, theirs in _SWE.items() if ours not in row and theirs in row}}
+    row = {
+        **row,
+        **{
+            our_name: row[their_name]
+            for our_name, their_name in _SWE.items()
+            if our_name not in row and their_name in row
+        },
+    }
     repository = str(row["repository"])
     if "://" not in repository and not repository.startswith(("/", ".", "~")) and "repo" in row:
         repository = _GITHUB + repository
     lists = [row.get(key) or [] for key in ("tests", "FAIL_TO_PASS", "PASS_TO_PASS")]
-    tests = [str(test) for each in lists for test in (json.loads(each) if isinstance(each, str) else each)]
+    tests = [str(test) for value in lists for test in (json.loads(value) if isinstance(value, str) else value)]
     truth = {
         "repository": repository,
         "revision": str(row["revision"]),
@@ -302,7 +309,7 @@ def _task(row: Mapping[str, Any], name: str, source: str) -> Task:
         "command": str(row.get("command") or ""),
         "test_files": dict(row.get("test_files") or {}),
         "test_patch": str(row.get("test_patch") or ""),
-        "protected": [str(each) for each in row.get("protected") or []],
+        "protected": [str(file) for file in row.get("protected") or []],
     }
     _tests(truth)
     messages: tuple[Message, ...] = ({"role": "user", "content": str(row["problem"])},)

@@ -46,13 +46,13 @@ class Corpus:
             raise ConfigError(f"there is no corpus {path}", hint="name a JSONL file, a folder of text files, or a .db")
         if path.suffix in (".db", ".sqlite"):
             return cls(_checked(path.resolve()))
-        files = sorted(each for each in path.rglob("*") if each.suffix in _TEXTS) if path.is_dir() else [path]
+        files = sorted(file for file in path.rglob("*") if file.suffix in _TEXTS) if path.is_dir() else [path]
         if not files:
             raise ConfigError(f"the corpus {path} has no text files", hint=f"add files that end in {', '.join(_TEXTS)}")
         digest = hashlib.sha256()
-        for each in files:
-            state = each.stat()
-            digest.update(f"{each.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
+        for file in files:
+            state = file.stat()
+            digest.update(f"{file.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\0".encode())
         make_private(cache, ConfigError)
         index = cache.resolve() / f"corpus-{digest.hexdigest()[:16]}.db"
         if not index.exists():
@@ -68,10 +68,10 @@ class Corpus:
         words = re.findall(r"\w+", query)
         if not words:
             return []
-        asked = " OR ".join(f'"{word}"' for word in words[:32])
-        question = "SELECT title, snippet(texts, 1, '', '', ' ... ', 64) FROM texts WHERE texts MATCH ? "
+        match_query = " OR ".join(f'"{word}"' for word in words[:32])
+        statement = "SELECT title, snippet(texts, 1, '', '', ' ... ', 64) FROM texts WHERE texts MATCH ? "
         with contextlib.closing(sqlite3.connect(f"{self.index.as_uri()}?mode=ro&immutable=1", uri=True)) as database:
-            rows = database.execute(question + "ORDER BY bm25(texts, 2.0, 1.0) LIMIT ?", (asked, results))
+            rows = database.execute(statement + "ORDER BY bm25(texts, 2.0, 1.0) LIMIT ?", (match_query, results))
             return [(str(title), str(text)) for title, text in rows]
 
 
@@ -81,8 +81,8 @@ def search(corpus: Corpus, results: int, query: str) -> str:
     Args:
         query: words to look for.
     """
-    found = corpus.search(query, results)
-    return "\n\n".join(f"[{title}] {text}"[:_MOST_CHARS] for title, text in found) or "nothing was found"
+    matches = corpus.search(query, results)
+    return "\n\n".join(f"[{title}] {text}"[:_MOST_CHARS] for title, text in matches) or "nothing was found"
 
 
 def _build(index: Path, path: Path, files: list[Path]) -> None:
@@ -102,11 +102,11 @@ def _build(index: Path, path: Path, files: list[Path]) -> None:
 
 
 def _texts(path: Path, files: list[Path]) -> Iterator[tuple[str, str]]:
-    for each in files:
-        if each.suffix == ".jsonl":
-            yield from _rows(each)
+    for file in files:
+        if file.suffix == ".jsonl":
+            yield from _rows(file)
         else:
-            yield str(each.relative_to(path) if each != path else each.name), each.read_text(errors="replace")
+            yield str(file.relative_to(path) if file != path else file.name), file.read_text(errors="replace")
 
 
 def _rows(file: Path) -> Iterator[tuple[str, str]]:

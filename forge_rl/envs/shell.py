@@ -89,11 +89,11 @@ class ShellUse:
 
     async def fork(self) -> ShellUse:
         """Return an episode with a copy of this one's session."""
-        made = ShellUse(self._config, self._task)
-        made._use.continue_from(self._use)
+        copy = ShellUse(self._config, self._task)
+        copy._use.continue_from(self._use)
         if self._session is not None:
-            made._session = await self._session.fork()
-        return made
+            copy._session = await self._session.fork()
+        return copy
 
     async def close(self) -> None:
         if self._session is not None:

@@ -40,13 +40,13 @@ class TaskList:
 
     def draw(self) -> Task:
         """Return the next task to train on."""
-        epoch, place = divmod(self._drawn, len(self._train))
+        epoch, index = divmod(self._drawn, len(self._train))
         if self._order[0] != epoch:
             order = list(range(len(self._train)))
             random.Random(f"{self._seed}/{epoch}").shuffle(order)
             self._order = epoch, order
         self._drawn += 1
-        return self._train[self._order[1][place]]
+        return self._train[self._order[1][index]]
 
     def held_out(self, tasks: int) -> tuple[Task, ...]:
         """Return the first held-out tasks, or all if there are fewer."""
@@ -66,14 +66,14 @@ class TaskList:
         Raises:
             TaskError: the position belongs to another list.
         """
-        drawn = state.get("drawn")
-        if not isinstance(drawn, int) or drawn < 0 or dict(state) != {**self.state(), "drawn": drawn}:
+        num_drawn = state.get("drawn")
+        if not isinstance(num_drawn, int) or num_drawn < 0 or dict(state) != {**self.state(), "drawn": num_drawn}:
             raise TaskError(
                 f"the saved state of {self.name} is {dict(state)}, but it has {len(self._train)} tasks and the seed "
                 f"{self._seed}",
                 hint="resume with the original environment and seed, or start a new run",
             )
-        self._drawn = drawn
+        self._drawn = num_drawn
 
 
 def split(tasks: Sequence[Task], share: float, key: Callable[[Task], str]) -> tuple[list[Task], list[Task]]:
@@ -87,11 +87,13 @@ def split(tasks: Sequence[Task], share: float, key: Callable[[Task], str]) -> tu
     for task in tasks:
         by_key.setdefault(hashlib.sha256(key(task).encode()).hexdigest(), []).append(task)
     digests = sorted(by_key)
-    cut = [each for each in digests if int(each[:8], 16) < share * 2**32]
-    cut = (cut or digests[:1])[: len(digests) - 1] if share else []
-    held_out = [by_key[each][0] for each in cut]
-    left = set(cut)
-    return [task for each, same in by_key.items() if each not in left for task in same], held_out
+    held_out_digests = [digest for digest in digests if int(digest[:8], 16) < share * 2**32]
+    held_out_digests = (held_out_digests or digests[:1])[: len(digests) - 1] if share else []
+    held_out = [by_key[digest][0] for digest in held_out_digests]
+    held_out_set = set(held_out_digests)
+    return [
+        task for digest, same_tasks in by_key.items() if digest not in held_out_set for task in same_tasks
+    ], held_out
 
 
 def seeded(name: str, *, tasks: int, held_out: int, prompt: str, seed: int) -> TaskList:
@@ -101,8 +103,8 @@ def seeded(name: str, *, tasks: int, held_out: int, prompt: str, seed: int) -> T
         prompt: system message of each task, if not empty.
     """
     messages: tuple[Message, ...] = ({"role": "system", "content": prompt},) if prompt else ()
-    made = [
-        Task(id=f"seed/{place}", source=name, messages=messages, truth={"seed": place})
-        for place in range(held_out + tasks)
+    seed_tasks = [
+        Task(id=f"seed/{index}", source=name, messages=messages, truth={"seed": index})
+        for index in range(held_out + tasks)
     ]
-    return TaskList(name, made[held_out:], made[:held_out], seed=seed)
+    return TaskList(name, seed_tasks[held_out:], seed_tasks[:held_out], seed=seed)

@@ -58,16 +58,16 @@ class TextArena:
             raise ConfigError(f"textarena cannot be imported: {error}", hint="pip install textarena") from None
         try:
             # The raw game attributes each message to its sender; otherwise each turn repeats everything as one text.
-            made = textarena.make(f"{self.game}-raw")
+            env = textarena.make(f"{self.game}-raw")
             with contextlib.redirect_stderr(io.StringIO()):
-                made.reset(num_players=1, seed=seed)
+                env.reset(num_players=1, seed=seed)
         except Exception as error:
             cause = next((line.strip(" *") for line in str(error).splitlines() if line.strip(" *")), repr(error))
             raise ConfigError(
                 f"textarena cannot make {self.game!r} for one player: {cause}",
                 hint="choose a single-player game, such as GuessTheNumber-v0; some games need NLTK data",
             ) from None
-        return made
+        return env
 
 
 class TextArenaGame:
@@ -89,9 +89,9 @@ class TextArenaGame:
         try:
             done, _ = self._game.step(completion)
         except ValueError as error:  # of a move that the game cannot read
-            last = self._turns >= self._config.max_turns
-            told = ({"role": "user", "content": f"error: {error}"},)
-            return Step(done=last, messages=() if last else told, reward=0.0 if last else None)
+            is_last = self._turns >= self._config.max_turns
+            messages = ({"role": "user", "content": f"error: {error}"},)
+            return Step(done=is_last, messages=() if is_last else messages, reward=0.0 if is_last else None)
         if not done and self._turns < self._config.max_turns:
             return Step(done=False, messages=({"role": "user", "content": self._said() or "Go on."},))
         rewards, _ = self._game.close() if done else ({0: 0.0}, {})
@@ -101,5 +101,5 @@ class TextArenaGame:
 
     def _said(self) -> str:
         """Return the game's text since the model's last turn."""
-        _, observed = self._game.get_observation()
-        return "\n".join(str(text) for sender, text, *_ in observed if sender != 0)
+        _, events = self._game.get_observation()
+        return "\n".join(str(text) for sender, text, *_ in events if sender != 0)

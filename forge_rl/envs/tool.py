@@ -65,8 +65,8 @@ class Tool:
         """Schema in the format of chat templates: {"type": "function", "function": {"name": ..., ...}}."""
         import docstring_parser
 
-        described = docstring_parser.parse(inspect.getdoc(inner_function(self.function)) or "")
-        texts = [described.short_description, described.long_description]
+        docstring = docstring_parser.parse(inspect.getdoc(inner_function(self.function)) or "")
+        texts = [docstring.short_description, docstring.long_description]
         parameters = _without_titles(self._adapter.json_schema())
         parameters.pop("additionalProperties", None)
         return tool_schema(self.name, "\n".join(filter(None, texts)), parameters)
@@ -80,10 +80,10 @@ class Tool:
             ForgeError: the function raised it, for failures that are not the model's fault.
         """
         try:
-            given = self.read(arguments)
+            kwargs = self.read(arguments)
         except ValueError as error:
             return str(error)
-        return (await self.run(given, timeout_s=timeout_s))[0]
+        return (await self.run(kwargs, timeout_s=timeout_s))[0]
 
     def read(self, arguments: str) -> Mapping[str, Any]:
         """Return checked and converted arguments.
@@ -96,25 +96,25 @@ class Tool:
 
         try:
             text = arguments.strip() or "{}"
-            given: Mapping[str, Any] = self._adapter.validate_json(text)
+            kwargs: Mapping[str, Any] = self._adapter.validate_json(text)
             pydantic_core.from_json(text, allow_inf_nan=False)
         except pydantic.ValidationError as error:
             raise ValueError(f"error: wrong arguments of {self.name}: {_explained(error)}") from None
         except ValueError as error:
             raise ValueError(f"error: wrong arguments of {self.name}: NaN and Infinity are not JSON: {error}") from None
-        return given
+        return kwargs
 
-    def canonical(self, given: Mapping[str, Any]) -> object:
+    def canonical(self, kwargs: Mapping[str, Any]) -> object:
         """Return arguments from `read` as JSON values that are equal for equal arguments."""
-        return self._adapter.dump_python(given, mode="json")
+        return self._adapter.dump_python(kwargs, mode="json")
 
-    async def run(self, given: Mapping[str, Any], *, timeout_s: float) -> tuple[str, bool]:
+    async def run(self, kwargs: Mapping[str, Any], *, timeout_s: float) -> tuple[str, bool]:
         """Call the function with arguments from `read`; return text as `call` does, and whether it is a result."""
         import pydantic_core
 
         try:
             async with asyncio.timeout(timeout_s):
-                function = functools.partial(self.function, *[self.owner] * self.is_method, **given)
+                function = functools.partial(self.function, *[self.owner] * self.is_method, **kwargs)
                 result = function() if self._is_async else await _in_thread(function)
                 if inspect.isawaitable(result):
                     result = await in_own_task(result)
@@ -149,26 +149,32 @@ class Tool:
                 f"a type hint of the tool {self.name} cannot be resolved: {error}",
                 hint="use types that its module defines or imports",
             ) from None
-        texts = {each.arg_name: each.description for each in docstring_parser.parse(inspect.getdoc(inner) or "").params}
+        texts = {
+            param.arg_name: param.description for param in docstring_parser.parse(inspect.getdoc(inner) or "").params
+        }
         fields: dict[str, object] = {}
         parameters = list(inspect.signature(self.function).parameters.values())
-        for each in parameters[1:] if self.is_method else parameters:
-            if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+        for parameter in parameters[1:] if self.is_method else parameters:
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise ConfigError(
-                    f"the tool {self.name} has the parameter {each}, which has no JSON schema",
+                    f"the tool {self.name} has the parameter {parameter}, which has no JSON schema",
                     hint="use named parameters with types",
                 )
-            if each.name not in hints:
+            if parameter.name not in hints:
                 raise ConfigError(
-                    f"the parameter {each.name} of the tool {self.name} has no type hint",
-                    hint=f"add a type, such as {each.name}: str",
+                    f"the parameter {parameter.name} of the tool {self.name} has no type hint",
+                    hint=f"add a type, such as {parameter.name}: str",
                 )
-            told: dict[str, Any] = {"description": texts[each.name]} if texts.get(each.name) else {}
-            if each.default is each.empty:
-                fields[each.name] = Annotated[hints[each.name], pydantic.Field(**told)]
+            field_options: dict[str, Any] = {"description": texts[parameter.name]} if texts.get(parameter.name) else {}
+            if parameter.default is parameter.empty:
+                fields[parameter.name] = Annotated[hints[parameter.name], pydantic.Field(**field_options)]
             else:
-                told["json_schema_extra"] = {"default": each.default} if _is_json(each.default) else None
-                fields[each.name] = typing_extensions.NotRequired[Annotated[hints[each.name], pydantic.Field(**told)]]
+                field_options["json_schema_extra"] = (
+                    {"default": parameter.default} if _is_json(parameter.default) else None
+                )
+                fields[parameter.name] = typing_extensions.NotRequired[
+                    Annotated[hints[parameter.name], pydantic.Field(**field_options)]
+                ]
         shape = typing_extensions.TypedDict(self.name, fields)  # type: ignore[misc]
         try:
             adapter = pydantic.TypeAdapter(pydantic.with_config(pydantic.ConfigDict(extra="forbid"))(shape))
@@ -195,12 +201,12 @@ def read_arguments(name: str, arguments: str) -> dict[str, object]:
         ValueError: they are not a JSON object; its text is for the model.
     """
     try:
-        given = parse_json(arguments.strip() or "{}")
+        value = parse_json(arguments.strip() or "{}")
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"the arguments of {name} are no JSON: {error}") from None
-    if not isinstance(given, dict):
+        raise ValueError(f"the arguments of {name} are not JSON: {error}") from None
+    if not isinstance(value, dict):
         raise ValueError(f"the arguments of {name} must be a JSON object")
-    return given
+    return value
 
 
 def inner_function(function: Callable[..., object]) -> Any:
@@ -221,7 +227,7 @@ def _is_json(value: object) -> bool:
 def _without_titles(schema: Any) -> Any:
     """Return a JSON schema without the titles that pydantic derives from names, which only waste tokens."""
     if isinstance(schema, list):
-        return [_without_titles(each) for each in schema]
+        return [_without_titles(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     values = ("default", "enum", "const", "examples")
@@ -235,25 +241,25 @@ def _without_titles(schema: Any) -> Any:
 def _explained(error: Any) -> str:
     """Describe the errors in the arguments in one line."""
     texts = []
-    for each in error.errors(include_url=False)[:5]:
-        where = ".".join(map(str, each["loc"]))
-        seen = "" if each["type"] in ("missing", "json_invalid") else f", got {each['input']!r:.80}"
-        texts.append((f"{where}: " if where else "") + each["msg"] + seen)
+    for detail in error.errors(include_url=False)[:5]:
+        location = ".".join(map(str, detail["loc"]))
+        input_text = "" if detail["type"] in ("missing", "json_invalid") else f", got {detail['input']!r:.80}"
+        texts.append((f"{location}: " if location else "") + detail["msg"] + input_text)
     return "; ".join(texts)
 
 
 async def _in_thread(function: Callable[[], object]) -> object:
     """Call a plain function in its own daemon thread, so that one that never returns blocks neither calls nor exit."""
-    done: concurrent.futures.Future[object] = concurrent.futures.Future()
-    done.set_running_or_notify_cancel()  # cancelling the wait does not stop the thread
+    future: concurrent.futures.Future[object] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # cancelling the wait does not stop the thread
 
     def run() -> None:
         try:
-            done.set_result(function())
+            future.set_result(function())
         except StopIteration as error:  # asyncio's futures cannot hold it
-            done.set_exception(RuntimeError(f"StopIteration {error}".strip()))
+            future.set_exception(RuntimeError(f"StopIteration {error}".strip()))
         except BaseException as error:
-            done.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
-    return await asyncio.wrap_future(done)
+    return await asyncio.wrap_future(future)

@@ -48,8 +48,8 @@ class ToolSettings:
     """Shortens a long conversation, such as DropOldOutputs(); with None the episode ends when the context is full."""
 
     def __post_init__(self) -> None:
-        least = {"max_turns": 1, "max_output_chars": 100}
-        check_flags(self, f"{type(self).__name__}'s ", least=least, above={"timeout_s": 0})
+        minimums = {"max_turns": 1, "max_output_chars": 100}
+        check_flags(self, f"{type(self).__name__}'s ", least=minimums, above={"timeout_s": 0})
 
 
 class CallableTool(Protocol):
@@ -120,11 +120,11 @@ class ToolEnv(ToolSettings):
         check_flags(self, "ToolEnv's ", least={"cache_mib": 1})
         is_class = isinstance(self.tools, type)
         functions = _methods(self.tools) if isinstance(self.tools, type) else self.tools
-        made = _by_name([Tool(function, is_method=is_class) for function in functions])
-        for tool in made.values():
+        tools_by_name = _by_name([Tool(function, is_method=is_class) for function in functions])
+        for tool in tools_by_name.values():
             if purity(tool.function) is not None:
                 version_of(tool.function)  # checks that it has one
-        object.__setattr__(self, "_tools", made)
+        object.__setattr__(self, "_tools", tools_by_name)
         folder = Path(self.cache).expanduser() if self.cache else None
         object.__setattr__(self, "_cache", ResultCache(folder, most_bytes=self.cache_mib << 20))
 
@@ -134,9 +134,9 @@ class ToolEnv(ToolSettings):
         if not isinstance(self.tools, type):
             return ToolUse(self, task, {name: self._kept(tool, "") for name, tool in tools.items()})
         world = self.tools(task) if inspect.signature(self.tools).parameters else self.tools()
-        about = task_key(task)
-        owned = {name: replace(tool, owner=world) for name, tool in tools.items()}
-        return ToolUse(self, task, {name: self._kept(tool, about) for name, tool in owned.items()}, world)
+        world_key = task_key(task)
+        world_tools = {name: replace(tool, owner=world) for name, tool in tools.items()}
+        return ToolUse(self, task, {name: self._kept(tool, world_key) for name, tool in world_tools.items()}, world)
 
     def _kept(self, tool: Tool, about: str | None) -> CallableTool:
         """Return a tool that is declared pure with the cache before it; `about` is what else its results depend on."""
@@ -162,8 +162,8 @@ class ToolUse:
         messages = list(self._task.messages)
         if messages[0]["role"] != "system" and self._config.instruction:
             messages.insert(0, {"role": "system", "content": self._config.instruction})
-        behind = 1 if messages[0]["role"] == "system" else 0
-        messages[behind:behind] = self._config.examples
+        position = 1 if messages[0]["role"] == "system" else 0
+        messages[position:position] = self._config.examples
         self._conversation = messages
         return Observation(messages=tuple(messages), tools=tuple(tool.schema for tool in self._tools.values()))
 
@@ -185,30 +185,30 @@ class ToolUse:
 
     async def step(self, completion: str, *, truncated: bool, calls: Sequence[ToolCall]) -> Step:
         self._turns += 1
-        meant = bool(calls) or any(sign in completion for sign in _CALL_SIGNS)
-        if truncated or not meant:  # a truncated completion may have lost calls, or part of one
+        attempts_call = bool(calls) or any(sign in completion for sign in _CALL_SIGNS)
+        if truncated or not attempts_call:  # a truncated completion may have lost calls, or part of one
             return await self._end(completion)
         if self._turns == self._config.max_turns:
             return await self._end("")
         outputs: list[Message] = []
-        done: list[ToolCall] = []
+        finished_calls: list[ToolCall] = []
         for call in calls:
-            began = time.monotonic()
+            start_time = time.monotonic()
             text, cached = await self._run(call)
             error = text if text.startswith("error: ") else ""
-            done.append(replace(call, seconds=time.monotonic() - began, error=error, cached=cached))
+            finished_calls.append(replace(call, seconds=time.monotonic() - start_time, error=error, cached=cached))
             outputs.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
         if not calls:
-            unread = "error: the tool call cannot be read; write it as JSON, in the form shown"
-            outputs.append({"role": "user", "content": unread})
+            error_text = "error: the tool call cannot be read; write it as JSON, in the form shown"
+            outputs.append({"role": "user", "content": error_text})
         if self._config.compact is not None:
             self._conversation += [_as_turn(completion, calls), *outputs]
             if inspect.isawaitable(shorter := self._config.compact(self._conversation)):
                 shorter = await shorter
             if shorter is not None:
                 self._conversation = list(shorter)
-                return Step(done=False, history=tuple(shorter), calls=tuple(done))
-        return Step(done=False, messages=tuple(outputs), calls=tuple(done))
+                return Step(done=False, history=tuple(shorter), calls=tuple(finished_calls))
+        return Step(done=False, messages=tuple(outputs), calls=tuple(finished_calls))
 
     def continue_from(self, other: ToolUse) -> None:
         """Take over how far another episode has come."""
@@ -250,25 +250,25 @@ def _as_message(call: ToolCall) -> Message:
 
 def _methods(kind: type) -> list[Callable[..., object]]:
     """Return the public methods of a class, unbound, in definition order."""
-    found: dict[str, Callable[..., object]] = {}
+    methods: dict[str, Callable[..., object]] = {}
     for base in reversed(kind.__mro__[:-1]):
-        found |= {name: value for name, value in vars(base).items() if inspect.isfunction(value)}
-    return [value for name, value in found.items() if not name.startswith("_") and name not in _NOT_TOOLS]
+        methods |= {name: value for name, value in vars(base).items() if inspect.isfunction(value)}
+    return [value for name, value in methods.items() if not name.startswith("_") and name not in _NOT_TOOLS]
 
 
 def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
     if not tools:
         raise ConfigError("there are no tools", hint="pass ToolEnv functions, or a class with public methods")
-    found: dict[str, Tool] = {}
+    tools_by_name: dict[str, Tool] = {}
     for tool in tools:
-        if tool.name in found:
+        if tool.name in tools_by_name:
             raise ConfigError(f"two tools have the name {tool.name!r}", hint="rename one of the functions")
-        found[tool.name] = tool
-    return found
+        tools_by_name[tool.name] = tool
+    return tools_by_name
 
 
-def _clipped(text: str, most: int) -> str:
-    if len(text) <= most:
+def _clipped(text: str, max_chars: int) -> str:
+    if len(text) <= max_chars:
         return text
-    half = most // 2
+    half = max_chars // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

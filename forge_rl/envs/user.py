@@ -85,12 +85,12 @@ class SimulatedUser:
         """
         import openai
 
-        sent: Any = list(messages)
+        request_messages: Any = list(messages)
         length: Any = {"max_tokens" if self.base_url else "max_completion_tokens": self.max_tokens}
         try:
             async with asyncio.timeout(self.timeout_s):
                 completion = await self.client.chat.completions.create(
-                    model=self.model, messages=sent, temperature=self.temperature, **length
+                    model=self.model, messages=request_messages, temperature=self.temperature, **length
                 )
         except (openai.OpenAIError, TimeoutError) as error:
             cause = str(error) or f"no reply within {self.timeout_s:g} s"
@@ -110,9 +110,9 @@ class UserConversation:
         # To the model that plays the user, the user's messages have the role assistant.
         self._seen: list[Message] = [{"role": "system", "content": instruction}]
         self._seen += [
-            {"role": "assistant" if each["role"] == "user" else "user", "content": each["content"]}
-            for each in task.messages
-            if each["role"] in ("user", "assistant")
+            {"role": "assistant" if message["role"] == "user" else "user", "content": message["content"]}
+            for message in task.messages
+            if message["role"] in ("user", "assistant")
         ]
 
     replayable = False  # the user's model would say something else
@@ -125,8 +125,8 @@ class UserConversation:
         if truncated or self._turns == self._config.max_turns:
             return Step(done=True)
         self._seen.append({"role": "user", "content": completion})
-        said = await self._config.reply(self._seen)
-        if self._config.done in said or not said.strip():
+        reply = await self._config.reply(self._seen)
+        if self._config.done in reply or not reply.strip():
             return Step(done=True)
-        self._seen.append({"role": "assistant", "content": said})
-        return Step(done=False, messages=({"role": "user", "content": said},))
+        self._seen.append({"role": "assistant", "content": reply})
+        return Step(done=False, messages=({"role": "user", "content": reply},))

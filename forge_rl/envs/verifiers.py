@@ -62,8 +62,8 @@ class VerifiersSettings:
     """Seconds without any answer after which a worker is replaced."""
 
     def __post_init__(self) -> None:
-        least = {"workers": 1, "max_turns": 1, "held_out_share": 0, "most_tasks": 1}
-        check_flags(self, "--env verifiers:", least=least, above={"hang_s": 0}, below={"held_out_share": 1})
+        minimums = {"workers": 1, "max_turns": 1, "held_out_share": 0, "most_tasks": 1}
+        check_flags(self, "--env verifiers:", least=minimums, above={"hang_s": 0}, below={"held_out_share": 1})
 
 
 class VerifiersEnv:
@@ -137,30 +137,30 @@ class VerifiersEnv:
         Raises:
             ForgeError: a worker does not start; gives the cause.
         """
-        self._workers = [self._start(place, logs) for place in range(self.settings.workers)]
-        watching = [asyncio.ensure_future(self._watch(place, logs)) for place in range(self.settings.workers)]
+        self._workers = [self._start(index, logs) for index in range(self.settings.workers)]
+        watch_tasks = [asyncio.ensure_future(self._watch(index, logs)) for index in range(self.settings.workers)]
         try:
             await asyncio.gather(*self._workers)
             yield
         finally:
-            for task in (*watching, *self._workers):
+            for task in (*watch_tasks, *self._workers):
                 task.cancel()
-            await asyncio.gather(*watching, return_exceptions=True)
-            for started in await asyncio.gather(*self._workers, return_exceptions=True):
-                if isinstance(started, Worker):
-                    await started.close()
+            await asyncio.gather(*watch_tasks, return_exceptions=True)
+            for worker in await asyncio.gather(*self._workers, return_exceptions=True):
+                if isinstance(worker, Worker):
+                    await worker.close()
             self._workers = []
 
-    def _start(self, place: int, logs: Path) -> asyncio.Task[Worker]:
+    def _start(self, index: int, logs: Path) -> asyncio.Task[Worker]:
         command = [str(self._python), "-E", str(_SCRIPT), "serve", json.dumps(self._config)]
-        log = logs / f"verifiers-{place}.log"
+        log = logs / f"verifiers-{index}.log"
         return asyncio.ensure_future(Worker.start(f"verifiers:{self.name}", command, log=log))
 
-    async def _watch(self, place: int, logs: Path) -> None:
+    async def _watch(self, index: int, logs: Path) -> None:
         """Ping a worker periodically; if it died or hangs, start another one, which later episodes wait for."""
         while True:
             try:
-                worker = await asyncio.shield(self._workers[place])
+                worker = await asyncio.shield(self._workers[index])
                 async with asyncio.timeout(self.settings.hang_s):
                     await worker.call({"ping": True})
             except TimeoutError:
@@ -170,14 +170,14 @@ class VerifiersEnv:
             else:
                 if not await worker.ended(within_s=_PING_S):
                     continue
-            self._workers[place] = self._start(place, logs)
+            self._workers[index] = self._start(index, logs)
 
     def _list(self, options: Mapping[str, Any], prefix: str) -> list[Task]:
         config = self._config | {"taskset": self._config["taskset"] | dict(options)}
-        rows, said = _run_list(str(self._python), json.dumps(config))
-        if said:
+        rows, error = _run_list(str(self._python), json.dumps(config))
+        if error:
             raise ConfigError(
-                f"verifiers cannot load {self.name!r} under {self._python}:\n{said}",
+                f"verifiers cannot load {self.name!r} under {self._python}:\n{error}",
                 hint="fix its options, install missing packages there, or name them with package=PACKAGE",
             )
         return [
@@ -201,11 +201,11 @@ def _run_list(python: str, config: str) -> tuple[list[Any], str]:
     """List the tasks; return the rows, and the script's last lines if it failed. Cached, as a recipe may ask again."""
     command = [python, "-E", str(_SCRIPT), "list", config]  # -E: PYTHONPATH is for our interpreter
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIST_S, env=handed_on()
         )
     except subprocess.TimeoutExpired:
         return [], f"it took longer than {_LIST_S:g} s"
-    if done.returncode:
-        return [], "\n".join(done.stderr.strip().splitlines()[-6:])
-    return [json.loads(line) for line in done.stdout.splitlines()], ""
+    if result.returncode:
+        return [], "\n".join(result.stderr.strip().splitlines()[-6:])
+    return [json.loads(line) for line in result.stdout.splitlines()], ""

@@ -146,10 +146,10 @@ class Worker:
 
     def _died(self) -> ReplicaError:
         status = self._process.returncode  # also 0 if Monarch reaped it first
-        how = f"exited with status {status}" if status else "ended"
-        how = f"was killed by signal {-status}" if status and status < 0 else how
-        said = self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if self.log.exists() else []
-        return ReplicaError("\n".join([f"its process {how}", *said]), service=self.name, hint=f"see {self.log}")
+        ending = f"exited with status {status}" if status else "ended"
+        ending = f"was killed by signal {-status}" if status and status < 0 else ending
+        log_lines = self.log.read_text(errors="replace").splitlines()[-_LAST_LINES:] if self.log.exists() else []
+        return ReplicaError("\n".join([f"its process {ending}", *log_lines]), service=self.name, hint=f"see {self.log}")
 
 
 def _spawn(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:

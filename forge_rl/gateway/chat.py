@@ -79,24 +79,24 @@ class ChatMessage:
             ApiError: the message is wrong, has unsupported content or lacks a required field.
         """
         try:
-            found = _RawMessage.model_validate(raw)
+            message = _RawMessage.model_validate(raw)
         except ValidationError as error:
             raise invalid(error, where) from None
-        if found.tool_calls and found.role != "assistant":
+        if message.tool_calls and message.role != "assistant":
             raise ApiError(400, "only an assistant message may have tool calls", param=f"{where}.tool_calls")
-        if found.role == "tool" and not found.tool_call_id:
+        if message.role == "tool" and not message.tool_call_id:
             raise ApiError(400, "a tool message needs a tool_call_id", param=f"{where}.tool_call_id")
-        if found.content is None and not found.tool_calls and found.role != "assistant":
+        if message.content is None and not message.tool_calls and message.role != "assistant":
             raise ApiError(400, "the message has no content", param=f"{where}.content")
         return cls(
-            role="system" if found.role == "developer" else found.role,
-            content=_join_text(found.content, f"{where}.content"),
+            role="system" if message.role == "developer" else message.role,
+            content=_join_text(message.content, f"{where}.content"),
             calls=tuple(
                 ToolCall(id=call.id or "", name=call.function.name, arguments=call.function.arguments)
-                for call in found.tool_calls or ()
+                for call in message.tool_calls or ()
             ),
-            call_id=found.tool_call_id or "",
-            name=found.name or "",
+            call_id=message.tool_call_id or "",
+            name=message.name or "",
         )
 
     def template(self) -> dict[str, object]:
@@ -156,11 +156,11 @@ def extend_digest(digest: bytes, message: ChatMessage) -> bytes:
     In assistant messages, whitespace around the text and in the JSON of arguments is ignored, and so are call ids:
     clients and parsers change them.
     """
-    shown = message.template()
+    template_message = message.template()
     if message.role == "assistant":
         calls = [[call.name, parsed(call.arguments)] for call in message.calls]
-        shown = {**shown, "content": message.content.strip(), "tool_calls": calls}
-    return hashlib.sha256(digest + _canonical(shown)).digest()
+        template_message = {**template_message, "content": message.content.strip(), "tool_calls": calls}
+    return hashlib.sha256(digest + _canonical(template_message)).digest()
 
 
 class PromptBuilder:
@@ -201,40 +201,42 @@ class PromptBuilder:
                 f"{self._tool_parser!r}",
                 param="tools",
             )
-        first = _canonical([list(tools), settings or {}])
+        settings_json = _canonical([list(tools), settings or {}])
         # Digests of the tools and the first n messages, for n from 0.
-        known = list(accumulate(messages, extend_digest, initial=hashlib.sha256(first).digest()))
+        digests = list(accumulate(messages, extend_digest, initial=hashlib.sha256(settings_json).digest()))
         recorded = (
             (count, ids)
             for count in range(len(messages), 0, -1)
             if session
             and messages[count - 1].role == "assistant"
-            and (ids := session.context(known[count])) is not None
+            and (ids := session.context(digests[count])) is not None
         )
         count, context = next(recorded, (0, ()))
         rest = messages[count:]
-        shown = [message.template() for message in rest]
+        template_messages = [message.template() for message in rest]
         if count == 0:
-            token_ids: TokenIds = self.tokenizer.render(shown, tools=tools, settings=settings)
+            token_ids: TokenIds = self.tokenizer.render(template_messages, tools=tools, settings=settings)
         else:
             calls = messages[count - 1].template_calls()
-            token_ids = self.tokenizer.extend(context, shown, tools=tools, calls=calls, settings=settings)
-        return Prompt(token_ids=token_ids, digest=known[-1], messages=tuple(shown))
+            token_ids = self.tokenizer.extend(context, template_messages, tools=tools, calls=calls, settings=settings)
+        return Prompt(token_ids=token_ids, digest=digests[-1], messages=tuple(template_messages))
 
     def completion(self, prompt: str | Sequence[int], session: Session | None) -> Prompt:
         """Build the prompt of a completion. Control tokens are parsed: the client writes the template's part too."""
         if not isinstance(prompt, str):
             # Clamp to int32: out-of-range ids are refused later, like any id not in the vocabulary.
             return Prompt(token_ids=[min(max(token, -1), 2**31 - 1) for token in prompt])
-        known, context = session.longest_prefix(prompt) if session is not None else ("", ())
-        rest = prompt[len(known) :]
-        added = self.tokenizer.encode(rest, add_special=not known)
+        prefix, context = session.longest_prefix(prompt) if session is not None else ("", ())
+        rest = prompt[len(prefix) :]
+        added_ids = self.tokenizer.encode(rest, add_special=not prefix)
         return Prompt(
-            token_ids=[*context, *added], text=prompt, messages=({"role": "prompt", "content": rest},) if rest else ()
+            token_ids=[*context, *added_ids],
+            text=prompt,
+            messages=({"role": "prompt", "content": rest},) if rest else (),
         )
 
 
-def response_messages(instructions: str | None, given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def response_messages(instructions: str | None, input_items: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Convert a response's instructions and input to chat messages; text and calls of one answer form one message.
 
     vLLM's types for them take a millisecond per item.
@@ -245,12 +247,12 @@ def response_messages(instructions: str | None, given: str | Sequence[Mapping[st
         ApiError: an item has an unknown type or lacks a required field.
     """
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    for place, item in enumerate(given):
-        kind, where = str(item.get("type", "message")), f"input.{place}"
-        for name, wanted in _ITEM_FIELDS.get(kind, {}).items():
-            if not isinstance(item.get(name), wanted):
+    if isinstance(input_items, str):
+        return [*messages, {"role": "user", "content": input_items}]
+    for index, item in enumerate(input_items):
+        kind, where = str(item.get("type", "message")), f"input.{index}"
+        for name, field_type in _ITEM_FIELDS.get(kind, {}).items():
+            if not isinstance(item.get(name), field_type):
                 raise ApiError(400, f"an item of type {kind!r} has no valid {name}", param=f"{where}.{name}")
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         if kind in ("function_call", "custom_tool_call"):
@@ -281,12 +283,12 @@ def _join_text(content: str | Sequence[Mapping[str, Any]] | None, where: str) ->
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         kind = part.get("type")
         text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
         if not isinstance(text, str):
             raise ApiError(
-                400, f"content of type {str(kind)[:100]!r} is not supported: send text", param=f"{where}.{place}"
+                400, f"content of type {str(kind)[:100]!r} is not supported: send text", param=f"{where}.{index}"
             )
         texts.append(text)
     return "\n".join(texts)

@@ -111,11 +111,11 @@ class OpenConnections:
     since its last response; connections with a request in progress are never closed.
 
     Args:
-        most: maximum number of open connections.
+        max_connections: maximum number of open connections.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_connections: int) -> None:
+        self._max_connections = max_connections
         self._count = 0
         self._unused: OrderedDict[HttpProtocol, float] = OrderedDict()
         """Connections without a complete request so far, oldest first, each with its deadline."""
@@ -128,7 +128,7 @@ class OpenConnections:
         """Add a new connection; close another one if there are too many."""
         self._count += 1
         self._unused[connection] = self._loop.time() + HEAD_DEADLINE_S
-        if self._count > self._most:
+        if self._count > self._max_connections:
             waiting = self._idle if len(self._unused) == 1 and self._idle else self._unused
             waiting.popitem(last=False)[0].transport.close()
 
@@ -157,8 +157,8 @@ class OpenConnections:
         self._timer.cancel()
 
     def _sweep(self) -> None:
-        now = self._loop.time()
+        current_time = self._loop.time()
         for waiting in (self._unused, self._idle):
-            for connection in [late for late, deadline in waiting.items() if deadline < now]:
+            for connection in [connection for connection, deadline in waiting.items() if deadline < current_time]:
                 connection.transport.close()
         self._timer = self._loop.call_later(_SWEEP_S, self._sweep)

@@ -81,19 +81,19 @@ def attempt(vocabulary: Any, kind: str, text: str, limits: dict[str, float]) -> 
     signal.alarm(round(limits["wall_s"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm") as statm:
-        mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    most = mapped + int(limits["memory_bytes"])
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        mapped_bytes = int(statm.read().split()[0]) * resource.getpagesize()
+    memory_limit = mapped_bytes + int(limits["memory_bytes"])
+    resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
     allow_cpu(limits["read_s"])
     try:
         make, compile_name, arguments = FORMS[kind]
-        given = arguments(text)
-        grammar = getattr(xgrammar.Grammar, make)(*given)
+        args = arguments(text)
+        grammar = getattr(xgrammar.Grammar, make)(*args)
         allow_cpu(limits["compile_s"])
         if problem := repeats_too_much(str(grammar)):
             return problem
         compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
-        compiled = getattr(compiler, compile_name)(*given)
+        compiled = getattr(compiler, compile_name)(*args)
         allow_cpu(limits["walk_s"])
         return walk(compiled, vocabulary.vocab_size)
     except MemoryError:
@@ -110,14 +110,16 @@ def allow_cpu(seconds: float) -> None:
 
 def tags(text: str) -> tuple[Any, ...]:
     """Parse a structural tag like vLLM, which accepts two formats."""
-    found = json.loads(text)
-    if "structures" not in found:
+    tag = json.loads(text)
+    if "structures" not in tag:
         return (text,)
     items = (
-        xgrammar.StructuralTagItem(begin=each["begin"], schema=json.dumps(each["schema"]), end=each["end"])
-        for each in found["structures"]
+        xgrammar.StructuralTagItem(
+            begin=structure["begin"], schema=json.dumps(structure["schema"]), end=structure["end"]
+        )
+        for structure in tag["structures"]
     )
-    return list(items), found["triggers"]
+    return list(items), tag["triggers"]
 
 
 def as_it_is(text: str) -> tuple[Any, ...]:
@@ -141,23 +143,25 @@ def walk(compiled: Any, vocabulary_size: int) -> str:
     for _ in range(_WALKS):
         matcher = xgrammar.GrammarMatcher(compiled)
         stops = set(matcher.stop_token_ids)
-        taken = 0.0
+        total_s = 0.0
         for count in range(1, _WALK_TOKENS + 1):
-            began = time.thread_time()
+            start_time = time.thread_time()
             matcher.fill_next_token_bitmask(mask, 0)
-            filled = time.thread_time() - began
-            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocabulary_size])
-            if not len(allowed):
+            fill_s = time.thread_time() - start_time
+            allowed_ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocabulary_size])
+            if not len(allowed_ids):
                 return "it allows no first token" if count == 1 else ""
-            token = next((int(each) for each in draw.choices(allowed, k=8) if int(each) not in stops), None)
+            token = next(
+                (int(token_id) for token_id in draw.choices(allowed_ids, k=8) if int(token_id) not in stops), None
+            )
             if token is None:
                 break
-            began = time.thread_time()
+            start_time = time.thread_time()
             matcher.accept_token(token)
-            took = filled + time.thread_time() - began
-            taken += took
-            if took > _WORST_S or taken / max(count, 16) > _MEAN_S:
-                return f"each token takes {1000 * taken / count:.0f} ms, for which all requests wait"
+            token_s = fill_s + time.thread_time() - start_time
+            total_s += token_s
+            if token_s > _WORST_S or total_s / max(count, 16) > _MEAN_S:
+                return f"each token takes {1000 * total_s / count:.0f} ms, for which all requests wait"
             if matcher.is_terminated():
                 break
     return ""
@@ -177,8 +181,8 @@ class Item:
 
     rule: str
     is_empty: bool = False
-    least: int = 1
-    most: int = 1
+    min_count: int = 1
+    max_count: int = 1
 
 
 def read_rules(text: str) -> dict[str, Rule]:
@@ -199,9 +203,12 @@ def read_rules(text: str) -> dict[str, Rule]:
                 open_rules[-1].alternatives.append([])
             elif token in "*+?" or token[0] == "{":
                 if items:
-                    least, _, most = token[1:-1].partition(",") if token[0] == "{" else ("0" * (token != "+"), "", "-1")
-                    items[-1].least = int(least or 1)
-                    items[-1].most = max(int(most or least or 1), 1)  # an open range is recursion, not a count
+                    min_count, _, max_count = (
+                        token[1:-1].partition(",") if token[0] == "{" else ("0" * (token != "+"), "", "-1")
+                    )
+                    items[-1].min_count = int(min_count or 1)
+                    # An open range is recursion, not a count.
+                    items[-1].max_count = max(int(max_count or min_count or 1), 1)
             else:
                 literal = token[0] in '"['
                 items.append(Item("" if literal else token, is_empty=token == '""'))
@@ -215,14 +222,14 @@ def repeats_too_much(text: str) -> str:
     rules = read_rules(text)
 
     def may_be_empty(item: Item) -> bool:
-        return item.least == 0 or item.is_empty or (item.rule in rules and rules[item.rule].may_be_empty)
+        return item.min_count == 0 or item.is_empty or (item.rule in rules and rules[item.rule].may_be_empty)
 
-    changed = True
-    while changed:
-        changed = False
+    has_changed = True
+    while has_changed:
+        has_changed = False
         for rule in rules.values():
             if not rule.may_be_empty and any(all(map(may_be_empty, items)) for items in rule.alternatives):
-                rule.may_be_empty = changed = True
+                rule.may_be_empty = has_changed = True
 
     products: dict[str, tuple[int, int]] = {}
 
@@ -231,21 +238,22 @@ def repeats_too_much(text: str) -> str:
         if name not in rules or name in products:
             return products.get(name, (1, 1))
         products[name] = (1, 1)  # for recursive rules
-        most = empty = 1
-        for item in (each for items in rules[name].alternatives for each in items):
-            below, empty_below = nested(item.rule)
+        max_product = max_empty_product = 1
+        for item in (item for items in rules[name].alternatives for item in items):
+            inner_product, inner_empty_product = nested(item.rule)
             is_empty = item.rule in rules and rules[item.rule].may_be_empty
-            most, empty = max(most, item.most * below), max(empty, (item.most if is_empty else 1) * empty_below)
-        products[name] = most, empty
-        return most, empty
+            max_product = max(max_product, item.max_count * inner_product)
+            max_empty_product = max(max_empty_product, (item.max_count if is_empty else 1) * inner_empty_product)
+        products[name] = max_product, max_empty_product
+        return max_product, max_empty_product
 
     sys.setrecursionlimit(20_000)
-    found = [nested(name) for name in rules]
-    most, empty = (max((each[place] for each in found), default=1) for place in (0, 1))
-    if empty > _MOST_EMPTY:
-        return f"it repeats an item that may be empty up to {empty} times, more than {_MOST_EMPTY}"
-    if most > _MOST_REPEATS:
-        return f"its nested repeats multiply to {most}, more than {_MOST_REPEATS}"
+    product_pairs = [nested(name) for name in rules]
+    max_product, max_empty_product = (max((pair[index] for pair in product_pairs), default=1) for index in (0, 1))
+    if max_empty_product > _MOST_EMPTY:
+        return f"it repeats an item that may be empty up to {max_empty_product} times, more than {_MOST_EMPTY}"
+    if max_product > _MOST_REPEATS:
+        return f"its nested repeats multiply to {max_product}, more than {_MOST_REPEATS}"
     return ""
 
 

@@ -109,32 +109,32 @@ class ConstraintChecker:
 
     async def _verdict(self, key: bytes, kind: str, text: str, caller: str) -> str:
         """Try a constraint, or wait for a trial of the same one."""
-        if (same := self._waiting.get(key)) is None:
-            _, waiting = self._callers.get(caller, (None, set()))
-            if len(self._waiting) >= _MOST_WAITING or len(waiting) >= _MOST_OF_ONE:
+        if (trial := self._waiting.get(key)) is None:
+            _, waiting_keys = self._callers.get(caller, (None, set()))
+            if len(self._waiting) >= _MOST_WAITING or len(waiting_keys) >= _MOST_OF_ONE:
                 raise ApiError(503, "too many constraints wait to be tried; try again", code="busy")
-            self._callers.setdefault(caller, (asyncio.Lock(), waiting))[1].add(key)
-            self._waiting[key] = same = asyncio.ensure_future(self._in_turn(key, kind, text, caller))
-            same.add_done_callback(lambda done: self._keep(key, done))
-        return await asyncio.shield(same)
+            self._callers.setdefault(caller, (asyncio.Lock(), waiting_keys))[1].add(key)
+            self._waiting[key] = trial = asyncio.ensure_future(self._in_turn(key, kind, text, caller))
+            trial.add_done_callback(lambda future: self._keep(key, future))
+        return await asyncio.shield(trial)
 
     async def _in_turn(self, key: bytes, kind: str, text: str, caller: str) -> str:
         """Try a constraint when it is its caller's turn."""
-        own, waiting = self._callers[caller]
+        caller_lock, waiting_keys = self._callers[caller]
         try:
-            async with own, self._turn:  # both locks are FIFO; one constraint per caller waits for the second
+            async with caller_lock, self._turn:  # both locks are FIFO; one constraint per caller waits for the second
                 if self._closed:
                     raise ApiError(503, "the server was closed", code="closed")
                 return await asyncio.get_running_loop().run_in_executor(self._executor, self._try, kind, text)
         finally:
-            waiting.remove(key)
-            if not waiting:
+            waiting_keys.remove(key)
+            if not waiting_keys:
                 del self._callers[caller]
 
-    def _keep(self, key: bytes, done: asyncio.Future[str]) -> None:
+    def _keep(self, key: bytes, future: asyncio.Future[str]) -> None:
         del self._waiting[key]
-        if not done.cancelled() and done.exception() is None:
-            self._verdicts[key] = done.result()
+        if not future.cancelled() and future.exception() is None:
+            self._verdicts[key] = future.result()
             if len(self._verdicts) > _MOST_VERDICTS:
                 self._verdicts.popitem(last=False)
 
@@ -186,14 +186,14 @@ class ConstraintChecker:
 
 def _depth(text: str) -> int:
     """Return the maximum nesting of brackets in a text, also of those in literals."""
-    depth = most = 0
+    depth = max_depth = 0
     for character in text:
         if character in "([{":
             depth += 1
-            most = max(most, depth)
+            max_depth = max(max_depth, depth)
         elif character in ")]}":
             depth -= 1
-    return most
+    return max_depth
 
 
 def _refusal(problem: str) -> ApiError:

@@ -58,21 +58,21 @@ class EngineClient:
         self, prompt: Mapping[str, Any], params: Any, request_id: str, **_: object
     ) -> AsyncGenerator[Any, None]:
         """Decode the completions of a prompt; yields vLLM's RequestOutputs, streamed or whole."""
-        state, own = REQUEST.get(), prompt["forge_rl"]
-        choices = [self._choice(own, params, place, state.session) for place in range(params.n)]
+        state, built_prompt = REQUEST.get(), prompt["forge_rl"]
+        choices = [self._choice(built_prompt, params, index, state.session) for index in range(params.n)]
         state.choices += choices
         constraint = choices[0].sampling.extra.get("structured_outputs")
         if isinstance(constraint, Mapping):
             await self._check_constraint(constraint, "" if state.session is None else state.session.key)
-        prompt_ids, came = own.token_ids.tolist(), asyncio.Queue[Any]()
+        prompt_ids, output_queue = built_prompt.token_ids.tolist(), asyncio.Queue[Any]()
 
         def output(outputs: list[Any]) -> Any:
-            finished = all(choice.finish for choice in choices)
+            is_finished = all(choice.finish for choice in choices)
             of_prompt = self._of_prompt(choices[0])
-            return vllm.RequestOutput(request_id, prompt.get("prompt"), prompt_ids, of_prompt, outputs, finished)
+            return vllm.RequestOutput(request_id, prompt.get("prompt"), prompt_ids, of_prompt, outputs, is_finished)
 
         def show(choice: Choice, added: Added) -> None:
-            came.put_nowait(output([_output(choice, added)]))
+            output_queue.put_nowait(output([_output(choice, added)]))
 
         async def decode() -> None:
             async with task_group() as group:
@@ -80,13 +80,13 @@ class EngineClient:
                     group.create_task(self._decode(choice, state, show if streamed else None))
 
         streamed = params.output_kind == vllm.RequestOutputKind.DELTA
-        decoding = asyncio.ensure_future(decode())
-        decoding.add_done_callback(lambda _: came.put_nowait(None))
-        state.decoding.append(decoding)
+        decode_task = asyncio.ensure_future(decode())
+        decode_task.add_done_callback(lambda _: output_queue.put_nowait(None))
+        state.decoding.append(decode_task)
         try:
-            while (found := await came.get()) is not None:
-                yield found
-            await decoding
+            while (request_output := await output_queue.get()) is not None:
+                yield request_output
+            await decode_task
             if not streamed:
                 yield output([_output(choice, choice.all()) for choice in choices])
         except (Exception, asyncio.CancelledError) as error:
@@ -125,36 +125,36 @@ class EngineClient:
         """
         if "whitespace_pattern" in constraint:
             raise ApiError(400, "whitespace_pattern is not supported", param="structured_outputs")
-        for name, given in constraint.items():
-            match name, given:
+        for name, value in constraint.items():
+            match name, value:
                 case "regex", str():
-                    await self._shared.constraints.check("regex", given, caller)
+                    await self._shared.constraints.check("regex", value, caller)
                 case "choice", list():
-                    self._shared.constraints.check_size(sum(map(len, given)))  # writing them as a grammar is slow
-                    await self._shared.constraints.check("ebnf", vllm.choice_as_grammar(given), caller)
+                    self._shared.constraints.check_size(sum(map(len, value)))  # writing them as a grammar is slow
+                    await self._shared.constraints.check("ebnf", vllm.choice_as_grammar(value), caller)
                 case "grammar", str():
                     await self._shared.constraints.check(
-                        "lark" if vllm.grammar_is_likely_lark(given) else "ebnf", given, caller
+                        "lark" if vllm.grammar_is_likely_lark(value) else "ebnf", value, caller
                     )
                 case "json", _:
                     await self._shared.constraints.check(
-                        "json", given if isinstance(given, str) else json.dumps(given), caller
+                        "json", value if isinstance(value, str) else json.dumps(value), caller
                     )
                 case "structural_tag", str():
-                    await self._shared.constraints.check("tag", given, caller)
+                    await self._shared.constraints.check("tag", value, caller)
 
-    def _choice(self, prompt: Prompt, params: Any, place: int, session: Session | None) -> Choice:
+    def _choice(self, prompt: Prompt, params: Any, index: int, session: Session | None) -> Choice:
         return Choice(
-            index=place,
+            index=index,
             prompt=prompt,
-            sampling=self._sampling(prompt, params, place, session),
+            sampling=self._sampling(prompt, params, index, session),
             tokenizer=self._tokenizer,
             skip_special=params.skip_special_tokens,
             keeps_stop=params.include_stop_str_in_output,
             top=params.logprobs,
         )
 
-    def _sampling(self, prompt: Prompt, params: Any, place: int, session: Session | None) -> Sampling:
+    def _sampling(self, prompt: Prompt, params: Any, index: int, session: Session | None) -> Sampling:
         """Return the sampling of a completion: outside of sessions, as requested.
 
         In sessions, `agent_sampling` decides between the run's settings and the request's; logprobs under other
@@ -163,25 +163,28 @@ class EngineClient:
         tokens, temperature = params.max_tokens, params.temperature
         stop = tuple(params.stop or ())
         seed = params.seed
-        if seed is not None and place:
-            seed = derive_seed(seed, "choice", place)
-        of_prompt = {} if params.prompt_logprobs is None or place else {"prompt_logprobs": params.prompt_logprobs}
+        if seed is not None and index:
+            seed = derive_seed(seed, "choice", index)
+        of_prompt = {} if params.prompt_logprobs is None or index else {"prompt_logprobs": params.prompt_logprobs}
         extra = of_prompt | {
             name: value for name in _EXTRA if _changes(value := getattr(params, name), getattr(_PLAIN, name))
         }
         if params.structured_outputs is not None:
             extra["structured_outputs"] = _as_json(params.structured_outputs)
         if session is not None:
-            own = session.sampling
-            tokens, seed = min(tokens, own.max_tokens), session.seed_for(prompt.token_ids)
-            stop = (*stop, *own.stop)
-            if self._agent_sampling == "replaced" or own.temperature == 0:
-                asked = prompt.asked_temperature
-                for name in (*(("temperature",) if asked not in (None, own.temperature) else ()), *extra):
+            session_sampling = session.sampling
+            tokens, seed = min(tokens, session_sampling.max_tokens), session.seed_for(prompt.token_ids)
+            stop = (*stop, *session_sampling.stop)
+            if self._agent_sampling == "replaced" or session_sampling.temperature == 0:
+                requested_temperature = prompt.asked_temperature
+                for name in (
+                    *(("temperature",) if requested_temperature not in (None, session_sampling.temperature) else ()),
+                    *extra,
+                ):
                     self._shared.replaced(name)
-                temperature, extra = own.temperature, {}
+                temperature, extra = session_sampling.temperature, {}
             elif prompt.asked_temperature is None:
-                temperature = own.temperature
+                temperature = session_sampling.temperature
         # A greedy completion has no behaviour logprobs; report the most likely token's.
         top = 0 if params.logprobs is None else max(params.logprobs, 1 if temperature == 0 else 0)
         return Sampling(
@@ -199,11 +202,13 @@ class EngineClient:
             return
         for choice in state.choices:
             prompt = choice.prompt
-            own = session.sampling.temperature == choice.sampling.temperature and not choice.sampling.extra
+            has_session_sampling = (
+                session.sampling.temperature == choice.sampling.temperature and not choice.sampling.extra
+            )
             answer = _message(choice) if prompt.digest else None
             session.record(
                 choice.turn(
-                    trained=own or self._agent_sampling == "trained",
+                    trained=has_session_sampling or self._agent_sampling == "trained",
                     agent=state.agent,
                     calls=answer.calls if answer is not None else (),
                 ),
@@ -223,9 +228,9 @@ class EngineClient:
         ] or None
 
 
-def _changes(value: Any, plain: Any) -> bool:
+def _changes(value: Any, default: Any) -> bool:
     """Return whether a setting differs from its default; some have several neutral values."""
-    return value != plain and (value or plain) not in (None, {}, [], -1)
+    return value != default and (value or default) not in (None, {}, [], -1)
 
 
 def _output(choice: Choice, added: Added) -> Any:
@@ -249,5 +254,9 @@ def _message(choice: Choice) -> ChatMessage:
 
 def _as_json(value: Any) -> dict[str, object]:
     """Return the public fields that are set in vLLM's constraint."""
-    public = {each.name: getattr(value, each.name) for each in dataclasses.fields(value) if each.init}
-    return {name: each for name, each in public.items() if each not in (None, False) and not name.startswith("_")}
+    public_fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    return {
+        name: setting
+        for name, setting in public_fields.items()
+        if setting not in (None, False) and not name.startswith("_")
+    }

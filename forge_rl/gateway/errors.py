@@ -82,12 +82,12 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, message, code="internal_error")
 
 
-def invalid(error: ValidationError, at: str = "") -> ApiError:
-    """Return the error for the first wrong field of a request; `at` is the path of the part that was validated."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+def invalid(error: ValidationError, prefix: str = "") -> ApiError:
+    """Return the error for the first wrong field of a request; `prefix` is the path of the part that was validated."""
+    first_error = error.errors(include_url=False, include_input=False, include_context=False)[0]
     # For unions, pydantic's path includes the branches tried; keep only the client's keys and indices.
-    path = (str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier())
-    param = ".".join([*([at] if at else []), *path]) or None
-    if first["type"] == "missing":
+    path = (str(part) for part in first_error["loc"] if isinstance(part, int) or part.isidentifier())
+    param = ".".join([*([prefix] if prefix else []), *path]) or None
+    if first_error["type"] == "missing":
         return ApiError(400, f"missing parameter: {param}", param=param, code="missing_required_parameter")
-    return ApiError(400, f"invalid {param or 'body'}: {first['msg']}", param=param, code="invalid_value")
+    return ApiError(400, f"invalid {param or 'body'}: {first_error['msg']}", param=param, code="invalid_value")

@@ -69,7 +69,7 @@ class GatewayConfig:
             above={"client_deadline_s": 0, "agent_deadline_s": 0},
             below={"port": 65536},
         )
-        for flag, value, good, hint in (
+        for flag, value, is_valid, hint in (
             ("host", self.host, bool(self.host), "an address, usually 127.0.0.1"),
             (
                 "allowed-origins",
@@ -84,7 +84,7 @@ class GatewayConfig:
                 "names without scheme and port, such as gateway.example",
             ),
         ):
-            if not good:
+            if not is_valid:
                 raise ConfigError(f"the gateway's {flag} is {value!r}", hint=f"set its {flag} to {hint}")
 
     @property

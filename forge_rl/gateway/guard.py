@@ -28,13 +28,13 @@ class InFlight:
     """Counts each caller's completions in flight, and enforces a limit.
 
     Args:
-        most: limit for one caller.
-        what: name of the counted thing, for errors.
+        limit: maximum in flight for one caller.
+        unit: name of the counted thing, for errors.
     """
 
-    def __init__(self, most: int, what: str = "completions") -> None:
-        self._most = most
-        self._what = what
+    def __init__(self, limit: int, unit: str = "completions") -> None:
+        self._limit = limit
+        self._unit = unit
         self._counts: Counter[Hashable] = Counter()
 
     def total(self) -> int:
@@ -48,10 +48,10 @@ class InFlight:
         Raises:
             ApiError: the caller would exceed the limit.
         """
-        if self._counts[caller] + count > self._most:
+        if self._counts[caller] + count > self._limit:
             raise ApiError(
                 429,
-                f"{self._counts[caller]} of at most {self._most} {self._what} are in flight; try again",
+                f"{self._counts[caller]} of at most {self._limit} {self._unit} are in flight; try again",
                 code="rate_limit_exceeded",
                 headers={"retry-after": "1"},
             )
@@ -191,14 +191,16 @@ class Guard:
             ApiError: the body is too long, too slow, or not JSON by its header.
             _GoneError: the client disconnected before the end of the body.
         """
-        most, deadline_s = self._config.max_body_bytes, self._config.client_deadline_s
+        max_bytes, deadline_s = self._config.max_body_bytes, self._config.client_deadline_s
         length = headers.get("content-length", "0")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and (length != "0" or "transfer-encoding" in headers):
             # A web page cannot send JSON to another origin without CORS.
             raise ApiError(415, f"the content type is {kind[:100] or 'missing'}; send application/json")
-        too_long = ApiError(413, f"the body is longer than {most} bytes (max-body-bytes)", code="request_too_large")
-        if length.isdecimal() and int(length) > most:
+        too_long = ApiError(
+            413, f"the body is longer than {max_bytes} bytes (max-body-bytes)", code="request_too_large"
+        )
+        if length.isdecimal() and int(length) > max_bytes:
             raise too_long
         body = bytearray()
         try:
@@ -211,9 +213,9 @@ class Guard:
                     part, more = message.get("body", b""), message.get("more_body", False)
                     body += part
                     self._arriving_bytes += len(part)
-                    if len(body) > most:
+                    if len(body) > max_bytes:
                         raise too_long
-                    if self._arriving_bytes > _BODIES_AT_ONCE * most:
+                    if self._arriving_bytes > _BODIES_AT_ONCE * max_bytes:
                         raise ApiError(503, "too many request bodies at once; try again", headers={"retry-after": "1"})
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {deadline_s:g} s (client-deadline-s)") from None
@@ -232,11 +234,11 @@ class _GoneError(Exception):
 
 def _replay(body: bytes, receive: Receive) -> Receive:
     """Return an ASGI receive that first returns a whole body, and keeps it only until then."""
-    whole: Message | None = {"type": "http.request", "body": body, "more_body": False}
+    body_message: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
     async def replayed() -> Message:
-        nonlocal whole
-        message, whole = whole, None
+        nonlocal body_message
+        message, body_message = body_message, None
         return message if message is not None else await receive()
 
     del body

@@ -126,10 +126,10 @@ def _allow_connections(count: int) -> int:
     Returns:
         Number of connections that the limit allows, at most `count`.
     """
-    wanted = 2 * count + _OTHER_FILES
+    num_files = 2 * count + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = max(soft, wanted if hard == resource.RLIM_INFINITY else min(wanted, hard))
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        soft = max(soft, num_files if hard == resource.RLIM_INFINITY else min(num_files, hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return count if soft == resource.RLIM_INFINITY else min(count, max(soft - _OTHER_FILES, soft // 2))
 
@@ -196,8 +196,8 @@ class ResponseWriter:
     async def _write(self, data: bytes, last: bool, status: int, headers: Mapping[str, str]) -> None:
         if self.started_s is None:
             self.started_s = time.monotonic()
-            listed = [(name.encode(), value.encode()) for name, value in headers.items()]
-            await self._send({"type": "http.response.start", "status": status, "headers": listed})
+            raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await self._send({"type": "http.response.start", "status": status, "headers": raw_headers})
         try:
             # uvicorn waits here until the client has read most of the data already written.
             async with asyncio.timeout(self._deadline_s):

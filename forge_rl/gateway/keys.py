@@ -84,14 +84,14 @@ def read_key(file: Path) -> str:
         if stat.S_ISLNK(link.st_mode) and link.st_uid not in users:
             raise ConfigError(f"the key file {file} is another user's link", hint="use a file that you own")
         # Without O_NONBLOCK, opening a pipe would wait for its writer.
-        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
-            found = os.fstat(opened.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_uid not in users or found.st_mode & _OTHERS:
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+            status = os.fstat(stream.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_uid not in users or status.st_mode & _OTHERS:
                 raise ConfigError(
-                    f"the key file {file} is open to other users (mode {stat.filemode(found.st_mode)})",
+                    f"the key file {file} is open to other users (mode {stat.filemode(status.st_mode)})",
                     hint=f"run chmod 600 {file}, and put a new key into it",
                 )
-            key = opened.read(_MOST_KEY_BYTES + 1).decode("ascii").strip()
+            key = stream.read(_MOST_KEY_BYTES + 1).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
         raise ConfigError(f"cannot read the key file {file}: {cause}", hint="use a file that holds a key") from error
@@ -110,8 +110,8 @@ def kept_key(file: Path) -> str:
         ConfigError: the file cannot be written, or other users may read or write it.
     """
     try:
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as opened:
-            opened.write(f"{secrets.token_urlsafe(32)}\n")
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as stream:
+            stream.write(f"{secrets.token_urlsafe(32)}\n")
     except FileExistsError:
         pass
     except OSError as error:

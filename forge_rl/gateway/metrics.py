@@ -21,19 +21,19 @@ class GatewayMetrics:
 
     def __init__(self, in_flight: Callable[[], float], sessions: Callable[[], float]) -> None:
         self._registry = CollectorRegistry()
-        own: dict[str, Any] = {"namespace": "forge_rl_gateway", "registry": self._registry}
+        options: dict[str, Any] = {"namespace": "forge_rl_gateway", "registry": self._registry}
         timer = partial(
             Histogram, labelnames=["endpoint"], buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
         )
-        self._requests = Counter("requests", "Finished requests", ["endpoint", "status"], **own)
-        self._seconds = timer("request_seconds", "Seconds from a request to the end of its response", **own)
-        self._first = timer("first_event_seconds", "Seconds from a request to the first event of its stream", **own)
-        self._tokens = Counter("tokens", "Tokens of answered requests", ["kind"], **own)
+        self._requests = Counter("requests", "Finished requests", ["endpoint", "status"], **options)
+        self._seconds = timer("request_seconds", "Seconds from a request to the end of its response", **options)
+        self._first = timer("first_event_seconds", "Seconds from a request to the first event of its stream", **options)
+        self._tokens = Counter("tokens", "Tokens of answered requests", ["kind"], **options)
         self._settings = Counter(
-            "settings_replaced", "Sampling settings of agents replaced by a run's", ["name"], **own
+            "settings_replaced", "Sampling settings of agents replaced by a run's", ["name"], **options
         )
-        Gauge("completions_in_flight", "Completions in flight", **own).set_function(in_flight)
-        Gauge("sessions_open", "Open sessions", **own).set_function(sessions)
+        Gauge("completions_in_flight", "Completions in flight", **options).set_function(in_flight)
+        Gauge("sessions_open", "Open sessions", **options).set_function(sessions)
 
     def request(self, endpoint: str, status: int, seconds: float, first_event_s: float | None = None) -> None:
         """Count a finished request."""

@@ -49,29 +49,29 @@ _REASONING = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A completion as the chat template writes it, and what is to be read from it."""
+    """A completion as the chat template writes it, and what a parser must read from it."""
 
     text: str
     calls: tuple[tuple[str, Mapping[str, object]], ...] = ()
     """Name and arguments of each call."""
     content: str = ""
-    """Text beside calls and thoughts."""
+    """Text outside of calls and thoughts."""
     thought: str = ""
 
     def is_read(self, content: str | None, calls: Sequence[tuple[str, str]], thought: str | None = None) -> bool:
         """Return True if this is what a parser found: text, calls with JSON arguments, and the thought."""
         try:
-            found = [(name, json.loads(arguments)) for name, arguments in calls]
+            parsed_calls = [(name, json.loads(arguments)) for name, arguments in calls]
         except ValueError:
             return False
         same_thought = not self.thought or (thought or "").strip() == self.thought
-        return same_thought and found == list(self.calls) and (content or "").strip() == self.content
+        return same_thought and parsed_calls == list(self.calls) and (content or "").strip() == self.content
 
 
 def tool_parsers_to_try(tokenizer: Tokenizer, registered: Sequence[str]) -> list[str]:
     """Return names of tool parsers, the likeliest first."""
-    usual = [name for name in _USUAL if name in registered]
-    return list(dict.fromkeys([tool_parser_by_sign(tokenizer), *usual, *registered]))
+    usual_names = [name for name in _USUAL if name in registered]
+    return list(dict.fromkeys([tool_parser_by_sign(tokenizer), *usual_names, *registered]))
 
 
 def tool_parser_by_sign(tokenizer: Tokenizer) -> str:
@@ -83,10 +83,10 @@ def tool_parser_by_sign(tokenizer: Tokenizer) -> str:
 
 def reasoning_parsers_to_try(tokenizer: Tokenizer, registered: Sequence[str]) -> list[str]:
     """Return names of reasoning parsers, the likeliest first."""
-    first = _REASONING.get(tokenizer.thoughts.tags[0], ())
+    first_names = _REASONING.get(tokenizer.thoughts.tags[0], ())
     if tokenizer.model_type.startswith("qwen3"):
-        first = tuple(reversed(first))
-    return [*first, *(name for name in registered if name not in first)]
+        first_names = tuple(reversed(first_names))
+    return [*first_names, *(name for name in registered if name not in first_names)]
 
 
 def samples_of_calls(tokenizer: Tokenizer) -> list[Sample]:
@@ -96,7 +96,7 @@ def samples_of_calls(tokenizer: Tokenizer) -> list[Sample]:
         message = {"role": "assistant", "content": content, "tool_calls": _calls(arguments)}
         text = _written(tokenizer, message)
         if text is not None and text.count("add_numbers") >= len(arguments):
-            calls = tuple(("add_numbers", each) for each in arguments)
+            calls = tuple(("add_numbers", call_arguments) for call_arguments in arguments)
             samples.append(Sample(text=text, calls=calls, content=content if content in text else ""))
     return samples
 
@@ -108,11 +108,11 @@ def samples_of_thoughts(tokenizer: Tokenizer, *, calls: bool) -> list[Sample]:
     thought: dict[str, object] = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
     text = _written(tokenizer, answer | thought)
     if text is None or _THOUGHT not in text:  # the template cuts or ignores thoughts
-        opened = tokenizer.thoughts.opened(tokenizer.render([_ASKED]))
-        text = f"{'' if opened else opening}\n{_THOUGHT}\n{closing}\n\n{_TEXT}"
+        is_opened = tokenizer.thoughts.opened(tokenizer.render([_ASKED]))
+        text = f"{'' if is_opened else opening}\n{_THOUGHT}\n{closing}\n\n{_TEXT}"
     samples = [Sample(text=text, content=_TEXT, thought=_THOUGHT)]
-    called: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": _calls(_ARGUMENTS[:1])}
-    text = _written(tokenizer, called | thought) if calls else None
+    call_message: dict[str, object] = {"role": "assistant", "content": "", "tool_calls": _calls(_ARGUMENTS[:1])}
+    text = _written(tokenizer, call_message | thought) if calls else None
     if text is not None and _THOUGHT in text and "add_numbers" in text:
         samples.append(Sample(text=text, thought=_THOUGHT, calls=(("add_numbers", _ARGUMENTS[0]),)))
     return samples
@@ -120,8 +120,8 @@ def samples_of_thoughts(tokenizer: Tokenizer, *, calls: bool) -> list[Sample]:
 
 def _calls(arguments: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
     return [
-        {"id": f"call0000{place}", "type": "function", "function": {"name": "add_numbers", "arguments": each}}
-        for place, each in enumerate(arguments, 1)
+        {"id": f"call0000{index}", "type": "function", "function": {"name": "add_numbers", "arguments": call_arguments}}
+        for index, call_arguments in enumerate(arguments, 1)
     ]
 
 
@@ -130,27 +130,27 @@ def _written(tokenizer: Tokenizer, message: Mapping[str, object]) -> str | None:
 
     def render(*messages: Mapping[str, object], opened: bool = False) -> str:
         text: str = tokenizer.hf.apply_chat_template(
-            [dict(each) for each in messages], tools=[TOOL], add_generation_prompt=opened, tokenize=False
+            [dict(message) for message in messages], tools=[TOOL], add_generation_prompt=opened, tokenize=False
         )
         return text
 
     try:
-        before, prompt, whole = render(_ASKED), render(_ASKED, opened=True), render(_ASKED, message)
+        before, prompt, full_text = render(_ASKED), render(_ASKED, opened=True), render(_ASKED, message)
     except Exception:  # templates can raise anything
         return None
-    if whole.startswith(prompt):
-        text = whole[len(prompt) :]
+    if full_text.startswith(prompt):
+        text = full_text[len(prompt) :]
     else:  # the prompt opens a thought that the answer lacks, or the like: both begin with the same line
-        begin = _shared(before, whole)
-        header = whole[begin : max(begin, _shared(prompt, whole))]
-        text = whole[begin + max(header.rfind(mark) for mark in "\n>]") + 1 :]
+        begin = _shared(before, full_text)
+        header = full_text[begin : max(begin, _shared(prompt, full_text))]
+        text = full_text[begin + max(header.rfind(mark) for mark in "\n>]") + 1 :]
     if "add_numbers" not in text and _TEXT not in text:
         return None
     names = [tokenizer.hf.convert_ids_to_tokens(token) for token in tokenizer.stop_ids]
-    ends = [place for name in names if name and (place := text.find(name)) >= 0]
-    return text[: min(ends, default=len(text))]
+    end_positions = [position for name in names if name and (position := text.find(name)) >= 0]
+    return text[: min(end_positions, default=len(text))]
 
 
-def _shared(one: str, other: str) -> int:
+def _shared(first: str, second: str) -> int:
     """Return the length of the longest common prefix."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

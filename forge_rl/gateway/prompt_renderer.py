@@ -72,17 +72,17 @@ class PromptRenderer(vllm.OnlineRenderer):
         state = REQUEST.get()
         session, param = state.session, state.param
         tools = [_pruned(tool) for tool in tool_dicts or ()]
-        found = [ChatMessage.read(message, f"{param}.{place}") for place, message in enumerate(messages)]
+        chat_messages = [ChatMessage.read(message, f"{param}.{index}") for index, message in enumerate(messages)]
         texts = [json.dumps(tools, ensure_ascii=False)] if tools else []
-        for message in found:
-            texts += [message.content, *(each.arguments for each in message.calls)]
-        self._reader.check_room(max(len(found), 1), param)
+        for message in chat_messages:
+            texts += [message.content, *(call.arguments for call in message.calls)]
+        self._reader.check_room(max(len(chat_messages), 1), param)
         self._reader.check_room("\n".join(texts), param)
         params = request.build_chat_params(default_template, default_template_content_format)
         settings = template_settings(params.chat_template_kwargs)
         template_args = self._tokenizer.template_args | settings
-        prompt = self._builder.chat(found, tools, session, settings)
-        if not state.counted:
+        prompt = self._builder.chat(chat_messages, tools, session, settings)
+        if not state.only_counts:
             self._check_completion(state, prompt, request)
         is_free = request.tool_choice in ("auto", "none", None)
         if tools and session is not None and not is_free and self._shared.config.agent_sampling == "replaced":
@@ -92,24 +92,24 @@ class PromptRenderer(vllm.OnlineRenderer):
             _force_arguments(request.tools)
         reads = None
         if parser is not None and (tools or parser.reasoning_parser_cls is not None):
-            made = parser(
+            parser_instance = parser(
                 self.renderer.tokenizer,
                 request.tools,
                 model_config=self.model_config,
                 chat_template_kwargs=params.chat_template_kwargs | template_args,
             )
             if request.tool_choice != "none" or parser.reasoning_parser_cls is not None:
-                made.adjust_request(request)
-            reads = partial(read_calls, made, request)
+                parser_instance.adjust_request(request)
+            reads = partial(read_calls, parser_instance, request)
         return [], [_engine_input(replace(prompt, reads=reads), request)]
 
     async def preprocess_completion(
         self, request: Any, prompt_input: Any, prompt_embeds: object, **_: object
     ) -> list[Any]:
-        state, found = REQUEST.get(), []
-        for given in prompt_input:
-            self._reader.check_room(given if isinstance(given, str) else len(given), "prompt")
-            prompt = self._builder.completion(given, state.session)
+        state, engine_inputs = REQUEST.get(), []
+        for raw_prompt in prompt_input:
+            self._reader.check_room(raw_prompt if isinstance(raw_prompt, str) else len(raw_prompt), "prompt")
+            prompt = self._builder.completion(raw_prompt, state.session)
             size = self._tokenizer.vocab_size
             if not len(prompt.token_ids):
                 raise ApiError(400, "the prompt is empty", param="prompt")
@@ -118,30 +118,34 @@ class PromptRenderer(vllm.OnlineRenderer):
             self._check_completion(state, prompt, request)
             if scores_prompt(request):
                 self._check_scored(state, prompt)
-            text = given if isinstance(given, str) else None
+            text = raw_prompt if isinstance(raw_prompt, str) else None
             if request.echo and text is None:
                 text = self._tokenizer.decode(prompt.token_ids, skip_special=False)
-            found.append(_engine_input(prompt, request, text))
-        return found
+            engine_inputs.append(_engine_input(prompt, request, text))
+        return engine_inputs
 
     def _check_scored(self, state: RequestState, prompt: Prompt) -> None:
         """Raise ApiError for prompt logprobs whose logits would not fit an engine's memory, or in a session."""
         if state.session is not None:
             raise ApiError(400, "prompt logprobs are not supported in an agent's session", param="prompt_logprobs")
-        count, most = len(prompt.token_ids), most_scored_tokens(self._tokenizer.vocab_size)
-        if count > most:
-            raise ApiError(400, f"the prompt has {count} tokens; at most {most} can have logprobs", param="prompt")
+        count, max_tokens = len(prompt.token_ids), most_scored_tokens(self._tokenizer.vocab_size)
+        if count > max_tokens:
+            raise ApiError(
+                400, f"the prompt has {count} tokens; at most {max_tokens} can have logprobs", param="prompt"
+            )
 
     def _check_completion(self, state: RequestState, prompt: Prompt, request: Any) -> None:
-        named = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-        asked = next((value for name in named if (value := getattr(request, name, None)) is not None), None)
-        self._reader.check_completion(len(prompt.token_ids), asked, state.param, cut=state.session is not None)
+        names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+        max_tokens = next((value for name in names if (value := getattr(request, name, None)) is not None), None)
+        self._reader.check_completion(
+            len(prompt.token_ids), max_tokens, state.param, may_truncate=state.session is not None
+        )
 
 
 def _engine_input(prompt: Prompt, request: Any, text: str | None = None) -> dict[str, Any]:
     """Return vLLM's input for a prompt; `text` is echoed, if that is requested."""
-    found = dict(vllm.tokens_input(prompt.token_ids.tolist(), prompt=text))
-    return {**found, "forge_rl": replace(prompt, asked_temperature=request.temperature)}
+    engine_input = dict(vllm.tokens_input(prompt.token_ids.tolist(), prompt=text))
+    return {**engine_input, "forge_rl": replace(prompt, asked_temperature=request.temperature)}
 
 
 def _finish(coroutine: Coroutine[Any, Any, T]) -> T:

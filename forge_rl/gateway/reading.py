@@ -90,26 +90,28 @@ class Reader:
 
     def check_room(self, text: str | int, param: str) -> None:
         """Raise ApiError if a text, or a number of tokens, cannot fit the model's context."""
-        least = text if isinstance(text, int) else self._least_tokens(text)
-        if least > self._limit:
+        min_tokens = text if isinstance(text, int) else self._least_tokens(text)
+        if min_tokens > self._limit:
             raise too_long(
                 f"This model's maximum context length is {self._limit} tokens. However, your {param} resulted in at "
-                f"least {least} tokens. Please reduce the length of the {param}.",
+                f"least {min_tokens} tokens. Please reduce the length of the {param}.",
                 param,
             )
 
-    def check_completion(self, prompt_tokens: int, asked: int | None, param: str, *, cut: bool = False) -> None:
+    def check_completion(
+        self, prompt_tokens: int, max_tokens: int | None, param: str, *, may_truncate: bool = False
+    ) -> None:
         """Raise ApiError if a prompt leaves too little room for its completion.
 
         Args:
             prompt_tokens: length of the prompt.
-            asked: maximum tokens of the completion; None means the rest of the context.
+            max_tokens: maximum tokens of the completion; None means the rest of the context.
             param: the prompt's parameter.
-            cut: allow the context to truncate the completion.
+            may_truncate: allow the context to truncate the completion.
         """
         room = self._limit - prompt_tokens
-        tokens = max(asked if asked is not None else room, 1)
-        if room < 1 or (tokens > room and not cut):
+        tokens = max(max_tokens if max_tokens is not None else room, 1)
+        if room < 1 or (tokens > room and not may_truncate):
             raise too_long(
                 f"This model's maximum context length is {self._limit} tokens. However, you requested "
                 f"{prompt_tokens + tokens} tokens ({prompt_tokens} in the {param}, {tokens} in the completion). "
@@ -123,15 +125,18 @@ class Reader:
         A text that may exceed the context is tokenized in slices until it does, with a margin of a quarter for tokens
         that slice borders add; tokenizing all of it would take seconds.
         """
-        least = len(text) // self._longest_token
-        if least > self._limit or (len(text) if text.isascii() else 4 * len(text)) < _BYTES_PER_TOKEN * self._limit:
-            return least
-        found = 0
+        min_tokens = len(text) // self._longest_token
+        if (
+            min_tokens > self._limit
+            or (len(text) if text.isascii() else 4 * len(text)) < _BYTES_PER_TOKEN * self._limit
+        ):
+            return min_tokens
+        num_tokens = 0
         for begin in range(0, len(text), _SLICE_CHARACTERS):
-            found += len(self._tokenizer.encode(text[begin : begin + _SLICE_CHARACTERS]))
-            if found > 1.25 * self._limit:
-                return found * 4 // 5
-        return least
+            num_tokens += len(self._tokenizer.encode(text[begin : begin + _SLICE_CHARACTERS]))
+            if num_tokens > 1.25 * self._limit:
+                return num_tokens * 4 // 5
+        return min_tokens
 
 
 def holds_more(text: bytes, values: int, containers: int) -> bool:

@@ -98,9 +98,9 @@ class Choice:
         self.of_prompt = chunk.prompt or self.of_prompt
         logprobs = self._token_logprobs(chunk)
         self.logprobs += logprobs or []
-        for place, token in enumerate(ids, 1):
-            ends = chunk.finish == "stop" and place == len(ids) and token in self.tokenizer.stop_ids
-            if not ends:
+        for count, token in enumerate(ids, 1):
+            is_stop_token = chunk.finish == "stop" and count == len(ids) and token in self.tokenizer.stop_ids
+            if not is_stop_token:
                 self.text += self._stream.add(token)
         return Added(text=self._next_text(), token_ids=ids, logprobs=logprobs)
 
@@ -141,28 +141,32 @@ class Choice:
     def _next_text(self) -> str:
         """Return the text that can be shown now and was not yet; set `finish` if a stop string is found."""
         # A stop string can begin in the text held back, which is never longer than the string.
-        ends = [(at, stop) for stop in self.sampling.stop if (at := self.text.find(stop, self._shown)) >= 0]
-        if ends:
-            at, self.stop_text = min(ends)
-            self.text, self.finish = self.text[: at + len(self.stop_text) * self.keeps_stop], "stop"
-        held = 0 if self.finish else max((_overlap(self.text, stop) for stop in self.sampling.stop), default=0)
-        begin, self._shown = self._shown, max(self._shown, len(self.text) - held)
+        matches = [
+            (position, stop) for stop in self.sampling.stop if (position := self.text.find(stop, self._shown)) >= 0
+        ]
+        if matches:
+            position, self.stop_text = min(matches)
+            self.text, self.finish = self.text[: position + len(self.stop_text) * self.keeps_stop], "stop"
+        held_back = 0 if self.finish else max((_overlap(self.text, stop) for stop in self.sampling.stop), default=0)
+        begin, self._shown = self._shown, max(self._shown, len(self.text) - held_back)
         return self.text[begin : self._shown]
 
     def _token_logprobs(self, chunk: Chunk) -> list[TokenLogprob] | None:
         if self.top is None:
             return None
-        found = []
+        entries = []
         tops = chunk.top or ((),) * len(chunk.token_ids)
         for token, logprob, top in zip(chunk.token_ids.tolist(), chunk.logprobs.tolist(), tops, strict=True):
             # A greedy completion has no behaviour logprob: report the most likely token's.
-            known = logprob if math.isfinite(logprob) else dict(top).get(token, LEAST_LOGPROB)
+            reported_logprob = logprob if math.isfinite(logprob) else dict(top).get(token, LEAST_LOGPROB)
             top = top[: self.top]  # max, given NaN second, returns the first
             ids, logprobs = tuple(other for other, _ in top), tuple(max(LEAST_LOGPROB, value) for _, value in top)
-            found.append(
-                TokenLogprob(token=token, logprob=max(LEAST_LOGPROB, known), top_ids=ids, top_logprobs=logprobs)
+            entries.append(
+                TokenLogprob(
+                    token=token, logprob=max(LEAST_LOGPROB, reported_logprob), top_ids=ids, top_logprobs=logprobs
+                )
             )
-        return found
+        return entries
 
 
 @dataclass(kw_only=True, eq=False)
@@ -179,9 +183,9 @@ class RequestState:
     """Parameter with the messages, prompts or input."""
     body_bytes: int = 0
     streamed: bool = False
-    wanted: int = 1
+    num_completions: int = 1
     """Number of completions requested."""
-    counted: bool = False
+    only_counts: bool = False
     """True if the request only counts tokens and decodes no completion."""
     converted: Any = None
     """vLLM's chat request for Anthropic's API; the raw input for Responses; None otherwise."""
@@ -214,7 +218,7 @@ class RequestState:
     @property
     def whole(self) -> bool:
         """True once all requested completions have finished."""
-        return len(self.choices) == self.wanted and all(each.finish for each in self.choices)
+        return len(self.choices) == self.num_completions and all(choice.finish for choice in self.choices)
 
     def fail(self, error: BaseException) -> None:
         """Record an error, unless one is already recorded."""
@@ -235,7 +239,7 @@ REQUEST: ContextVar[RequestState] = ContextVar("request")
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the text's longest suffix that is a proper prefix of a stop string."""
     tail = text[max(0, len(text) - len(stop) + 1) :]
-    at = tail.find(stop[0])
-    while at >= 0 and not stop.startswith(tail[at:]):
-        at = tail.find(stop[0], at + 1)
-    return len(tail) - at if at >= 0 else 0
+    position = tail.find(stop[0])
+    while position >= 0 and not stop.startswith(tail[position:]):
+        position = tail.find(stop[0], position + 1)
+    return len(tail) - position if position >= 0 else 0

@@ -105,7 +105,7 @@ class ParsedRequest:
     """Its messages, prompts or input; vLLM's models would take long to check them."""
     stop: list[str]
     """Its stop strings, of which vLLM's models take fewer."""
-    wanted: int
+    num_completions: int
     """Number of completions requested."""
 
 
@@ -134,42 +134,44 @@ class Api:
             ApiError: the body is not a JSON object, or a parameter is unsupported or exceeds a limit.
             ValidationError: a parameter has the wrong type. Further errors of vLLM's model pass through.
         """
-        given = {name: value for name, value in _parse(body).items() if self._may_set(name, value)}
-        if not given.get("tools"):  # some clients always send an empty list and a tool_choice
-            given.pop("tools", None)
-            if given.get("tool_choice") in ("auto", "none"):
-                del given["tool_choice"]
-        elif isinstance(given["tools"], list) and len(given["tools"]) > _MOST_TOOLS:
+        parameters = {name: value for name, value in _parse(body).items() if self._may_set(name, value)}
+        if not parameters.get("tools"):  # some clients always send an empty list and a tool_choice
+            parameters.pop("tools", None)
+            if parameters.get("tool_choice") in ("auto", "none"):
+                del parameters["tool_choice"]
+        elif isinstance(parameters["tools"], list) and len(parameters["tools"]) > _MOST_TOOLS:
             raise _wrong("tools", f"a list of at most {_MOST_TOOLS} tools")
-        text = self._read_text(given)
-        stop = _read_stop(given)
-        if constraint := given.get("structured_outputs"):  # a dataclass, which strict models take as it is
+        text = self._read_text(parameters)
+        stop = _read_stop(parameters)
+        if constraint := parameters.get("structured_outputs"):  # a dataclass, which strict models take as it is
             try:
-                given["structured_outputs"] = self._constraint.validate_python(constraint)
+                parameters["structured_outputs"] = self._constraint.validate_python(constraint)
             except ValidationError as error:
                 raise invalid(error, "structured_outputs") from None
-        request = self._model.model_validate({**given, self.text: "-" if self.text == "prompt" else []}, strict=True)
-        wanted = (len(text) if self.text == "prompt" else 1) * (getattr(request, "n", None) or 1)
-        self._check(request, wanted)
-        return ParsedRequest(vllm=request, text=text, stop=stop, wanted=wanted)
+        request = self._model.model_validate(
+            {**parameters, self.text: "-" if self.text == "prompt" else []}, strict=True
+        )
+        num_completions = (len(text) if self.text == "prompt" else 1) * (getattr(request, "n", None) or 1)
+        self._check(request, num_completions)
+        return ParsedRequest(vllm=request, text=text, stop=stop, num_completions=num_completions)
 
     def _may_set(self, name: str, value: object) -> bool:
         """Return whether a parameter is set; False if it has no effect."""
         if value is None or name in self._served:
             return value is not None
-        why, neutral = _UNSUPPORTED.get(name, ("", None))
-        if why and value != neutral:
-            raise ApiError(400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
-        if not why and name not in _IGNORED:
+        reason, neutral_value = _UNSUPPORTED.get(name, ("", None))
+        if reason and value != neutral_value:
+            raise ApiError(400, f"{name} is not supported: {reason}", param=name, code="unsupported_parameter")
+        if not reason and name not in _IGNORED:
             raise ApiError(400, f"unknown parameter: {name}", param=name, code="unknown_parameter")
         return False
 
-    def _read_text(self, given: dict[str, Any]) -> Any:
+    def _read_text(self, parameters: dict[str, Any]) -> Any:
         """Remove the messages, prompts or input from a request, and return them; prompts as a list."""
         for name in ("model", self.text):
-            if name not in given:
+            if name not in parameters:
                 raise ApiError(400, f"missing parameter: {name}", param=name, code="missing_required_parameter")
-        name, text = self.text, given.pop(self.text)
+        name, text = self.text, parameters.pop(self.text)
         if name == "prompt":
             prompts = text if isinstance(text, list) and text and not isinstance(text[0], int) else [text]
             if not all(isinstance(prompt, str) or _all_of(int, prompt) for prompt in prompts):
@@ -181,38 +183,40 @@ class Api:
             raise _wrong(name, f"a list of at least one and at most {_MOST_MESSAGES} objects")
         return text
 
-    def _check(self, request: Any, wanted: int) -> None:
+    def _check(self, request: Any, num_completions: int) -> None:
         """Raise ApiError if a parameter of a request is out of range."""
-        given = {name: value for name, value in request if value is not None and not isinstance(value, bool)}
-        for name, (least, most) in _RANGES.items():
-            if not least <= given.get(name, least) <= most:
-                raise _wrong(name, f"a number from {least:g} to {most:g}")
-        if given.get("temperature") and not _COLDEST <= given["temperature"] <= self._hottest:
+        parameters = {name: value for name, value in request if value is not None and not isinstance(value, bool)}
+        for name, (minimum, maximum) in _RANGES.items():
+            if not minimum <= parameters.get(name, minimum) <= maximum:
+                raise _wrong(name, f"a number from {minimum:g} to {maximum:g}")
+        if parameters.get("temperature") and not _COLDEST <= parameters["temperature"] <= self._hottest:
             raise _wrong("temperature", f"0, or a number from {_COLDEST:g} to {self._hottest:g}")
-        if wanted > _MOST_COMPLETIONS:
-            problem = f"the request asks for {wanted} completions, more than {_MOST_COMPLETIONS}"
+        if num_completions > _MOST_COMPLETIONS:
+            problem = f"the request asks for {num_completions} completions, more than {_MOST_COMPLETIONS}"
             raise ApiError(400, problem, param=self.text)
-        logprobs = given.get("logprobs", given.get("top_logprobs", 0) if getattr(request, "logprobs", None) else -1)
-        if wanted * (logprobs + 1) > _MOST_LOGPROBS:
+        logprobs = parameters.get(
+            "logprobs", parameters.get("top_logprobs", 0) if getattr(request, "logprobs", None) else -1
+        )
+        if num_completions * (logprobs + 1) > _MOST_LOGPROBS:
             problem = f"all completions together may have {_MOST_LOGPROBS} logprobs per position; request fewer"
             raise ApiError(400, problem, param="logprobs")
-        if given.get("max_tokens") == 0 and not getattr(request, "echo", False):
+        if parameters.get("max_tokens") == 0 and not getattr(request, "echo", False):
             raise ApiError(400, "max_tokens 0 requires echo to be true", param="max_tokens")
         if getattr(request, "stream", False) and scores_prompt(request):
             raise ApiError(400, "prompt logprobs are not supported in a stream", param="stream")
-        for name, (most, together) in _LENGTHS.items():
-            if len(given.get(name, ())) > most or len(given.get(name, ())) * wanted > together:
-                raise _wrong(name, f"of at most {most} entries, and {together} over all completions")
-        if not all(abs(bias) <= _BIAS for bias in given.get("logit_bias", {}).values()):
+        for name, (maximum, max_total) in _LENGTHS.items():
+            if len(parameters.get(name, ())) > maximum or len(parameters.get(name, ())) * num_completions > max_total:
+                raise _wrong(name, f"of at most {maximum} entries, and {max_total} over all completions")
+        if not all(abs(bias) <= _BIAS for bias in parameters.get("logit_bias", {}).values()):
             raise _wrong("logit_bias", f"an object of numbers from {-_BIAS:g} to {_BIAS:g}")
-        if not all(0 < len(word) <= _MOST_WORD_CHARACTERS for word in given.get("bad_words", ())):
+        if not all(0 < len(word) <= _MOST_WORD_CHARACTERS for word in parameters.get("bad_words", ())):
             raise _wrong("bad_words", f"a list of words with 1 to {_MOST_WORD_CHARACTERS} characters")
-        _check_template(given.get("chat_template_kwargs") or {})
-        for place, tool in enumerate(given.get("tools", ())):
+        _check_template(parameters.get("chat_template_kwargs") or {})
+        for index, tool in enumerate(parameters.get("tools", ())):
             kind = getattr(tool, "type", "function")
             if kind not in ("function", "custom"):
                 problem = f"tools of type {kind!r} are not supported: agents run their own"
-                raise ApiError(400, problem, param=f"tools.{place}")
+                raise ApiError(400, problem, param=f"tools.{index}")
 
 
 def scores_prompt(request: Any) -> bool:
@@ -226,9 +230,9 @@ def most_scored_tokens(vocab_size: int) -> int:
     return PROMPT_LOGITS_BYTES // (4 * vocab_size)
 
 
-def template_settings(found: Mapping[str, object]) -> dict[str, object]:
+def template_settings(variables: Mapping[str, object]) -> dict[str, object]:
     """Return the subset of vLLM's chat template variables that a request may set."""
-    return {name: value for name, value in found.items() if _may_set_variable(name) and value is not None}
+    return {name: value for name, value in variables.items() if _may_set_variable(name) and value is not None}
 
 
 def _check_template(settings: Mapping[str, object]) -> None:
@@ -245,24 +249,24 @@ def _may_set_variable(name: str) -> bool:
     return name not in _TEMPLATE_OWN and not name.endswith(_SPECIAL_TOKENS)
 
 
-def _read_stop(given: dict[str, Any]) -> list[str]:
+def _read_stop(parameters: dict[str, Any]) -> list[str]:
     """Remove the stop strings from a request, and return them."""
-    name = "stop_sequences" if "stop_sequences" in given else "stop"
-    stop = given.pop(name, [])
+    name = "stop_sequences" if "stop_sequences" in parameters else "stop"
+    stop = parameters.pop(name, [])
     stop = [stop] if isinstance(stop, str) else stop
-    fit = _all_of(str, stop) and all(0 < len(each) <= _MOST_STOP_CHARACTERS for each in stop)
-    if not fit or len(stop) > _MOST_STOPS:
+    is_valid = _all_of(str, stop) and all(0 < len(stop_string) <= _MOST_STOP_CHARACTERS for stop_string in stop)
+    if not is_valid or len(stop) > _MOST_STOPS:
         problem = f"at most {_MOST_STOPS} stop strings of 1 to at most {_MOST_STOP_CHARACTERS} characters are allowed"
         raise ApiError(400, problem, param=name, code="invalid_value")
     return stop
 
 
-def _all_of(kind: type, given: object) -> bool:
-    return isinstance(given, list) and all(type(each) is kind for each in given)
+def _all_of(kind: type, value: object) -> bool:
+    return isinstance(value, list) and all(type(entry) is kind for entry in value)
 
 
-def _wrong(name: str, wanted: str) -> ApiError:
-    return ApiError(400, f"{name} must be {wanted}", param=name, code="invalid_value")
+def _wrong(name: str, expected: str) -> ApiError:
+    return ApiError(400, f"{name} must be {expected}", param=name, code="invalid_value")
 
 
 def _parse(body: bytes) -> dict[str, Any]:
@@ -272,15 +276,15 @@ def _parse(body: bytes) -> dict[str, Any]:
         ApiError: it is not a JSON object, or a string in it has a lone surrogate.
     """
     try:
-        found = pydantic_core.from_json(body)
+        value = pydantic_core.from_json(body)
     except ValueError as error:
         if (param := _lone_surrogate(body)) is not None:
             problem = f"{param or 'the body'} has a lone surrogate, which stands for no character"
             raise ApiError(400, problem, param=param or None, code="invalid_value") from None
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
-    return found
+    return value
 
 
 def _lone_surrogate(body: bytes) -> str | None:

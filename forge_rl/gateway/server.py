@@ -219,7 +219,7 @@ class Gateway:
 
     async def _respond(self, path: str, request: Request, receive: Receive, send: Send) -> None:
         """Serve one request accepted by the guard."""
-        began = time.monotonic()
+        start_time = time.monotonic()
         writer = http.ResponseWriter(send, self.config.client_deadline_s)
         status = 500
         session: Session | None = request.state.caller
@@ -244,8 +244,8 @@ class Gateway:
             if is_bug:
                 raise
         finally:
-            first = writer.started_s - began if writer.is_stream and writer.started_s is not None else None
-            self._metrics.request(path, status, time.monotonic() - began, first)
+            first_event_s = writer.started_s - start_time if writer.is_stream and writer.started_s is not None else None
+            self._metrics.request(path, status, time.monotonic() - start_time, first_event_s)
 
     async def _serve(
         self, path: str, body: bytes, session: Session | None, writer: http.ResponseWriter, agent: str
@@ -257,9 +257,9 @@ class Gateway:
         REQUEST.set(state)
         request = await self._vllm.read(path, body, state, self._check_model)
         del body
-        if session is not None and not state.counted:
-            session.check_room(state.wanted)
-        with self._in_flight.admit(state.wanted - 1, session):
+        if session is not None and not state.only_counts:
+            session.check_room(state.num_completions)
+        with self._in_flight.admit(state.num_completions - 1, session):
             try:
                 answer = await self._vllm.answer(path, request, state)
                 if isinstance(answer, AsyncGenerator):
@@ -276,18 +276,18 @@ class Gateway:
         self, events: AsyncGenerator[str, None], state: RequestState, writer: http.ResponseWriter
     ) -> None:
         """Write events at the client's pace, once an engine has answered: earlier failures become error responses."""
-        held = b""
+        buffer = b""
         async with contextlib.aclosing(events):
             async for event in events:
                 if state.failure is not None:
                     break
-                held += event.encode(errors="replace")
+                buffer += event.encode(errors="replace")
                 if state.started:
-                    await writer.write_events(held)
-                    held = b""
+                    await writer.write_events(buffer)
+                    buffer = b""
         if state.failure is not None:
             raise state.failure
-        await writer.write_events(held, last=True)
+        await writer.write_events(buffer, last=True)
 
     def _check_model(self, name: str) -> str:
         """Return `name` if it is a name of the model.
@@ -319,8 +319,8 @@ class Gateway:
         names = self._models
         if "name" in request.path_params:
             return JSONResponse(self._model_card(self._check_model(request.path_params["name"])))
-        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-        return JSONResponse({"object": "list", "data": [self._model_card(name) for name in names], **ends})
+        page_fields = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return JSONResponse({"object": "list", "data": [self._model_card(name) for name in names], **page_fields})
 
     def _model_card(self, name: str) -> dict[str, object]:
         """Return a model's description, with the fields of OpenAI's and Anthropic's APIs."""
@@ -336,16 +336,16 @@ class Gateway:
         }
 
     async def _health(self, request: Request) -> Response:
-        good = self._healthy() and not self._closing
-        return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
+        is_healthy = self._healthy() and not self._closing
+        return JSONResponse({"status": "ok" if is_healthy else "unavailable"}, 200 if is_healthy else 503)
 
     async def _counts(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE)
 
     async def _failed(self, request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException):
-            what = "Unknown path" if error.status_code == 404 else "Wrong method"
+            reason = "Unknown path" if error.status_code == 404 else "Wrong method"
             self._metrics.request("other", error.status_code, 0.0)
-            message = f"{what}: {request.method} {request.url.path}"
+            message = f"{reason}: {request.method} {request.url.path}"
             error = ApiError(error.status_code, message, headers=error.headers or {})
         return to_api_error(error).response(request.url.path)

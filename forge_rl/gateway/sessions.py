@@ -64,9 +64,9 @@ class Session:
         """Turns so far, in the order in which they finished. Logprobs of greedy turns are NaN, which packing masks."""
         return tuple(self._turns)
 
-    def check_room(self, wanted: int) -> None:
-        """Raise ApiError if `wanted` more completions would exceed the session's limits."""
-        turns, tokens = len(self._turns) + wanted, self._tokens
+    def check_room(self, num_completions: int) -> None:
+        """Raise ApiError if `num_completions` more completions would exceed the session's limits."""
+        turns, tokens = len(self._turns) + num_completions, self._tokens
         if turns <= self.most_turns and tokens < self.most_tokens:
             return
         problem, flag = f"would have {turns} turns, more than {self.most_turns}", "turns"
@@ -124,8 +124,8 @@ class Session:
     def longest_prefix(self, text: str) -> tuple[str, TokenIds]:
         """Return the longest recorded text that is a prefix of `text`, and its ids; both are empty if there is none."""
         # A copy, as other requests may be recorded while a thread searches.
-        known = max(filter(text.startswith, list(self._texts)), key=len, default="")
-        return known, self._texts.get(known, ())
+        prefix = max(filter(text.startswith, list(self._texts)), key=len, default="")
+        return prefix, self._texts.get(prefix, ())
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"

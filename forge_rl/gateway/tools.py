@@ -85,8 +85,8 @@ class ToolParser:
         await self.load()
         from forge_rl.gateway import vllm_internals as vllm
 
-        asked = {"messages": [], "tools": list(tools), "tool_choice": "auto"}
-        request = vllm.ChatCompletionRequest.model_validate(asked)
+        request_fields = {"messages": [], "tools": list(tools), "tool_choice": "auto"}
+        request = vllm.ChatCompletionRequest.model_validate(request_fields)
         parser, ids = self.cls(self._tokenizer.hf, request.tools), turn.token_ids.tolist()
         if self._thoughts.is_harmony:
             return read_calls(parser, request, turn.text, ids)
@@ -97,12 +97,12 @@ class ToolParser:
 
     def _with_markers(self, text: str, ids: list[int], request: Any) -> str:
         """Return a completion's text with the special tokens that its calls may be marked by."""
-        special = set(self._tokenizer.hf.all_special_ids)
-        if request.skip_special_tokens or special.isdisjoint(ids):
+        special_ids = set(self._tokenizer.hf.all_special_ids)
+        if request.skip_special_tokens or special_ids.isdisjoint(ids):
             return text
         if ids[-1] in self._tokenizer.stop_ids:
             ids = ids[:-1]
-        if special.isdisjoint(ids):
+        if special_ids.isdisjoint(ids):
             return text
         return without_thoughts(self._tokenizer.decode(ids, skip_special=False), self._thoughts.tags)
 
@@ -116,9 +116,9 @@ class ToolParser:
             ("tool", self.name, vllm.ToolParserManager),
             ("reasoning", self.reasoning, vllm.ReasoningParserManager),
         ):
-            if name and name not in (known := manager.list_registered()):
+            if name and name not in (registered := manager.list_registered()):
                 raise ConfigError(
-                    f"vLLM has no {kind} parser {name!r}", hint=f"set --{kind}-parser to one of {', '.join(known)}"
+                    f"vLLM has no {kind} parser {name!r}", hint=f"set --{kind}-parser to one of {', '.join(registered)}"
                 )
         try:
             parser = vllm.ParserManager.get_parser(
@@ -239,21 +239,21 @@ def _forgiving(parser: type[Any], warn: Callable[[str], None]) -> type[Any]:
     from forge_rl.gateway import vllm_internals as vllm
 
     class Forgiving(parser):
-        def parse(self, model_output: str, *given: Any, **named: Any) -> Any:
+        def parse(self, model_output: str, *args: Any, **kwargs: Any) -> Any:
             state = REQUEST.get(None)
             if state is None:
-                return self._parse(model_output, *given, **named)
+                return self._parse(model_output, *args, **kwargs)
             if model_output not in state.parsed:
-                state.parsed[model_output] = self._parse(model_output, *given, **named)
+                state.parsed[model_output] = self._parse(model_output, *args, **kwargs)
             return state.parsed[model_output]
 
-        def _parse(self, model_output: str, *given: Any, **named: Any) -> Any:
+        def _parse(self, model_output: str, *args: Any, **kwargs: Any) -> Any:
             # Argument deltas are only for streams, and take quadratic time: 9 s for 20,000 characters.
             parts: list[Any] = [self, getattr(getattr(self, "_tool_parser", None), "_parser_engine", None)]
             for part in parts:
                 if hasattr(part, "_stream_arg_deltas"):
                     part._stream_arg_deltas = False
-            reads = partial(super().parse, model_output, *given, **named)
+            reads = partial(super().parse, model_output, *args, **kwargs)
             try:
                 return call_within(_MOST_S + _MOST_PER_CHARACTER_S * len(model_output), reads)
             except LateError:
@@ -262,9 +262,9 @@ def _forgiving(parser: type[Any], warn: Callable[[str], None]) -> type[Any]:
                 pass
             return None, model_output, []
 
-        def parse_delta(self, delta_text: str, *given: Any, **named: Any) -> Any:
+        def parse_delta(self, delta_text: str, *args: Any, **kwargs: Any) -> Any:
             try:
-                return super().parse_delta(delta_text, *given, **named)
+                return super().parse_delta(delta_text, *args, **kwargs)
             except Exception:
                 return vllm.DeltaMessage(content=delta_text)
 
@@ -288,11 +288,11 @@ def call_within(seconds: float, function: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return function()
-    until = time.thread_time() + seconds
+    deadline = time.thread_time() + seconds
     runs = True
 
     def on_time(*_: object) -> None:
-        if runs and time.thread_time() > until:  # the timer also counts other threads' time
+        if runs and time.thread_time() > deadline:  # the timer also counts other threads' time
             raise LateError
 
     before = signal.signal(signal.SIGVTALRM, on_time)

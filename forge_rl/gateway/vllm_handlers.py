@@ -34,7 +34,9 @@ class _Logprobs:
         **__: object,
     ) -> Any:
         """Format the logprobs of a completion, preceded by the prompt's if it is echoed."""
-        entries = [_entry(token, known) for token, known in zip(token_ids, top_logprobs, strict=False)]
+        entries = [
+            _entry(token, position_logprobs) for token, position_logprobs in zip(token_ids, top_logprobs, strict=False)
+        ]
         texts = [self._token(token) for token in token_ids]
         offsets = [initial_text_offset]
         for text in texts:
@@ -56,11 +58,11 @@ class _Logprobs:
         """
         if entry is None:
             return None
-        found: dict[str, float] = {}
+        logprob_by_text: dict[str, float] = {}
         for token, logprob in (*entry.top, (entry.token, entry.logprob)):
             text = self._token(token)
-            found[text] = max(logprob, found.get(text, logprob))
-        return found
+            logprob_by_text[text] = max(logprob, logprob_by_text.get(text, logprob))
+        return logprob_by_text
 
     def _one(self, token: int, logprob: float) -> dict[str, object]:
         raw = list(self.forge_rl_tokenizer.token_bytes(token))
@@ -94,17 +96,17 @@ class AnthropicHandler(_Logprobs, vllm.AnthropicServingMessages):
         return request
 
     @classmethod
-    def to_chat_completion_request(cls, anthropic_request: Any, **given: Any) -> Any:
+    def to_chat_completion_request(cls, anthropic_request: Any, **kwargs: Any) -> Any:
         return REQUEST.get().converted
 
     def messages_full_converter(self, generator: Any) -> Any:
         for call in generator.choices[0].message.tool_calls:
             # Arguments must be a JSON object here, and the model may have written something else.
             try:
-                good = isinstance(json.loads(call.function.arguments), dict)
+                is_object = isinstance(json.loads(call.function.arguments), dict)
             except (ValueError, RecursionError):
-                good = False
-            if not good:
+                is_object = False
+            if not is_object:
                 call.function.arguments = "{}"
         return super().messages_full_converter(generator)
 
@@ -117,23 +119,25 @@ class ResponsesHandler(vllm.OpenAIServingResponses):
     def _create_response_logprobs(
         self, token_ids: object, logprobs: Sequence[TokenLogprob], tokenizer: object, top_logprobs: int | None = None
     ) -> Any:
-        def known(token: int, logprob: float) -> Any:
+        def to_logprob(token: int, logprob: float) -> Any:
             return vllm.Logprob(logprob, decoded_token=self.forge_rl_tokenizer.decode([token], skip_special=False))
 
-        found = [
-            {token: known(token, logprob) for token, logprob in (*entry.top, (entry.token, entry.logprob))}
+        position_logprobs = [
+            {token: to_logprob(token, logprob) for token, logprob in (*entry.top, (entry.token, entry.logprob))}
             for entry in logprobs
         ]
-        return super()._create_response_logprobs([entry.token for entry in logprobs], found, tokenizer, top_logprobs)
+        return super()._create_response_logprobs(
+            [entry.token for entry in logprobs], position_logprobs, tokenizer, top_logprobs
+        )
 
 
-def _entry(token: int, known: TokenLogprob | Mapping[int, Any] | None) -> TokenLogprob | None:
+def _entry(token: int, position_logprobs: TokenLogprob | Mapping[int, Any] | None) -> TokenLogprob | None:
     """Return a token's entry from itself or from its prompt position's logprobs; a prompt's first token has none."""
-    if known is None or isinstance(known, TokenLogprob):
-        return known
-    others = [(other, entry.logprob) for other, entry in known.items() if other != token]
-    ids, logprobs = tuple(other for other, _ in others), tuple(logprob for _, logprob in others)
-    return TokenLogprob(token=token, logprob=known[token].logprob, top_ids=ids, top_logprobs=logprobs)
+    if position_logprobs is None or isinstance(position_logprobs, TokenLogprob):
+        return position_logprobs
+    alternatives = [(other, entry.logprob) for other, entry in position_logprobs.items() if other != token]
+    ids, logprobs = tuple(other for other, _ in alternatives), tuple(logprob for _, logprob in alternatives)
+    return TokenLogprob(token=token, logprob=position_logprobs[token].logprob, top_ids=ids, top_logprobs=logprobs)
 
 
 def _made_late(entries: list[Callable[[], object]]) -> list[Any]:

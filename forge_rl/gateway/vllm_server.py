@@ -81,7 +81,7 @@ class VLLMServer:
         renderer = SimpleNamespace(tokenizer=hf, get_tokenizer=lambda: hf)
         client = EngineClient(shared, model, renderer)
         online = PromptRenderer(shared, model, renderer)
-        given = {
+        handler_options = {
             "online_renderer": online,
             "request_logger": None,
             "chat_template": hf.chat_template,
@@ -90,9 +90,9 @@ class VLLMServer:
             "enable_auto_tools": True,
         }
         models = _Models()
-        chat = ChatHandler(client, models, "assistant", **given)
-        messages = AnthropicHandler(client, models, "assistant", **given)
-        responses = ResponsesHandler(client, models, **given)
+        chat = ChatHandler(client, models, "assistant", **handler_options)
+        messages = AnthropicHandler(client, models, "assistant", **handler_options)
+        responses = ResponsesHandler(client, models, **handler_options)
         completions = CompletionHandler(client, models, online_renderer=online, request_logger=None)
         for handler in (chat, messages, responses, completions):
             handler.system_fingerprint = None
@@ -115,19 +115,19 @@ class VLLMServer:
         """
 
         def read(body: bytes) -> Any:
-            found = APIS[path].read(body)
-            request = chat = found.vllm
+            parsed = APIS[path].read(body)
+            request = chat = parsed.vllm
             state.model, state.param = check_model(request.model), APIS[path].text
-            state.streamed, state.wanted = bool(getattr(request, "stream", False)), found.wanted
-            state.counted = path.endswith("/count_tokens")
+            state.streamed, state.num_completions = bool(getattr(request, "stream", False)), parsed.num_completions
+            state.only_counts = path.endswith("/count_tokens")
             if path.startswith("/v1/messages"):
-                request.messages = list(_checked(found.text))
+                request.messages = list(_checked(parsed.text))
                 chat = state.converted = self._convert(request)
             elif path == "/v1/responses":
-                state.converted = found.text
+                state.converted = parsed.text
             else:
-                setattr(request, state.param, found.text)
-            chat.stop = found.stop
+                setattr(request, state.param, parsed.text)
+            chat.stop = parsed.stop
             return request
 
         state.body_bytes = len(body)
@@ -151,8 +151,8 @@ class VLLMServer:
         if state.failure is not None:
             raise state.failure
         if isinstance(answer, vllm.ErrorResponse):
-            told = answer.error
-            raise ApiError(int(told.code), told.message[:_MOST_MESSAGE], param=told.param)
+            error = answer.error
+            raise ApiError(int(error.code), error.message[:_MOST_MESSAGE], param=error.param)
         if isinstance(answer, AsyncGenerator):
             return vllm._convert_stream_to_sse_events(answer) if path == "/v1/responses" else answer
         return _shown(answer, state)
@@ -162,23 +162,24 @@ def _checked(messages: Sequence[dict[str, Any]]) -> Iterator[Any]:
     """Validate messages of Anthropic's API, block by block."""
     if messages[-1].get("role") == "assistant":
         raise ApiError(400, "the answer cannot be prefilled; end with a user message", param="messages")
-    for place, given in enumerate(messages):
-        at, blocks = f"messages.{place}", given.get("content")
+    for index, raw_message in enumerate(messages):
+        path, blocks = f"messages.{index}", raw_message.get("content")
         if not isinstance(blocks, list):
-            yield _validated(vllm.AnthropicMessage, given, at)
+            yield _validated(vllm.AnthropicMessage, raw_message, path)
             continue
-        message = _validated(vllm.AnthropicMessage, {**given, "content": []}, at)
+        message = _validated(vllm.AnthropicMessage, {**raw_message, "content": []}, path)
         message.content = [
-            _validated(vllm.AnthropicContentBlock, block, f"{at}.content.{index}") for index, block in enumerate(blocks)
+            _validated(vllm.AnthropicContentBlock, block, f"{path}.content.{index}")
+            for index, block in enumerate(blocks)
         ]
         yield message.validate_tool_change_role()
 
 
-def _validated(kind: type[BaseModel], given: object, at: str) -> Any:
+def _validated(kind: type[BaseModel], value: object, path: str) -> Any:
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(value)
     except ValidationError as error:
-        raise invalid(error, at) from None
+        raise invalid(error, path) from None
 
 
 @contextlib.contextmanager
@@ -214,15 +215,15 @@ class _Models:
 
 def _shown(response: Any, state: RequestState) -> dict[str, Any]:
     """Return a response as a JSON-serializable dict."""
-    shown: dict[str, Any]
+    body: dict[str, Any]
     name = type(response).__name__
     if name in ("ChatCompletionResponse", "CompletionResponse"):
         response.system_fingerprint = f"weights-{state.version}" if state.version >= 0 else None
-        shown = response.model_dump(exclude={"choices": {"__all__": {"logprobs"}}})
-        for entry, choice in zip(shown["choices"], response.choices, strict=True):
+        body = response.model_dump(exclude={"choices": {"__all__": {"logprobs"}}})
+        for entry, choice in zip(body["choices"], response.choices, strict=True):
             entry["logprobs"] = dict(choice.logprobs) if choice.logprobs is not None else None
     elif name == "ResponsesResponse":
-        shown = response.model_dump(mode="json", by_alias=True)
+        body = response.model_dump(mode="json", by_alias=True)
     else:
-        shown = response.model_dump(exclude_none=True)
-    return shown
+        body = response.model_dump(exclude_none=True)
+    return body

@@ -86,12 +86,12 @@ class ResumableCompletion:
     @property
     def rest(self) -> Sampling:
         """Sampling settings for the remaining tokens."""
-        done = self.tokens
-        if not done:
+        num_tokens = self.tokens
+        if not num_tokens:
             return self.sampling
         return replace(
             self.sampling,
-            max_tokens=self.sampling.max_tokens - done,
+            max_tokens=self.sampling.max_tokens - num_tokens,
             # A stop string may begin in tokens that are in this engine's prompt.
             stop=(),
         )
@@ -102,7 +102,7 @@ class ResumableCompletion:
         An engine that resumes another's completion misses characters and stop strings that began earlier, so text and
         end are determined here, and tokens after the end are cut off.
         """
-        ended = chunk.finish
+        chunk_finish = chunk.finish
         if self._decoder is not None:
             chunk = self._decoded(self._decoder, chunk)
         self._chunks.append(chunk)
@@ -111,7 +111,7 @@ class ResumableCompletion:
         self.finish = chunk.finish
         if self._observe is not None and self._observe(chunk) and not self.finish:
             self.finish = "stop"
-        return self.finish != ended
+        return self.finish != chunk_finish
 
     def fail_over(self, error: ReplicaError) -> None:
         """Prepare for the next engine after this one died.
@@ -137,38 +137,42 @@ class ResumableCompletion:
             ) from error
         if self._decoder is None and self.tokens:
             self._decoder = self._tokenizer.text_stream(self.prompt_ids)
-            known = self.shown[len(self.prompt_ids) :].tolist()
-            self._known = "".join(self._decoder.add(token) for token in known)
+            token_ids = self.shown[len(self.prompt_ids) :].tolist()
+            self._known = "".join(self._decoder.add(token) for token in token_ids)
 
     def turn(self) -> Turn:
         """Return the whole completion after its end."""
         chunks = self._chunks
         if len(chunks) == 1:
-            ids, logprobs, versions = chunks[0].token_ids, chunks[0].logprobs, chunks[0].versions
+            token_ids, logprobs, versions = chunks[0].token_ids, chunks[0].logprobs, chunks[0].versions
         else:
-            ids = read_only(np.concatenate([chunk.token_ids for chunk in chunks]))
+            token_ids = read_only(np.concatenate([chunk.token_ids for chunk in chunks]))
             logprobs = read_only(np.concatenate([chunk.logprobs for chunk in chunks]))
             versions = read_only(np.concatenate([chunk.versions for chunk in chunks]))
         return Turn.unchecked(
             prompt_ids=self.prompt_ids,
-            token_ids=ids,
+            token_ids=token_ids,
             logprobs=logprobs,
             versions=versions,
             text=self.text,
-            answer=self._tokenizer.thoughts.answer(self.prompt_ids, ids, self.text),
+            answer=self._tokenizer.thoughts.answer(self.prompt_ids, token_ids, self.text),
             truncated=self.finish == "length",
             # Dead engines sent no routing; the last engine has prefilled all earlier tokens.
-            routed=None if chunks[-1].routed is None else chunks[-1].routed[: len(self.prompt_ids) + len(ids) - 1],
+            routed=None
+            if chunks[-1].routed is None
+            else chunks[-1].routed[: len(self.prompt_ids) + len(token_ids) - 1],
         )
 
     def _decoded(self, decoder: TextStream, chunk: Chunk) -> Chunk:
         held_back = max(map(len, self.sampling.stop), default=1) - 1
         for count, token in enumerate(chunk.token_ids.tolist(), start=1):
-            searched = max(0, len(self._known) - held_back)
+            search_start = max(0, len(self._known) - held_back)
             self._known += decoder.add(token)
-            found = [at for stop in self.sampling.stop if (at := self._known.find(stop, searched)) >= 0]
-            if found:
-                self._known = self._known[: min(found)]
+            stop_positions = [
+                position for stop in self.sampling.stop if (position := self._known.find(stop, search_start)) >= 0
+            ]
+            if stop_positions:
+                self._known = self._known[: min(stop_positions)]
                 chunk = replace(
                     chunk,
                     token_ids=chunk.token_ids[:count],
@@ -205,10 +209,12 @@ class DraftCounts:
         return min(1.0, self.verified / max(1, self.tokens - self.accepted))
 
 
-def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size: int, versions: Collection[int]) -> str:
+def validate_chunk(
+    chunk: object, sampling: Sampling, *, num_drawn: int, vocab_size: int, versions: Collection[int]
+) -> str:
     """Validate a chunk from an engine; returns why it is invalid, or "" if it is valid.
 
-    `drawn` is the number of earlier tokens of the completion; `versions` are the versions that the engine may have
+    `num_drawn` is the number of earlier tokens of the completion; `versions` are the versions that the engine may have
     served since.
     """
     if not isinstance(chunk, Chunk):
@@ -222,13 +228,13 @@ def validate_chunk(chunk: object, sampling: Sampling, *, drawn: int, vocab_size:
         return "experts came before the end"
     if sampling.top_logprobs and len(chunk.top) != count:
         return f"{count} tokens have alternatives for {len(chunk.top)}"
-    if drawn + count > sampling.max_tokens:
-        return f"{drawn + count} tokens came, and {sampling.max_tokens} were requested"
+    if num_drawn + count > sampling.max_tokens:
+        return f"{num_drawn + count} tokens came, and {sampling.max_tokens} were requested"
     for token in (chunk.token_ids.min(), chunk.token_ids.max()) if count else ():
         if not 0 <= token < vocab_size:
             return f"token {token} is not one of {vocab_size}"
-    if sampling.temperature > 0 and (wrong := np.isfinite(chunk.logprobs) & (chunk.logprobs > _ROUNDING)).any():
-        return f"a logprob is {chunk.logprobs[wrong][0]:g}"
+    if sampling.temperature > 0 and (is_positive := np.isfinite(chunk.logprobs) & (chunk.logprobs > _ROUNDING)).any():
+        return f"a logprob is {chunk.logprobs[is_positive][0]:g}"
     for version in set(chunk.versions.tolist()):
         if version not in versions:
             return f"a token is of version {version}, where the engine serves {' or '.join(map(str, versions))}"
@@ -257,6 +263,6 @@ def validate_scores(scores: object, count: int, top_k: int, vocab_size: int) -> 
     if scores.top_ids.size and not (scores.top_ids.min() >= 0 and scores.top_ids.max() < vocab_size):
         return f"a token is not one of {vocab_size}"
     for logprobs in (scores.logprobs, scores.top_logprobs):
-        if (wrong := logprobs > _ROUNDING).any():
-            return f"a logprob is {logprobs[wrong][0]:g}"
+        if (is_positive := logprobs > _ROUNDING).any():
+            return f"a logprob is {logprobs[is_positive][0]:g}"
     return ""

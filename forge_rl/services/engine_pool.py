@@ -137,8 +137,8 @@ class EnginePool:
     def answers(self, *, loading: bool) -> bool:
         """Return whether a serving engine is idle, makes progress, or is paused or loading on purpose."""
         if loading or self.held:
-            return any(each.serving for each in self._service.replicas)
-        return any(each.serving and self._goes_on(each) for each in self._service.replicas)
+            return any(replica.serving for replica in self._service.replicas)
+        return any(replica.serving and self._goes_on(replica) for replica in self._service.replicas)
 
     def note_progress(self, replica: Replica) -> None:
         """Record that an engine sent a chunk."""
@@ -162,17 +162,17 @@ class EnginePool:
                 await self._set_up(replica, self._start_deadline_s)
             await self._bring(replica, DesiredState())
 
-    async def _bring(self, replica: Replica, now: DesiredState) -> None:
+    async def _bring(self, replica: Replica, state: DesiredState) -> None:
         """Bring an engine from its state to the desired one, and add it to those that are ready."""
-        whole = True
-        while now != (desired := self._desired):  # it may change meanwhile
-            if (desired.paused, desired.asleep) != (now.paused, now.asleep):
-                whole = await self._hold(replica, desired) or desired.asleep
-            changed = (desired.version, desired.epoch, desired.store) != (now.version, now.epoch, now.store)
-            if desired.version is not None and (changed or not whole):
+        has_weights = True
+        while state != (desired := self._desired):  # it may change meanwhile
+            if (desired.paused, desired.asleep) != (state.paused, state.asleep):
+                has_weights = await self._hold(replica, desired) or desired.asleep
+            has_changed = (desired.version, desired.epoch, desired.store) != (state.version, state.epoch, state.store)
+            if desired.version is not None and (has_changed or not has_weights):
                 await self._load(replica, desired.version, desired.store)
-            now = desired
-        replica.link.deadlines.hold_streams(now.paused or now.asleep)
+            state = desired
+        replica.link.deadlines.hold_streams(state.paused or state.asleep)
         self._ready[replica.index] = replica  # no await since the comparison: `each` will not miss it
 
     @contextlib.asynccontextmanager
@@ -190,10 +190,10 @@ class EnginePool:
         try:
             yield
             async with task_group() as group:
-                either = [group.create_task(self._service.available()), group.create_task(self._waits.wait())]
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                for each in either:
-                    each.cancel()
+                waits = [group.create_task(self._service.available()), group.create_task(self._waits.wait())]
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for wait in waits:
+                    wait.cancel()
         except BaseException:
             self._desired = replace(self._desired, version=None, store=None)
             self.version, self.refusal = None, f"loading version {version} failed"
@@ -208,27 +208,27 @@ class EnginePool:
         Engines that dropped their weights to sleep reload their version when they wake.
         """
         async with self._holding:
-            self._desired = wanted = replace(self._desired, **changes)
-            held = wanted.paused, wanted.asleep
-            if any(held):
+            self._desired = desired = replace(self._desired, **changes)
+            hold_args = desired.paused, desired.asleep
+            if any(hold_args):
                 self._hold_deadlines(True)
-            whole = await self.each("hold", lambda _: held, deadline_s=self._hold_deadline_s)
-            if not (all(whole) or wanted.asleep or wanted.store is None):
-                store = wanted.store
-                async with store.lease(wanted.version) as manifest:
+            have_weights = await self.each("hold", lambda _: hold_args, deadline_s=self._hold_deadline_s)
+            if not (all(have_weights) or desired.asleep or desired.store is None):
+                store = desired.store
+                async with store.lease(desired.version) as manifest:
                     await self.load(manifest, store)
-            if not any(held):
+            if not any(hold_args):
                 self._hold_deadlines(False)
 
     async def send_guests_away(self) -> None:
         """Put the guests to sleep, and let other engines resume their requests."""
         async with self._holding:
-            guests = [each for index, each in self._ready.items() if index in self._guests and each.alive]
+            guests = [replica for index, replica in self._ready.items() if index in self._guests and replica.alive]
             for replica in guests:
                 self._ready.pop(replica.index)
                 self._service.send_away(replica, "the trainer needs its devices")
                 self._away[replica] = asleep = replace(self._desired, asleep=True)
-            await asyncio.gather(*(self._try(each, "hold", self._hold(each, asleep)) for each in guests))
+            await asyncio.gather(*(self._try(replica, "hold", self._hold(replica, asleep)) for replica in guests))
 
     async def bring_guests_back(self) -> None:
         """Wake the guests, with the version that the other engines serve; the result of one that fails is its death."""
@@ -238,22 +238,22 @@ class EnginePool:
             if replica.state is ReplicaState.AWAY:  # it neither died nor left meanwhile
                 self._service.set_state(replica, ReplicaState.SERVING)
 
-        away = [each for each in self._away if each.state is ReplicaState.AWAY]
-        await asyncio.gather(*(self._try(each, "wake", wake(each)) for each in away))
+        away_guests = [replica for replica in self._away if replica.state is ReplicaState.AWAY]
+        await asyncio.gather(*(self._try(replica, "wake", wake(replica)) for replica in away_guests))
 
     async def _hold(self, replica: Replica, state: DesiredState) -> bool:
         """Pause an engine or put it to sleep; returns whether it has its weights."""
-        whole: bool = await replica.call("hold", state.paused, state.asleep, deadline_s=self._hold_deadline_s)
-        return whole
+        has_weights: bool = await replica.call("hold", state.paused, state.asleep, deadline_s=self._hold_deadline_s)
+        return has_weights
 
-    async def _try(self, replica: Replica, what: str, work: Awaitable[object]) -> None:
+    async def _try(self, replica: Replica, action: str, work: Awaitable[object]) -> None:
         """Await an engine's work, whose failure is the engine's."""
         try:
             await work
         except ReplicaError:
             pass
         except ForgeError as error:
-            self.mark_failed(replica, f"{what} failed: {error.message}")
+            self.mark_failed(replica, f"{action} failed: {error.message}")
 
     async def each(
         self, method: str, args_of: Callable[[Replica], Sequence[object]] = lambda _: (), *, deadline_s: float
@@ -267,7 +267,7 @@ class EnginePool:
         """Load a leased version into all engines; see `_on_each`."""
         return await self._on_each("load", lambda replica: load_version(replica, manifest, store))
 
-    async def _on_each(self, what: str, work: Callable[[Replica], Awaitable[T]]) -> list[T]:
+    async def _on_each(self, action: str, work: Callable[[Replica], Awaitable[T]]) -> list[T]:
         """Do work with all engines; returns their results in order, omitting engines that died or failed.
 
         An engine that fails while another succeeds is replaced.
@@ -277,25 +277,25 @@ class EnginePool:
         """
         errors: list[tuple[Replica, ForgeError]] = []
 
-        async def one(replica: Replica) -> list[T]:
+        async def attempt(replica: Replica) -> list[T]:
             try:
                 return [await work(replica)]
             except ReplicaError:
                 pass
             except ServiceError as error:
-                self.mark_failed(replica, f"{what} failed: {error.message}")
+                self.mark_failed(replica, f"{action} failed: {error.message}")
             except ForgeError as error:
                 errors.append((replica, error))
             return []
 
-        living = [replica for _, replica in sorted(self._ready.items()) if replica.alive]
+        live_replicas = [replica for _, replica in sorted(self._ready.items()) if replica.alive]
         async with task_group() as group:
-            calls = [group.create_task(one(replica)) for replica in living]
+            calls = [group.create_task(attempt(replica)) for replica in live_replicas]
         results = [result for call in calls for result in call.result()]
         for replica, error in errors:
             if not results:
                 raise error
-            self.mark_failed(replica, f"{what} failed: {error.message}")
+            self.mark_failed(replica, f"{action} failed: {error.message}")
         return results
 
     def mark_failed(self, replica: Replica, cause: str) -> ReplicaError:
@@ -320,10 +320,10 @@ class EnginePool:
         last_s = max(self._chunk_at.get(replica, 0.0), replica.busy_since)
         return not replica.in_flight or replica.clock() - last_s < _SILENT_S
 
-    def _hold_deadlines(self, held: bool) -> None:
+    def _hold_deadlines(self, is_held: bool) -> None:
         """Suspend request deadlines while the engines are paused."""
         for replica in self._ready.values():
-            replica.link.deadlines.hold_streams(held)
+            replica.link.deadlines.hold_streams(is_held)
 
     async def _load(self, replica: Replica, version: int, store: WeightStore | None) -> None:
         if store is None:

@@ -22,7 +22,7 @@ from forge_rl.system.seeds import derive_seed
 
 
 def seats_of(config: GeneratorConfig, cluster: Cluster, hosts: ServiceHosts) -> Seats:
-    """Return the seats of all engines, of which those in servers of others come first and have none here."""
+    """Return the seats of the replicas, whose indices follow those of remote engines and of guests."""
     return Seats(
         cluster,
         hosts,
@@ -48,9 +48,9 @@ class EngineProcesses:
     guests: Seats
     """Seats of the engines on the trainer's devices."""
     patience_s: float
-    """Time for a server of others to come back."""
+    """Time for a remote server to come back after it went away."""
     owner: str = field(default_factory=lambda: secrets.token_hex(16))
-    """Name of this generator, for servers of others."""
+    """Name of this generator, by which remote servers know it."""
 
     def environment(self, index: int) -> dict[str, str]:
         """Return the environment variables of the engine with an index, on the first of its hosts."""
@@ -71,11 +71,11 @@ class EngineProcesses:
         return self.seats.take(index).host if self.seats.hosts.gpus else None
 
     def spawn(self, index: int) -> Replica:
-        """Spawn the engine with an index, or the process that uses it in a server of others."""
+        """Spawn the engine with an index, or the process that uses it in a remote server."""
         if index < len(self.config.urls):
-            again = index < len(self.service.replicas)
+            is_restart = index < len(self.service.replicas)
             server = RemoteServer(
-                url=self.config.urls[index], owner=self.owner, wait_s=self.patience_s if again else 0.0
+                url=self.config.urls[index], owner=self.owner, wait_s=self.patience_s if is_restart else 0.0
             )
             args, env = self._args(index, "replica", THIS_HOST), thread_environment(sharers=1, cores=1)
             return self.service.spawn(self.actor, *args, server, env=env, index=index, secrets=True)
@@ -88,13 +88,13 @@ class EngineProcesses:
         return self.service.spawn(self.actor, *args, env=spare_environment(env), ranks=hosts, index=index)
 
     def spares(self, start_deadline_s: float) -> EngineSpares:
-        """Return what keeps spares ready, numbered from the first number that no engine can have."""
-        first = max(self.config.engines, self.seats.first + self.config.most_replicas)
+        """Return the keeper of the spares, numbered from the first number that no engine can have."""
+        first_number = max(self.config.engines, self.seats.first + self.config.most_replicas)
         return EngineSpares(
             self.service,
             self.spawn_spare,
             self.environment,
-            numbers=range(first, first + self.config.spares),
+            numbers=range(first_number, first_number + self.config.spares),
             start_deadline_s=start_deadline_s,
             restart=self.config.restart,
             host_of=self.host_of,
@@ -110,9 +110,9 @@ class EngineProcesses:
         if replica.ranks == 1:
             await replica.call("setup", deadline_s=deadline_s)
             return
-        public = self.service.cluster.may_be_public
+        may_be_public = self.service.cluster.may_be_public
         networks = await replica.call_ranks("network", lambda _: (), deadline_s=deadline_s)
-        address = meeting_address(networks, may_be_public=public)
+        address = meeting_address(networks, may_be_public=may_be_public)
         port = await replica.call("open_store", address, deadline_s=deadline_s)
         parts = [
             EnginePart(
@@ -121,7 +121,7 @@ class EngineProcesses:
                 address=address,
                 port=port,
                 folder=self.service.cluster.path_on(host, self.model),
-                may_be_public=public,
+                may_be_public=may_be_public,
             )
             for number, host in enumerate(replica.hosts)
         ]
@@ -130,18 +130,22 @@ class EngineProcesses:
 
     def spawn_spare(self, number: int) -> Replica:
         """Spawn the spare with a number, without devices, on the host of an engine."""
-        own = [each.index for each in self.service.replicas if each.serving and each.index >= self.seats.first]
-        like = own[number % len(own)] if own else self.seats.first
-        host = self.seats.take(like).host
-        args, env = self._args(number, "spare", host), spare_environment(self.environment(like))
+        indices = [
+            replica.index for replica in self.service.replicas if replica.serving and replica.index >= self.seats.first
+        ]
+        engine_index = indices[number % len(indices)] if indices else self.seats.first
+        host = self.seats.take(engine_index).host
+        args, env = self._args(number, "spare", host), spare_environment(self.environment(engine_index))
         return self.service.spawn(self.actor, *args, env=env, host=host, index=number, spare=True)
 
     def _args(self, number: int, kind: str, host: str) -> tuple[object, ...]:
         # With the config's own class, engine processes would import its module and everything that a controller needs.
-        settings = DecodeSettings(**{each.name: getattr(self.config, each.name) for each in fields(DecodeSettings)})
+        settings = DecodeSettings(
+            **{setting.name: getattr(self.config, setting.name) for setting in fields(DecodeSettings)}
+        )
         if (drafting := read_speculation(settings.speculation)) is not None and drafting.model:
-            there = str(self.service.cluster.path_on(host, Path(drafting.model)))
-            settings = replace(settings, speculation=settings.speculation.replace(drafting.model, there))
+            local_path = str(self.service.cluster.path_on(host, Path(drafting.model)))
+            settings = replace(settings, speculation=settings.speculation.replace(drafting.model, local_path))
         return (
             self.service.cluster.path_on(host, self.model),
             settings,

@@ -74,8 +74,8 @@ class EngineSpares:
         if index >= len(self._service.replicas):
             return None
         host = self._host_of(index)
-        living = [(number, spare.replica) for number, spare in self._ready.items() if spare.replica.alive]
-        number = next((number for number, replica in living if host in (None, replica.host)), None)
+        live_spares = [(number, spare.replica) for number, spare in self._ready.items() if spare.replica.alive]
+        number = next((number for number, replica in live_spares if host in (None, replica.host)), None)
         if number is None:
             return None
         self._deaths = 0
@@ -101,22 +101,22 @@ class EngineSpares:
     async def _start(self, number: int) -> None:
         replica = self._spawn(number)
         await self._service.watch(replica, deadline_s=self._start_deadline_s)
-        started = await replica.call("prepare", deadline_s=self._start_deadline_s)
+        is_started = await replica.call("prepare", deadline_s=self._start_deadline_s)
         await replica.ask("stand_by", deadline_s=self._start_deadline_s)  # opens the link: now a hang is noticed
-        self._ready[number] = Spare(replica=replica, started=started, since=replica.clock())
+        self._ready[number] = Spare(replica=replica, started=is_started, since=replica.clock())
         self._service.stands_by(replica)
 
     async def _clear_away(self, number: int) -> None:
         """Clean up after the last spare with this number if it died, and count its death if it did not live long."""
-        if (dead := self._service.spares.pop(number, None)) is not None:
-            await self._service.processes.clean_up(dead)
+        if (replica := self._service.spares.pop(number, None)) is not None:
+            await self._service.processes.clean_up(replica)
         if (spare := self._ready.pop(number, None)) is not None:
-            healthy = spare.replica.clock() - spare.since >= self._restart.healthy_s
-            self._deaths = 1 if healthy else self._deaths + 1
+            is_healthy = spare.replica.clock() - spare.since >= self._restart.healthy_s
+            self._deaths = 1 if is_healthy else self._deaths + 1
 
     def _missing(self) -> int | None:
         """Return the number of a spare to start now, or None; while an engine is missing, that one comes first."""
         if not self._service.complete:
             return None
         spares = self._service.spares
-        return next((each for each in self._numbers if each not in spares or not spares[each].alive), None)
+        return next((number for number in self._numbers if number not in spares or not spares[number].alive), None)

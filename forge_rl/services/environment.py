@@ -61,8 +61,8 @@ class Environment:
         """Policy for processes that die."""
 
         def __post_init__(self) -> None:
-            least = {"replicas": 1, "least_replicas": 0, "most_replicas": 0}
-            check_flags(self, "--environment.", least=least, above={"deadline_s": 0})
+            minimums = {"replicas": 1, "least_replicas": 0, "most_replicas": 0}
+            check_flags(self, "--environment.", least=minimums, above={"deadline_s": 0})
             check_bounds(self, "--environment.")
 
     def __init__(
@@ -170,8 +170,8 @@ class Environment:
         """
         if self._service is None:
             self._opened += 1
-            local = LocalSession(make_env(self._factory, task), functools.partial(make_env, self._factory, task))
-            return local, await reset_env(local.env)
+            session = LocalSession(make_env(self._factory, task), functools.partial(make_env, self._factory, task))
+            return session, await reset_env(session.env)
         about = f"the environment of {task.source} {task.id}"
         return await self._service.try_on(lambda replica: self._open(replica, task, about), about=about, refuses=True)
 
@@ -187,9 +187,9 @@ class Environment:
 
     def pop_metrics(self) -> dict[str, float]:
         """Return, since the last call, how many sessions lost their replica, by how that ended; {} if none did."""
-        found = {f"environment/{how}": float(count) for how, count in self.replays.items()}
+        metrics = {f"environment/{outcome}": float(count) for outcome, count in self.replays.items()}
         self.replays.clear()
-        return found
+        return metrics
 
     def close_later(self, closing: Coroutine[Any, Any, None]) -> None:
         """Run an abandoned session's close in the background; `stop` waits for it."""
@@ -251,11 +251,11 @@ class EnvSession:
             PoisonError: it killed several replicas, one after another.
             ServiceError: the environment raised an error.
         """
-        given = answer, truncated, parsed
+        arguments = answer, truncated, parsed
         try:
             try:
                 deadline_s = self._environment.config.deadline_s
-                step: Step = await self._replica.ask("step", self._key, *given, deadline_s=deadline_s)
+                step: Step = await self._replica.ask("step", self._key, *arguments, deadline_s=deadline_s)
             except ReplicaError as error:
                 if error.blamed:
                     self._service.blame(self._about)
@@ -264,22 +264,22 @@ class EnvSession:
                 if not self._replayable:
                     self._environment.replays["refused"] += 1
                     raise
-                step = await self._step_elsewhere(given)
+                step = await self._step_elsewhere(arguments)
         except BaseException:
             self.abandon()
             raise
-        self._log.append((*given, step))
+        self._log.append((*arguments, step))
         if step.done:
             self._service.forgive(self._about)
             self._end()
         return step
 
-    async def _step_elsewhere(self, given: Given) -> Step:
+    async def _step_elsewhere(self, arguments: Given) -> Step:
         """Rebuild the environment in another replica, and let it respond."""
 
         async def attempt(replica: Replica) -> Step:
             await self._rebuild(replica)
-            step: Step = await self._ask("step", *given)
+            step: Step = await self._ask("step", *arguments)
             return step
 
         step = await self._service.try_on(attempt, about=self._about, refuses=True)
@@ -325,13 +325,15 @@ class EnvSession:
         return True
 
     async def _rebuild(self, replica: Replica) -> None:
-        """Make the environment again in a replica."""
+        """Rebuild the environment in a replica by replaying the turns so far."""
         self._replica.held -= 1
         self._move(replica)
-        differs = await self._ask("replay", self._task, self._observation, self._log, turns=len(self._log) + 1)
-        if differs:
+        difference = await self._ask("replay", self._task, self._observation, self._log, turns=len(self._log) + 1)
+        if difference:
             self._environment.replays["differed"] += 1
-            message = f"an environment of {self._task.source} {self._task.id} was made again, and replayed: {differs}"
+            message = (
+                f"an environment of {self._task.source} {self._task.id} was made again, and replayed: {difference}"
+            )
             hint = "set `replayable = False` on the environment, or make it depend on its task and turns only"
             raise ReplayError(message, service="environment", replica=replica.index, hint=hint)
 
@@ -373,23 +375,23 @@ class LocalSession:
     env: Env
     make: Callable[[], Env]
     """Makes the environment again."""
-    given: list[Given] = field(default_factory=list)
+    arguments: list[Given] = field(default_factory=list)
     """Arguments of its steps so far."""
 
     async def step(self, answer: str, *, truncated: bool = False, parsed: Parsed | None = None) -> Step:
         """Respond to one turn of the model, as `EnvSession.step` does."""
-        self.given.append((answer, truncated, parsed))
+        self.arguments.append((answer, truncated, parsed))
         return await step_env(self.env, answer, truncated, parsed)
 
     async def fork(self, *, undo_last: bool = False) -> LocalSession:
         """Return another session in the same state, or in that before the last step."""
         if not undo_last:
-            return replace(self, env=await fork_env(self.env), given=[*self.given])
-        made = replace(self, env=self.make(), given=[])
-        await reset_env(made.env)
-        for answer, truncated, parsed in self.given[:-1]:
-            await made.step(answer, truncated=truncated, parsed=parsed)
-        return made
+            return replace(self, env=await fork_env(self.env), arguments=[*self.arguments])
+        session = replace(self, env=self.make(), arguments=[])
+        await reset_env(session.env)
+        for answer, truncated, parsed in self.arguments[:-1]:
+            await session.step(answer, truncated=truncated, parsed=parsed)
+        return session
 
     async def close(self) -> None:
         """Close an environment that is not done."""

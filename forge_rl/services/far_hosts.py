@@ -51,13 +51,13 @@ async def _serve(service: Service, replica: Replica, actor: Any, files: OpenFold
     answer: Answer = None
     try:
         while True:
-            exchanging = asyncio.ensure_future(_exchange(actor, answer))
+            exchange = asyncio.ensure_future(_exchange(actor, answer))
             try:
-                await asyncio.wait((exchanging, replica.death), return_when=asyncio.FIRST_COMPLETED)
-                if not exchanging.done() or (request := exchanging.result()) is None:
+                await asyncio.wait((exchange, replica.death), return_when=asyncio.FIRST_COMPLETED)
+                if not exchange.done() or (request := exchange.result()) is None:
                     return
             finally:
-                exchanging.cancel()
+                exchange.cancel()
             answer = await asyncio.to_thread(files.answer, request)
     except Exception as error:  # Monarch raises several unrelated classes
         await _dead(service, replica, error)
@@ -98,12 +98,12 @@ async def copy_folders(
     async def copy_to(host: str) -> dict[tuple[str, Path], Path]:
         replica = service.spawn(HostActor, host=host)
         await service.watch(replica, deadline_s=deadline_s)
-        found = {}
+        copies = {}
         for folder, expected in contents.items():
             await open_files(service, replica, replica.meshes, OpenFolder(folder, read_only=True))
-            found[host, folder] = await replica.call("copy", folder, expected, cache, deadline_s=deadline_s)
-        return found
+            copies[host, folder] = await replica.call("copy", folder, expected, cache, deadline_s=deadline_s)
+        return copies
 
     async with task_group() as group:
-        copying = [group.create_task(copy_to(host)) for host in hosts]
-    return {place: path for each in copying for place, path in each.result().items()}
+        tasks = [group.create_task(copy_to(host)) for host in hosts]
+    return {place: path for task in tasks for place, path in task.result().items()}

@@ -262,25 +262,25 @@ class Generator:
         # Engines read the model's settings, which need not name the token that ends turns.
         prompt_ids, sampling = completion.shown, completion.rest.updated(stop_ids=self._tokenizer.stop_ids)
         self._check(prompt_ids, sampling)
-        suspect = completion.suspect
-        if suspect:
+        is_suspect = completion.suspect
+        if is_suspect:
             await self._trial.acquire()
         try:
             replica = await self._choose(engine)
-            first = self._pool.current
+            first_load = self._pool.current
 
             def take(chunk: Chunk) -> bool:
-                nonlocal suspect
+                nonlocal is_suspect
                 self._pool.note_progress(replica)
-                if suspect:
+                if is_suspect:
                     self._trial.release()
-                    suspect = False
+                    is_suspect = False
                 problem = validate_chunk(
                     chunk,
                     completion.sampling,
-                    drawn=completion.tokens,
+                    num_drawn=completion.tokens,
                     vocab_size=self._tokenizer.vocab_size,
-                    versions=self._pool.versions[first:],
+                    versions=self._pool.versions[first_load:],
                 )
                 if not problem:
                     chunk, problem = self.non_finite.mask(chunk, completion.sampling, replica)
@@ -297,7 +297,7 @@ class Generator:
             if not completion.finish:
                 raise self._pool.mark_failed(replica, "it sent garbage: its stream ended without a finish")
         finally:
-            if suspect:
+            if is_suspect:
                 self._trial.release()
 
     async def generate(
@@ -357,14 +357,14 @@ class Generator:
 
         async def attempt(replica: Replica) -> ScoredTokens:
             with self._blaming(replica):
-                found = await replica.ask(
+                scores = await replica.ask(
                     "score", prompt_ids, token_ids, temperature, top_k, deadline_s=self.config.request_deadline_s
                 )
             self._pool.note_progress(replica)
-            if problem := validate_scores(found, len(token_ids), top_k, self._tokenizer.vocab_size):
+            if problem := validate_scores(scores, len(token_ids), top_k, self._tokenizer.vocab_size):
                 raise self._pool.mark_failed(replica, f"it sent garbage: {problem}")
-            assert isinstance(found, ScoredTokens)
-            return found
+            assert isinstance(scores, ScoredTokens)
+            return scores
 
         async with self._lend():
             return await self._service.try_on(attempt)
@@ -411,8 +411,8 @@ class Generator:
             async with self._pool.serving_next(manifest.version, store, epoch=manifest.epoch):
                 reports = await self._pool.load(manifest, store)
                 if any(report.version != manifest.version for report in reports):
-                    read = [report.version for report in reports]
-                    raise WeightsError(f"the engines read versions {read} instead of {manifest.version}")
+                    versions = [report.version for report in reports]
+                    raise WeightsError(f"the engines read versions {versions} instead of {manifest.version}")
         self.last_load = reports
         return manifest.version
 
@@ -466,24 +466,25 @@ class Generator:
         return self._service.drain_busy_s()
 
     def drain_drafts(self) -> DraftCounts:
-        """Return what engines drafted since the last call."""
-        found, self._drafts = self._drafts, DraftCounts()
-        return found
+        """Return the counts of drafted tokens since the last call."""
+        counts, self._drafts = self._drafts, DraftCounts()
+        return counts
 
     async def stop(self) -> None:
         """Stop the engines: first vLLM's processes, then ours."""
         self._stopping = True
-        everyone = (*self._service.replicas, *self._service.spares.values())
-        living = [replica for replica in everyone if replica.alive]
-        closing = [replica.call_ranks("close", lambda _: (), deadline_s=5.0) for replica in living]
-        await asyncio.gather(*closing, return_exceptions=True)  # Service.stop kills those that do not close in time
+        replicas = (*self._service.replicas, *self._service.spares.values())
+        live_replicas = [replica for replica in replicas if replica.alive]
+        calls = [replica.call_ranks("close", lambda _: (), deadline_s=5.0) for replica in live_replicas]
+        await asyncio.gather(*calls, return_exceptions=True)  # Service.stop kills those that do not close in time
         await self._service.stop()
 
     @contextlib.contextmanager
     def _blaming(self, replica: Replica, *, refuses: bool = False) -> Iterator[None]:
         """Count an engine as failed if it reports an error of its own in the body.
 
-        So does a refusal by a server of others, unless the request may be at fault (`refuses`): it would end the run.
+        A refusal by a remote engine counts as its failure too, unless the request may be at fault (`refuses`): it would
+        otherwise end the run.
         """
         try:
             yield

@@ -72,8 +72,8 @@ class GeneratorActor(ServiceActor):
         """
         set_here(environment)
         if part is not None:
-            own = own_address([part.address], may_be_public=part.may_be_public)
-            set_here(part_environment(own, interface_towards(part.address)))
+            local_address = own_address([part.address], may_be_public=part.may_be_public)
+            set_here(part_environment(local_address, interface_towards(part.address)))
             if part.number > 0:
                 start = functools.partial(start_following_part, seed=self._seed, part=part)
                 self._following = await asyncio.to_thread(start, part.folder, self._settings)
@@ -102,9 +102,9 @@ class GeneratorActor(ServiceActor):
 
     @concurrent_endpoint
     async def close(self) -> None:
-        for each in (self._engine, self._following):
-            if each is not None:
-                each.close()
+        for closable in (self._engine, self._following):
+            if closable is not None:
+                closable.close()
 
     def stream(self, prompt_ids: TokenIds, sampling: Sampling, gather_s: float) -> AsyncGenerator[Chunk, None]:
         return self.engine.stream(prompt_ids, sampling, gather_s=gather_s)

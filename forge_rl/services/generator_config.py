@@ -110,13 +110,13 @@ class GeneratorConfig(DecodeSettings):
                 f"{size} workers of an engine cannot be split evenly over {hosts} hosts",
                 hint="set --generator.tensor-parallel-size to a multiple of --generator.hosts-per-replica",
             )
-        unsuited = {
+        unsupported = {
             "--generator.data-parallel-size": self.data_parallel_size > 1,
             "--generator.guests": self.guests > 0,
             "--generator.spares": self.spares > 0,
             "--generator.kv-transfer-config": bool(self.kv_transfer_config),
         }
-        for flag in (flag for flag, given in unsuited.items() if given and hosts > 1):
+        for flag in (flag for flag, is_set in unsupported.items() if is_set and hosts > 1):
             raise ConfigError(
                 f"{flag} does not work with engines of {hosts} hosts",
                 hint=f"leave out {flag} or --generator.hosts-per-replica",
@@ -126,10 +126,10 @@ class GeneratorConfig(DecodeSettings):
 def _check_json(text: str) -> None:
     """Raise ConfigError if a text is not a JSON object. vLLM checks its contents when an engine starts."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise ConfigError(
             f"--generator.kv-transfer-config is not a JSON object: {text[:80]}",
             hint='write for example {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}, in single quotes',
@@ -140,15 +140,15 @@ def _check_url(url: str) -> None:
     """Raise ConfigError, without any password, if an address is not one of a server."""
     try:
         parts = urlsplit(url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:  # the port is no number
-        valid = False
-    if valid and "@" in parts.netloc:
+        is_valid = False
+    if is_valid and "@" in parts.netloc:
         raise ConfigError(
             f"--generator.urls holds a user or password: {without_credentials(url)}",
             hint="leave it out, and put the server's key into the environment variable VLLM_API_KEY",
         )
-    if not valid or parts.query or parts.fragment:
+    if not is_valid or parts.query or parts.fragment:
         raise ConfigError(
             f"--generator.urls: {without_credentials(url)!r} is not the address of a server",
             hint="write http://HOST:PORT or https://HOST:PORT",

@@ -80,10 +80,10 @@ async def ask_facts(replica: Replica, *, deadline_s: float) -> tuple[HostFacts, 
         ForgeError: it does not answer.
     """
     facts: HostFacts = await replica.call("facts", deadline_s=deadline_s)
-    tries = []
+    clocks = []
     for _ in range(_CLOCK_TRIES):
         before = time.time()
-        there: float = await replica.call("clock", deadline_s=deadline_s)
+        host_time: float = await replica.call("clock", deadline_s=deadline_s)
         after = time.time()
-        tries.append(Clock(offset_s=there - (before + after) / 2, error_s=(after - before) / 2))
-    return facts, min(tries, key=lambda clock: clock.error_s)
+        clocks.append(Clock(offset_s=host_time - (before + after) / 2, error_s=(after - before) / 2))
+    return facts, min(clocks, key=lambda clock: clock.error_s)

@@ -79,8 +79,8 @@ class HostCheckActor(HostActor):
                 return True
             return False
 
-        found = await asyncio.gather(*map(connects, places))
-        return [place for place, good in zip(places, found, strict=True) if good]
+        reachable = await asyncio.gather(*map(connects, places))
+        return [place for place, is_reachable in zip(places, reachable, strict=True) if is_reachable]
 
     @concurrent_endpoint
     async def share(self, size: int) -> object:
@@ -100,11 +100,11 @@ class HostCheckActor(HostActor):
         import torch
 
         memory = torch.empty(size, dtype=torch.uint8)
-        began = 0.0
+        start_time = 0.0
         for _ in range(2):
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             await buffer.read_into(memory, timeout=_RDMA_TIMEOUT_S)
-        return size / (time.perf_counter() - began)
+        return size / (time.perf_counter() - start_time)
 
     @concurrent_endpoint
     async def unshare(self) -> None:
@@ -140,13 +140,13 @@ class DecodeCheckActor(ServiceActor):
             await engine.serve_model()
             prompt = tuple(range(10, 42))
             token_ids, logprobs = list[int](), list[float]()
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             sampling = Sampling(max_tokens=_DECODED, seed=0, extra={"ignore_eos": True})
             async with contextlib.aclosing(engine.stream(prompt, sampling)) as chunks:
                 async for chunk in chunks:
                     token_ids += map(int, chunk.token_ids)
                     logprobs += map(float, chunk.logprobs)
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start_time
         finally:
             engine.close()
         return Sampled(prompt_ids=prompt, token_ids=token_ids, logprobs=logprobs, seconds=seconds)
@@ -164,23 +164,26 @@ class TrainCheckActor(ServiceActor):
 
 def _addresses(loopback: bool) -> list[str]:
     """Return the addresses of this machine that other networks cannot reach."""
-    texts = [each.address for found in _interfaces().values() for each in found]
-    known = [ipaddress.ip_address(text.partition("%")[0]) for text in texts]
+    texts = [entry.address for entries in _interfaces().values() for entry in entries]
+    addresses = [ipaddress.ip_address(text.partition("%")[0]) for text in texts]
     return [
         str(address)
-        for address in known
+        for address in addresses
         if not address.is_global and not address.is_link_local and address.is_loopback == loopback
     ]
 
 
 def _interfaces() -> dict[str, list[Any]]:
-    kinds = (socket.AF_INET, socket.AF_INET6)
-    return {name: [each for each in found if each.family in kinds] for name, found in psutil.net_if_addrs().items()}
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        name: [entry for entry in entries if entry.family in families]
+        for name, entries in psutil.net_if_addrs().items()
+    }
 
 
 def _interface(address: str) -> str:
     """Return the name of the network interface that has an address; "" if none has it."""
-    return next((name for name, found in _interfaces().items() if any(a.address == address for a in found)), "")
+    return next((name for name, entries in _interfaces().items() if any(a.address == address for a in entries)), "")
 
 
 def _source(address: str, port: int) -> str:

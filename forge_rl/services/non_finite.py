@@ -43,20 +43,20 @@ class NonFiniteTokens:
         if sampling.temperature == 0:
             return chunk, ""
         finite = np.isfinite(chunk.logprobs)
-        found = len(finite) - int(np.count_nonzero(finite))
-        if found and sampling.extra:
+        num_non_finite = len(finite) - int(np.count_nonzero(finite))
+        if num_non_finite and sampling.extra:
             raise ConfigError(
                 f"logprobs are not finite under the request's {', '.join(sorted(sampling.extra))}",
                 hint="leave some token to be drawn, and keep penalties and biases small",
             )
-        tokens, before = self._counts.get(engine, (0, 0))
-        tokens, bad = tokens + len(finite), before + found
-        self._counts[engine] = (tokens, bad) if tokens < _WINDOW_TOKENS else (0, 0)
-        if not found:
+        tokens, num_before = self._counts.get(engine, (0, 0))
+        tokens, num_in_window = tokens + len(finite), num_before + num_non_finite
+        self._counts[engine] = (tokens, num_in_window) if tokens < _WINDOW_TOKENS else (0, 0)
+        if not num_non_finite:
             return chunk, ""
-        self._masked += found
-        garbage = bad > _MOST_SHARE * _WINDOW_TOKENS
-        problem = f"{bad} of {tokens} tokens have logprobs that are not finite" if garbage else ""
+        self._masked += num_non_finite
+        is_garbage = num_in_window > _MOST_SHARE * _WINDOW_TOKENS
+        problem = f"{num_in_window} of {tokens} tokens have logprobs that are not finite" if is_garbage else ""
         return replace(chunk, logprobs=np.where(finite, chunk.logprobs, np.float32(math.nan))), problem
 
     def drain(self) -> int:

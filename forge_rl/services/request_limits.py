@@ -18,12 +18,12 @@ class RequestLimit:
     mostly repeats itself.
 
     Args:
-        most: the limit with room for all.
+        max_requests: the limit with room for all.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._limit = float(most)
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._limit = float(max_requests)
 
     @property
     def limit(self) -> int:
@@ -35,37 +35,37 @@ class RequestLimit:
         if use.fitting:
             self._limit = min(self._limit, float(use.fitting))
         elif use.usage < FULL:
-            self._limit = min(self._most, self._limit + max(1.0, _GROWTH * self._limit) / self._limit)
+            self._limit = min(self._max_requests, self._limit + max(1.0, _GROWTH * self._limit) / self._limit)
 
 
 class RequestLimits:
     """Limits of all engines, and metrics of their caches."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
         self._limits: WeakKeyDictionary[Replica, RequestLimit] = WeakKeyDictionary()
         self._preemptions = self._waiting = 0
         self._prompt_tokens = self._cached_tokens = self._prefilled_again = 0
         self._usage: float | None = None
-        self._lowest = most
+        self._lowest = max_requests
 
     def of(self, engine: Replica) -> int:
         """Return an engine's limit; a new engine starts with the highest."""
-        return self._limits[engine].limit if engine in self._limits else self._most
+        return self._limits[engine].limit if engine in self._limits else self._max_requests
 
     def note(self, engine: Replica, use: CacheUse) -> bool:
         """Take an engine's report; return whether its limit has changed."""
-        before = self.of(engine)
-        self._limits.setdefault(engine, RequestLimit(self._most)).note(use)
-        now = self.of(engine)
+        old_limit = self.of(engine)
+        self._limits.setdefault(engine, RequestLimit(self._max_requests)).note(use)
+        new_limit = self.of(engine)
         self._preemptions += use.preemptions
         self._waiting = max(self._waiting, use.waiting)
         self._prompt_tokens += use.prompt_tokens
         self._cached_tokens += use.cached_tokens
         self._prefilled_again += use.prefilled_again
         self._usage = max(self._usage or 0.0, use.usage)
-        self._lowest = min(self._lowest, now)
-        return now != before
+        self._lowest = min(self._lowest, new_limit)
+        return new_limit != old_limit
 
     def pop_metrics(self) -> dict[str, float]:
         """Return metrics since the last call; empty without reports.
@@ -78,7 +78,7 @@ class RequestLimits:
         """
         if self._usage is None:
             return {}
-        found = {
+        metrics = {
             "generator/kv_cache_usage": self._usage,
             "generator/preemptions": float(self._preemptions),
             "generator/waiting": float(self._waiting),
@@ -86,9 +86,9 @@ class RequestLimits:
             "generator/prefilled_again": float(self._prefilled_again),
         }
         if self._prompt_tokens:
-            found["generator/prefix_hits"] = self._cached_tokens / self._prompt_tokens
+            metrics["generator/prefix_hits"] = self._cached_tokens / self._prompt_tokens
         self._preemptions = self._waiting = 0
         self._prompt_tokens = self._cached_tokens = self._prefilled_again = 0
         self._usage = None
-        self._lowest = min((each.limit for each in self._limits.values()), default=self._most)
-        return found
+        self._lowest = min((limit.limit for limit in self._limits.values()), default=self._max_requests)
+        return metrics

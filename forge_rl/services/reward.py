@@ -56,20 +56,20 @@ class Reward:
         """Policy for processes that die."""
 
         def __post_init__(self) -> None:
-            least = {"replicas": 1, "wait_for_another_s": 0}
-            check_flags(self, "--reward.", least=least, above={"deadline_s": 0})
+            minimums = {"replicas": 1, "wait_for_another_s": 0}
+            check_flags(self, "--reward.", least=minimums, above={"deadline_s": 0})
 
     def __init__(self, setting: _Setting, function: RewardFunction) -> None:
         self.form: Form = form_of(function)
         """Form of the function: whether it scores single episodes or whole groups."""
-        shared, own = _divided(function)
+        shared_parts, own_parts = _divided(function)
         self._setting = setting
         self.function = function
         """The current function."""
         self._made = itertools.count(1)
         """Number of the next pool of a part."""
-        self._shared = _Pool(setting, "reward", shared, replicas=setting.config.replicas)
-        self._own = {name: self._own_pool(name, part) for name, part in own.items()}
+        self._shared = _Pool(setting, "reward", shared_parts, replicas=setting.config.replicas)
+        self._own = {name: self._own_pool(name, part) for name, part in own_parts.items()}
         """Pools of the parts that have their own replicas, by part name."""
         self.replaced: list[Callable[[], None]] = []
         """Callbacks that run after the function was replaced."""
@@ -126,24 +126,29 @@ class Reward:
         return await self._score(episodes, self.function, self.form, self._shared.version, self._own)
 
     async def _score(
-        self, episodes: Sequence[Episode], function: RewardFunction, form: Form, version: int, own: Mapping[str, _Pool]
+        self,
+        episodes: Sequence[Episode],
+        function: RewardFunction,
+        form: Form,
+        version: int,
+        pools: Mapping[str, _Pool],
     ) -> Sequence[Score]:
         """Score episodes with a function that has this version in the shared replicas."""
         task = episodes[0].task
         answers_suffice = form == "text" and not any(map(protocol.sees_thoughts, parts_of(function).values()))
         inputs = [episode.text for episode in episodes] if answers_suffice else list(episodes)
-        asking = [(self._shared, version)] if self._shared.given[version] else []
-        asking += [(pool, pool.version) for pool in own.values()]
-        if len(asking) == 1:  # a task of its own would take as long as everything else here
-            [(pool, of)] = asking
-            scores = await pool.score(of, task, inputs)
+        requests = [(self._shared, version)] if self._shared.functions_by_version[version] else []
+        requests += [(pool, pool.version) for pool in pools.values()]
+        if len(requests) == 1:  # a task of its own would take as long as everything else here
+            [(pool, pool_version)] = requests
+            scores = await pool.score(pool_version, task, inputs)
         else:
             async with task_group() as group:
-                asked = [group.create_task(pool.score(of, task, inputs)) for pool, of in asking]
-            scores = {name: scored for each in asked for name, scored in each.result().items()}
+                calls = [group.create_task(pool.score(pool_version, task, inputs)) for pool, pool_version in requests]
+            scores = {name: scored for call in calls for name, scored in call.result().items()}
         if not isinstance(function, WeightedSum):
-            [alone] = scores.values()
-            return alone
+            [only_scores] = scores.values()
+            return only_scores
         return function.combine_all(scores)
 
     async def replace(self, function: RewardFunction) -> None:
@@ -156,32 +161,36 @@ class Reward:
             ServiceError: the function cannot be pickled, or cannot be imported in the replicas.
         """
         function = as_reward(function)
-        form, (shared, own) = form_of(function), _divided(function)
+        form, (shared_parts, own_parts) = form_of(function), _divided(function)
         async with self._replacing:
-            kept = {name: pool for name, pool in self._own.items() if pool.given[pool.version] == {name: own.get(name)}}
-            added = {name: self._own_pool(name, part) for name, part in own.items() if name not in kept}
+            kept_pools = {
+                name: pool
+                for name, pool in self._own.items()
+                if pool.functions_by_version[pool.version] == {name: own_parts.get(name)}
+            }
+            new_pools = {name: self._own_pool(name, part) for name, part in own_parts.items() if name not in kept_pools}
             try:
                 async with task_group() as group:
-                    for pool in added.values():
+                    for pool in new_pools.values():
                         group.create_task(pool.start())
-                version = await self._shared.give(shared)
-                await self._try(function, form, version, kept | added)
+                version = await self._shared.give(shared_parts)
+                await self._try(function, form, version, kept_pools | new_pools)
             except BaseException:
                 self._shared.keep()
-                for pool in added.values():
+                for pool in new_pools.values():
                     await pool.service.stop()
                 raise
-            gone = [pool for name, pool in self._own.items() if name not in kept]
+            old_pools = [pool for name, pool in self._own.items() if name not in kept_pools]
             # Switch atomically, so that each score comes from either the old function or the new one.
-            self._shared.version, self.function, self._own, self.form = version, function, kept | added, form
+            self._shared.version, self.function, self._own, self.form = version, function, kept_pools | new_pools, form
             try:
                 for listener in self.replaced:
                     listener()
             finally:
-                for pool in gone:
+                for pool in old_pools:
                     await pool.service.stop()
 
-    async def _try(self, function: RewardFunction, form: Form, version: int, own: Mapping[str, _Pool]) -> None:
+    async def _try(self, function: RewardFunction, form: Form, version: int, pools: Mapping[str, _Pool]) -> None:
         """Score samples with a function that is not in use yet.
 
         Raises:
@@ -190,7 +199,7 @@ class Reward:
         for episodes in self.samples():
             task = episodes[0].task
             try:
-                scores = await self._score(episodes, function, form, version, own)
+                scores = await self._score(episodes, function, form, version, pools)
                 for episode, score in zip(episodes, scores, strict=True):
                     with_score(episode, score)
             except Exception as error:
@@ -201,10 +210,10 @@ class Reward:
 
     def _own_pool(self, name: str, part: protocol.RewardFunction) -> _Pool:
         """Create the pool of a part with its own replicas."""
-        made = next(self._made)
+        number = next(self._made)
         return _Pool(
             self._setting,
-            f"reward-{name}" + f"-{made}" * (made > 1),
+            f"reward-{name}" + f"-{number}" * (number > 1),
             {name: part},
             replicas=part.replicas,  # type: ignore[union-attr]
             threads=getattr(part, "threads", 1),
@@ -215,8 +224,8 @@ class Reward:
         await asyncio.gather(*(pool.service.stop() for pool in (self._shared, *self._own.values())))
 
     def __repr__(self) -> str:
-        own = "".join(f", {len(pool.service.replicas)} of {pool.service.name}" for pool in self._own.values())
-        return f"Reward  {self.description}  {len(self._shared.service.replicas)} replica(s){own}"
+        suffix = "".join(f", {len(pool.service.replicas)} of {pool.service.name}" for pool in self._own.values())
+        return f"Reward  {self.description}  {len(self._shared.service.replicas)} replica(s){suffix}"
 
 
 def parts_of(function: RewardFunction) -> dict[str, protocol.RewardFunction]:
@@ -236,8 +245,8 @@ def _divided(
             hint='give a sum, such as WeightedSum({"correct": (correct, 1.0), "shaping": (shaping, 1.0)})',
         )
     parts = parts_of(function)
-    own = {name: part for name, part in parts.items() if isinstance(getattr(part, "replicas", None), int)}
-    return {name: part for name, part in parts.items() if name not in own}, own
+    own_parts = {name: part for name, part in parts.items() if isinstance(getattr(part, "replicas", None), int)}
+    return {name: part for name, part in parts.items() if name not in own_parts}, own_parts
 
 
 @dataclass(frozen=True)
@@ -266,7 +275,7 @@ class _Pool:
     ) -> None:
         self.version = 0
         """Version of the current functions."""
-        self.given = {0: functions}
+        self.functions_by_version = {0: functions}
         """Functions by part name, by version: the current ones, and their replacements."""
         self._versions = itertools.count(1)
         self.service = Service(
@@ -294,17 +303,17 @@ class _Pool:
                 RewardActor, config.deadline_s, index, env=env, secrets=True, host=host, index=index
             )
             await self.service.watch(replica, deadline_s=self._setting.deadline_s)
-            given = None
-            while given is not self.given:  # replaced meanwhile
-                given = self.given
+            functions_by_version = None
+            while functions_by_version is not self.functions_by_version:  # replaced meanwhile
+                functions_by_version = self.functions_by_version
                 await self._tell(replica)
 
         await Supervisor(self.service, start_one, config.restart).start(self._replicas)
 
-    async def score(self, version: int, task: Task, given: Sequence[str | Episode]) -> dict[str, list[Score]]:
+    async def score(self, version: int, task: Task, inputs: Sequence[str | Episode]) -> dict[str, list[Score]]:
         """Score episodes with each function of a version."""
         scores: dict[str, list[Score]] = await self.service.route(
-            "score", version, task, given, deadline_s=_QUEUE_DEADLINE_S, about=f"scoring {task.source} {task.id}"
+            "score", version, task, inputs, deadline_s=_QUEUE_DEADLINE_S, about=f"scoring {task.source} {task.id}"
         )
         return scores
 
@@ -312,7 +321,7 @@ class _Pool:
         """Send new functions to the replicas; returns their version. The current functions score until `version` is
         set."""
         version = next(self._versions)
-        self.given = {self.version: self.given[self.version], version: functions}
+        self.functions_by_version = {self.version: self.functions_by_version[self.version], version: functions}
         for replica in list(self.service.replicas):
             if replica.serving:  # a starting replica gets the functions before it serves
                 with contextlib.suppress(ReplicaError):
@@ -321,9 +330,9 @@ class _Pool:
 
     def keep(self) -> None:
         """Discard functions that were sent but are not in use yet."""
-        self.given = {self.version: self.given[self.version]}
+        self.functions_by_version = {self.version: self.functions_by_version[self.version]}
 
     async def _tell(self, replica: Replica) -> None:
         deadline_s = max(self._setting.deadline_s, self._setting.config.deadline_s)
         folder = self._setting.folder if self._setting.cluster.shares_files(replica.host) else None
-        await replica.call("replace", self.given, folder, deadline_s=deadline_s)
+        await replica.call("replace", self.functions_by_version, folder, deadline_s=deadline_s)

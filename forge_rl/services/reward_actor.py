@@ -42,51 +42,65 @@ class RewardActor(ServiceActor):
     def __init__(self, deadline_s: float, index: int) -> None:
         self._deadline_s = deadline_s
         self._index = index
-        self._given: dict[int, dict[str, tuple[RewardFunction, Form]]] = {}
+        self._functions: dict[int, dict[str, tuple[RewardFunction, Form]]] = {}
         """Functions with their forms by part name, by version."""
         self._thread = ThreadPoolExecutor(1)
         self._turn = asyncio.Lock()
         """Held while the thread is busy, so that time in the queue does not count."""
 
     @concurrent_endpoint
-    async def replace(self, given: Mapping[int, Mapping[str, RewardFunction]], folder: Path | None) -> None:
-        """Adopt the functions of these versions and drop all others."""
-        new = {version: functions for version, functions in given.items() if version not in self._given}
-        for functions in new.values():
+    async def replace(
+        self, functions_by_version: Mapping[int, Mapping[str, RewardFunction]], folder: Path | None
+    ) -> None:
+        """Adopt the functions of these functions_by_version and drop all others."""
+        new_functions = {
+            version: functions for version, functions in functions_by_version.items() if version not in self._functions
+        }
+        for functions in new_functions.values():
             for function in functions.values():
                 load = getattr(function, "load", None)
                 if callable(load):
                     await asyncio.to_thread(load, folder)
-        kept = {version: functions for version, functions in self._given.items() if version in given}
-        self._given = kept | {version: _with_forms(functions) for version, functions in new.items()}
+        kept_functions = {
+            version: functions for version, functions in self._functions.items() if version in functions_by_version
+        }
+        self._functions = kept_functions | {
+            version: _with_forms(functions) for version, functions in new_functions.items()
+        }
 
-    async def score(self, version: int, task: Task, given: Sequence[str | Episode]) -> dict[str, list[Score]]:
+    async def score(self, version: int, task: Task, inputs: Sequence[str | Episode]) -> dict[str, list[Score]]:
         """Score a task's episodes, or their answers' texts, with each function of a version."""
-        functions = self._given.get(version)
+        functions = self._functions.get(version)
         if functions is None:
             raise ForgeError("the reward was replaced before this was scored", hint="score it again")
-        scores = await asyncio.gather(*(self._apply(*each, task, given) for each in functions.values()))
+        scores = await asyncio.gather(
+            *(self._apply(*function_and_form, task, inputs) for function_and_form in functions.values())
+        )
         return dict(zip(functions, scores, strict=True))
 
     async def _apply(
-        self, function: RewardFunction, form: Form, task: Task, given: Sequence[str | Episode]
+        self, function: RewardFunction, form: Form, task: Task, inputs: Sequence[str | Episode]
     ) -> list[Score]:
         """Score episodes with one function, in the form that it accepts."""
         if form == "text":
-            given = [each if isinstance(each, str) else text_for(function, each) for each in given]
+            inputs = [x if isinstance(x, str) else text_for(function, x) for x in inputs]
         if form == "group":
-            found = await self._call(function, task, given)
-            if not isinstance(found, Sized) or isinstance(found, str) or len(found) != len(given):
+            results = await self._call(function, task, inputs)
+            if not isinstance(results, Sized) or isinstance(results, str) or len(results) != len(inputs):
                 raise ForgeError(
-                    f"the reward of {task.id} is {found!r:.100} for {len(given)} episodes",
+                    f"the reward of {task.id} is {results!r:.100} for {len(inputs)} episodes",
                     hint="return a sequence with a score for each episode",
                 )
         else:
-            found = await asyncio.gather(*(self._call(function, task, each) for each in given))
-        return [_as_score(each, task) for each in found]
+            results = await asyncio.gather(*(self._call(function, task, x) for x in inputs))
+        return [_as_score(result, task) for result in results]
 
-    async def _call(self, function: RewardFunction, task: Task, given: object) -> Any:
-        result: Any = function(task, given) if is_async(function) else await self._in_thread(function, task, given)  # type: ignore[arg-type]
+    async def _call(self, function: RewardFunction, task: Task, argument: object) -> Any:
+        result: Any = (
+            function(task, argument)  # type: ignore[arg-type]
+            if is_async(function)
+            else await self._in_thread(function, task, argument)
+        )
         if inspect.isawaitable(result):
             deadline_s: float = getattr(function, "deadline_s", self._deadline_s)
             try:
@@ -98,7 +112,7 @@ class RewardActor(ServiceActor):
                 raise
         return result
 
-    async def _in_thread(self, function: Callable[..., object], task: Task, given: object) -> object:
+    async def _in_thread(self, function: Callable[..., object], task: Task, argument: object) -> object:
         loop, in_hand, number = asyncio.get_running_loop(), self._link_end.in_hand, number_of_call.get()
         thread = 0
 
@@ -107,28 +121,28 @@ class RewardActor(ServiceActor):
             thread = threading.get_ident()
             with contextlib.nullcontext() if in_hand is None else in_hand.in_thread(number):
                 try:
-                    return function(task, given)
+                    return function(task, argument)
                 except StopIteration as error:  # no future can hold it
                     raise ForgeError(
                         f"the reward of {task.id} raised StopIteration", hint="give next() a default value"
                     ) from error
 
         def exit_if_stuck() -> None:
-            if not running.done():
+            if not future.done():
                 os._exit(REWARD_STUCK)
 
         def finished(done: asyncio.Future[object]) -> None:
-            stuck.cancel()
+            exit_timer.cancel()
             self._turn.release()
             done.exception()  # the caller may have been cancelled: asyncio would complain that nobody looked
 
         await self._turn.acquire()
-        running = loop.run_in_executor(self._thread, run)
-        stuck = loop.call_later(self._deadline_s + _LAST_WORDS_S, exit_if_stuck)  # even if nobody waits any more
-        running.add_done_callback(finished)
-        await asyncio.wait([running], timeout=self._deadline_s)
-        if running.done():
-            return running.result()
+        future = loop.run_in_executor(self._thread, run)
+        exit_timer = loop.call_later(self._deadline_s + _LAST_WORDS_S, exit_if_stuck)  # even if nobody waits any more
+        future.add_done_callback(finished)
+        await asyncio.wait([future], timeout=self._deadline_s)
+        if future.done():
+            return future.result()
         frame = sys._current_frames().get(thread)
         line = users_line(reversed(list(traceback.walk_stack(frame)))) if frame else ""
         faulthandler.dump_traceback()  # to the log

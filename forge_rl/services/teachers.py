@@ -51,12 +51,12 @@ class TeacherScores:
 
     def columns(self, loss: Loss) -> dict[str, Sequence[Sequence[npt.NDArray[Any]]]]:
         """Return those columns for `pack` that the loss declares: "teacher", "top_ids" and "top_teacher"."""
-        given: dict[str, Sequence[Sequence[npt.NDArray[Any]]]] = {
+        columns: dict[str, Sequence[Sequence[npt.NDArray[Any]]]] = {
             "teacher": self.logprobs,
             "top_ids": self.top_ids,
             "top_teacher": self.top_logprobs,
         }
-        return {name: given[name] for name in loss.columns if name in given}
+        return {name: columns[name] for name in loss.columns if name in columns}
 
     def metrics(self, batch: Batch) -> dict[str, float]:
         """Return "teacher/kl" and, with several sources, "teacher/kl/SOURCE": the mean of the policy's logprob minus
@@ -64,15 +64,15 @@ class TeacherScores:
         "teacher/unscored", tokens, and "teacher/failed" and "teacher/unhinted", episodes."""
         gaps: dict[str, list[npt.NDArray[np.float64]]] = defaultdict(list)
         for group, row in zip(batch.groups, self.logprobs, strict=True):
-            for episode, own in zip(group.episodes, row, strict=True):
-                gap = _logprobs(episode).astype(np.float64) - own
+            for episode, teacher_logprobs in zip(group.episodes, row, strict=True):
+                gap = _logprobs(episode).astype(np.float64) - teacher_logprobs
                 for name in ("teacher/kl", f"teacher/kl/{group.task.source}"):
                     gaps[name].append(gap[np.isfinite(gap)])
         if len(gaps) == 2:
             del gaps[f"teacher/kl/{batch.groups[0].task.source}"]
-        known = {name: np.concatenate(each) for name, each in gaps.items()}
+        token_gaps = {name: np.concatenate(arrays) for name, arrays in gaps.items()}
         counts = {"unscored": self.unscored, "failed": self.failed, "unhinted": self.unhinted}
-        return {name: float(each.mean()) for name, each in known.items() if len(each)} | {
+        return {name: float(array.mean()) for name, array in token_gaps.items() if len(array)} | {
             f"teacher/{name}": float(count) for name, count in counts.items()
         }
 
@@ -132,7 +132,7 @@ class Teachers:
             hosts: hosts of the engines, with the GPUs that are free.
         """
         async with task_group() as group:
-            starting = {
+            start_tasks = {
                 name: group.create_task(
                     Generator.start(
                         engine_settings(config, settings, folder),
@@ -147,7 +147,7 @@ class Teachers:
                 )
                 for number, (name, folder) in enumerate(folders.items())
             }
-        generators = {name: task.result() for name, task in starting.items()}
+        generators = {name: task.result() for name, task in start_tasks.items()}
         for generator in generators.values():
             await generator.serve_model()
         return cls(config.by_source, await policy, generators, warn)
@@ -181,36 +181,36 @@ class Teachers:
         if hint != "none":
             prompts = dict(await asyncio.to_thread(self._hinted, batch, hint))
         errors: list[ForgeError] = []
-        found: dict[tuple[int, int], _Scored] = {}
+        scores_by_place: dict[tuple[int, int], _Scored] = {}
         rooms: dict[Generator, asyncio.Semaphore] = {}
 
-        async def one(place: tuple[int, int], teacher: Generator, episode: Episode) -> None:
-            most = teacher.config.max_num_seqs * teacher.config.data_parallel_size * teacher.config.replicas
-            async with rooms.setdefault(teacher, asyncio.Semaphore(most)):
+        async def score_episode(place: tuple[int, int], teacher: Generator, episode: Episode) -> None:
+            max_requests = teacher.config.max_num_seqs * teacher.config.data_parallel_size * teacher.config.replicas
+            async with rooms.setdefault(teacher, asyncio.Semaphore(max_requests)):
                 try:
-                    scored = await _score(teacher, episode, prompts[place], temperature, top_k)
+                    scores = await _score(teacher, episode, prompts[place], temperature, top_k)
                 except (ServiceError, ConfigError, ContextError) as error:
                     errors.append(error)
                 else:
-                    found[place] = scored.cleaned(self._tokenizer.vocab_size)
+                    scores_by_place[place] = scores.cleaned(self._tokenizer.vocab_size)
 
         async with task_group() as group:
             for p, g in prompts:
                 episode = batch.groups[p].episodes[g]
-                group.create_task(one((p, g), self.of(episode.task.source), episode))
-        if errors and not found:
+                group.create_task(score_episode((p, g), self.of(episode.task.source), episode))
+        if errors and not scores_by_place:
             raise errors[0]
         if errors:
             self._warn(f"{len(errors)} of {len(prompts)} episodes were not scored by their teacher: {errors[0]}")
-        unscored = _unscored(found.values())
+        unscored = _unscored(scores_by_place.values())
         rows = [
-            [found.get((p, g)) or _Scored.empty(episode, top_k) for g, episode in enumerate(each.episodes)]
-            for p, each in enumerate(batch.groups)
+            [scores_by_place.get((p, g)) or _Scored.empty(episode, top_k) for g, episode in enumerate(group.episodes)]
+            for p, group in enumerate(batch.groups)
         ]
         return TeacherScores(
-            logprobs=[[each.logprobs for each in row] for row in rows],
-            top_ids=[[each.top_ids for each in row] for row in rows],
-            top_logprobs=[[each.top_logprobs for each in row] for row in rows],
+            logprobs=[[scores.logprobs for scores in row] for row in rows],
+            top_ids=[[scores.top_ids for scores in row] for row in rows],
+            top_logprobs=[[scores.top_logprobs for scores in row] for row in rows],
             unscored=unscored,
             failed=len(errors),
             unhinted=len(places) - len(prompts),
@@ -219,29 +219,29 @@ class Teachers:
     def _hinted(self, batch: Batch, hint: Hint | HintOf) -> list[tuple[tuple[int, int], TokenIds]]:
         """Return what teachers are shown in place of each episode's first prompt; episodes without a hint are left
         out."""
-        found: list[tuple[tuple[int, int], TokenIds]] = []
-        hinted = others = 0
-        for p, group in enumerate(batch.groups):
+        prompts: list[tuple[tuple[int, int], TokenIds]] = []
+        num_hinted = num_mismatched = 0
+        for group_index, group in enumerate(batch.groups):
             task = group.task
-            shown = self._tokenizer.render(task.messages, tools=task.tools)
-            for g, episode in enumerate(group.episodes):
-                text = hint(group, g) if callable(hint) else hint_of(group, g, hint)
+            prompt_ids = self._tokenizer.render(task.messages, tools=task.tools)
+            for episode_index, episode in enumerate(group.episodes):
+                text = hint(group, episode_index) if callable(hint) else hint_of(group, episode_index, hint)
                 messages = with_hint(task.messages, text) if text else None
                 if messages is None or not episode.turns:
                     continue
-                hinted += 1
-                if np.array_equal(episode.turns[0].prompt_ids, shown):
-                    found.append(((p, g), self._tokenizer.render(messages, tools=task.tools)))
+                num_hinted += 1
+                if np.array_equal(episode.turns[0].prompt_ids, prompt_ids):
+                    prompts.append(((group_index, episode_index), self._tokenizer.render(messages, tools=task.tools)))
                 else:
-                    others += 1
-        if not hinted and hint in ("solution", "demonstration"):
+                    num_mismatched += 1
+        if not num_hinted and hint in ("solution", "demonstration"):
             raise ConfigError(f"no task of the batch has a {hint}", hint=f"give tasks a {hint}, or change --hint")
-        if hinted and others == hinted:
+        if num_hinted and num_mismatched == num_hinted:
             raise ConfigError(
                 "no hint can be added to a task, as the environment or the agent shows other messages than the task's",
                 hint="use teachers without a hint, or an environment that begins with the task's messages",
             )
-        return found
+        return prompts
 
     async def stop(self) -> None:
         """Stop the engines."""
@@ -285,10 +285,12 @@ def engine_settings(config: TeachersConfig, policy: GeneratorConfig, folder: Pat
     longest = config.max_model_len
     if not longest:
         longest = min(policy.max_model_len + policy.max_model_len // 4 + 1, positions(read_architecture(folder)))
-    own = {each.name: getattr(config, each.name) for each in fields(TeachersConfig) if each.name != "models"}
-    fixed = {"max_model_len": longest, "max_tokens": 1, "routed_experts": False, "speculation": "off"}
-    fixed |= dict.fromkeys(("spares", "least_replicas", "most_replicas"), 0) | {"urls": (), "hosts_per_replica": 1}
-    return replace(policy, **own | fixed)
+    teacher_settings = {
+        field.name: getattr(config, field.name) for field in fields(TeachersConfig) if field.name != "models"
+    }
+    overrides = {"max_model_len": longest, "max_tokens": 1, "routed_experts": False, "speculation": "off"}
+    overrides |= dict.fromkeys(("spares", "least_replicas", "most_replicas"), 0) | {"urls": (), "hosts_per_replica": 1}
+    return replace(policy, **teacher_settings | overrides)
 
 
 def _logprobs(episode: Episode) -> npt.NDArray[np.float32]:
@@ -313,37 +315,37 @@ class _Scored:
             top_logprobs=np.full((count, top_k), np.nan, np.float32),
         )
 
-    def put(self, rows: slice, scored: ScoredTokens, chosen: npt.NDArray[np.bool_]) -> None:
+    def put(self, rows: slice, scored: ScoredTokens, mask: npt.NDArray[np.bool_]) -> None:
         """Store the chosen tokens' scores in `rows`."""
-        self.logprobs[rows] = scored.logprobs[chosen]
-        self.top_ids[rows] = scored.top_ids[chosen]
-        self.top_logprobs[rows] = scored.top_logprobs[chosen]
+        self.logprobs[rows] = scored.logprobs[mask]
+        self.top_ids[rows] = scored.top_ids[mask]
+        self.top_logprobs[rows] = scored.top_logprobs[mask]
 
     def cleaned(self, vocab_size: int) -> _Scored:
         """Leave out tokens whose logprob is not finite, and those in whose place the teacher has ids that the policy
         lacks: rows that pad its vocabulary."""
         self.logprobs[~np.isfinite(self.logprobs)] = np.nan
-        beyond = (self.top_ids >= vocab_size).any(axis=1)
-        self.top_ids[beyond], self.top_logprobs[beyond] = 0, np.nan
+        has_unknown_ids = (self.top_ids >= vocab_size).any(axis=1)
+        self.top_ids[has_unknown_ids], self.top_logprobs[has_unknown_ids] = 0, np.nan
         return self
 
 
 def _part_of(hosts: ServiceHosts, number: int, gpus: int) -> ServiceHosts:
     """Return the hosts of the teacher with this number, if each teacher takes as many GPUs of each host."""
-    return replace(hosts, gpus={host: each[number * gpus :] for host, each in hosts.gpus.items()})
+    return replace(hosts, gpus={host: host_gpus[number * gpus :] for host, host_gpus in hosts.gpus.items()})
 
 
-def _unscored(found: Iterable[_Scored]) -> int:
+def _unscored(episode_scores: Iterable[_Scored]) -> int:
     """Count tokens without a finite logprob.
 
     Raises:
         ServiceError: no token has one.
     """
-    missing = [np.isnan(each.logprobs) for each in found]
-    tokens, unscored = sum(map(len, missing)), sum(int(each.sum()) for each in missing)
+    missing = [np.isnan(scores.logprobs) for scores in episode_scores]
+    tokens, unscored = sum(map(len, missing)), sum(int(mask.sum()) for mask in missing)
     if tokens and unscored == tokens:
-        said = f"none of {tokens} tokens has a finite logprob under its teacher"
-        raise ServiceError(said, service="teacher", hint="check the teacher's weights")
+        message = f"none of {tokens} tokens has a finite logprob under its teacher"
+        raise ServiceError(message, service="teacher", hint="check the teacher's weights")
     return unscored
 
 
@@ -354,21 +356,21 @@ async def _score(
 
     With a prompt, it replaces the episode's first prompt; segments that do not begin with that are not scored.
     """
-    found = _Scored.empty(episode, top_k)
-    ends = np.cumsum([len(turn.token_ids) for turn in episode.turns])
-    first = episode.turns[0].prompt_ids if episode.turns else ()
+    scores = _Scored.empty(episode, top_k)
+    turn_ends = np.cumsum([len(turn.token_ids) for turn in episode.turns])
+    first_prompt = episode.turns[0].prompt_ids if episode.turns else ()
     for segment in episode.segments:
         if not segment.trained.any():
             continue
-        at = int(segment.trained.argmax())
-        shown, ids = segment.token_ids[:at], segment.token_ids[at:]
+        start = int(segment.trained.argmax())
+        prompt_ids, token_ids = segment.token_ids[:start], segment.token_ids[start:]
         if prompt is not None:
-            if not np.array_equal(shown[: len(first)], first):
+            if not np.array_equal(prompt_ids[: len(first_prompt)], first_prompt):
                 continue
-            shown = np.concatenate([np.asarray(prompt, np.int32), shown[len(first) :]])
-        scored = await teacher.score(shown, ids, temperature=temperature, top_k=top_k)
-        turns = segment.turns[at:]
+            prompt_ids = np.concatenate([np.asarray(prompt, np.int32), prompt_ids[len(first_prompt) :]])
+        segment_scores = await teacher.score(prompt_ids, token_ids, temperature=temperature, top_k=top_k)
+        turns = segment.turns[start:]
         for turn in np.unique(segment.turns[segment.trained]):
-            rows = slice(ends[turn] - len(episode.turns[turn].token_ids), ends[turn])
-            found.put(rows, scored, turns == turn)
-    return found
+            rows = slice(turn_ends[turn] - len(episode.turns[turn].token_ids), turn_ends[turn])
+            scores.put(rows, segment_scores, turns == turn)
+    return scores

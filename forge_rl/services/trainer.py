@@ -64,7 +64,7 @@ class Trainer:
         self.busy_s = 0.0
         """Seconds of computation since the controller last reset this to 0."""
         self.spares_uniform = False
-        """Whether the last step's loss spared groups whose advantages are all 0."""
+        """Whether the last step left out groups whose advantages are all 0."""
         self.keeps_logprobs = False
         """Whether each step also fetches the trained tokens' logprobs and entropies."""
         self.scored: tuple[Packed, list[npt.NDArray[np.uint16]]] | None = None
@@ -203,9 +203,9 @@ class Trainer:
     async def step(self, packed: Packed, loss: Loss, *, temperature: float = 1.0) -> dict[str, float]:
         """Train on a batch packed with this trainer's layout; see `TrainEngine.train_batch`.
 
-        Groups whose advantages are all 0 are spared if the loss allows it, see `Loss.keeps_uniform`. Each minibatch
-        takes one update per epoch, or none if that leaves no rows. An update
-        with a non-finite gradient is skipped, and its rows are saved in the folder `skipped`, if the disk has room.
+        Groups whose advantages are all 0 are left out if the loss allows it, see `Loss.keeps_uniform`. Each minibatch
+        takes one update per epoch, or none if that leaves no rows. An update with a non-finite gradient is skipped, and
+        its rows are saved in the folder `skipped`, if the disk has room.
 
         Returns:
             Metrics, merged over microbatches, ranks and updates: total `updates`, `updates/skipped` and
@@ -232,19 +232,24 @@ class Trainer:
             scored,
             config.optimizer.lr,
             parcel=lambda rank: [
-                replace(each, rows=each.rows[config.share(rank) :: config.shares]) for each in minibatches
+                replace(minibatch, rows=minibatch.rows[config.share(rank) :: config.shares])
+                for minibatch in minibatches
             ],
             work=packed.packed_tokens * config.epochs,
         )
         number, self.updates = self.updates, parts[0][1]
-        of_shares = [parts[rank] for rank in config.head_ranks]  # others of a share have the same metrics, or none
+        head_results = [parts[rank] for rank in config.head_ranks]  # others of a share have the same metrics, or none
         self.busy_s += max(seconds for _, _, seconds, _ in parts)
         if scored:
-            shares = [iter(found) for *_, found in of_shares]
-            rows = [next(shares[at % len(shares)]) for each in minibatches[:scored] for at in range(len(each.rows))]
+            shares = [iter(scores) for *_, scores in head_results]
+            rows = [
+                next(shares[index % len(shares)])
+                for minibatch in minibatches[:scored]
+                for index in range(len(minibatch.rows))
+            ]
             self.scored = packed, rows
         skipped = []
-        for index, metrics in enumerate(of_shares[0][0]):
+        for index, metrics in enumerate(head_results[0][0]):
             if metrics:
                 number += 1
                 self._skipped_in_a_row = 0
@@ -259,7 +264,9 @@ class Trainer:
                 f"--{self.name}.max-skipped-updates",
             )
         self.skipped = tuple(skipped)
-        merged = reduce(merge_all(metrics for found, *_ in of_shares for metrics in found if metrics is not None))
+        merged = reduce(
+            merge_all(metrics for share_metrics, *_ in head_results for metrics in share_metrics if metrics is not None)
+        )
         counts = {"updates": float(self.updates), "updates/skipped": float(len(skipped))}
         return {"tokens/trained": 0.0} | merged | counts
 
@@ -273,12 +280,12 @@ class Trainer:
 
         path = self._skipped / f"update-{number:06d}-{self._skipped_in_a_row}.pt"
         rows = [vars(row) | {"columns": dict(row.columns)} for row in minibatch.rows]
-        saved = vars(minibatch) | {"rows": rows, "scattered": sorted(minibatch.scattered), "temperature": temperature}
-        written = io.BytesIO()
-        torch.save(saved, written)
+        state = vars(minibatch) | {"rows": rows, "scattered": sorted(minibatch.scattered), "temperature": temperature}
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
         try:
             self._skipped.mkdir(exist_ok=True)
-            path.write_bytes(written.getbuffer())
+            path.write_bytes(buffer.getbuffer())
         except OSError as error:  # such as a full disk: the run continues
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
@@ -299,8 +306,8 @@ class Trainer:
             "evaluate",
             loss,
             parcel=lambda rank: [
-                replace(each, rows=each.rows[config.share(rank) :: config.shares])
-                for each in packed.minibatches[: len(packed.minibatches) // packed.epochs]
+                replace(minibatch, rows=minibatch.rows[config.share(rank) :: config.shares])
+                for minibatch in packed.minibatches[: len(packed.minibatches) // packed.epochs]
             ],
             work=packed.packed_tokens,
         )
@@ -330,8 +337,8 @@ class Trainer:
         Returns:
             [T] float32 for each episode; see `values_of_episodes`.
         """
-        nothing = [[np.zeros(e.response_tokens, np.float32) for e in group.episodes] for group in batch.groups]
-        packed = await asyncio.to_thread(pack, batch, nothing, self.layout, drop_uniform=False)
+        zero_advantages = [[np.zeros(e.response_tokens, np.float32) for e in group.episodes] for group in batch.groups]
+        packed = await asyncio.to_thread(pack, batch, zero_advantages, self.layout, drop_uniform=False)
         return values_of_episodes(batch, packed, await self.values(packed))
 
     async def _score(self, packed: Packed, method: str, *args: object) -> list[torch.Tensor]:
@@ -340,8 +347,8 @@ class Trainer:
         parts = await self._all(
             method, *args, parcel=lambda rank: packed.rows[config.share(rank) :: shares], work=packed.packed_tokens
         )
-        of_shares = [parts[rank] for rank in config.head_ranks]
-        return [of_shares[index % shares][index // shares] for index in range(len(packed.rows))]
+        head_results = [parts[rank] for rank in config.head_ranks]
+        return [head_results[index % shares][index // shares] for index in range(len(packed.rows))]
 
     async def layer_noise(self, packed: Packed, *, temperature: float = 1.0, relative: float) -> list[float]:
         """Return, for each layer, the mean absolute change of a target's logprob if the layer's output is off by
@@ -355,7 +362,7 @@ class Trainer:
             work=packed.packed_tokens * 30,
         )
         by_layer = zip(*(parts[rank] for rank in config.head_ranks), strict=True)
-        return [sum(total for total, _ in each) / max(1, sum(n for _, n in each)) for each in by_layer]
+        return [sum(total for total, _ in sums) / max(1, sum(n for _, n in sums)) for sums in by_layer]
 
     async def publish(self, store: WeightStore, *, dtype: str) -> int:
         """Publish the current weights to the store as a new version; `dtype` is "float32" or "bfloat16".
@@ -380,11 +387,11 @@ class Trainer:
         if self._specs is None:
             self._specs = await self._ranks.replica.call("specs", deadline_s=self.config.deadline_s, rank=0)
         version = self.version if self._published is None else self.version + 1
-        of_ranks = self._ranks.replica.hosts
-        hosts = tuple(dict.fromkeys(of_ranks))
+        rank_hosts = self._ranks.replica.hosts
+        hosts = tuple(dict.fromkeys(rank_hosts))
         async with store.publishing(version, self._specs, getattr(torch, dtype), hosts=hosts) as publication:
             transports = {host: store.transport(host) for host in hosts}
-            parts = await self._all("publish", transports, of_ranks, publication.draft)
+            parts = await self._all("publish", transports, rank_hosts, publication.draft)
             self.busy_s += max(seconds for _, seconds in parts)
             try:
                 await publication.commit([reports for reports, _ in parts])
@@ -449,11 +456,11 @@ class Trainer:
             f"{self.parameters / 1e6:.0f} M parameters  {self.config.ranks} rank(s)  {self.config.dtype}"
         )
 
-    async def _all(self, method: str, *args: object, **how: Any) -> list[Any]:
+    async def _all(self, method: str, *args: object, **options: Any) -> list[Any]:
         """Call a method on all ranks; after an error, wait until they can be saved, or count them as dead."""
         replica = self._ranks.replica
         try:
-            return await self._ranks.work(replica, method, *args, progress=self.updates, **how)
+            return await self._ranks.work(replica, method, *args, progress=self.updates, **options)
         except ReplicaError:
             raise
         except ForgeError as error:

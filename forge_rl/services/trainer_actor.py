@@ -113,10 +113,10 @@ class TrainerActor(ServiceActor):
         rank of its share with the head.
         """
         async with self._lock:
-            began = time.monotonic()
+            start_time = time.monotonic()
             minibatches, logprobs = self.take_parcel(), list[torch.Tensor]()
-            asked = scored > 0 and self.engine.rank in self._heads
-            wanted = sum(len(each.rows) for each in minibatches[:scored]) if asked else 0
+            returns_scores = scored > 0 and self.engine.rank in self._heads
+            num_rows = sum(len(minibatch.rows) for minibatch in minibatches[:scored]) if returns_scores else 0
             self.engine.set_lr(lr)
             try:
                 metrics = self.engine.train_batch(
@@ -126,7 +126,7 @@ class TrainerActor(ServiceActor):
                     temperature=temperature,
                     total_updates=total_updates,
                     version=version,
-                    scored=logprobs if wanted else None,
+                    scored=logprobs if num_rows else None,
                     progress=self._progress.write,
                 )
             except torch.OutOfMemoryError as error:
@@ -141,8 +141,10 @@ class TrainerActor(ServiceActor):
             finally:
                 self._progress.write(0, 0)
             rows = (row for minibatch in minibatches[:scored] for row in minibatch.rows)
-            found = [rounded_scores(row, each) for row, each in zip(rows, logprobs[:wanted], strict=False)]
-            return metrics, self.engine.updates, time.monotonic() - began, found
+            row_scores = [
+                rounded_scores(row, row_logprobs) for row, row_logprobs in zip(rows, logprobs[:num_rows], strict=False)
+            ]
+            return metrics, self.engine.updates, time.monotonic() - start_time, row_scores
 
     @concurrent_endpoint
     async def evaluate(self, loss: Loss) -> dict[str, Value]:
@@ -186,11 +188,11 @@ class TrainerActor(ServiceActor):
             Reports of the writes, and the seconds taken.
         """
         async with self._lock:
-            began, rank = time.monotonic(), self.engine.rank
-            several = len(transports) > 1
-            shards = self.engine.shards_of_host(drafted, hosts) if several else self.engine.local_shards()
+            start_time, rank = time.monotonic(), self.engine.rank
+            has_several_hosts = len(transports) > 1
+            shards = self.engine.shards_of_host(drafted, hosts) if has_several_hosts else self.engine.local_shards()
             reports = await transports[hosts[rank]].write(drafted, shards, rank=rank)
-            return reports, time.monotonic() - began
+            return reports, time.monotonic() - start_time
 
     @concurrent_endpoint
     async def offload(self) -> int:

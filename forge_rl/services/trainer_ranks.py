@@ -129,8 +129,8 @@ class TrainerRanks:
             deadline_s,
         )
         self._unavailable = ""
-        first: Started = started[0]
-        return first
+        first_rank: Started = started[0]
+        return first_rank
 
     def allow_restarts(self) -> None:
         """Let deaths from now on wait for a restart, if there may be one, instead of ending the run."""
@@ -153,24 +153,24 @@ class TrainerRanks:
             ServiceError: it was already restarted `max_restarts` times, or did not start in time.
             CheckpointError: the training state cannot be read.
         """
-        dead = self.service.replicas[0]
+        replica = self.service.replicas[0]
         if self.alive:
-            dead.death.remove_done_callback(self._on_last_death)
-            self.service.retire(dead, cause)
+            replica.death.remove_done_callback(self._on_last_death)
+            self.service.retire(replica, cause)
         else:
-            if dead.alive:  # its last restart failed
-                self.service.mark_failed(dead, cause)
+            if replica.alive:  # its last restart failed
+                self.service.mark_failed(replica, cause)
             if not self.restarts_left:
                 raise ServiceError(
-                    self._spent(dead.death.result()),
+                    self._spent(replica.death.result()),
                     service=self.service.name,
-                    replica=dead.index,
-                    hint=f"see {dead.log}; the same command resumes from the last checkpoint",
+                    replica=replica.index,
+                    hint=f"see {replica.log}; the same command resumes from the last checkpoint",
                 )
             self.restarts += 1
         self._unavailable = "it is being restarted"
         try:
-            await self.service.processes.clean_up(dead)
+            await self.service.processes.clean_up(replica)
             await self.wait_for_room()
             started = await self.open(resume)
         except BaseException as error:
@@ -178,7 +178,7 @@ class TrainerRanks:
                 f"its restart failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
             )
             raise
-        self.service.faults.recovered(self.service.name, dead.index)
+        self.service.faults.recovered(self.service.name, replica.index)
         return started
 
     def join(self, host: str, gpus: Sequence[str], cores: int) -> None:
@@ -192,9 +192,9 @@ class TrainerRanks:
         Raises:
             ConfigError: no host joined in time.
         """
-        waits_s = self.config.wait_for_host_s
+        timeout_s = self.config.wait_for_host_s
         try:
-            async with asyncio.timeout(waits_s):
+            async with asyncio.timeout(timeout_s):
                 with self.service.faults.calling(self.service.name, None, "wait for a host"):
                     while self.service.cluster.awaited and not self._has_room():
                         await self.service.cluster.change()
@@ -202,13 +202,13 @@ class TrainerRanks:
             if not self._has_room():
                 raise ConfigError(
                     f"the {self.service.name}'s {self.config.ranks} ranks do not fit on the hosts that are left, and "
-                    f"none has joined within {waits_s:g} s",
+                    f"none has joined within {timeout_s:g} s",
                     hint=f"raise --{self.service.name}.wait-for-host-s; the same command resumes from the checkpoint",
                 ) from None
 
-    async def work(self, replica: Replica, method: str, *args: object, **how: Any) -> list[Any]:
+    async def work(self, replica: Replica, method: str, *args: object, **options: Any) -> list[Any]:
         """Call a method on all ranks; see `Watchdog.work`."""
-        return await self._watchdog.work(replica, method, *args, **how)
+        return await self._watchdog.work(replica, method, *args, **options)
 
     async def settle(self, replica: Replica, method: str, error: ForgeError) -> int | None:
         """After an error of a call, wait until the ranks can be saved, or count them as dead.
@@ -217,8 +217,8 @@ class TrainerRanks:
             The number of updates that their weights have taken; None if they count as dead.
         """
         # All ranks raise an error of the loss; after other errors some may hang in a collective.
-        alike = replica.ranks == 1 or isinstance(error, LossError)
-        deadline_s = self.config.deadline_s if alike else NOTICE_S
+        all_raised = replica.ranks == 1 or isinstance(error, LossError)
+        deadline_s = self.config.deadline_s if all_raised else NOTICE_S
         try:
             updates = await replica.call_ranks("wait_idle", lambda _: (), deadline_s=deadline_s)
         except ServiceError:
@@ -228,8 +228,8 @@ class TrainerRanks:
 
     async def open_files(self, replica: Replica, folder: Path) -> None:
         """Let the next load or save of ranks on hosts that do not see this machine's disks use a folder of it."""
-        far = [mesh for mesh in replica.meshes if not self.service.cluster.shares_files(mesh.host)]
-        await open_files(self.service, replica, far, OpenFolder(folder))
+        far_meshes = [mesh for mesh in replica.meshes if not self.service.cluster.shares_files(mesh.host)]
+        await open_files(self.service, replica, far_meshes, OpenFolder(folder))
 
     async def finish_save(self) -> None:
         """Wait until the checkpoint begun by `save` is written; meanwhile the ranks keep training.

@@ -85,7 +85,9 @@ class WeightStore:
         name, choice = _choose(config, expected_bytes * config.keep_versions)
         bucket_bytes = config.bucket_mib << 20
         if config.mirror:
-            await asyncio.to_thread(DeltaFolder(config.mirror).check)  # a mistake in the address is told now
+            await asyncio.to_thread(
+                DeltaFolder(config.mirror).check
+            )  # report a wrong address now, not at the first version
         service = Service("weights", cluster, faults)
         recovery = StoreRecovery(service, config, hosts, deadline_s)
         imports = TorchStoreTransport.imports if name == "torchstore" else ()
@@ -141,13 +143,13 @@ class WeightStore:
         Raises:
             WeightsError: the version already exists, is older than the latest, or does not fit.
         """
-        base, freed, epoch = await self._call("begin", version)
-        transport, living = self.transport(hosts[0]), self._recovery.transports
-        if base is not None and any(bucket.host and bucket.host not in living for bucket in base.buckets):
-            base = None  # what a lost host held is written again
+        base, stale_keys, epoch = await self._call("begin", version)
+        transport, transports = self.transport(hosts[0]), self._recovery.transports
+        if base is not None and any(bucket.host and bucket.host not in transports for bucket in base.buckets):
+            base = None  # buckets of a lost host must be written again
         drafted, publication = None, None
         try:
-            await self._unless_it_dies("free", hosts, transport.free(freed))
+            await self._unless_it_dies("free", hosts, transport.free(stale_keys))
             drafted = draft(
                 specs,
                 version=version,
@@ -168,7 +170,7 @@ class WeightStore:
             if publication is not None and publication.committed:
                 raise
             with contextlib.suppress(Exception):  # the first error is the one to report
-                keys = (*freed, *(bucket.key for bucket in (drafted.written if drafted else ())))
+                keys = (*stale_keys, *(bucket.key for bucket in (drafted.written if drafted else ())))
                 await transport.free(await self._call("abort", version, epoch, keys))
             raise
 
@@ -233,9 +235,9 @@ class WeightStore:
         """Stop the store; its versions are lost."""
         if self._mirror is not None:
             await self._mirror.stop()
-        living = [replica for replica in self._service.replicas if replica.alive]
-        closing = [replica.call("close", deadline_s=10.0) for replica in living]
-        await asyncio.gather(*closing, return_exceptions=True)
+        live_replicas = [replica for replica in self._service.replicas if replica.alive]
+        calls = [replica.call("close", deadline_s=10.0) for replica in live_replicas]
+        await asyncio.gather(*calls, return_exceptions=True)
         await self._service.stop()
         if any(folder.exists() for folder in self.folders):  # left by a killed process
             reclaim(self.folders[0].parent.parent)
@@ -256,7 +258,7 @@ class WeightStore:
 
     def _needed(self, hosts: Sequence[str]) -> list[Replica]:
         """Processes without which hosts cannot write versions."""
-        return [each for each in self._service.replicas if not each.index or each.host in hosts]
+        return [replica for replica in self._service.replicas if not replica.index or replica.host in hosts]
 
     async def _call(self, method: str, *args: object) -> Any:
         """Call the index; if its process dies, call its successor, which remembers the same versions."""
@@ -280,12 +282,12 @@ class WeightStore:
         """
         task = asyncio.ensure_future(work)
         replicas = self._needed(hosts)
-        ends: list[asyncio.Future[Any]] = [task, *(replica.death for replica in replicas)]
+        futures: list[asyncio.Future[Any]] = [task, *(replica.death for replica in replicas)]
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                dead = next(replica for replica in replicas if replica.death.done())
-                await dead.call(method, deadline_s=self._deadline_s)
+                dead_replica = next(replica for replica in replicas if replica.death.done())
+                await dead_replica.call(method, deadline_s=self._deadline_s)
             return await task
         finally:
             task.cancel()
@@ -315,37 +317,37 @@ class Publication:
             WeightsError: the ranks did not write exactly the draft's contents.
         """
         manifest = complete(self.draft, ranks)
-        committing = asyncio.ensure_future(self._commit(manifest))
+        commit_task = asyncio.ensure_future(self._commit(manifest))
         try:
-            await asyncio.shield(committing)
+            await asyncio.shield(commit_task)
         finally:  # a cancelled commit may still become visible, and the next publisher must know
-            await asyncio.wait([committing])
-            self.committed = not committing.cancelled() and committing.exception() is None
+            await asyncio.wait([commit_task])
+            self.committed = not commit_task.cancelled() and commit_task.exception() is None
         return manifest
 
 
-def _choose(config: WeightStore.Config, needed: int) -> tuple[str, str]:
+def _choose(config: WeightStore.Config, num_bytes: int) -> tuple[str, str]:
     """Choose a transport; returns its name, and a sentence about it.
 
     Raises:
         WeightsError: the requested transport cannot be used, or, with `auto`, none can.
     """
     room = "free memory, give the container more shared memory (docker run --shm-size), lower --weights.keep-versions"
-    installed = TorchStoreTransport.is_installed()
+    is_installed = TorchStoreTransport.is_installed()
     if config.transport == "torchstore":
-        if not installed:
+        if not is_installed:
             raise WeightsError("--weights.transport is torchstore, which is not installed", hint=INSTALL)
         return "torchstore", "weights travel by torchstore, as asked for"
-    wrong = problem(config.shm, needed)
-    if wrong is None:
-        asked = ", as asked for" if config.transport == "shared_memory" else ""
-        return "shared_memory", f"weights travel by shared memory in {config.shm}{asked}"
+    reason = problem(config.shm, num_bytes)
+    if reason is None:
+        suffix = ", as asked for" if config.transport == "shared_memory" else ""
+        return "shared_memory", f"weights travel by shared memory in {config.shm}{suffix}"
     if config.transport == "shared_memory":
         raise WeightsError(
-            f"--weights.transport is shared_memory, and {wrong}", hint=f"{room}, or set --weights.transport auto"
+            f"--weights.transport is shared_memory, and {reason}", hint=f"{room}, or set --weights.transport auto"
         )
-    if not installed:
+    if not is_installed:
         raise WeightsError(
-            f"weights cannot travel: {wrong}, and torchstore is not installed", hint=f"{room}, or {INSTALL}"
+            f"weights cannot travel: {reason}, and torchstore is not installed", hint=f"{room}, or {INSTALL}"
         )
-    return "torchstore", f"weights travel by torchstore, several times slower: {wrong}"
+    return "torchstore", f"weights travel by torchstore, several times slower: {reason}"

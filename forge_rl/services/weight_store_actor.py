@@ -47,9 +47,9 @@ class _Peers:
         self.drop = drop
 
     async def join(self, buckets: Sequence[Bucket], failed: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-        found: tuple[dict[str, str], tuple[str, ...]]
-        found = await self._ask(next(iter(self._volumes)), "join", self._host, tuple(buckets), tuple(failed))
-        return found
+        reply: tuple[dict[str, str], tuple[str, ...]]
+        reply = await self._ask(next(iter(self._volumes)), "join", self._host, tuple(buckets), tuple(failed))
+        return reply
 
     async def share(self, host: str, bucket: Bucket, moves: int) -> RDMABuffer:
         return await self._ask(host, "share", bucket.key, moves=moves)
@@ -58,8 +58,8 @@ class _Peers:
         return await self._volumes[host].never.call_one()
 
     async def _ask(self, host: str, method: str, *args: object, moves: int = 0) -> Any:
-        what = f"the weight store on host {host!r}"
-        return await ask(self._volumes[host], method, *args, actor_name=what, moves=moves)
+        target = f"the weight store on host {host!r}"
+        return await ask(self._volumes[host], method, *args, actor_name=target, moves=moves)
 
 
 class WeightStoreActor(ServiceActor):
@@ -91,7 +91,10 @@ class WeightStoreActor(ServiceActor):
 
     @concurrent_endpoint
     async def open_volume(
-        self, volumes: Mapping[str, Any], left: Path | None = None, held: Mapping[str, SegmentRef] | None = None
+        self,
+        volumes: Mapping[str, Any],
+        old_folder: Path | None = None,
+        segments: Mapping[str, SegmentRef] | None = None,
     ) -> tuple[Path, int]:
         """Create the host's folder in shared memory, or continue with one that a dead process left; see `Volume`.
 
@@ -100,8 +103,8 @@ class WeightStoreActor(ServiceActor):
         """
         if len(volumes) > 1:  # hosts map segments for one another; import torch before the first pull
             await asyncio.to_thread(importlib.import_module, "torch")
-        self._volumes = {**volumes, **self._volumes}  # of others that started meanwhile
-        self._volume = Volume(self._shm, previous_folder=left, previous_segments=held)
+        self._volumes = {**volumes, **self._volumes}  # keep processes that introduced themselves meanwhile
+        self._volume = Volume(self._shm, previous_folder=old_folder, previous_segments=segments)
         self._fanout = Fanout(len(volumes))
         self._puller = Puller(self._host, self._volume, _Peers(self._host, self._volumes, self._free))
         return self._volume.folder, self._volume.reclaimed
@@ -125,16 +128,16 @@ class WeightStoreActor(ServiceActor):
         self._watch(holder)
 
     @concurrent_endpoint
-    async def meet(self, host: str, volume: Any, kept: tuple[str, ...] | None) -> None:
+    async def meet(self, host: str, volume: Any, known_keys: tuple[str, ...] | None) -> None:
         """Take note of the new process of a host, which has no copies.
 
         Args:
-            kept: keys of the buckets that its index knows; copies of others are freed. None if it has no index.
+            known_keys: keys of the buckets that its index knows; other copies are freed. None if it has no index.
         """
         self._volumes[host] = volume
         self._fanout.leave(host)
-        if kept is not None and self._puller is not None:
-            await self._free(set(self._puller.known) - {*kept})
+        if known_keys is not None and self._puller is not None:
+            await self._free(set(self._puller.known) - {*known_keys})
 
     @concurrent_endpoint
     async def close(self) -> None:
@@ -198,8 +201,8 @@ class WeightStoreActor(ServiceActor):
         self, host: str, buckets: tuple[Bucket, ...], failed: tuple[str, ...]
     ) -> tuple[dict[str, str], tuple[str, ...]]:
         """Place a host that copies buckets among their holders; see `Peers.join`."""
-        if gone := [bucket.key for bucket in buckets if not self._index.needs(bucket.key)]:
-            raise WeightsError(f"bucket {gone[0]} is not kept any more", hint="hold a lease while reading")
+        if missing_keys := [bucket.key for bucket in buckets if not self._index.needs(bucket.key)]:
+            raise WeightsError(f"bucket {missing_keys[0]} is not kept any more", hint="hold a lease while reading")
         parents = self._fanout.join(host, buckets, failed=failed)
         return parents, self._fanout.stale(host, self._index.in_use)
 
@@ -211,10 +214,10 @@ class WeightStoreActor(ServiceActor):
     @concurrent_endpoint
     async def begin(self, version: int) -> tuple[Manifest | None, tuple[str, ...], int]:
         """Reserve a version; returns the previous one, keys of buckets to free first, and the epoch."""
-        base, freed = self._index.begin(version)
-        self._retire(freed)
-        freed, self._unneeded = tuple(self._unneeded), []
-        return base, freed, self._index.epoch
+        base, stale_keys = self._index.begin(version)
+        self._retire(stale_keys)
+        stale_keys, self._unneeded = tuple(self._unneeded), []
+        return base, stale_keys, self._index.epoch
 
     @concurrent_endpoint
     async def commit(self, manifest: Manifest) -> None:
@@ -232,9 +235,9 @@ class WeightStoreActor(ServiceActor):
         Returns:
             Keys of unneeded buckets. If the publisher does not free them, the next one does.
         """
-        gone = self._index.abort(version, epoch=epoch)
+        dropped_keys = self._index.abort(version, epoch=epoch)
         unneeded = tuple(key for key in keys if not self._index.needs(key))
-        self._retire((*gone, *unneeded))
+        self._retire((*dropped_keys, *unneeded))
         return unneeded
 
     @concurrent_endpoint
@@ -261,7 +264,7 @@ class WeightStoreActor(ServiceActor):
 
     def _end_leases(self, holder: Holder) -> None:
         self._watched.discard(holder)
-        for lease in [lease for lease, of in self._leases.items() if of == holder]:
+        for lease in [lease for lease, lease_holder in self._leases.items() if lease_holder == holder]:
             self._release(lease)
 
     def _release(self, lease: str) -> None:

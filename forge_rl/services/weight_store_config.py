@@ -34,5 +34,5 @@ class WeightStoreConfig:
     """Number of versions after which one is written to --weights.mirror whole again."""
 
     def __post_init__(self) -> None:
-        least = {"keep_versions": 1, "bucket_mib": 1, "mirror_full_every": 1}
-        check_flags(self, "--weights.", least=least, above={"keep_gib": 0})
+        minimums = {"keep_versions": 1, "bucket_mib": 1, "mirror_full_every": 1}
+        check_flags(self, "--weights.", least=minimums, above={"keep_gib": 0})

@@ -28,7 +28,7 @@ class StoreRecovery:
 
     A successor continues with the segments of its host that match the remembered manifests. If it has the index, the
     versions whose buckets are all there are published again, under their numbers and with their leases; readers of a
-    version go on. If another run has removed the segments meanwhile, their versions are lost.
+    version continue. If another run has removed the segments meanwhile, their versions are lost.
 
     Args:
         service: the store's service, without replicas.
@@ -57,9 +57,9 @@ class StoreRecovery:
     async def spawn(self, index: int, imports: Sequence[str] = ()) -> Replica:
         """Spawn the process of a host, by its place in `hosts`."""
         config, host = self._config, self._hosts[index]
-        kept = config.keep_versions, int(config.keep_gib * (1 << 30))
+        limits = config.keep_versions, int(config.keep_gib * (1 << 30))
         replica = self._service.spawn(
-            WeightStoreActor, host, config.shm, *kept, host=host, imports=imports, index=index
+            WeightStoreActor, host, config.shm, *limits, host=host, imports=imports, index=index
         )
         await self._service.watch(replica, deadline_s=self._deadline_s)
         return replica
@@ -76,17 +76,21 @@ class StoreRecovery:
         self.folders[host], _ = await replica.call("open_volume", self._meet(), deadline_s=self._deadline_s)
         await self._introduce(host, replica)
 
-    async def _introduce(self, host: str, replica: Replica, kept: tuple[str, ...] | None = None) -> None:
+    async def _introduce(self, host: str, replica: Replica, known_keys: tuple[str, ...] | None = None) -> None:
         """Tell the other processes of a host's new one."""
-        others = [each for each in self._service.replicas if each is not replica and each.alive]
-        await asyncio.gather(*(each.call("meet", host, replica.actor, kept, deadline_s=_CALL_S) for each in others))
+        peers = [peer for peer in self._service.replicas if peer is not replica and peer.alive]
+        await asyncio.gather(
+            *(peer.call("meet", host, replica.actor, known_keys, deadline_s=_CALL_S) for peer in peers)
+        )
 
     async def open(self) -> int:
         """Create all volumes, and supervise their processes; returns the bytes reclaimed from killed runs."""
         reclaimed = 0
         for host, replica in zip(self._hosts, self._service.replicas, strict=True):
-            self.folders[host], freed = await replica.call("open_volume", self._meet(), deadline_s=self._deadline_s)
-            reclaimed += freed
+            self.folders[host], freed_bytes = await replica.call(
+                "open_volume", self._meet(), deadline_s=self._deadline_s
+            )
+            reclaimed += freed_bytes
         Supervisor(self._service, self._respawn, self._config.restart).supervise()
         return reclaimed
 
@@ -99,10 +103,10 @@ class StoreRecovery:
     def note_rollback(self, version: int) -> None:
         """Forget later versions."""
         self.epoch += 1
-        self._versions = {number: each for number, each in self._versions.items() if number <= version}
+        self._versions = {number: manifest for number, manifest in self._versions.items() if number <= version}
 
     def _meet(self) -> dict[str, object]:
-        """Make transports to the present processes; returns their actors by host, the index's first."""
+        """Create transports to the current processes; returns their actors by host, the index's first."""
         volumes = {
             host: replica.actor
             for host, replica in zip(self._hosts, self._service.replicas, strict=True)
@@ -113,45 +117,49 @@ class StoreRecovery:
         return volumes
 
     async def _respawn(self, index: int) -> None:
-        """Start the successor of a dead process, and let it continue where that one ended."""
+        """Start the successor of a dead process, which continues with the segments left in shared memory."""
         host = self._hosts[index]
         if index and await self._service.cluster.is_lost(host, within_s=_LOST_S):
             self._lost.add(host)
             self._meet()
             self._service.abandon(self._service.replicas[index])
             await asyncio.Event().wait()  # until the service is stopped: nothing can be started there
-        remembered = [*self._versions.values(), *self.leases.values()]
-        held = {
+        known_manifests = [*self._versions.values(), *self.leases.values()]
+        segments = {
             bucket.key: bucket.segment
-            for manifest in remembered
+            for manifest in known_manifests
             for bucket in manifest.buckets
             if bucket.host == host and bucket.segment is not None
         }
         replica = await self.spawn(index)
         volumes = self._meet()
         self.folders[host], _ = await replica.call(
-            "open_volume", volumes, self.folders.get(host), held, deadline_s=self._deadline_s
+            "open_volume", volumes, self.folders.get(host), segments, deadline_s=self._deadline_s
         )
-        kept: tuple[str, ...] | None = None
+        known_keys: tuple[str, ...] | None = None
         if not index:
             versions, leases = dict(self._versions), dict(self.leases)
-            whole = await self._whole([*versions.values(), *leases.values()])
-            versions = {number: each for number, each in versions.items() if each in whole}
-            leases = {name: each for name, each in leases.items() if each in whole}
-            restored = tuple(versions.values()), leases, Holder.this_process(), self.epoch
-            await replica.call("restore", *restored, deadline_s=_CALL_S)
-            kept = tuple({key for manifest in whole for key in manifest.keys})
-        await self._introduce(host, replica, kept)
+            complete_manifests = await self._whole([*versions.values(), *leases.values()])
+            versions = {number: manifest for number, manifest in versions.items() if manifest in complete_manifests}
+            leases = {name: manifest for name, manifest in leases.items() if manifest in complete_manifests}
+            index_state = tuple(versions.values()), leases, Holder.this_process(), self.epoch
+            await replica.call("restore", *index_state, deadline_s=_CALL_S)
+            known_keys = tuple({key for manifest in complete_manifests for key in manifest.keys})
+        await self._introduce(host, replica, known_keys)
 
     async def _whole(self, manifests: Sequence[Manifest]) -> list[Manifest]:
-        """Versions whose buckets are all there."""
-        found: set[tuple[str, str]] = set()
+        """Return the manifests whose buckets are all still held by their hosts."""
+        bucket_keys: set[tuple[str, str]] = set()
         for index, host in enumerate(self._hosts):
-            refs = {b.key: b.segment for each in manifests for b in each.buckets if b.host == host}
+            refs = {b.key: b.segment for manifest in manifests for b in manifest.buckets if b.host == host}
             if not refs:
                 continue
             with contextlib.suppress(ServiceError):  # a host that is lost
                 # Its process may have died as well, and then continues too.
                 replica = self._service.replicas[0] if not index else await self._service.returned(index)
-                found |= {(host, key) for key in await replica.call("holds", refs, deadline_s=_CALL_S)}
-        return [each for each in manifests if all((bucket.host, bucket.key) in found for bucket in each.buckets)]
+                bucket_keys |= {(host, key) for key in await replica.call("holds", refs, deadline_s=_CALL_S)}
+        return [
+            manifest
+            for manifest in manifests
+            if all((bucket.host, bucket.key) in bucket_keys for bucket in manifest.buckets)
+        ]

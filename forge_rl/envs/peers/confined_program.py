@@ -21,34 +21,34 @@ import sys
 MOST_BYTES = 1 << 16
 
 
-def relay(port: int, path: str, listening: socket.socket) -> None:
+def relay(port: int, path: str, listener: socket.socket) -> None:
     """Pass bytes between connections to a port and the host's socket for it, until this process is killed."""
     while True:
-        connection, _ = listening.accept()
+        connection, _ = listener.accept()
         if os.fork():
             connection.close()
             continue
-        listening.close()
+        listener.close()
         with socket.socket(socket.AF_UNIX) as host:
             host.connect(path)
             carry(connection, host)
         os._exit(0)
 
 
-def carry(one: socket.socket, other: socket.socket) -> None:
+def carry(connection: socket.socket, host: socket.socket) -> None:
     """Copy both directions until both have ended."""
-    waiting = selectors.DefaultSelector()
-    waiting.register(one, selectors.EVENT_READ, other)
-    waiting.register(other, selectors.EVENT_READ, one)
-    while waiting.get_map():
-        for key, _ in waiting.select():
+    selector = selectors.DefaultSelector()
+    selector.register(connection, selectors.EVENT_READ, host)
+    selector.register(host, selectors.EVENT_READ, connection)
+    while selector.get_map():
+        for key, _ in selector.select():
             try:
                 data = key.fileobj.recv(MOST_BYTES)
                 key.data.sendall(data)
             except OSError:
                 return
             if not data:
-                waiting.unregister(key.fileobj)
+                selector.unregister(key.fileobj)
                 try:
                     key.data.shutdown(socket.SHUT_WR)
                 except OSError:
@@ -67,8 +67,8 @@ def listen(ports: dict[str, str]) -> None:
             for fd in (0, 1, 2):  # else who waits for the end of the program's output waits for this process
                 os.dup2(null, fd)
             relay(int(port), path, sockets[port])
-    for each in sockets.values():
-        each.close()
+    for server in sockets.values():
+        server.close()
 
 
 def become_user(uid: int) -> None:
@@ -79,9 +79,9 @@ def become_user(uid: int) -> None:
 
 def filter_calls(program: bytes) -> None:
     """Apply a seccomp filter for good; bubblewrap has forbidden new privileges."""
-    libc, kept = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(program, len(program))
-    described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(kept))
-    if libc.prctl(22, 2, described, 0, 0) < 0:
+    libc, buffer = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(program, len(program))
+    fprog = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    if libc.prctl(22, 2, fprog, 0, 0) < 0:
         raise OSError(ctypes.get_errno(), "seccomp")
 
 

@@ -86,9 +86,9 @@ class ConfinedRuntime(SubprocessRuntime):
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
-                theirs, to_them = await asyncio.open_connection(host, port)
-                await asyncio.gather(carry(reader, to_them), carry(theirs, writer), return_exceptions=True)
-                to_them.close()
+                host_reader, host_writer = await asyncio.open_connection(host, port)
+                await asyncio.gather(carry(reader, host_writer), carry(host_reader, writer), return_exceptions=True)
+                host_writer.close()
             writer.close()
 
         path = self._state / f"{port}.sock"
@@ -120,36 +120,44 @@ class ConfinedRuntime(SubprocessRuntime):
     def _view(self) -> list[str]:
         """Return bubblewrap's arguments that show the system, the interpreters and this runtime's own folders."""
         work, home = str(self.workdir), os.environ.get("HOME", "/root")
-        shown = [*self._interpreter_folders(), *(f"{home}/{name}" for name in _HOME_FOLDERS)]
-        found = passable([*shown, work, _HOME, "/run/host", "/etc/hosts"])
+        visible_paths = [*self._interpreter_folders(), *(f"{home}/{name}" for name in _HOME_FOLDERS)]
+        arguments = passable([*visible_paths, work, _HOME, "/run/host", "/etc/hosts"])
         for name in _SYSTEM:
             if os.path.islink(f"/{name}"):
-                found += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
+                arguments += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
             elif os.path.isdir(f"/{name}"):
-                found += ["--ro-bind", f"/{name}", f"/{name}"]
-        found += ["--proc", "/proc", "--dir", "/dev"]
+                arguments += ["--ro-bind", f"/{name}", f"/{name}"]
+        arguments += ["--proc", "/proc", "--dir", "/dev"]
         for name in _DEVICES:
-            found += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-        for path in [*(f"/etc/{name}" for name in _ETC), *shown]:
-            found += ["--ro-bind-try", path, path]
-        own = {f"{self._state}/tmp": ("/tmp", "/dev/shm"), f"{self._state}/home": (_HOME,), work: (work,)}
-        for folder, places in own.items():
-            for place in places:
-                found += ["--bind", folder, place]
-        return [*found, "--ro-bind", str(self._state), "/run/host", "--ro-bind", f"{self._state}/hosts", "/etc/hosts"]
+            arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+        for path in [*(f"/etc/{name}" for name in _ETC), *visible_paths]:
+            arguments += ["--ro-bind-try", path, path]
+        mounts = {f"{self._state}/tmp": ("/tmp", "/dev/shm"), f"{self._state}/home": (_HOME,), work: (work,)}
+        for folder, places in mounts.items():
+            for mount_point in places:
+                arguments += ["--bind", folder, mount_point]
+        return [
+            *arguments,
+            "--ro-bind",
+            str(self._state),
+            "/run/host",
+            "--ro-bind",
+            f"{self._state}/hosts",
+            "/etc/hosts",
+        ]
 
     def _namespaces(self) -> list[str]:
-        apart = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+        namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         if not self._uid:
-            return ["--unshare-user", *apart, "--cap-drop", "ALL"]
-        return [*apart, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+            return ["--unshare-user", *namespaces, "--cap-drop", "ALL"]
+        return [*namespaces, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
 
     def _interpreter_folders(self) -> list[str]:
         """Return the folders of the interpreters that setup has prepared, and of scripts."""
-        found = {self.scripts_dir, sys.prefix, sys.base_prefix}
+        folders = {self.scripts_dir, sys.prefix, sys.base_prefix}
         for path in [sys.executable, *self._uv_interpreters.values()]:
-            found |= {str(Path(path).parent.parent), str(Path(os.path.realpath(path)).parent.parent)}
-        return sorted(each for each in found if not each.startswith(("/usr", "/bin")) and each != "/")
+            folders |= {str(Path(path).parent.parent), str(Path(os.path.realpath(path)).parent.parent)}
+        return sorted(folder for folder in folders if not folder.startswith(("/usr", "/bin")) and folder != "/")
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
         return await super().run(self._confined(argv, env), env)
@@ -210,17 +218,17 @@ async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 def passable(paths: list[str]) -> list[str]:
     """Return bubblewrap's arguments that make the parents of paths, which it would make for root only."""
-    parents = {str(each) for path in paths for each in Path(path).parents if str(each) != "/"}
-    return [argument for each in sorted(parents) for argument in ("--perms", "0755", "--dir", each)]
+    parents = {str(parent) for path in paths for parent in Path(path).parents if str(parent) != "/"}
+    return [argument for parent in sorted(parents) for argument in ("--perms", "0755", "--dir", parent)]
 
 
 def give(folders: list[Path], uid: int) -> None:
     """Make folders with all that they hold a user's; setup has written them."""
     for folder in folders:
         os.chown(folder, uid, uid)
-        for where, names, files in os.walk(folder):
+        for directory, names, files in os.walk(folder):
             for name in [*names, *files]:
-                os.chown(os.path.join(where, name), uid, uid, follow_symlinks=False)
+                os.chown(os.path.join(directory, name), uid, uid, follow_symlinks=False)
 
 
 def confine(program: str) -> None:
@@ -230,5 +238,5 @@ def confine(program: str) -> None:
         program: seccomp filter in hexadecimal.
     """
     ConfinedRuntime.filter = program
-    chosen = runtimes._runtime_cls
-    runtimes._runtime_cls = lambda config: ConfinedRuntime if config.type == "subprocess" else chosen(config)
+    original_cls = runtimes._runtime_cls
+    runtimes._runtime_cls = lambda config: ConfinedRuntime if config.type == "subprocess" else original_cls(config)

@@ -71,15 +71,15 @@ class Chat(vf.Harness[ChatConfig]):
                 tools, dispatch, servers = await connect_mcp(config, stack, set())
             try:
                 while True:
-                    given = {"tools": tools} if tools else {}
-                    answer = await client.chat.completions.create(model=ctx.model, messages=messages, **given)
+                    kwargs = {"tools": tools} if tools else {}
+                    answer = await client.chat.completions.create(model=ctx.model, messages=messages, **kwargs)
                     message = answer.choices[0].message
                     messages.append(message.model_dump(exclude_none=True))
                     if not message.tool_calls:
                         break
                     for call in message.tool_calls:
-                        said = await self._call(call, dispatch, servers)
-                        messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+                        output = await self._call(call, dispatch, servers)
+                        messages.append({"role": "tool", "tool_call_id": call.id, "content": output})
             except APIStatusError as error:
                 # The task's stop condition also ends the loop this way; the rollout records it.
                 if trace.stop_condition is None and not is_context_overflow(error):
@@ -98,13 +98,13 @@ class Chat(vf.Harness[ChatConfig]):
         return await call_mcp(servers, dispatch, call.function.name, arguments)
 
 
-def merged(under: dict, over: dict) -> dict:
+def merged(base: dict, overrides: dict) -> dict:
     """Merge nested dictionaries."""
-    both = {**under, **over}
-    for name in under.keys() & over.keys():
-        if isinstance(under[name], dict) and isinstance(over[name], dict):
-            both[name] = merged(under[name], over[name])
-    return both
+    result = {**base, **overrides}
+    for name in base.keys() & overrides.keys():
+        if isinstance(base[name], dict) and isinstance(overrides[name], dict):
+            result[name] = merged(base[name], overrides[name])
+    return result
 
 
 def environment_of(config: dict) -> vf.Env:
@@ -117,9 +117,12 @@ def environment_of(config: dict) -> vf.Env:
     harness = {"id": config["harness"] or CHAT}
     env = dict(config["env"])
     for name, harness_config in roles.agent_harnesses().items():
-        own = harness_config.id not in ("bash", "null")  # bash, verifiers' default, has full access to the machine
+        has_own_harness = harness_config.id not in (
+            "bash",
+            "null",
+        )  # bash, verifiers' default, has full access to the machine
         seat = {"runtime": {"type": "subprocess"}, "max_turns": config["max_turns"]}
-        if config["harness"] or not own:
+        if config["harness"] or not has_own_harness:
             seat["harness"] = harness
         env[name] = merged(seat, env.get(name) or {})
     return load_environment(resolve_env_config({"taskset": config["taskset"], **env}))
@@ -136,9 +139,11 @@ def messages_of(data: Any) -> list:
 
 def write_tasks(config: dict, out: TextIO) -> None:
     taskset = environment_of(config).taskset
-    excluded = [name for name, field in type(taskset).task_type().data_type().model_fields.items() if field.exclude]
-    if excluded:
-        raise SystemExit(f"its tasks cannot be sent: their JSON omits the fields {excluded}")
+    excluded_fields = [
+        name for name, field in type(taskset).task_type().data_type().model_fields.items() if field.exclude
+    ]
+    if excluded_fields:
+        raise SystemExit(f"its tasks cannot be sent: their JSON omits the fields {excluded_fields}")
     for task in itertools.islice(taskset, config["most_tasks"]):
         row = {"id": str(task.data.idx), "key": task.key, "messages": messages_of(task.data)}
         print(json.dumps({**row, "data": task.data.model_dump(mode="json")}), file=out)
@@ -193,12 +198,12 @@ class Server:
 
     async def answer(self, number: int, call: dict) -> None:
         try:
-            said = {"id": number, "result": await self.run(number, call)}
+            reply = {"id": number, "result": await self.run(number, call)}
         except (Exception, asyncio.CancelledError) as error:  # if it was cancelled, nobody reads it
-            said = {"id": number, "error": f"{type(error).__name__}: {error}"}
+            reply = {"id": number, "error": f"{type(error).__name__}: {error}"}
         finally:
             del self.running[number]
-        self.say(said)
+        self.say(reply)
 
     def say(self, line: dict) -> None:
         print(json.dumps(line), file=self.out, flush=True)
@@ -214,19 +219,19 @@ class Server:
             self.running[call["id"]] = asyncio.create_task(self.answer(call["id"], call))
 
     async def serve(self) -> None:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop, end = asyncio.get_running_loop(), asyncio.Event()
 
         def read() -> None:
             for line in sys.stdin:
                 loop.call_soon_threadsafe(self.take, line)
-            loop.call_soon_threadsafe(ended.set)
+            loop.call_soon_threadsafe(end.set)
             time.sleep(_GRACE_S)  # the parent is gone: stop tools and programs in time, or leave them
             os._exit(1)
 
         async with self.env.serving():
             threading.Thread(target=read, daemon=True).start()
             self.say({"id": 0})
-            await ended.wait()
+            await end.wait()
             tasks = list(self.running.values())
             for task in tasks:
                 task.cancel()
