@@ -106,7 +106,7 @@ class AgentCommand:
                     "PATH": _path(),
                 }
                 given = json.dumps(self._stdin(shown, session)).encode()
-                done = await run_command(self.command, self.limits, variables=variables, given=given)
+                done = await run_command(self.command, self.limits, variables=variables, stdin=given)
         self._note(session, done)
         if done.problem:
             raise AgentError(f"the agent's process {done.problem}", hint=self._hint)
@@ -175,7 +175,7 @@ class AgentFunction(AgentCommand):
         Raises:
             ConfigError: the function cannot be loaded.
         """
-        done = await run_command((*self.command, "--check"), self.limits, variables={}, given=b"")
+        done = await run_command((*self.command, "--check"), self.limits, variables={}, stdin=b"")
         if done.problem:
             lines = [line for line in done.errors.splitlines() if line.strip()]
             problem, hint = (lines[-2], lines[-1]) if len(lines) > 1 else (done.problem, "")

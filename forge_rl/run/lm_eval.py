@@ -198,7 +198,7 @@ async def run_lm_eval(
                 "TQDM_MININTERVAL": "0.5",
                 "NO_PROXY": "127.0.0.1",
             },
-            given=b"",
+            stdin=b"",
             observe=read,
         )
     written = sorted(_results(out) - before)

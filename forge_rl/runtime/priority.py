@@ -45,10 +45,10 @@ def _may_return_to(nice: int) -> bool:
 def _set(nice: int) -> int:
     """Set the nice value of all threads of this process and its descendants; return how many had another one."""
     changed = 0
-    process = psutil.Process()
-    for each in (process, *process.children(recursive=True)):
+    root = psutil.Process()
+    for process in (root, *root.children(recursive=True)):
         with contextlib.suppress(OSError):  # it exited
-            for thread in map(int, os.listdir(f"/proc/{each.pid}/task")):
+            for thread in map(int, os.listdir(f"/proc/{process.pid}/task")):
                 with contextlib.suppress(ProcessLookupError):
                     if os.getpriority(os.PRIO_PROCESS, thread) != nice:
                         os.setpriority(os.PRIO_PROCESS, thread, nice)

@@ -103,16 +103,16 @@ def _is_of_one_user() -> bool:
 
 
 def _is_apart() -> bool:
-    here = os.stat("/proc/self/ns/net")
-    left = False
+    namespace = os.stat("/proc/self/ns/net")
+    has_left = False
     for process in _who_may_be_outside():
         with contextlib.suppress(OSError):  # no permission
-            left |= not os.path.samestat(here, (process / "ns" / "net").stat())
-    if not left:
+            has_left |= not os.path.samestat(namespace, (process / "ns" / "net").stat())
+    if not has_left:
         return False
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if process.stat().st_uid != os.geteuid() and os.path.samestat(here, (process / "ns" / "net").stat()):
+            if process.stat().st_uid != os.geteuid() and os.path.samestat(namespace, (process / "ns" / "net").stat()):
                 return False
         except (FileNotFoundError, ProcessLookupError):  # it exited
             continue
@@ -138,8 +138,8 @@ def _channel() -> int | None:
     if not fd.isdecimal() or pid != str(os.getpid()):
         return None
     try:
-        with socket.socket(fileno=os.dup(int(fd))) as found:
-            return int(fd) if found.type == socket.SOCK_SEQPACKET and found.family == socket.AF_UNIX else None
+        with socket.socket(fileno=os.dup(int(fd))) as channel:
+            return int(fd) if channel.type == socket.SOCK_SEQPACKET and channel.family == socket.AF_UNIX else None
     except OSError:
         return None
 

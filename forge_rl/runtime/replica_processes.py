@@ -96,20 +96,22 @@ class ReplicaProcesses:
             for part, (place, count) in enumerate(({host: ranks} if isinstance(ranks, int) else ranks).items())
         ]
         # Monarch may report a failure late, under such a name, so it must be unique.
-        names = [f"{self._service}_{number}_{serial}_{part}_{self._id}" for part in range(len(meshes))]
+        actor_names = [f"{self._service}_{number}_{serial}_{part}_{self._id}" for part in range(len(meshes))]
         replica = Replica(
             service=self._service,
             index=number,
             incarnation=incarnation,
             meshes=meshes,
-            actor_names=names,
-            actors=[mesh.procs.spawn(each, actor, *args) for each, mesh in zip(names, meshes, strict=True)],
+            actor_names=actor_names,
+            actors=[
+                mesh.procs.spawn(actor_name, actor, *args) for actor_name, mesh in zip(actor_names, meshes, strict=True)
+            ],
             tree=ProcessTree(MARK, mark),
             faults=self._faults,
             on_lost=self._on_lost,
         )
-        for each in names:
-            self._faults.on_failure(each, lambda text: self._on_lost(replica, text))
+        for actor_name in actor_names:
+            self._faults.on_failure(actor_name, lambda text: self._on_lost(replica, text))
         return replica
 
     async def watch(self, replica: Replica, *, deadline_s: float) -> bool:

@@ -17,7 +17,7 @@ from forge_rl.runtime.replica_processes import ReplicaProcesses
 __all__ = ["Replica", "Service", "ServiceActor"]
 
 _MOST_KILLED = 3
-"""Number of replicas that a call, or its task, may kill before it is no longer retried."""
+"""Number of replicas that a call, or its task, may kill; after that it is refused."""
 _POLL_S = 0.5
 """Seconds between checks for hung replicas, which do not exit, and for retired ones that have nothing left to do."""
 
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 def least_loaded(replicas: Iterable[Replica]) -> Replica | None:
     """Return the serving replica with the least load, lowest index first; None if none is serving."""
-    found: Replica | None = None  # a loop, as min() with a key takes several times as long
+    best: Replica | None = None  # a loop, as min() with a key takes several times as long
     for replica in replicas:
-        if replica.serving and (found is None or (replica.load, replica.index) < (found.load, found.index)):
-            found = replica
-    return found
+        if replica.serving and (best is None or (replica.load, replica.index) < (best.load, best.index)):
+            best = replica
+    return best
 
 
 class Supervises(Protocol):
@@ -193,8 +193,8 @@ class Service:
     @property
     def complete(self) -> bool:
         """True while as many replicas serve, or are away for a while, as there should be."""
-        here = ReplicaState.SERVING, ReplicaState.AWAY
-        return self.wanted <= {replica.index for replica in self.replicas if replica.state in here}
+        states = ReplicaState.SERVING, ReplicaState.AWAY
+        return self.wanted <= {replica.index for replica in self.replicas if replica.state in states}
 
     def at(self, index: int) -> Replica | None:
         """Return the latest replica of an index; None if there has been none."""
@@ -203,10 +203,10 @@ class Service:
     @property
     def abandoned(self) -> bool:
         """True if no replica will serve again."""
-        wanted = [replica for replica in self.replicas if replica.index in self.wanted]
-        if not wanted:
+        replicas = [replica for replica in self.replicas if replica.index in self.wanted]
+        if not replicas:
             return self.supervisor is None  # else they start, or wait for a host
-        return all(replica.state is ReplicaState.ABANDONED for replica in wanted)
+        return all(replica.state is ReplicaState.ABANDONED for replica in replicas)
 
     def causes_of_end(self) -> str:
         """Describe why no replica is left."""
@@ -237,7 +237,7 @@ class Service:
             ServiceError: no replica is left.
         """
         # Without blame, all replicas may have died at once, unnoticed until tried.
-        deaths, blamed, most = 0, 0, max(_MOST_KILLED, len(self.replicas) + 1)
+        deaths, blamed, max_deaths = 0, 0, max(_MOST_KILLED, len(self.replicas) + 1)
         while True:
             replica = await self.available()
             if refuses and self._killed[about] >= _MOST_KILLED:
@@ -252,7 +252,7 @@ class Service:
                     self.blame(about if refuses else "")
                 elif error.blamed is None:
                     deaths += 1
-                if blamed == _MOST_KILLED or deaths == most:
+                if blamed == _MOST_KILLED or deaths == max_deaths:
                     raise self._poison(about, max(blamed, deaths), error) from error
 
     def blame(self, about: str) -> None:

@@ -34,9 +34,10 @@ def outlive_stop_signals(*, with_programs: bool = False) -> None:
 
 @contextlib.contextmanager
 def children_outlive_stop_signals() -> Iterator[None]:
-    """Block stop signals in the processes that this thread starts in the body, whatever handlers they install.
+    """Block stop signals in the processes that this thread starts in the body.
 
-    Their descendants inherit this. Only SIGKILL stops them from outside.
+    A blocked signal stays blocked even if the process installs a handler, and descendants inherit the block. Only
+    SIGKILL stops them from outside.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

@@ -85,15 +85,15 @@ class Supervisor:
         service, seats = self._service, self._seats
         if seats is None or service.stopping or service.faults.closing:
             return
-        kept = [index for index in service.wanted if index >= seats.first]
-        surplus = len(kept) - seats.wanted
+        indices = [index for index in service.wanted if index >= seats.first]
+        surplus = len(indices) - seats.wanted
 
         def by_use(index: int) -> tuple[bool, bool, int]:
             replica = service.at(index)
             stays = replica is not None and service.cluster.leaving.isdisjoint(replica.hosts)
             return replica is not None and replica.alive, stays, -index
 
-        for index in sorted(kept, key=by_use)[: max(0, surplus)]:
+        for index in sorted(indices, key=by_use)[: max(0, surplus)]:
             self._dismiss(index)
         for _ in range(-surplus):
             index = next(index for index in itertools.count() if self._is_free(index))
@@ -104,8 +104,10 @@ class Supervisor:
         """Retire the replicas on a host that is about to go, start those elsewhere that have room there, and wait until
         the host has none left."""
         self.rescale()
-        while here := [replica for replica in self._service.replicas if replica.alive and host in replica.hosts]:
-            for replica in here:
+        while host_replicas := [
+            replica for replica in self._service.replicas if replica.alive and host in replica.hosts
+        ]:
+            for replica in host_replicas:
                 if replica.serving or replica.state is ReplicaState.AWAY:
                     self._retire_later(replica)
             await self._service.change()
@@ -188,17 +190,17 @@ class Supervisor:
 
     async def _recover(self, index: int) -> None:
         """Replace the dead replica of an index until the new one serves or is abandoned."""
-        service, most = self._service, self._restart.max_restarts
-        counts = not service.replicas[index].blamed or not most  # a blamed call has its own budget
+        service, max_restarts = self._service, self._restart.max_restarts
+        counts = not service.replicas[index].blamed or not max_restarts  # a blamed call has its own budget
         while True:
             await service.processes.clean_up(service.replicas[index])
             self._deaths[index] += counts
             counts = True
-            if (hopeless := self._is_hopeless(index)) or self._deaths[index] > most:
+            if (hopeless := self._is_hopeless(index)) or self._deaths[index] > max_restarts:
                 service.abandon(service.replicas[index])
                 if service.abandoned:
                     service.faults.record(service.name, None, service.causes_of_end())
-                if hopeless or service.abandoned or not most:
+                if hopeless or service.abandoned or not max_restarts:
                     return
             await self._sleep(self._restart.delay_s(self._deaths[index]))
             await self._host_for(index)
@@ -239,6 +241,6 @@ class Supervisor:
         replicas = self._service.replicas
         self._answered |= any(replica.answered for replica in replicas)
         cause = re.sub(r"\d+", "#", replicas[index].death.result())
-        known, outside = cause in self._causes, "SIGKILL" in cause or cause.startswith("hung")
+        is_repeated, is_external = cause in self._causes, "SIGKILL" in cause or cause.startswith("hung")
         self._causes.add(cause)
-        return self._uniform and known and not outside and not self._answered
+        return self._uniform and is_repeated and not is_external and not self._answered

@@ -48,12 +48,12 @@ def judge(pod: Mapping[str, Any]) -> PodState:
     """Return the state of a pod, given as the API's JSON. Every terminal state is dead."""
     status = pod.get("status") or {}
     address = str(status.get("podIP") or "")
-    conditions = {each.get("type"): each for each in status.get("conditions") or ()}
-    containers = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
+    conditions = {condition.get("type"): condition for condition in status.get("conditions") or ()}
+    container_states = [container.get("state") or {} for container in status.get("containerStatuses") or ()]
     disruption = conditions.get("DisruptionTarget") or {}
     cause = _words(disruption) if disruption.get("status") == "True" else ""
     phase = str(status.get("phase") or "Pending")
-    if ended := next((each["terminated"] for each in containers if each.get("terminated")), None):
+    if ended := next((state["terminated"] for state in container_states if state.get("terminated")), None):
         code = ended.get("exitCode")
         reason = cause or f"the container exited with status {code}: {_words(ended) or '?'}"
         return PodState(phase="dead", reason=reason, address=address, wished=code == 0)
@@ -63,7 +63,7 @@ def judge(pod: Mapping[str, Any]) -> PodState:
         return PodState(phase="ending", reason=cause or "the pod is being deleted", address=address, wished=not cause)
     if address and (conditions.get("Ready") or {}).get("status") == "True":
         return PodState(phase="ready", address=address)
-    blocked = [each["waiting"] for each in containers if each.get("waiting")]
+    blocked = [state["waiting"] for state in container_states if state.get("waiting")]
     scheduled = conditions.get("PodScheduled") or {}
     if scheduled.get("status") == "False":
         blocked.insert(0, scheduled)
@@ -92,7 +92,7 @@ def api_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except ApiException as error:
-        said = _said(error.body) or str(error.reason)
+        message = _said(error.body) or str(error.reason)
         hints = {
             401: "check the credentials of the kubeconfig",
             403: "give the service account the role in docs/running/hosts.md",
@@ -100,7 +100,7 @@ def api_errors(doing: str) -> Iterator[None]:
             409: "another run has this name: set --job kubernetes:name, or delete what is left of it with kubectl",
         }
         hint = hints.get(int(error.status or 0), "see the template and the options of --job kubernetes")
-        raise ConfigError(f"Kubernetes refused to {doing}: {said}", hint=hint) from error
+        raise ConfigError(f"Kubernetes refused to {doing}: {message}", hint=hint) from error
     except HTTPError as error:
         raise InfrastructureError(
             f"Kubernetes did not answer when asked to {doing}: {str(error)[:_MOST_WORDS]}",
@@ -111,9 +111,9 @@ def api_errors(doing: str) -> Iterator[None]:
 def _said(body: object) -> str:
     """Return the message in the body of the API's refusal."""
     with contextlib.suppress(ValueError, TypeError):
-        found = json.loads(body if isinstance(body, str | bytes) else "null")
-        if isinstance(found, dict):
-            return " ".join(str(found.get("message", "")).split())[:_MOST_WORDS]
+        answer = json.loads(body if isinstance(body, str | bytes) else "null")
+        if isinstance(answer, dict):
+            return " ".join(str(answer.get("message", "")).split())[:_MOST_WORDS]
     return ""
 
 
@@ -171,8 +171,8 @@ class Pods:
             response = self._core.read_namespaced_pod(
                 socket.gethostname(), self._namespace, _preload_content=False, _request_timeout=_CALL_S
             )
-            found: Manifest = json.loads(response.data)
-            return found
+            pod: Manifest = json.loads(response.data)
+            return pod
         return None
 
     def create(self, policy: Manifest, pods: Sequence[Manifest]) -> None:
@@ -247,9 +247,9 @@ class Pods:
                 _preload_content=False,
                 _request_timeout=_CALL_S,
             )
-        found = json.loads(response.data)
-        pods = {each["metadata"]["labels"][HOST_LABEL]: each for each in found["items"]}
-        return pods, str(found["metadata"]["resourceVersion"])
+        pod_list = json.loads(response.data)
+        pods = {pod["metadata"]["labels"][HOST_LABEL]: pod for pod in pod_list["items"]}
+        return pods, str(pod_list["metadata"]["resourceVersion"])
 
     def _changes(self, **query: Any) -> object:
         # No docstring, by which Watch would choose a model that has to fit every field of every version of the API.
@@ -290,8 +290,10 @@ class Pods:
                     if ended.is_set():
                         return
                     pod = event["raw_object"]
-                    gone = PodState(phase="gone", reason="the pod was deleted")
-                    note(pod["metadata"]["labels"][HOST_LABEL], gone if event["type"] == "DELETED" else judge(pod))
+                    gone_state = PodState(phase="gone", reason="the pod was deleted")
+                    note(
+                        pod["metadata"]["labels"][HOST_LABEL], gone_state if event["type"] == "DELETED" else judge(pod)
+                    )
 
         def run() -> None:
             while not ended.is_set():
