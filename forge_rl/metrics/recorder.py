@@ -162,9 +162,9 @@ class EpisodeRecorder(Sink):
         try:
             self._check_room()
             self._write_failed(step, failed)
-            chosen = _chosen(list(episodes()), self._config)
-            if chosen:
-                self._write_file(step, kind, chosen)
+            records = _chosen(list(episodes()), self._config)
+            if records:
+                self._write_file(step, kind, records)
             self._delete_earliest()
             self._problem = None
         finally:
@@ -227,7 +227,7 @@ def _size(path: Path) -> int:
 def _chosen(records: Sequence[RecordedEpisode], config: Recording) -> list[RecordedEpisode]:
     """Choose whole groups, spread evenly over the batch, within the bounds; at least one."""
     groups = list(dict.fromkeys((record.set, record.group) for record in records))
-    most = max(1, int(config.episodes * len(groups) / max(1, len(records))))
-    count = min(len(groups), most, max(1, round(config.share * len(groups))))
-    kept = {groups[place * len(groups) // count] for place in range(count)}
-    return [record for record in records if (record.set, record.group) in kept]
+    max_groups = max(1, int(config.episodes * len(groups) / max(1, len(records))))
+    count = min(len(groups), max_groups, max(1, round(config.share * len(groups))))
+    selected_groups = {groups[place * len(groups) // count] for place in range(count)}
+    return [record for record in records if (record.set, record.group) in selected_groups]

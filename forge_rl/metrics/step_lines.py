@@ -57,7 +57,7 @@ class StepLines:
                 break
 
     def rollback(self, step: int) -> None:
-        """Drop the lines after a step. A file that cannot be read stays as it is until the next row."""
+        """Drop the lines after a step. If the file cannot be read, the next row does this first."""
         self._due, end, last = step, 0, -1
         with reading(self._path):
             size = self._path.stat().st_size if is_there(self._path) and self._path.is_file() else 0
@@ -132,7 +132,7 @@ class StepLines:
                     yield from file
 
     def _backwards(self, end: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the place and content of each line before a place, the last one first."""
+        """Yield the place and content of each line before a place, from the last to the first."""
         with reading(self._path):
             if not end:
                 return
