@@ -150,7 +150,7 @@ def test_an_engine_of_two_hosts_has_a_place_on_each_and_moves_as_a_whole():
     first = Seat(host="a", place=0, other_seats=(Seat(host="b", place=0),))
     assert seats.take(0) == first
     assert seats.take(1) == Seat(host="c", place=0, other_seats=(Seat(host="a", place=1),))
-    assert (seats.take(0), seats.each) == (first, 2)
+    assert (seats.take(0), seats.max_per_host) == (first, 2)
     with pytest.raises(ConfigError, match="the hosts have GPUs for 2 replicas, not for 3"):
         seats.scale(3)
     cluster.lost_hosts["c"] = "killed"

@@ -74,9 +74,9 @@ class Pool:
         self.limits = limits or Limits()
         self.most = _most_sessions() if sessions is None else sessions
         self.servers = min(8, os.cpu_count() or 1) if servers is None else servers
-        for name, value, least in (("warm", warm, 0), ("servers", self.servers, 1)):
-            if value < least:
-                raise ConfigError(f"Pool({name}={value})", hint=f"{name} must be {least} or more")
+        for name, value, minimum in (("warm", warm, 0), ("servers", self.servers, 1)):
+            if value < minimum:
+                raise ConfigError(f"Pool({name}={value})", hint=f"{name} must be {minimum} or more")
         if self.most < 1:
             raise ConfigError(f"there is room for {self.most} sessions", hint="free memory, or raise `ulimit -n`")
         if profile not in ("standard", "strict", "process"):
@@ -220,14 +220,14 @@ class Pool:
             warnings.warn(f"each session copies {workspace}, as an overlay of it failed: {reason}", stacklevel=2)
         return body
 
-    async def _fork(self, of: Body, limits: Limits) -> Body:
+    async def _fork(self, parent: Body, limits: Limits) -> Body:
         if self._places.locked():  # waiting could be for ever: the caller holds a place
             raise SandboxError(
                 f"all {self.most} sessions are open: none can be forked", hint="raise Pool(sessions=...)"
             )
         await self._places.acquire()
         try:
-            return await fork_body(str(next(self._names)), of, limits)
+            return await fork_body(str(next(self._names)), parent, limits)
         except BaseException:
             self._places.release()
             raise
@@ -235,9 +235,9 @@ class Pool:
     async def _start_servers(self) -> None:
         """Start the servers that are not there, or no longer."""
         async with self._starting_servers:
-            lost = [host for host in self.hosts if host.lost]
+            lost_hosts = [host for host in self.hosts if host.lost]
             self.hosts = [host for host in self.hosts if not host.lost]
-            await asyncio.gather(*(host.close() for host in lost))
+            await asyncio.gather(*(host.close() for host in lost_hosts))
             while len(self.hosts) < self.servers:
                 host = await Host.start(self._settings)
                 self.hosts.append(host)

@@ -357,22 +357,22 @@ def _variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_folders(folders: Mapping[str, str]) -> dict[str, str]:
-    """Check and return where a command sees more folders of its session.
+    """Check and return the paths at which a command sees further folders of its session, with their names.
 
     Raises:
         ConfigError: a place is the system's, or a name is not one.
     """
     for place, name in folders.items():
-        taken = any(place == one or place.startswith(f"{one}/") for one in _TAKEN)
-        if not place.startswith("/") or place != posixpath.normpath(place) or place in ("/", "//") or taken:
+        is_reserved = any(place == folder or place.startswith(f"{folder}/") for folder in _TAKEN)
+        if not place.startswith("/") or place != posixpath.normpath(place) or place in ("/", "//") or is_reserved:
             raise ConfigError(f"a folder is to be seen at {place!r:.80}", hint="choose another absolute path: /app")
         if not name.isidentifier():
             raise ConfigError(f"the name of a folder is {name!r:.80}", hint="use letters, digits and _")
     return dict(folders)
 
 
-def _result(message: dict[str, object], image: bytes, most: int, wall_s: float) -> Result:
-    """Build a result from what a session has sent, of which nothing is trusted."""
+def _result(message: dict[str, object], image: bytes, max_chars: int, wall_s: float) -> Result:
+    """Check a message of a session, of which nothing is trusted, and make a result of it."""
     error = message.get("error")
     if error is not None and not (
         isinstance(error, list) and len(error) == 3 and all(isinstance(text, str) for text in error)
@@ -383,7 +383,7 @@ def _result(message: dict[str, object], image: bytes, most: int, wall_s: float) 
         text = message.get(name)
         if not (isinstance(text, str) or (text is None and name == "value")):
             raise frames.FrameError(f"its {name} is not a string")
-        texts[name] = None if text is None else text[:most]
+        texts[name] = None if text is None else text[:max_chars]
     numbers = []
     for name in ("cpu_s", "memory_bytes"):
         number = message.get(name)

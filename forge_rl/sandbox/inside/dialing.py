@@ -63,21 +63,21 @@ def _pair() -> tuple[socket.socket, socket.socket]:
     """Make a local connection of plain sockets."""
     import _socket
 
-    one, two = _socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return _Plain(fileno=one.detach()), _Plain(fileno=two.detach())
+    first, second = _socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return _Plain(fileno=first.detach()), _Plain(fileno=second.detach())
 
 
 def _ask(host: str, port: int) -> int:
     """Return the descriptor of a connection to an address."""
     if _channel is None:
         raise OSError(101, "Network is unreachable")
-    asked = f"{host.lower().rstrip('.')}:{port}".encode("ascii", "replace")[:MOST_ADDRESS]
+    request = f"{host.lower().rstrip('.')}:{port}".encode("ascii", "replace")[:MOST_ADDRESS]
     with _turn:  # answers come in the order of requests
-        _channel.send(asked)
-        told, descriptors, _, _ = socket.recv_fds(_channel, MOST_ADDRESS, 1)
+        _channel.send(request)
+        answer, descriptors, _, _ = socket.recv_fds(_channel, MOST_ADDRESS, 1)
     if descriptors:
         return descriptors[0]
-    raise ConnectionRefusedError(111, f"{host}:{port}: {told[1:].decode('utf-8', 'replace') or 'refused'}")
+    raise ConnectionRefusedError(111, f"{host}:{port}: {answer[1:].decode('utf-8', 'replace') or 'refused'}")
 
 
 def _find(host: Any, port: Any, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0) -> list[Any]:

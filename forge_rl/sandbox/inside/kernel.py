@@ -37,10 +37,10 @@ _held = ctypes.PyDLL(None, use_errno=True)
 """The same, called without releasing the interpreter's lock, as a fork must be."""
 
 
-def _checked(result: int, what: str) -> int:
+def _checked(result: int, call: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")
     return result
 
 
@@ -134,15 +134,15 @@ def drop_capabilities() -> None:
     _checked(_libc.syscall(_CAPSET[os.uname().machine], version_3, bytes(24)), "capset")
 
 
-def enter_user_namespace(inside: int, others: int = 0) -> None:
+def enter_user_namespace(inside: int, namespaces: int = 0) -> None:
     """Give this process a user namespace that knows only its own user, with all capabilities in it.
 
     Args:
         inside: number of the user and of its group in there.
-        others: further namespaces to make, which belong to it.
+        namespaces: flags of further namespaces to create, which belong to it.
     """
     uid, gid = os.getuid(), os.getgid()
-    unshare(NEW_USER | others)
+    unshare(NEW_USER | namespaces)
     open_to_own_user(True)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
@@ -162,9 +162,9 @@ def has_seccomp() -> bool:
 
 def filter_calls(program: bytes) -> None:
     """Apply a seccomp filter to this process for good."""
-    kept = ctypes.create_string_buffer(program, len(program))
-    described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(kept))
-    _checked(_libc.prctl(_SECCOMP, _FILTER, described, 0, 0), "seccomp")
+    buffer = ctypes.create_string_buffer(program, len(program))
+    program_header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    _checked(_libc.prctl(_SECCOMP, _FILTER, program_header, 0, 0), "seccomp")
 
 
 def landlock_version() -> int:

@@ -81,9 +81,9 @@ def make_folder(scratch: str, name: str, uid: int) -> int:
     parent = os.open(scratch, _FOLDER)
     try:
         os.mkdir(name, 0o700, dir_fd=parent)
-        made = os.open(name, _FOLDER, dir_fd=parent)
-        os.fchown(made, uid, uid)
-        return made
+        folder = os.open(name, _FOLDER, dir_fd=parent)
+        os.fchown(folder, uid, uid)
+        return folder
     finally:
         os.close(parent)
 
@@ -151,8 +151,8 @@ def _copy_changes(source: int, target: int, uid: int) -> None:
 def _copy_file(name: str, source: int, target: int, mode: int) -> None:
     reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=source)  # it may be a pipe by now
     writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=target)
-    with open(reading, "rb") as read, open(writing, "wb") as written:
-        _copy_bytes(read, written)
+    with open(reading, "rb") as source_file, open(writing, "wb") as target_file:
+        _copy_bytes(source_file, target_file)
         os.fchmod(writing, mode)
 
 
@@ -178,9 +178,9 @@ def _user_namespace(base: int, session: int) -> int:
         while True:
             signal.pause()
     try:
-        for name, own in (("uid_map", about.st_uid), ("gid_map", about.st_gid)):
+        for name, owner_id in (("uid_map", about.st_uid), ("gid_map", about.st_gid)):
             with open(f"/proc/{child}/{name}", "w") as file:
-                file.write(f"{own} {session} 1")
+                file.write(f"{owner_id} {session} 1")
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.kill(child, signal.SIGKILL)  # it is reaped with the sessions' processes

@@ -119,7 +119,7 @@ class _Reader:
             before, after = self._entry(name, base), self._entry(name, mine)
             if self.is_overlay and after == Entry(mode=stat.S_IFCHR):  # a whiteout, by which overlays delete
                 after = None
-            unread = [each for each in (before, after) if each and stat.S_ISREG(each.mode) and each.data is None]
+            unread = [entry for entry in (before, after) if entry and stat.S_ISREG(entry.mode) and entry.data is None]
             if before != after or unread:
                 if self.left_changes == 0:
                     self.left_out.append(f"{path}{name} and what follows: more changes than are listed")
@@ -136,7 +136,7 @@ class _Reader:
         if base is None and mine is None:
             return
         with contextlib.ExitStack() as opened:
-            folders = [None if each is None else _open_folder(name, each) for each in (base, mine)]
+            folders = [None if folder_fd is None else _open_folder(name, folder_fd) for folder_fd in (base, mine)]
             for fd in folders:
                 if fd is not None:
                     opened.callback(os.close, fd)
@@ -198,9 +198,9 @@ def _is_opaque(folder: int) -> bool:
         return False
 
 
-def _read(fd: int, most: int) -> bytes:
+def _read(fd: int, max_bytes: int) -> bytes:
     parts = bytearray()
-    while len(parts) < most and (part := os.read(fd, most - len(parts))):
+    while len(parts) < max_bytes and (part := os.read(fd, max_bytes - len(parts))):
         parts += part
     return bytes(parts)
 
@@ -238,7 +238,7 @@ def packed(changes: Sequence[Change]) -> bytes:
         before, after = change.before, change.after
         if after is not None and not stat.S_ISDIR(after.mode) and after.data is None:
             continue
-        kinds = [0 if each is None else stat.S_IFMT(each.mode) for each in (before, after)]
+        kinds = [0 if entry is None else stat.S_IFMT(entry.mode) for entry in (before, after)]
         data = b"" if after is None or after.data is None else after.data
         replaced = kinds[0] and (kinds[0] != kinds[1] or stat.S_ISLNK(kinds[0]))
         listed.append((change.path, kinds[0] if replaced else 0, 0 if after is None else after.mode, len(data)))
