@@ -192,9 +192,9 @@ def _samples(step: int, steps: int, batch: Batch | None) -> list[dict[str, objec
 
 def _text(row: Mapping[str, object]) -> str:
     """Write a sample as text."""
-    about = ", ".join(f"{name} {row[name]}" for name in ("source", "task", "reward", "outcome", "turns", "tokens"))
+    heading = ", ".join(f"{name} {row[name]}" for name in ("source", "task", "reward", "outcome", "turns", "tokens"))
     conversation = row.get("conversation") or f"{row['prompt']}\n\nassistant: {row['answer']}"
-    return f"{about}\n\n{conversation}"
+    return f"{heading}\n\n{conversation}"
 
 
 def _verbatim(row: Mapping[str, object]) -> str:

@@ -487,8 +487,10 @@ class EpisodeFile:
             raise self._broken(f"{type(error).__name__}: {error}") from error
 
     def _broken(self, cause: str) -> ForgeError:
-        first = (cause.splitlines() or [""])[0]
-        return ForgeError(f"{self.path} cannot be read: {first:.200}", hint="it is damaged, or not a file of episodes")
+        first_line = (cause.splitlines() or [""])[0]
+        return ForgeError(
+            f"{self.path} cannot be read: {first_line:.200}", hint="it is damaged, or not a file of episodes"
+        )
 
 
 _OPTIONAL = ("trained", "trainer_gaps", "entropies", "advantages", "values")

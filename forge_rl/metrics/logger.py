@@ -73,12 +73,12 @@ class RunLog:
         Files are written before the display shows the values. Advisories that begin to hold become warnings.
         """
         self._each((*self._sinks, self.display), "log", step, values, batch)
-        before = dict(self._advisories.current)
+        old_advisories = dict(self._advisories.current)
         for advisory in self._advisories.look_at(step, values):
             self.warn(str(advisory))
             self._each(self._sinks, "advisory", advisory, ended=False)
-        for kind in before.keys() - self._advisories.current.keys():
-            self._each(self._sinks, "advisory", before[kind], ended=True)
+        for kind in old_advisories.keys() - self._advisories.current.keys():
+            self._each(self._sinks, "advisory", old_advisories[kind], ended=True)
 
     def episode(self, episode: Episode) -> None:
         """Offer an ended episode to the sinks, which may keep it as a sample."""
@@ -122,8 +122,8 @@ class RunLog:
 
     def close(self) -> None:
         """Flush pending entries and stop the display."""
-        folded, self._folded = self._folded, {}
-        for kind, text in folded.items():
+        folded_warnings, self._folded = self._folded, {}
+        for kind, text in folded_warnings.items():
             self._tell(f"{text} ({self._warnings[kind]} like it in all)", "warning")
         self._each((self.display, *self._sinks), "close")
 

@@ -94,14 +94,14 @@ class StepLines:
         """Add values to the last line of a step, inserting one if there is none; later lines are written again."""
         self._catch_up()
         assert self._end is not None, "the sink was not started"
-        start, before, later = 0, dict[str, object](), list[bytes]()
+        start, old_values, later_lines = 0, dict[str, object](), list[bytes]()
         for place, line in self._backwards(self._end):
             row = _decode(line)
             if row is not None and row[0] <= step:
-                start, before = (place, row[1]) if row[0] == step else (place + len(line), {})
+                start, old_values = (place, row[1]) if row[0] == step else (place + len(line), {})
                 break
-            later.append(line)
-        tail = b"".join([encode({"step": step, **before, **values}), *reversed(later)])
+            later_lines.append(line)
+        tail = b"".join([encode({"step": step, **old_values, **values}), *reversed(later_lines)])
         with writing(self._path):
             self._journal.write_bytes(b"%d %d %d\n" % (start, self._end, len(tail)) + tail)
         self._finish_amendment()
@@ -137,15 +137,15 @@ class StepLines:
             if not end:
                 return
             with self._path.open("rb") as file:
-                rest, size = b"", _BLOCK_BYTES
+                tail, size = b"", _BLOCK_BYTES
                 while end:
                     size = min(size, end)
                     file.seek(end - size)
-                    lines = (file.read(size) + rest).splitlines(keepends=True)
+                    lines = (file.read(size) + tail).splitlines(keepends=True)
                     end -= size
-                    rest = lines.pop(0) if end else b""
-                    size = _BLOCK_BYTES + len(rest)  # a long line is read in few pieces
-                    place = end + len(rest) + sum(map(len, lines))
+                    tail = lines.pop(0) if end else b""
+                    size = _BLOCK_BYTES + len(tail)  # a long line is read in few pieces
+                    place = end + len(tail) + sum(map(len, lines))
                     for line in reversed(lines):
                         place -= len(line)
                         yield place, line

@@ -171,8 +171,8 @@ class Trace:
                 match event:
                     case {"ph": "M"}:
                         pass
-                    case {"ph": str(), "ts": int(begin)} if isinstance(lasted := event.get("dur", 0), int):
-                        self._start_us = max(self._start_us, begin + lasted)
+                    case {"ph": str(), "ts": int(begin)} if isinstance(duration := event.get("dur", 0), int):
+                        self._start_us = max(self._start_us, begin + duration)
                     case _:
                         is_trace = False
                 keep, offset = offset + len(text), offset + len(line)

@@ -120,10 +120,10 @@ def _addresses(*, inner: bool = False) -> Iterator[Address]:
     Args:
         inner: also yield addresses of bridges to containers.
     """
-    up = {name for name, status in psutil.net_if_stats().items() if status.isup}
+    up_interfaces = {name for name, status in psutil.net_if_stats().items() if status.isup}
     for name, interface_addresses in sorted(psutil.net_if_addrs().items()):
         for addr in interface_addresses:
-            if name not in up or addr.family not in (socket.AF_INET, socket.AF_INET6):
+            if name not in up_interfaces or addr.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
             ip = addr.address.partition("%")[0]
             ip_address = ipaddress.ip_address(ip)
@@ -153,8 +153,8 @@ def own_address(hosts: Sequence[str], interface: str = "", *, may_be_public: boo
         return LOOPBACK
     addresses.sort(key=lambda address: (address.is_global, address.is_loopback))
     if not addresses:
-        where = f"interface {interface!r} has no address" if interface else f"no route leads to {', '.join(hosts)}"
-        raise ConfigError(where, hint="name an interface of the network between the hosts: interface=NAME")
+        problem = f"interface {interface!r} has no address" if interface else f"no route leads to {', '.join(hosts)}"
+        raise ConfigError(problem, hint="name an interface of the network between the hosts: interface=NAME")
     if addresses[0].is_global and not may_be_public:
         raise ConfigError(
             f"{addresses[0]} is a public address, and Monarch executes any code it receives there",

@@ -234,8 +234,8 @@ class Cluster:
             command = default_bootstrap_cmd().with_env({**_changes(host), **temporary, **(env or {})})
             host_mesh = this_host() if host == THIS_HOST else self._hosts[host].slice(hosts=0)
             # Checked only before the first spawn: later this process may itself listen publicly, as a gateway.
-            checked = self._may_be_public or self._checked
-            if not checked and (ports := public_ports(psutil.Process(), with_hosts=bool(self._hosts))):
+            is_checked = self._may_be_public or self._checked
+            if not is_checked and (ports := public_ports(psutil.Process(), with_hosts=bool(self._hosts))):
                 raise ConfigError(
                     f"Monarch listens on {', '.join(ports)}, where other machines can reach it, and executes any "
                     "code it receives",
@@ -265,10 +265,10 @@ class Cluster:
         mesh = self._meshes.pop(name, None)
         if mesh is None or mesh.host in self.lost_hosts:
             return
-        stopping = asyncio.ensure_future(mesh.procs.stop())
-        await asyncio.wait([stopping], timeout=deadline_s)  # raises nothing of a failed mesh, not even a cancellation
-        if not stopping.cancel() and not stopping.cancelled():
-            stopping.exception()  # not logged
+        task = asyncio.ensure_future(mesh.procs.stop())
+        await asyncio.wait([task], timeout=deadline_s)  # raises nothing of a failed mesh, not even a cancellation
+        if not task.cancel() and not task.cancelled():
+            task.exception()  # not logged
 
     async def close(self) -> None:
         """Stop all meshes."""
@@ -390,10 +390,10 @@ def _silence() -> None:
 def quiet_stderr() -> Iterator[None]:
     """Discard everything written to stderr, also by native code, while the body runs."""
     sys.stderr.flush()
-    saved = os.dup(2)
+    saved_fd = os.dup(2)
     _silence()
     try:
         yield
     finally:
-        os.dup2(saved, 2)
-        os.close(saved)
+        os.dup2(saved_fd, 2)
+        os.close(saved_fd)

@@ -114,11 +114,11 @@ class Faults:
         """
 
         async def expire() -> None:
-            left, before = seconds, self.hold.seconds
-            while left > 0:
-                await asyncio.sleep(left)
+            remaining_s, held_s = seconds, self.hold.seconds
+            while remaining_s > 0:
+                await asyncio.sleep(remaining_s)
                 await self.hold.released()
-                left, before = self.hold.seconds - before, self.hold.seconds
+                remaining_s, held_s = self.hold.seconds - held_s, self.hold.seconds
             raise self._late(phase, seconds)  # built now, as the interruption ends the calls that it names
 
         with interrupted_by(expire):

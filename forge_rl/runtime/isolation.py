@@ -65,8 +65,8 @@ def other_people(definitions: Path = Path("/etc/login.defs")) -> list[str]:
     if definitions.is_file():
         matches = re.findall(r"^(UID_M\w\w)\s+(\d+)", definitions.read_text(errors="replace"), re.MULTILINE)
         bounds |= {name: int(value) for name, value in matches}
-    running = [process.info for process in psutil.process_iter(["uids", "username"])]
-    names = {info["uids"].real: info["username"] for info in running if info["uids"]}
+    process_infos = [process.info for process in psutil.process_iter(["uids", "username"])]
+    names = {info["uids"].real: info["username"] for info in process_infos if info["uids"]}
     people = names.keys() & range(bounds["UID_MIN"], bounds["UID_MAX"] + 1)
     return sorted(names[uid] for uid in people - {os.getuid()})
 
@@ -85,5 +85,5 @@ def public_ports(process: psutil.Process, *, with_hosts: bool = False) -> list[s
     addresses = [
         connection.laddr for connection in process.net_connections("tcp") if connection.status == psutil.CONN_LISTEN
     ]
-    reached = [address for address in addresses if not _LOOPBACK.match(address.ip) and is_public(address.ip)]
-    return [f"{address.ip}:{address.port}" for address in reached]
+    reachable = [address for address in addresses if not _LOOPBACK.match(address.ip) and is_public(address.ip)]
+    return [f"{address.ip}:{address.port}" for address in reachable]

@@ -92,17 +92,17 @@ class ProcessTree:
         Processes with a debugger attached do not count.
         """
         members: dict[int, psutil.Process] = {}
-        stopped = False
+        is_stopped = False
         queue = deque(self.roots)
         while queue and len(members) < max_processes:
             pid = queue.popleft()
             with contextlib.suppress(psutil.NoSuchProcess):  # it exited
                 process = self.members.get(pid) or psutil.Process(pid)
-                stopped |= process.status() == psutil.STATUS_STOPPED and not is_traced(pid)
+                is_stopped |= process.status() == psutil.STATUS_STOPPED and not is_traced(pid)
                 members[pid] = process
                 queue.extend(_children_of(pid))
         self.members = members
-        return stopped
+        return is_stopped
 
     def signal_roots(self, number: signal.Signals) -> None:
         """Send a signal to the living roots; if it kills them, `on_end` is still called."""
@@ -226,9 +226,9 @@ def exit_status(pid: int, pidfd: int) -> int | None:
     dumpable; after that, Linux 6.15 and later still report it through the pidfd.
     """
     with contextlib.suppress(OSError):
-        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if ended is not None:
-            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        status = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if status is not None:
+            return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] == "Z":
@@ -316,7 +316,7 @@ def responsive_loop() -> Iterator[None]:
     long as everything else. Imported objects are not scanned. The thread switch interval is a tenth of the default: the
     loop releases the GIL with every file read, and gets it back sooner from threads that compute in Python.
     """
-    before, interval = gc.get_threshold(), sys.getswitchinterval()
+    old_threshold, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.freeze()
     gc.set_threshold(*_NEW_OBJECTS)
     sys.setswitchinterval(_SWITCH_S)
@@ -324,5 +324,5 @@ def responsive_loop() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(interval)
-        gc.set_threshold(*before)
+        gc.set_threshold(*old_threshold)
         gc.unfreeze()

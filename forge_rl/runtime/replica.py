@@ -268,10 +268,10 @@ class Replica:
             return STOPPED
         if not any(map(is_traced, self.tree.roots)):  # a process stopped by a debugger cannot answer
             self.link.silent_polls += self.link.open
-        left = max(_SILENT_POLLS, self.may_block_s * _LOOKS_A_SECOND) - self.link.silent_polls
-        if 0 <= left < 1 and self.notes.exists():
+        remaining_polls = max(_SILENT_POLLS, self.may_block_s * _LOOKS_A_SECOND) - self.link.silent_polls
+        if 0 <= remaining_polls < 1 and self.notes.exists():
             self.tree.signal_roots(signal.SIGUSR2)  # print its stacks before it is killed
-        if left < 0:
+        if remaining_polls < 0:
             return "hung: its event loop does not answer (run blocking code in a thread)"
         return ""
 
@@ -301,9 +301,9 @@ class Replica:
         self.answered = self.answered or answered
         self._end(key)
 
-    def _trace(self, name: str, began: float, ended: float, overlapping: bool) -> None:
+    def _trace(self, name: str, begin: float, end: float, overlapping: bool) -> None:
         if self._faults.on_span is not None:
-            self._faults.on_span(f"{self.service}/{self.index}", name, began, ended, overlapping)
+            self._faults.on_span(f"{self.service}/{self.index}", name, begin, end, overlapping)
 
     def _error(self, kind: type[ServiceError], method: str, message: str) -> ServiceError:
         return kind(message, service=self.service, replica=self.index, call=method, hint=f"see {self.log}")

@@ -83,12 +83,12 @@ class ReplicaProcesses:
         serial, self._spawned[number] = self._spawned[number], self._spawned[number] + 1
         name = f"{self._service}-{number}" + f".{serial}" * bool(serial)
         mark = f"{self._id}/{name}"
-        marked = {**(env or {}), MARK: mark}
+        environment = {**(env or {}), MARK: mark}
         meshes = [
             self._cluster.spawn(
                 name if part == 0 else f"{name}-{place}",
                 ranks=count,
-                env=marked,
+                env=environment,
                 imports=imports,
                 host=place,
                 secrets=secrets,
@@ -141,12 +141,12 @@ class ReplicaProcesses:
         await replica.link.close()
         if replica.alive:  # Monarch stops it gracefully; a dead one may hang, and is killed first
             await self._stop_meshes(replica)
-        killing: list[Awaitable[object]] = [
+        kills: list[Awaitable[object]] = [
             watcher.kill(replica.tree.mark, wait_s=_KILL_S) for watcher in replica.watchers.values()
         ]
         if THIS_HOST in replica.hosts:
-            killing.append(asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S))
-        await asyncio.gather(*killing)  # including processes unknown to Monarch
+            kills.append(asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S))
+        await asyncio.gather(*kills)  # including processes unknown to Monarch
         await self._stop_meshes(replica)
         for name in replica.actor_names:
             self._faults.off_failure(name)

@@ -135,8 +135,10 @@ class Seats:
 
     def _room_now(self) -> int:
         """Return how many replicas have room: as GPUs allow, or with one place on each host."""
-        living = [host for host in self.hosts.names if _stays(host, self._cluster)]
-        places = [len(self.hosts.gpus.get(host, ())) // self._gpus_each if self.hosts.gpus else 1 for host in living]
+        living_hosts = [host for host in self.hosts.names if _stays(host, self._cluster)]
+        places = [
+            len(self.hosts.gpus.get(host, ())) // self._gpus_each if self.hosts.gpus else 1 for host in living_hosts
+        ]
         room = sum(places) // self._hosts_each
         while (
             sum(min(room, num_places) for num_places in places) < room * self._hosts_each
@@ -168,11 +170,11 @@ class Seats:
 
     def _free(self) -> Seat:
         """Return the first free places on the living hosts with the fewest replicas."""
-        living = _living(self.hosts, self._cluster)
+        living_hosts = _living(self.hosts, self._cluster)
         parts = [part for seat in self._taken.values() for part in seat.parts]
-        used_places = {host: {part.place for part in parts if part.host == host} for host in living}
+        used_places = {host: {part.place for part in parts if part.host == host} for host in living_hosts}
         seats: list[Seat] = []
-        for host in sorted(living, key=lambda host: len(used_places[host])):
+        for host in sorted(living_hosts, key=lambda host: len(used_places[host])):
             place = next(number for number in range(len(self._taken) + 1) if number not in used_places[host])
             gpus = self.hosts.gpus.get(host)
             if gpus is None or (place + 1) * self._gpus_each <= len(gpus):
@@ -180,9 +182,9 @@ class Seats:
             if len(seats) == self._hosts_each:
                 return replace(seats[0], other_seats=tuple(seats[1:]))
         lost_hosts = ", ".join(host for host in self.hosts.names if not _stays(host, self._cluster))
-        none = "no host has" if self._hosts_each == 1 else f"fewer than {self._hosts_each} hosts have"
+        shortage = "no host has" if self._hosts_each == 1 else f"fewer than {self._hosts_each} hosts have"
         raise ConfigError(
-            f"{none} room for another replica{f'; gone are {lost_hosts}' if lost_hosts else ''}",
+            f"{shortage} room for another replica{f'; gone are {lost_hosts}' if lost_hosts else ''}",
             hint="give the service more hosts in --placement, or fewer replicas",
         )
 
@@ -220,15 +222,17 @@ def ranks_by_host(ranks: int, hosts: ServiceHosts, cluster: Cluster) -> dict[str
     Raises:
         ConfigError: they do not fit on the hosts that are left.
     """
-    living = _living(hosts, cluster)
-    for count in range(len(living), 0, -1):
+    living_hosts = _living(hosts, cluster)
+    for count in range(len(living_hosts), 0, -1):
         ranks_per_host = ranks // count
-        roomy_hosts = [host for host in living if host not in hosts.gpus or ranks_per_host <= len(hosts.gpus[host])]
+        roomy_hosts = [
+            host for host in living_hosts if host not in hosts.gpus or ranks_per_host <= len(hosts.gpus[host])
+        ]
         if ranks % count == 0 and len(roomy_hosts) >= count:
             return dict.fromkeys(roomy_hosts[:count], ranks_per_host)
     lost_hosts = ", ".join(host for host in hosts.names if host in cluster.lost_hosts)
     raise ConfigError(
-        f"{ranks} ranks do not fit on the hosts {', '.join(living) or 'that are left'}"
+        f"{ranks} ranks do not fit on the hosts {', '.join(living_hosts) or 'that are left'}"
         + (f"; gone are {lost_hosts}" if lost_hosts else ""),
         hint="start the same command again with other hosts or fewer --trainer.ranks: it resumes from its checkpoint",
     )

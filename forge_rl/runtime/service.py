@@ -181,8 +181,8 @@ class Service:
             return
         if self._watching is None:
             self._watching = self.in_background(self._watch_for_hangs(), None, "hangs are no longer detected")
-        starting = self.supervisor is not None and self.supervisor.is_starting(replica.index)
-        if not self._is_spare(replica) and not starting:
+        is_starting = self.supervisor is not None and self.supervisor.is_starting(replica.index)
+        if not self._is_spare(replica) and not is_starting:
             self.start_serving(replica)
 
     @property
@@ -212,8 +212,8 @@ class Service:
         """Describe why no replica is left."""
         if self.stopping or not self.replicas:
             return "the service has been stopped" if self.stopping else "no replica is alive"
-        died = [f"replica {r.index}: {r.death.result()}" for r in self.replicas if r.death.done()]
-        return f"no replica is left; {'; '.join(died)}"
+        deaths = [f"replica {r.index}: {r.death.result()}" for r in self.replicas if r.death.done()]
+        return f"no replica is left; {'; '.join(deaths)}"
 
     async def route(self, method: str, *args: object, deadline_s: float, about: str = "") -> Any:
         """Call a method on the serving replica with the least load, and retry on another one if it dies.
@@ -353,9 +353,9 @@ class Service:
 
     def set_state(self, replica: Replica, state: ReplicaState) -> None:
         """Change the state of a replica, and tell who waits for that."""
-        served, replica.state = replica.serving, state
+        was_serving, replica.state = replica.serving, state
         self.notify()
-        if served != replica.serving:
+        if was_serving != replica.serving:
             self.tell_listeners()
 
     def notify(self) -> None:

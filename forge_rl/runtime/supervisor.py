@@ -140,23 +140,23 @@ class Supervisor:
     def _dismiss(self, index: int) -> None:
         """Do without the replica of an index from now on."""
         self._service.wanted.discard(index)
-        starting, replica = self._starting.pop(index, None), self._service.at(index)
-        if starting is not None:
-            starting.cancel()
+        start_task, replica = self._starting.pop(index, None), self._service.at(index)
+        if start_task is not None:
+            start_task.cancel()
         if replica is not None and replica.serving:
             self._retire_later(replica)
         else:
-            self._service.in_background(self._remove(index, starting), index, "it cannot be stopped")
+            self._service.in_background(self._remove(index, start_task), index, "it cannot be stopped")
 
     def _retire_later(self, replica: Replica) -> None:
         """Give a replica no more work, and stop it once it has none left."""
         replica.ends_by = replica.clock() + _RETIRED_S
         self._service.set_state(replica, ReplicaState.RETIRED)
 
-    async def _remove(self, index: int, starting: asyncio.Task[None] | None = None) -> None:
+    async def _remove(self, index: int, start_task: asyncio.Task[None] | None = None) -> None:
         """Clean up after a dismissed replica, or one that was still starting."""
-        if starting is not None:
-            await asyncio.wait([starting])
+        if start_task is not None:
+            await asyncio.wait([start_task])
         if (replica := self._service.at(index)) is not None:
             if replica.alive:
                 self._service.retire(replica, "it is not needed any more")
@@ -178,11 +178,11 @@ class Supervisor:
 
     async def _start_more(self, index: int) -> None:
         """Start a replica at an index that has none, or a retired one."""
-        if (before := self._service.at(index)) is not None:
-            await self._service.processes.clean_up(before)
+        if (old_replica := self._service.at(index)) is not None:
+            await self._service.processes.clean_up(old_replica)
         if await self._replace(index):
             return
-        if self._service.at(index) is before:
+        if self._service.at(index) is old_replica:
             self._service.wanted.discard(index)  # no process was started; the next change of hosts tries again
             self._service.notify()
         else:

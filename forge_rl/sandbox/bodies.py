@@ -174,10 +174,10 @@ async def fork_body(name: str, parent: Body, limits: Limits) -> Body:
             message: dict[str, object] = {"do": "fork", "folder": name, "workspace": fork_name(name), "copies": copies}
             await send(parent.channel, message, fds=[theirs.fileno(), birth.fileno()])
             answer, _ = await receive(parent.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
-        failed = answer.get("failed")
+        failure = answer.get("failed")
     except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
-        failed = f"it broke the protocol ({error}) and was killed"
-        parent.watched.cause = failed
+        failure = f"it broke the protocol ({error}) and was killed"
+        parent.watched.cause = failure
         parent.watched.exited.set()
         await parent.end()
     except BaseException:
@@ -186,9 +186,9 @@ async def fork_body(name: str, parent: Body, limits: Limits) -> Body:
     finally:
         theirs.close()
         birth.close()
-    if failed is not None:
+    if failure is not None:
         await body.end()
-        raise SandboxError(f"the session could not fork: {str(failed)[:500]}", hint="Limits:processes may be too low")
+        raise SandboxError(f"the session could not fork: {str(failure)[:500]}", hint="Limits:processes may be too low")
     await _ready(body, _FORK_S)
     return body if parent.network is None else await with_network(body, parent.network.addresses)
 

@@ -133,9 +133,9 @@ class DurableSessions:
             async with live.lock:
                 if live.key == keys[place]:
                     with contextlib.suppress(SandboxError):  # full, or gone: a fresh one then
-                        forked = await live.session.fork()
+                        fork = await live.session.fork()
                         self.counts["forked"] += 1
-                        return forked, place
+                        return fork, place
         self.counts["opened"] += 1
         session_limits = None if limits == self.pool.limits else limits
         while self._parked:

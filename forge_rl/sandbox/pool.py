@@ -163,8 +163,8 @@ class Pool:
         Raises:
             SandboxError: no place became free, or the session could not be started.
         """
-        named = named_addresses(network)
-        if named and self._settings.profile == "process":
+        addresses = named_addresses(network)
+        if addresses and self._settings.profile == "process":
             raise ConfigError(
                 "commands have no network", hint='use Pool(profile="standard"), whose Python code has one'
             )
@@ -181,8 +181,8 @@ class Pool:
             body = self._take_warm() if limits is None and folder is None else None
             if body is None:
                 body = await self._start(limits or self.limits, folder)
-            if named:
-                body = await with_network(body, named)
+            if addresses:
+                body = await with_network(body, addresses)
         except BaseException as error:
             self._places.release()
             if isinstance(error, OSError):  # of this process, such as too many open files
@@ -261,11 +261,11 @@ class Pool:
 
 
 def _packages(folder: str | Path) -> str:
-    resolved = Path(folder).resolve()
-    if not resolved.is_dir() or resolved.is_relative_to("/tmp"):
-        cause = "is in /tmp, of which sessions have their own" if resolved.is_dir() else "is no folder"
-        raise ConfigError(f"Pool(packages=...): {resolved} {cause}", hint="name a site-packages folder elsewhere")
-    return str(resolved)
+    path = Path(folder).resolve()
+    if not path.is_dir() or path.is_relative_to("/tmp"):
+        cause = "is in /tmp, of which sessions have their own" if path.is_dir() else "is no folder"
+        raise ConfigError(f"Pool(packages=...): {path} {cause}", hint="name a site-packages folder elsewhere")
+    return str(path)
 
 
 def _resolved(folder: str | Path) -> str:

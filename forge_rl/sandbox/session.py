@@ -128,15 +128,15 @@ class Session:
             self._check_alive()
             if not self._undo:
                 return await self._run(message, data, wall_s)
-            before, older = await self._fork_body(self._body, self.limits), self._before
-            self._before = before
+            snapshot, old_snapshot = await self._fork_body(self._body, self.limits), self._before
+            self._before = snapshot
             async with TaskGroup() as group:
-                if older is not None:
-                    group.create_task(self._end(older))
+                if old_snapshot is not None:
+                    group.create_task(self._end(old_snapshot))
                 return await self._run(message, data, wall_s)
 
     async def _run(self, message: dict[str, object], data: bytes, wall_s: float) -> Result:
-        body, started = self._body, time.perf_counter()
+        body, start_time = self._body, time.perf_counter()
         try:
             grace_s = _COMMAND_GRACE_S if body.host.profile == "process" else _GRACE_S
             async with self._ending_on_cancel(body), asyncio.timeout(wall_s + grace_s):
@@ -144,14 +144,14 @@ class Session:
                 answer, image = await receive(
                     body.channel, most_text=self._most_text, most_data=self.limits.transfer_bytes
                 )
-            return _result(answer, image, self.limits.output_bytes, time.perf_counter() - started)
+            return _result(answer, image, self.limits.output_bytes, time.perf_counter() - start_time)
         except TimeoutError:
             error = CellError(name="CellOverrun", message=f"the cell exceeded {wall_s:g} s and did not stop: killed")
         except (EOFError, OSError):
             error = await why_ended(body)
         except frames.FrameError as raised:
             error = CellError(name="BadFrame", message=f"the session broke the protocol ({raised}): killed")
-        wall = time.perf_counter() - started
+        wall = time.perf_counter() - start_time
         body.watched.cause = body.watched.cause or error.message
         body.watched.exited.set()
         await body.end()
@@ -290,8 +290,8 @@ class Session:
 
     async def _drop_before(self) -> None:
         if self._before is not None:
-            before, self._before = self._before, None
-            await self._end(before)
+            snapshot, self._before = self._before, None
+            await self._end(snapshot)
 
     async def _end(self, body: Body) -> None:
         try:

@@ -103,8 +103,8 @@ class Display(Sink):
         self._state.info = info
         self._state.restore(info.step, history)
         self._show_step()
-        resumed = f"  resumed after step {info.step}" if info.step else ""
-        self._print(f"{info.recipe}  {info.model}  {info.folder}  {info.steps} steps{resumed}")
+        suffix = f"  resumed after step {info.step}" if info.step else ""
+        self._print(f"{info.recipe}  {info.model}  {info.folder}  {info.steps} steps{suffix}")
         if self.mode == "live" and self._live is None:
             self._live = Live(self.panel, console=self._console, refresh_per_second=4)
             self._live.start(refresh=True)

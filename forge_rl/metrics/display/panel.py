@@ -103,7 +103,7 @@ class RunPanel:
         yield from _results(state)
         problems = {"faults": state.faults, "warnings": state.warnings}
         if any(problems.values()):
-            yield "problems", _flow({name: str(many) for name, many in problems.items() if many}, style="yellow")
+            yield "problems", _flow({name: str(count) for name, count in problems.items() if count}, style="yellow")
 
 
 def _results(state: RunState) -> Iterator[tuple[str, RenderableType]]:
@@ -143,8 +143,8 @@ def _parts(values: Mapping[str, float], prefix: str) -> dict[str, str]:
 
 
 def _score(scores: Curve) -> str:
-    before = f"{scores.first:.2f} → " if len(scores.points) > 1 else ""
-    return f"{before}{scores.last:.2f}" + (f" {sparkline(scores.means, 12)}" if len(scores.points) > 2 else "")
+    start = f"{scores.first:.2f} → " if len(scores.points) > 1 else ""
+    return f"{start}{scores.last:.2f}" + (f" {sparkline(scores.means, 12)}" if len(scores.points) > 2 else "")
 
 
 def _busy(values: Mapping[str, float]) -> dict[str, str]:
@@ -156,11 +156,11 @@ def _busy(values: Mapping[str, float]) -> dict[str, str]:
             shares[kind].setdefault(device.partition("/")[0], []).append(share)
     texts: dict[str, str] = {}
     for service, step in shares["busy"].items():
-        more = [f"{min(step):.0%} to {max(step):.0%}"] if len(step) > 1 else []
+        details = [f"{min(step):.0%} to {max(step):.0%}"] if len(step) > 1 else []
         if rollout := shares["busy_rollout"].get(service):
-            more.append(f"rollout {fmean(rollout):.0%}")
+            details.append(f"rollout {fmean(rollout):.0%}")
         name = f"{service} x{len(step)}" if len(step) > 1 else service
-        texts[name] = f"{fmean(step):.0%}" + (f" ({', '.join(more)})" if more else "")
+        texts[name] = f"{fmean(step):.0%}" + (f" ({', '.join(details)})" if details else "")
     return texts
 
 

@@ -32,9 +32,9 @@ def print_summary(
     rows.append(("wall time", Text(duration(seconds))))
     num_recovered = sum(row.recovered_s is not None for row in faults)
     total = f"{len(faults)}, {num_recovered} recovered" if faults else str(state.faults)
-    failed = ", ".join(f"{many} {name}{'s' * (many > 1)}" for name, many in state.errors.items())
-    total += f"; episodes lost: {failed}" if failed else ""
-    has_problem = bool(failed) or (num_recovered < len(faults) if faults else state.faults > 0)
+    losses = ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in state.errors.items())
+    total += f"; episodes lost: {losses}" if losses else ""
+    has_problem = bool(losses) or (num_recovered < len(faults) if faults else state.faults > 0)
     rows.append(("faults", Text(total, style="bold red" if has_problem else "")))
     rows += [(name, Text(place)) for name, place in places.items()]
     widest = max(len(name) for name, _ in rows)

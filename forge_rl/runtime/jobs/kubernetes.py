@@ -181,14 +181,14 @@ class KubernetesHosts:
         with deleted_with_this_process(self.kubeconfig, namespace=self.namespace, run=self.name):
             watched = _Watched(self.names, listener, saves=self.evicted == "save")
             unfollow = pods.follow(watched.tell, watched.trouble)
-            creating = asyncio.ensure_future(asyncio.to_thread(pods.create, policy, manifests))
+            create_task = asyncio.ensure_future(asyncio.to_thread(pods.create, policy, manifests))
             try:
-                await asyncio.shield(creating)
+                await asyncio.shield(create_task)
                 addresses = await watched.ready(self.wait_s)
                 yield await asyncio.to_thread(self._attach, addresses, is_inside)
             finally:
                 watched.closing = True
-                await ended(creating)  # what it still creates must be deleted too
+                await ended(create_task)  # what it still creates must be deleted too
                 try:
                     await asyncio.to_thread(pods.delete)
                     await watched.gone(_GONE_S)
@@ -211,20 +211,20 @@ class KubernetesHosts:
         def trouble(problem: str) -> None:
             loop.call_soon_threadsafe(say, problem)
 
-        creating = asyncio.ensure_future(asyncio.to_thread(pods.create_pod, manifest))
+        create_task = asyncio.ensure_future(asyncio.to_thread(pods.create_pod, manifest))
         unfollow = pods.follow(tell, trouble)
         try:
-            await asyncio.shield(creating)
-            noticed: PodState | None = None
+            await asyncio.shield(create_task)
+            notice: PodState | None = None
             while (state := await states.get()).phase not in ("dead", "gone"):
-                noticed = state if state.phase == "ending" else None
+                notice = state if state.phase == "ending" else None
                 say(f"pod {self.name}-{name} {state.reason or 'runs'}")
-            end = noticed or state
+            end = notice or state
             return "" if end.wished else f"{end.reason}{last_line(host_log(folder, name))}"
         finally:
-            await asyncio.wait([creating])
+            await asyncio.wait([create_task])
             unfollow()
-            if creating.exception() is None:
+            if create_task.exception() is None:
                 with contextlib.suppress(ForgeError):  # the end of the run deletes what is left
                     await asyncio.to_thread(pods.delete_host, name)
 
@@ -239,9 +239,9 @@ class KubernetesHosts:
                 f"the run folder {folder} is not below {self.mount}, where the pods mount the claim {self.claim}",
                 hint=f"set --out to a folder below it, or {_FLAG}mount",
             )
-        joining = shlex.join(join_command(folder, name, python="python", public=self.public))
+        join_line = shlex.join(join_command(folder, name, python="python", public=self.public))
         output = shlex.quote(str(host_log(folder, name)))
-        spec = self._pods(["sh", "-c", f"exec {joining} >> {output} 2>&1"])
+        spec = self._pods(["sh", "-c", f"exec {join_line} >> {output} 2>&1"])
         return pod(spec, name, claim=self.claim, mount=self.mount)
 
     def _is_direct(self, is_inside: bool) -> bool:
@@ -394,8 +394,10 @@ class _Watched:
 
     def _waiting(self) -> str:
         ready = sum(state.phase == "ready" for state in self._states.values())
-        waiting = {host: state for host, state in self._states.items() if state.phase != "ready"}
-        return f"{ready} of {len(self._states)} pods are ready" + (f"; {_reasons(waiting)}" if waiting else "")
+        waiting_pods = {host: state for host, state in self._states.items() if state.phase != "ready"}
+        return f"{ready} of {len(self._states)} pods are ready" + (
+            f"; {_reasons(waiting_pods)}" if waiting_pods else ""
+        )
 
     def _say(self, text: str) -> None:
         if text != self._said and not self.closing:

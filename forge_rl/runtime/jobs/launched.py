@@ -120,12 +120,12 @@ async def launched_hosts(
         if not closing:
             listener.on_lost(name, cause)
 
-    following: list[asyncio.Task[None]] = []
+    follow_tasks: list[asyncio.Task[None]] = []
     try:
         for name, command in commands.items():
             host = await launch_host(name, command, env)
             hosts.append(host)
-            following.append(asyncio.create_task(host.follow(lost, ending, may_be_public=may_be_public)))
+            follow_tasks.append(asyncio.create_task(host.follow(lost, ending, may_be_public=may_be_public)))
         addresses = await _addresses(hosts, listener)
         with quiet_stderr():
             from monarch.actor import attach_to_workers
@@ -140,7 +140,7 @@ async def launched_hosts(
         await asyncio.gather(*(host.end() for host in hosts))
         for host in hosts:
             host.address.cancel()
-        await asyncio.gather(*following)
+        await asyncio.gather(*follow_tasks)
 
 
 def save_at_notice(listener: JobListener, name: str, notice: str) -> None:

@@ -70,7 +70,7 @@ def pod(spec: PodSpec, host: str, *, port: int = 0, claim: str = "", mount: str 
     if claim:
         volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": "shared", "mountPath": mount})
-    ours: Manifest = {
+    manifest: Manifest = {
         "metadata": {
             "name": f"{spec.run}-{host}",
             "namespace": spec.namespace,
@@ -96,7 +96,7 @@ def pod(spec: PodSpec, host: str, *, port: int = 0, claim: str = "", mount: str 
             "volumes": volumes,
         },
     }
-    merged = merge(spec.template, ours)
+    merged = merge(spec.template, manifest)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": merged["metadata"], "spec": merged["spec"]}
 
 

@@ -107,7 +107,7 @@ class Cells:
         value: str | None = None
         image = "", b""
         error: list[str] | None = None
-        before = _cpu_s()
+        start_cpu_s = _cpu_s()
         self._start_clocks(float(message["wall_s"]), message["cpu_s"])
         try:
             try:
@@ -140,7 +140,7 @@ class Cells:
                 "value": value,
                 "image": image[0],
                 "error": error,
-                "cpu_s": _cpu_s() - before,
+                "cpu_s": _cpu_s() - start_cpu_s,
                 "memory_bytes": usage.ru_maxrss * 1024,
             },
             image[1],
@@ -158,12 +158,12 @@ class Cells:
         """Run statements; return the last one's value if it is an expression: its representation, and as an image."""
         tree = ast.parse(source, name)
         space = self.module.__dict__
-        last = tree.body[-1] if tree.body else None
-        if not isinstance(last, ast.Expr):
+        last_statement = tree.body[-1] if tree.body else None
+        if not isinstance(last_statement, ast.Expr):
             exec(compile(tree, name, "exec"), space)
             return None, ("", b"")
         exec(compile(ast.Module(tree.body[:-1], []), name, "exec"), space)
-        value = eval(compile(ast.Expression(last.value), name, "eval"), space)
+        value = eval(compile(ast.Expression(last_statement.value), name, "eval"), space)
         if value is None:
             return None, ("", b"")
         space["_"] = value
@@ -244,10 +244,10 @@ def become_two(
         settle: called in the child with the descriptors that the server gave it.
     """
     try:
-        forked = kernel.fork_sibling()
+        pid = kernel.fork_sibling()
     except OSError as error:
         return frames.encode({"failed": str(error)})
-    if forked:
+    if pid:
         for fd in descriptors:
             os.close(fd)
         return frames.encode({})
@@ -300,20 +300,20 @@ def _current_folder(otherwise: str) -> str:
         return otherwise
 
 
-def _import_from(before: str, after: str) -> None:
+def _import_from(old_path: str, new_path: str) -> None:
     """Import further modules from another folder, also modules of packages that are already imported."""
-    sys.path[:] = [after if path == before else path for path in sys.path]
+    sys.path[:] = [new_path if path == old_path else path for path in sys.path]
     for module in list(sys.modules.values()):
         paths = getattr(module, "__path__", None)
         if type(paths) is list:
-            paths[:] = [after + path[len(before) :] if path.startswith(f"{before}/") else path for path in paths]
+            paths[:] = [new_path + path[len(old_path) :] if path.startswith(f"{old_path}/") else path for path in paths]
 
 
 def _cpu_s() -> float:
     """CPU seconds of this process and of its children that have ended."""
     return sum(
-        used.ru_utime + used.ru_stime
-        for used in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+        usage.ru_utime + usage.ru_stime
+        for usage in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
     )
 
 

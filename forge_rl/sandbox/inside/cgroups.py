@@ -56,16 +56,16 @@ def hierarchies(mounts: str, memberships: str) -> list[Hierarchy]:
     return session_hierarchies
 
 
-def _below(mounted: str, root: str, path: str) -> str:
+def _below(mount_point: str, root: str, path: str) -> str:
     """Return the folder of a cgroup below a mount that shows the hierarchy from `root` on."""
     inside = os.path.relpath(path, root)
-    return mounted if inside == "." or inside.startswith("..") else os.path.join(mounted, inside)
+    return mount_point if inside == "." or inside.startswith("..") else os.path.join(mount_point, inside)
 
 
-def _enabled(mounted: str, folder: str) -> tuple[str, frozenset[str]]:
+def _enabled(mount_point: str, folder: str) -> tuple[str, frozenset[str]]:
     """Return the nearest cgroup of version 2 whose children get all controllers, or else the process's own."""
     candidate = folder
-    while candidate.startswith(mounted):
+    while candidate.startswith(mount_point):
         with contextlib.suppress(OSError), open(os.path.join(candidate, "cgroup.subtree_control")) as file:
             enabled = frozenset(file.read().split()) & set(CONTROLLERS)
             if len(enabled) == len(CONTROLLERS):
@@ -92,8 +92,8 @@ def lacking(hierarchies: list[Hierarchy]) -> str:
 def name_of(pid: int) -> str:
     """Return the name of a process's tree; unique on the machine, also among containers that share its cgroups."""
     with open(f"/proc/{pid}/stat") as file:
-        started = file.read().rpartition(")")[2].split()[19]
-    return f"{_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}-{pid}-{started}"
+        start_time = file.read().rpartition(")")[2].split()[19]
+    return f"{_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}-{pid}-{start_time}"
 
 
 def remove_abandoned(hierarchies: list[Hierarchy]) -> None:
@@ -187,17 +187,19 @@ class Tree:
         quota = max(1000, int(cpus * _PERIOD_US))
         for hierarchy, folder in zip(self.hierarchies, self.folders, strict=True):
             os.mkdir(session, 0o755, dir_fd=folder)
-            new = hierarchy.version == 2
+            is_unified = hierarchy.version == 2
             if "memory" in hierarchy.controllers:
-                _write(folder, f"{session}/{'memory.max' if new else 'memory.limit_in_bytes'}", str(memory_bytes))
-                if new:
+                _write(
+                    folder, f"{session}/{'memory.max' if is_unified else 'memory.limit_in_bytes'}", str(memory_bytes)
+                )
+                if is_unified:
                     _write(folder, f"{session}/memory.oom.group", "1" if as_one else "0")
                     with contextlib.suppress(FileNotFoundError):  # a kernel without swap
                         _write(folder, f"{session}/memory.swap.max", "0")
             if "pids" in hierarchy.controllers:
                 _write(folder, f"{session}/pids.max", str(processes))
             if "cpu" in hierarchy.controllers:
-                name, value = ("cpu.max", f"{quota} {_PERIOD_US}") if new else ("cpu.cfs_quota_us", str(quota))
+                name, value = ("cpu.max", f"{quota} {_PERIOD_US}") if is_unified else ("cpu.cfs_quota_us", str(quota))
                 _write(folder, f"{session}/{name}", value)
 
     def doors(self, session: str, *controllers: str) -> list[int]:
@@ -318,16 +320,16 @@ def _is_folder(folder: int, entry: str) -> bool:
 
 
 def _write(folder: int, path: str, value: str) -> None:
-    opened = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
-        os.write(opened, value.encode())
+        os.write(fd, value.encode())
     finally:
-        os.close(opened)
+        os.close(fd)
 
 
 def _read(folder: int, path: str) -> str:
-    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
-        return os.read(opened, 1 << 16).decode()
+        return os.read(fd, 1 << 16).decode()
     finally:
-        os.close(opened)
+        os.close(fd)

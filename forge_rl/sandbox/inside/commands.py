@@ -278,8 +278,8 @@ class Commands:
     def _start(self, arguments: list[str], output_bytes: int, cpu_s: float | None) -> tuple[_Running, int]:
         """Start bubblewrap; return it and the descriptor of the command's standard input."""
         pipes = [os.pipe() for _ in range(4)]
-        theirs = [pipes[0][0], *(writer for _, writer in pipes[1:])]
-        ours = [pipes[0][1], *(reader for reader, _ in pipes[1:])]
+        their_ends = [pipes[0][0], *(writer for _, writer in pipes[1:])]
+        our_ends = [pipes[0][1], *(reader for reader, _ in pipes[1:])]
         program = None
         try:
             if self.filter:
@@ -288,19 +288,19 @@ class Commands:
                 os.lseek(program, 0, os.SEEK_SET)
             pid = os.fork()
             if pid == 0:
-                self._become_bubblewrap(arguments, theirs, program, cpu_s)
+                self._become_bubblewrap(arguments, their_ends, program, cpu_s)
         except BaseException:
-            for fd in ours:
+            for fd in our_ends:
                 os.close(fd)
             raise
         finally:
-            for fd in theirs:
+            for fd in their_ends:
                 os.close(fd)
             if program is not None:
                 os.close(program)
-        for fd in ours:
+        for fd in our_ends:
             os.set_blocking(fd, False)
-        stdin, out, err, status = ours
+        stdin, out, err, status = our_ends
         max_sizes = {out: output_bytes, err: output_bytes, status: 1 << 12}
         return _Running(
             pid, {fd: (bytearray(), limit) for fd, limit in max_sizes.items()}, status, time.monotonic()
@@ -346,7 +346,7 @@ class Commands:
             waiting.register(stdin, select.POLLOUT)
         else:
             os.close(stdin)
-        left, deadline = memoryview(data), running.began + wall_s
+        remaining, deadline = memoryview(data), running.began + wall_s
         open_streams = set(running.streams)
         try:
             while open_streams:
@@ -367,12 +367,12 @@ class Commands:
                             open_streams.discard(fd)
                         continue
                     try:
-                        left = left[os.write(fd, left[: 1 << 16]) :]
+                        remaining = remaining[os.write(fd, remaining[: 1 << 16]) :]
                     except BlockingIOError:
                         continue
                     except OSError:  # it reads no more
-                        left = left[:0]
-                    if not left:
+                        remaining = remaining[:0]
+                    if not remaining:
                         waiting.unregister(fd)
                         os.close(fd)
                         data = b""
@@ -383,21 +383,21 @@ class Commands:
     def _take(self, running: _Running, fd: int) -> bool:
         """Read what there is; return False at the end."""
         try:
-            new = os.read(fd, 1 << 16)
+            data = os.read(fd, 1 << 16)
         except BlockingIOError:
             return True
         buffer, max_bytes = running.streams[fd]
-        buffer += new[: max_bytes + 1 - len(buffer)]
+        buffer += data[: max_bytes + 1 - len(buffer)]
         if fd == running.status and running.first is None and (pid := _told(bytes(buffer), "child-pid")):
             with contextlib.suppress(OSError):
                 running.first = os.pidfd_open(pid)
-        return bool(new)
+        return bool(data)
 
     def _cpu_s(self) -> float:
         if "cpu_s" in self.meters:
             return self._count("cpu_s")
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
 
     def _count(self, kind: str) -> float:
         meter = self.meters.get(kind)

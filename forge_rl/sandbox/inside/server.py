@@ -353,11 +353,11 @@ class _Server:
                         os.write(door, b"0")
                     place, space = (lineage.folder, overlays.fork_name(name), lineage.uid), self._space_of(lineage)
                     if message["is_overlay"]:
-                        mine = overlays.mount_fork(base, changes, *place, space, **bounds)
+                        changes_fd = overlays.mount_fork(base, changes, *place, space, **bounds)
                     else:  # the fork itself copies it
                         kernel.enter_mounts(space)
-                        mine = overlays.make_folder(*place)
-                    _tell_of_workspace(owner, b"workspace", mine)
+                        changes_fd = overlays.make_folder(*place)
+                    _tell_of_workspace(owner, b"workspace", changes_fd)
                 except BaseException as error:
                     _tell_of_workspace(owner, str(error).encode("utf-8", "replace")[:1024])
                 finally:
@@ -442,13 +442,13 @@ class _Server:
                 os.kill(pid, signal.SIGKILL)
             for life in lives:
                 signal.pidfd_send_signal(life, signal.SIGKILL)
-        last = lineage.members.keys() == {name}
-        if last and lineage.init:
+        is_last = lineage.members.keys() == {name}
+        if is_last and lineage.init:
             os.kill(lineage.init, signal.SIGKILL)
-        elif last and not (self.strict or self.rootless):
+        elif is_last and not (self.strict or self.rootless):
             _kill_all_of(lineage.uid)
         self._reap()
-        return not lives and name not in self.pids.values() and not (last and lineage.init)
+        return not lives and name not in self.pids.values() and not (is_last and lineage.init)
 
     def _finish(self, name: str) -> None:
         """Kill a session's remaining processes; once all have ended, remove its cgroups and folder."""
@@ -510,12 +510,12 @@ def _uids(number: int) -> tuple[int, int]:
         number: tells this server from others of the machine.
     """
     with open("/proc/self/uid_map") as file:
-        first, _, size = max((tuple(map(int, line.split())) for line in file), key=lambda mapped: mapped[2])
-    if first + size >= 2 * _LEAST_UID:
+        first_uid, _, size = max((tuple(map(int, line.split())) for line in file), key=lambda mapping: mapping[2])
+    if first_uid + size >= 2 * _LEAST_UID:
         return _LEAST_UID + number % (_LEAST_UID // _UIDS) * _UIDS, _UIDS
     if size < 4096:
         raise OSError(f"this container has only {size} user ids, too few for sessions of their own")
-    return first + size // 2, size // 2 - 1  # other servers have the same ones, but see none of our processes
+    return first_uid + size // 2, size // 2 - 1  # other servers have the same ones, but see none of our processes
 
 
 def _show_workspace(lineage: Lineage, limits: dict[str, Any], base: int, owner: int) -> None:

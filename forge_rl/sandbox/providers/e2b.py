@@ -309,17 +309,17 @@ class _Heard:
     error: CellError | None = None
     cut: bool = False
 
-    async def all(self, arriving: AsyncIterator[bytes]) -> None:
+    async def all(self, parts: AsyncIterator[bytes]) -> None:
         """Take all lines of an answer, each a JSON object, until the last."""
-        left = 2 * self.limits.transfer_bytes + 64 * self.limits.output_bytes + _MOST_SMALL
-        rest = bytearray()
-        async for part in arriving:
-            left -= len(part)
-            if left < 0:
+        remaining_bytes = 2 * self.limits.transfer_bytes + 64 * self.limits.output_bytes + _MOST_SMALL
+        buffer = bytearray()
+        async for part in parts:
+            remaining_bytes -= len(part)
+            if remaining_bytes < 0:
                 raise SandboxError("the cell's answer is too large")
-            rest += part
-            *lines, last = rest.split(b"\n")
-            rest = last
+            buffer += part
+            *lines, tail = buffer.split(b"\n")
+            buffer = tail
             for line in lines:
                 if line and self._one(bytes(line)):
                     return

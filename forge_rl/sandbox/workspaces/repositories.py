@@ -183,8 +183,8 @@ class RepositoryStore:
         peeled = f"refs/tags/{revision}^{{}}"
         with _locked(self.folder / "lock") as lock:
             self._prepare()
-            listed = self._git(["ls-remote", "--end-of-options", url, *names, peeled], lock, about=url).decode()
-        commits = {name: commit for commit, _, name in (line.partition("\t") for line in listed.splitlines())}
+            listing = self._git(["ls-remote", "--end-of-options", url, *names, peeled], lock, about=url).decode()
+        commits = {name: commit for commit, _, name in (line.partition("\t") for line in listing.splitlines())}
         for name in (peeled, *reversed(names)):
             if _COMMIT.fullmatch(commits.get(name, "")):
                 return commits[name]
@@ -213,8 +213,8 @@ class RepositoryStore:
             # A reference, so that the objects are kept, and only after all of them are there.
             self._git(["update-ref", f"refs/kept/{commit}", f"{commit}^{{commit}}"], lock, about=url)
             if left_out := self._write(commit, lock):
-                few = ", ".join(left_out[:5]) + (f" and {len(left_out) - 5} more" if len(left_out) > 5 else "")
-                warnings.warn(f"{without_credentials(url)} at {commit}: left out are {few}", stacklevel=2)
+                examples = ", ".join(left_out[:5]) + (f" and {len(left_out) - 5} more" if len(left_out) > 5 else "")
+                warnings.warn(f"{without_credentials(url)} at {commit}: left out are {examples}", stacklevel=2)
             lease = self._hold(commit)
             assert lease is not None
             self._evict(lock)
@@ -285,11 +285,11 @@ class RepositoryStore:
 
         Git writes no file: contents are as they were committed, without filters, line ends or attributes.
         """
-        listed = self._git(["ls-tree", "-r", "-z", "-l", "--full-tree", commit], lock, about=commit)
+        listing = self._git(["ls-tree", "-r", "-z", "-l", "--full-tree", commit], lock, about=commit)
         files, left_out = list[_File](), list[str]()
-        for line in listed.split(b"\0")[:-1]:
-            about, _, path = line.partition(b"\t")
-            mode, kind, blob, size = about.split()
+        for line in listing.split(b"\0")[:-1]:
+            attributes, _, path = line.partition(b"\t")
+            mode, kind, blob, size = attributes.split()
             _check_path(path)
             if kind != b"blob":
                 left_out.append(f"submodule {os.fsdecode(path)}")
@@ -384,11 +384,11 @@ class RepositoryStore:
         """Return the bytes on disk, after removing files that no checkout has any more."""
         total = 0
         for path in (self.folder / "blobs").glob("*/*"):
-            about = path.stat()
-            if about.st_nlink == 1:
+            status = path.stat()
+            if status.st_nlink == 1:
                 path.unlink()
             else:
-                total += about.st_size
+                total += status.st_size
         return total + sum(path.stat().st_size for path in (self.folder / "objects.git" / "objects").glob("*/*"))
 
 

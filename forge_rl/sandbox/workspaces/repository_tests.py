@@ -98,8 +98,8 @@ class RepositoryTests:
     def counted(self, changes: Sequence[Change]) -> list[Change]:
         """Return the changes that touch neither tests nor their configuration."""
         test_paths = [*map(posixpath.normpath, self.files), *(_normal(test).partition("::")[0] for test in self.tests)]
-        patched = (_PATCHED.fullmatch(line) for line in self.patch.splitlines())
-        test_paths += [match[1] for match in patched if match]
+        matches = (_PATCHED.fullmatch(line) for line in self.patch.splitlines())
+        test_paths += [match[1] for match in matches if match]
         return [
             change
             for change in changes
@@ -200,12 +200,12 @@ def _hidden_tests() -> tuple[str, str, dict[str, str]]:
     """Return the path and text of a file with tests, some of which must fail, and the expected outcomes."""
     name = f"test_{uuid.uuid4().hex[:12]}.py"
     rng = random.SystemRandom()
-    passing = rng.sample(range(_HIDDEN_TESTS), _HIDDEN_TESTS // 2)
+    passing_indices = rng.sample(range(_HIDDEN_TESTS), _HIDDEN_TESTS // 2)
     lines, outcomes = list[str](), dict[str, str]()
     for index in range(_HIDDEN_TESTS):
         test, number = f"test_{uuid.uuid4().hex[:12]}", rng.randrange(1000)
-        lines.append(f"def {test}():\n    assert {number} + 1 == {number + 1 + (index not in passing)}\n")
-        outcomes[f"{name}::{test}"] = "passed" if index in passing else "failed"
+        lines.append(f"def {test}():\n    assert {number} + 1 == {number + 1 + (index not in passing_indices)}\n")
+        outcomes[f"{name}::{test}"] = "passed" if index in passing_indices else "failed"
     return name, "\n\n".join(lines), outcomes
 
 
