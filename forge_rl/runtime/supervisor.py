@@ -126,19 +126,19 @@ class Supervisor:
         self._start_in_background(replica.index, self._recover)
 
     def on_retired(self, replica: Replica) -> None:
-        """Continue after the end of a retired replica: without it, or with another one elsewhere."""
+        """Handle the end of a retired replica: start another one if its index is still wanted, else clean up."""
         if replica.index not in self._service.wanted:
             self._service.in_background(self._remove(replica.index), replica.index, "it cannot be stopped")
         elif not self._service.faults.closing:
             self._start_in_background(replica.index, self._start_more)
 
     def _is_free(self, index: int) -> bool:
-        """Return whether an index is not wanted, and has no replica that still ends its work."""
+        """Return whether an index is not wanted, and has no replica that is still finishing its work."""
         replica = self._service.at(index)
         return index not in self._service.wanted and (replica is None or not replica.alive)
 
     def _dismiss(self, index: int) -> None:
-        """Do without the replica of an index from now on."""
+        """Retire the replica of an index, or cancel its start."""
         self._service.wanted.discard(index)
         start_task, replica = self._starting.pop(index, None), self._service.at(index)
         if start_task is not None:

@@ -41,7 +41,7 @@ _CHECK_S = 30.0
 _ASK_S = 10.0
 """Seconds between questions about a host that was asked for."""
 _WISHED = ("COMPLETED", "CANCELLED")
-"""Ends of a host's job that someone has wished for."""
+"""States of a host's job that has ended on purpose."""
 IN_CONTAINER = "leave one out: a host that joins later is in no container"
 
 

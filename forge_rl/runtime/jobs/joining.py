@@ -36,7 +36,7 @@ def host_log(folder: Path, name: str) -> Path:
 
 
 def last_line(log: Path) -> str:
-    """Return the last error in such a file, or its last line, after a colon; "" if there is none."""
+    """Return the last error in a host's log, or its last line, after a colon; "" if it is empty or missing."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

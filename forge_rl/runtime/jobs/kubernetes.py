@@ -320,7 +320,7 @@ _ENDED = ("ending", "dead", "gone")
 
 
 class _Watched:
-    """What is known of the pods of a run, told to its listener."""
+    """Tracks the states of a run's pods, and reports changes to the listener."""
 
     def __init__(self, names: Sequence[str], listener: JobListener, *, saves: bool) -> None:
         self.closing = False
@@ -406,7 +406,7 @@ class _Watched:
 
 
 def _reasons(states: Mapping[str, PodState]) -> str:
-    """Return the hosts of each reason."""
+    """Return a text with the hosts by the reason of their state."""
     hosts: dict[str, list[str]] = {}
     for host, state in states.items():
         hosts.setdefault(state.reason, []).append(host)

@@ -144,7 +144,7 @@ async def launched_hosts(
 
 
 def save_at_notice(listener: JobListener, name: str, notice: str) -> None:
-    """Pass a notice that a host will end on to this process, at which a run saves; not where it would die of that."""
+    """Report that a host will end, and raise SIGUSR1 in this process, at which a run saves, if it handles that signal."""
     listener.say(f"the scheduler is about to end host {name} ({notice})")
     if signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN):
         signal.raise_signal(signal.SIGUSR1)

@@ -32,7 +32,7 @@ _HOPELESS = ("InvalidImageName", "CreateContainerConfigError")
 
 @dataclass(frozen=True, kw_only=True)
 class PodState:
-    """What the API says of a host's pod."""
+    """State of a host's pod, according to the API."""
 
     phase: Literal["waiting", "ready", "ending", "dead", "gone"]
     """ending: the cluster will stop it once its grace is over; dead: it ended; gone: it does not exist any more."""
