@@ -144,7 +144,7 @@ async def launched_hosts(
 
 
 def save_at_notice(listener: JobListener, name: str, notice: str) -> None:
-    """Report that a host will end, and raise SIGUSR1 in this process, at which a run saves, if it handles that signal."""
+    """Report that a host will end; if this process handles SIGUSR1, raise it here, at which a run saves."""
     listener.say(f"the scheduler is about to end host {name} ({notice})")
     if signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN):
         signal.raise_signal(signal.SIGUSR1)
