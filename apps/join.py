@@ -97,7 +97,9 @@ async def _serve(run: AttachedRun, name: str, following: asyncio.Task[None], hos
         while True:
             await asyncio.wait([following], timeout=_LOOK_S)
             if following.done():
-                raise InfrastructureError(f"the host has ended: {' | '.join(host.said)}", hint="see its last lines")
+                raise InfrastructureError(
+                    f"the host has ended: {' | '.join(host.last_lines)}", hint="see its last lines"
+                )
             try:
                 state = (await asyncio.to_thread(run.ask, "hosts"))["hosts"].get(name, "unknown")
             except ForgeError as error:

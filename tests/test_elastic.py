@@ -35,7 +35,7 @@ class Hosts:
 
     def __init__(self, *names: str) -> None:
         self.hosts = (THIS_HOST, *names)
-        self.lost: dict[str, str] = {}
+        self.lost_hosts: dict[str, str] = {}
         self.leaving: set[str] = set()
 
     def tell_change(self) -> None:
@@ -48,16 +48,16 @@ def seats_of(cluster: Hosts, hosts: ServiceHosts, **settings: int) -> Seats:
 
 def test_the_number_of_replicas_follows_the_hosts_between_its_bounds():
     cluster = Hosts("a", "b")
-    seats = seats_of(cluster, ServiceHosts(names=("a", "b")), replicas=2, least=1, most=3)
+    seats = seats_of(cluster, ServiceHosts(names=("a", "b")), replicas=2, min_replicas=1, max_replicas=3)
     assert seats.wanted == 2
     seats.add("c")
     assert seats.wanted == 3
     seats.add("d")
     assert seats.wanted == 3, "the most"
-    cluster.lost |= {"a": "killed", "c": "killed"}
+    cluster.lost_hosts |= {"a": "killed", "c": "killed"}
     cluster.leaving.add("d")
     assert seats.wanted == 1
-    cluster.lost["b"] = "killed"
+    cluster.lost_hosts["b"] = "killed"
     assert seats.wanted == 1, "the least, which wait for a host"
     fixed = seats_of(Hosts("a", "b"), ServiceHosts(names=("a", "b")), replicas=3)
     fixed.add("c")
@@ -67,7 +67,9 @@ def test_the_number_of_replicas_follows_the_hosts_between_its_bounds():
 def test_gpus_count_and_not_hosts():
     cluster = Hosts("a")
     gpus = {"a": ("0", "1", "2", "3")}
-    seats = seats_of(cluster, ServiceHosts(names=("a",), gpus=gpus), gpus_each=2, replicas=1, least=1, most=8)
+    seats = seats_of(
+        cluster, ServiceHosts(names=("a",), gpus=gpus), gpus_each=2, replicas=1, min_replicas=1, max_replicas=8
+    )
     seats.add("b", ("0", "1", "2", "3", "4", "5", "6", "7"))
     assert seats.wanted == 3, "half of six places"
     seats.scale(6)
@@ -83,11 +85,11 @@ def test_a_user_scales_within_reason_and_beyond_the_bounds():
     fixed = seats_of(cluster, ServiceHosts(names=("a",)), replicas=1)
     fixed.scale(3)
     fixed.add("b")
-    assert (fixed.wanted, fixed.each) == (3, 2)
-    bounded = seats_of(cluster, ServiceHosts(names=("a",)), replicas=2, least=1, most=2)
+    assert (fixed.wanted, fixed.max_per_host) == (3, 2)
+    bounded = seats_of(cluster, ServiceHosts(names=("a",)), replicas=2, min_replicas=1, max_replicas=2)
     bounded.scale(4)
     assert bounded.wanted == 4
-    cluster.lost["a"] = "killed"
+    cluster.lost_hosts["a"] = "killed"
     assert bounded.wanted == 1
     for wrong in (0, -1, True, "2", 2000):
         with pytest.raises(ConfigError, match="the number of replicas is set"):
@@ -103,13 +105,15 @@ def test_bounds_that_exclude_the_start_are_refused():
 
 @contextlib.asynccontextmanager
 async def elastic(
-    logs: Path, *hosts: str, replicas: int, least: int, most: int
+    logs: Path, *hosts: str, replicas: int, min_replicas: int, max_replicas: int
 ) -> AsyncIterator[tuple[Service, Supervisor, Seats, Faults]]:
     """A service of fakes on real hosts."""
     async with cluster_of(logs, *hosts) as (cluster, faults):
         service = Service(new_service_name(), cluster, faults)
         used = hosts[:1] or (THIS_HOST,)
-        seats = Seats(cluster, ServiceHosts(names=used), replicas=replicas, least=least, most=most)
+        seats = Seats(
+            cluster, ServiceHosts(names=used), replicas=replicas, min_replicas=min_replicas, max_replicas=max_replicas
+        )
 
         async def start_one(index: int) -> None:
             replica = service.spawn(FakeActor, f"actor {index}", host=seats.take(index).host, index=index)
@@ -137,7 +141,12 @@ def serving(service: Service) -> dict[int, str]:
 @pytest.mark.usefixtures("nothing_left")
 def test_replicas_are_added_and_retired_and_their_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async def main() -> None:
-        async with elastic(tmp_path, replicas=1, least=1, most=1) as (service, supervisor, seats, faults):
+        async with elastic(tmp_path, replicas=1, min_replicas=1, max_replicas=1) as (
+            service,
+            supervisor,
+            seats,
+            faults,
+        ):
             seats.scale(3)
             supervisor.rescale()
             assert not service.complete
@@ -184,7 +193,7 @@ def test_replicas_are_added_and_retired_and_their_work_goes_on(tmp_path: Path, m
 @pytest.mark.usefixtures("nothing_left")
 def test_replicas_come_with_a_host_and_go_with_it(tmp_path: Path):
     async def main() -> None:
-        async with elastic(tmp_path, "a", "b", "c", replicas=1, least=1, most=2) as (
+        async with elastic(tmp_path, "a", "b", "c", replicas=1, min_replicas=1, max_replicas=2) as (
             service,
             supervisor,
             seats,
@@ -221,7 +230,12 @@ def test_replicas_come_with_a_host_and_go_with_it(tmp_path: Path):
 @pytest.mark.usefixtures("nothing_left")
 def test_a_replica_that_cannot_start_costs_only_itself(tmp_path: Path):
     async def main() -> None:
-        async with elastic(tmp_path, replicas=1, least=1, most=1) as (service, supervisor, seats, faults):
+        async with elastic(tmp_path, replicas=1, min_replicas=1, max_replicas=1) as (
+            service,
+            supervisor,
+            seats,
+            faults,
+        ):
             take, refused = seats.take, [True]
 
             def full(index: int) -> Any:

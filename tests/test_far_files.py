@@ -57,18 +57,18 @@ def test_nothing_outside_of_the_folder_can_be_reached(tmp_path: Path):
     folder = OpenFolder(inside)
     for name in ("../secret", "/etc/passwd", "link", "up/secret", "", ".", "a\0b", "pipe", "nothing", "none/of/it"):
         for what in ("size", "read", "write", "rename"):
-            asked = Request(what=what, name=name, length=10, data=b"y", to="new")  # type: ignore[arg-type]
+            asked = Request(action=what, name=name, length=10, data=b"y", to="new")  # type: ignore[arg-type]
             if what in ("write", "rename") and name in ("nothing", "pipe", "link"):
                 continue
             assert isinstance(folder.answer(asked), OSError), (what, name)
-    assert isinstance(folder.answer(Request(what="write", name="link", data=b"y")), OSError)
-    assert isinstance(folder.answer(Request(what="write", name="pipe", data=b"y")), OSError)
-    assert isinstance(folder.answer(Request(what="rename", name="link", to="../taken")), OSError)
+    assert isinstance(folder.answer(Request(action="write", name="link", data=b"y")), OSError)
+    assert isinstance(folder.answer(Request(action="write", name="pipe", data=b"y")), OSError)
+    assert isinstance(folder.answer(Request(action="rename", name="link", to="../taken")), OSError)
     assert (tmp_path / "secret").read_text() == "x"
     assert {path.name for path in tmp_path.iterdir()} == {"inside", "secret"}
     open_to_read = OpenFolder(inside, read_only=True)
-    assert open_to_read.answer(Request(what="read", name="link", length=10)) == b"x", "as in the hub's cache"
-    assert isinstance(open_to_read.answer(Request(what="write", name="new", data=b"y")), OSError)
+    assert open_to_read.answer(Request(action="read", name="link", length=10)) == b"x", "as in the hub's cache"
+    assert isinstance(open_to_read.answer(Request(action="write", name="new", data=b"y")), OSError)
     assert not (inside / "new").exists()
 
 

@@ -143,7 +143,7 @@ def test_a_silent_host_is_given_longer_while_no_other_answers(
         monkeypatch.setattr(host_watcher, "_LATELY_S", 0.01)
         answers = {"answers": 60.0, "falls silent": 0.001}
         heard = {} if other == "none" else {"b": asyncio.get_running_loop().time() + answers.get(other, -60.0)}
-        cluster: Any = SimpleNamespace(lost={"b": "killed"} if other == "lost" else {}, heard=heard)
+        cluster: Any = SimpleNamespace(lost_hosts={"b": "killed"} if other == "lost" else {}, heard=heard)
         watcher = HostWatcher("a", cluster)
         watcher._agent = SimpleNamespace(report=SimpleNamespace(call_one=never))
         with pytest.raises(ServiceError, match=f"not answered for {looks * 0.005:g} s"):
@@ -161,7 +161,7 @@ def test_a_host_that_was_slow_is_given_longer_until_it_is_not(monkeypatch: pytes
             await asyncio.sleep(seconds)
             return []
 
-        cluster: Any = SimpleNamespace(lost={}, heard={"b": asyncio.get_running_loop().time() + 600})
+        cluster: Any = SimpleNamespace(lost_hosts={}, heard={"b": asyncio.get_running_loop().time() + 600})
         watcher = HostWatcher("a", cluster)
         watcher._agent = SimpleNamespace(report=SimpleNamespace(call_one=report))
         watcher._looks.append(5)

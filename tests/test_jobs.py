@@ -51,7 +51,7 @@ def test_a_host_whose_process_ends_is_reported_by_name():
         job = build_job("process:2")
         assert isinstance(job, Job)
         lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-        async with job.open(JobListener(lost=lambda *told: lost.put_nowait(told))) as hosts:
+        async with job.open(JobListener(on_lost=lambda *told: lost.put_nowait(told))) as hosts:
             assert list(hosts) == ["host0", "host1"]
             os.kill(hosts_of(os.getpid())["host1"], signal.SIGKILL)
             found = await asyncio.wait_for(lost.get(), 10)

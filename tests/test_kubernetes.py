@@ -201,7 +201,7 @@ def test_pods_are_hosts_that_run_code_and_one_that_ends_is_lost_by_name(
 ):
     async def main() -> list[tuple[str, str]]:
         lost: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-        listener = JobListener(lost=lambda *told: lost.put_nowait(told))
+        listener = JobListener(on_lost=lambda *told: lost.put_nowait(told))
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lost.put_nowait, ("all", "save"))
         async with job_of(kubeconfig, hosts=3).open(listener) as hosts:
             assert list(cluster.policies) == ["forgerl"]

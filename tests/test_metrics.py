@@ -80,8 +80,8 @@ def test_values_pickle() -> None:
 def test_a_bin_holds_one_number_until_there_are_too_many() -> None:
     histogram = Histogram({2: 5, 5: 7, 6: 1})
     assert histogram.bins() == ([5, 0, 0, 7, 1], [1.5, 2.5, 3.5, 4.5, 5.5, 6.5])
-    assert histogram.bins(most=5) == histogram.bins()
-    assert histogram.bins(most=4) == ([5, 7, 1], [1.5, 3.5, 5.5, 7.5])
+    assert histogram.bins(max_bins=5) == histogram.bins()
+    assert histogram.bins(max_bins=4) == ([5, 7, 1], [1.5, 3.5, 5.5, 7.5])
     assert Histogram({}).bins() == ([], [])
     counts, edges = Histogram({0: 1, 100_000: 2}).bins()
     assert (sum(counts), len(counts) <= 512, len(edges) - len(counts)) == (3, True, 1)

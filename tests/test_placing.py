@@ -117,7 +117,7 @@ def test_settings_with_the_controllers_default_get_the_hosts():
 
 def cluster_without(*lost: str) -> Cluster:
     names = [THIS_HOST, *(name for name in "abc" if name not in lost)]
-    return cast(Any, SimpleNamespace(lost=dict.fromkeys(lost, "it is gone"), leaving=set(), hosts=names))
+    return cast(Any, SimpleNamespace(lost_hosts=dict.fromkeys(lost, "it is gone"), leaving=set(), hosts=names))
 
 
 def test_replicas_are_spread_and_move_when_their_host_is_gone():
@@ -126,7 +126,7 @@ def test_replicas_are_spread_and_move_when_their_host_is_gone():
     first = [seats.take(index) for index in range(3)]
     assert first == [Seat(host="a", place=0), Seat(host="b", place=0), Seat(host="a", place=1)]
     assert seats.take(2) == first[2], "a replacement starts where its predecessor was"
-    cluster.lost["a"] = "killed"
+    cluster.lost_hosts["a"] = "killed"
     assert seats.take(0) == Seat(host="b", place=1)
     with pytest.raises(ConfigError, match="no host has room for another replica; gone are a"):
         seats.take(2)
@@ -147,15 +147,15 @@ def test_an_engine_of_two_hosts_has_a_place_on_each_and_moves_as_a_whole():
     cluster = cluster_without()
     gpus = {"a": GPU.gpus, "b": GPU.gpus, "c": GPU.gpus[:2]}
     seats = Seats(cluster, ServiceHosts(names=("a", "b", "c"), gpus=gpus), gpus_each=2, hosts_each=2, replicas=2)
-    first = Seat(host="a", place=0, others=(Seat(host="b", place=0),))
+    first = Seat(host="a", place=0, other_seats=(Seat(host="b", place=0),))
     assert seats.take(0) == first
-    assert seats.take(1) == Seat(host="c", place=0, others=(Seat(host="a", place=1),))
-    assert (seats.take(0), seats.each) == (first, 2)
+    assert seats.take(1) == Seat(host="c", place=0, other_seats=(Seat(host="a", place=1),))
+    assert (seats.take(0), seats.max_per_host) == (first, 2)
     with pytest.raises(ConfigError, match="the hosts have GPUs for 2 replicas, not for 3"):
         seats.scale(3)
-    cluster.lost["c"] = "killed"
-    assert seats.take(1).others[0].host != seats.take(1).host
-    cluster.lost["b"] = "killed"
+    cluster.lost_hosts["c"] = "killed"
+    assert seats.take(1).other_seats[0].host != seats.take(1).host
+    cluster.lost_hosts["b"] = "killed"
     with pytest.raises(ConfigError, match="fewer than 2 hosts have room for another replica; gone are b, c"):
         seats.take(0)
     uneven = ServiceHosts(names=("a", "b"), gpus={"a": GPU.gpus, "b": GPU.gpus[:1]})

@@ -193,15 +193,15 @@ def test_a_stopped_member_is_seen_if_it_is_near_enough():
     async def main() -> None:
         with family() as (tree, root, child):
             tree.watch(root.pid, lambda status: None)
-            assert not tree.has_stopped(most=64)
+            assert not tree.has_stopped(max_processes=64)
             assert sorted(tree.members) == sorted([root.pid, child.pid])
             child.suspend()
             while child.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            assert tree.has_stopped(most=64)
-            assert not tree.has_stopped(most=1)
+            assert tree.has_stopped(max_processes=64)
+            assert not tree.has_stopped(max_processes=1)
             child.resume()
-            assert not tree.has_stopped(most=64)
+            assert not tree.has_stopped(max_processes=64)
             tree.unwatch()
 
     asyncio.run(main())
@@ -219,7 +219,7 @@ def test_a_member_that_a_debugger_has_stopped_does_not_count_as_stopped():
             tree.watch(traced.pid, lambda status: None)
             assert is_traced(traced.pid)
             assert not is_traced(os.getpid())
-            assert not tree.has_stopped(most=64)
+            assert not tree.has_stopped(max_processes=64)
         finally:
             tree.unwatch()
             traced.kill()

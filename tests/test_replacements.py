@@ -130,7 +130,7 @@ def test_intervals_grow_to_ten_minutes_and_refusals_end_the_questions(tmp_path: 
             for number in range(1, 9):
                 run.join(f"a.{number}")
                 await run.end(f"a.{number}", "killed")
-                assert run.cluster.lost[f"a.{number}"] == "killed"
+                assert run.cluster.lost_hosts[f"a.{number}"] == "killed"
             assert run.slept[-2:] == [600.0, 600.0]
         return first
 

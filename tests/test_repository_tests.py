@@ -55,9 +55,9 @@ def test_a_right_solution_passes_and_a_wrong_one_does_not(pool: SharedPool, base
         return await asyncio.gather(*(verdict(pool, base, {"package/add.py": text}) for text in (RIGHT, WRONG)))
 
     right, wrong = pool.run(main())
-    assert right.all_passed, right.told
+    assert right.all_passed, right.output
     assert dict(wrong.passed) == {"tests/test_add.py::test_add": False, "tests/test_old.py": True}
-    assert "assert 7 == 3" in wrong.told
+    assert "assert 7 == 3" in wrong.output
 
 
 REPORTS = """
@@ -221,4 +221,4 @@ def test_a_patch_of_tests_is_applied_and_a_command_decides_by_its_status(pool: S
 def test_what_the_solution_has_left_running_ends_before_its_outcomes_are_read(pool: SharedPool, base: Path):
     late = "import os, time\nif os.fork() == 0:\n    time.sleep(60)\n"
     found = pool.run(verdict(pool, base, {"package/add.py": RIGHT + late}))
-    assert found.all_passed, found.told
+    assert found.all_passed, found.output

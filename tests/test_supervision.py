@@ -166,7 +166,7 @@ def test_all_that_a_dead_replica_had_started_ends_before_it_is_replaced(tmp_path
         async with supervised(tmp_path, before=look) as (service, _, _):
             # One that is as old as the last look at the replica, and one that was never looked at.
             children.append(await service.replicas[0].ask("start_child", deadline_s=LONG_S))
-            service.replicas[0].tree.has_stopped(most=64)
+            service.replicas[0].tree.has_stopped(max_processes=64)
             assert children[0] in service.replicas[0].tree.members
             children.append(await service.replicas[0].ask("start_child", deadline_s=LONG_S))
             os.kill(await pid_of(service, 0), signal.SIGKILL)

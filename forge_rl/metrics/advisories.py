@@ -58,29 +58,29 @@ class Advisories:
         """Advisories that hold now, by kind."""
 
     def rollback(self) -> None:
-        """Forget the metrics, from which a run that was rolled back departs."""
+        """Forget all metrics, as after a rollback the run goes another way."""
         self._history, self._held, self.current = _History(self._history.max_lag), {}, {}
 
     def look_at(self, step: int, values: Mapping[str, object]) -> list[Advisory]:
         """Add the metrics of a step; returns the advisories that begin to hold.
 
-        Conditions about metrics that the step does not have keep their state.
+        A condition keeps its state if the step lacks its metric.
         """
-        given = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
-        given = {name: value for name, value in given.items() if math.isfinite(value)}
-        self._history.add(given)
-        begun = []
+        numbers = {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        numbers = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        self._history.add(numbers)
+        advisories = []
         for kind, (metric, patience, check) in _CONDITIONS.items():
-            if any(name.startswith(metric) for name in given):
+            if any(name.startswith(metric) for name in numbers):
                 text = "" if "diverged" in self.current and kind in _EFFECTS_OF_DIVERGENCE else check(self._history)
-                begun += self._hold(kind, step, patience, text) if text else self._end(kind)
-        for kind, effect, has_effect in effects_of(given, self._settings):
+                advisories += self._hold(kind, step, patience, text) if text else self._end(kind)
+        for kind, effect, has_effect in effects_of(numbers, self._settings):
             steps = self._held.get(kind, [step, 0])[1] + 1
-            begun += self._end(kind) if has_effect else self._hold(kind, step, effect.steps, effect.text(steps))
-        return begun
+            advisories += self._end(kind) if has_effect else self._hold(kind, step, effect.steps, effect.text(steps))
+        return advisories
 
     def _hold(self, kind: str, step: int, patience: int, text: str) -> list[Advisory]:
-        """Count a step for which a condition holds; returns its advisory if that begins."""
+        """Count a step for which a condition holds; returns its advisory if it has just begun."""
         streak = self._held.setdefault(kind, [step, 0])
         streak[1] += 1
         if streak[1] < patience:
@@ -99,27 +99,27 @@ class Advisories:
 def advisories_of(
     rows: Iterable[Mapping[str, object]], *, max_lag: int = 0, settings: Settings | None = None
 ) -> list[tuple[Advisory, int | None]]:
-    """Return the advisories of a run, and the step at which each ended; None for those that hold at its end.
+    """Return the advisories of a run, and the step at which each ended; None if it still holds at the end of the run.
 
     Args:
         rows: metrics of each step, with its "step", in order.
         max_lag, settings: as for `Advisories`.
     """
-    found: list[tuple[Advisory, int | None]] = []
+    advisories: list[tuple[Advisory, int | None]] = []
     watch = Advisories(max_lag=max_lag, settings=settings)
     for row in rows:
         step = row.get("step")
         if not isinstance(step, int):
             continue
-        begun = watch.look_at(step, {name: value for name, value in row.items() if name != "step"})
-        found = [
-            (watch.current.get(each.kind, each), None)
-            if end is None and each.kind in watch.current
-            else (each, step if end is None else end)
-            for each, end in found
+        new_advisories = watch.look_at(step, {name: value for name, value in row.items() if name != "step"})
+        advisories = [
+            (watch.current.get(advisory.kind, advisory), None)
+            if end is None and advisory.kind in watch.current
+            else (advisory, step if end is None else end)
+            for advisory, end in advisories
         ]
-        found += [(each, None) for each in begun]
-    return found
+        advisories += [(advisory, None) for advisory in new_advisories]
+    return advisories
 
 
 class _History:
@@ -167,7 +167,7 @@ class _History:
         return median([*self._latest[name]][-_RECENT:]) if name in self._latest else None
 
     def latest(self, name: str, steps: int) -> list[float]:
-        """Return up to so many of the last values."""
+        """Return the values of the last steps, up to `steps` of them."""
         return [*self._latest.get(name, ())][-steps:]
 
     def before(self, name: str) -> float | None:
@@ -176,28 +176,30 @@ class _History:
         return median(values) if len(values) >= _FIRST else None
 
     def starting_with(self, prefix: str) -> dict[str, float]:
-        """Return the last values of metrics whose names start like this, without the prefix."""
-        return {name.removeprefix(prefix): each[-1] for name, each in self._latest.items() if name.startswith(prefix)}
+        """Return the last value of each metric with this prefix, by the rest of its name."""
+        return {
+            name.removeprefix(prefix): values[-1] for name, values in self._latest.items() if name.startswith(prefix)
+        }
 
 
-def _length(of: _History, factor: float) -> tuple[float, float] | None:
-    """Return the former and the present length of episodes, if it has drifted by a factor in a run with rewards."""
-    if of.last("reward/mean") is None:
+def _length(history: _History, factor: float) -> tuple[float, float] | None:
+    """Return the medians of `_compared` for the episodes' lengths; None in a run without rewards."""
+    if history.last("reward/mean") is None:
         return None
-    return _compared(of, "tokens/completion_mean", factor=factor, least=32)
+    return _compared(history, "tokens/completion_mean", factor=factor, min_value=32)
 
 
-def _compared(of: _History, name: str, *, factor: float, least: float = 0.0) -> tuple[float, float] | None:
+def _compared(history: _History, name: str, *, factor: float, min_value: float = 0.0) -> tuple[float, float] | None:
     """Return the start and the recent median of a metric if it has grown by a factor, or shrunk if that is below 1."""
-    start, recent = of.start(name), of.recent(name)
+    start, recent = history.start(name), history.recent(name)
     if start is None or recent is None or start <= 0:
         return None
     changed = recent > factor * start if factor > 1 else recent < factor * start
-    return (start, recent) if changed and max(recent, start) > least else None
+    return (start, recent) if changed and max(recent, start) > min_value else None
 
 
-def _uniform(of: _History) -> str:
-    if not of.above("groups/uniform", 0.999):
+def _uniform(history: _History) -> str:
+    if not history.above("groups/uniform", 0.999):
         return ""
     return (
         "all advantages are 0, as those of equal rewards in a group are, and nothing is learned: choose tasks of "
@@ -205,22 +207,22 @@ def _uniform(of: _History) -> str:
     )
 
 
-def _truncated(of: _History) -> str:
-    share = of.last("episodes/truncated")
+def _truncated(history: _History) -> str:
+    share = history.last("episodes/truncated")
     return f"{share:.0%} of the episodes are truncated: raise --generator.max-tokens" if share and share > 0.5 else ""
 
 
-def _gap(of: _History) -> str:
-    if (grown := _compared(of, "logprob_gap", factor=3, least=1e-3)) is None:
+def _gap(history: _History) -> str:
+    if (medians := _compared(history, "logprob_gap", factor=3, min_value=1e-3)) is None:
         return ""
     return (
-        f"the gap between trainer and engines has grown from {grown[0]:.2g} to {grown[1]:.2g}, though both have the "
-        "same weights: see run.explain_gap(), and set --trainer.dtype to the engines' dtype"
+        f"the gap between trainer and engines has grown from {medians[0]:.2g} to {medians[1]:.2g}, though both have "
+        "the same weights: see run.explain_gap(), and set --trainer.dtype to the engines' dtype"
     )
 
 
-def _drift(of: _History) -> str:
-    drift = of.recent("logprob_drift")
+def _drift(history: _History) -> str:
+    drift = history.recent("logprob_drift")
     if drift is None or drift < 0.3:
         return ""
     return (
@@ -229,17 +231,17 @@ def _drift(of: _History) -> str:
     )
 
 
-def _entropy(of: _History) -> str:
-    if (fallen := _compared(of, "entropy", factor=0.2)) is None:
+def _entropy(history: _History) -> str:
+    if (medians := _compared(history, "entropy", factor=0.2)) is None:
         return ""
     return (
-        f"entropy has collapsed from {fallen[0]:.2g} to {fallen[1]:.2g}, so answers hardly differ: lower "
+        f"entropy has collapsed from {medians[0]:.2g} to {medians[1]:.2g}, so answers hardly differ: lower "
         "--trainer.optimizer.lr, or add a bonus, --loss NAME:entropy_coef=0.001"
     )
 
 
-def _ratio(of: _History) -> str:
-    tail = of.last("ratio/p99")
+def _ratio(history: _History) -> str:
+    tail = history.last("ratio/p99")
     if tail is None or tail < 5:
         return ""
     return (
@@ -248,36 +250,36 @@ def _ratio(of: _History) -> str:
     )
 
 
-def _clipped(of: _History) -> str:
-    share = of.last("loss/clipped")
+def _clipped(history: _History) -> str:
+    share = history.last("loss/clipped")
     if share is None or share < 0.3:
         return ""
     return f"{share:.0%} of the tokens are clipped and teach nothing: lower --trainer.optimizer.lr or --trainer.epochs"
 
 
-def _lag(of: _History) -> str:
-    lag = of.last("lag/mean")
-    if lag is None or of.max_lag < 2 or lag < 0.9 * of.max_lag:
+def _lag(history: _History) -> str:
+    lag = history.last("lag/mean")
+    if lag is None or history.max_lag < 2 or lag < 0.9 * history.max_lag:
         return ""
     return (
-        f"the lag is {lag:.2g} on average, at its bound of {of.max_lag}, so engines wait for the trainer: give the "
-        "trainer more devices, or lower --schedule.max-lag"
+        f"the lag is {lag:.2g} on average, at its bound of {history.max_lag}, so engines wait for the trainer: give "
+        "the trainer more devices, or lower --schedule.max-lag"
     )
 
 
-def _stall(of: _History) -> str:
-    seconds, usual = of.last("seconds/step"), of.before("seconds/step")
+def _stall(history: _History) -> str:
+    seconds, usual = history.last("seconds/step"), history.before("seconds/step")
     if seconds is None or usual is None or seconds < 3 * usual or seconds < 1:
         return ""
-    phases = {name: value for name, value in of.starting_with("seconds/").items() if name != "step"}
+    phases = {name: value for name, value in history.starting_with("seconds/").items() if name != "step"}
     slowest = f", most of it in phase {max(phases, key=lambda name: phases[name])}" if phases else ""
     return (
         f"a step took {seconds:.0f} s, usual are {usual:.0f} s{slowest}: see faults and stragglers in forge-rl report"
     )
 
 
-def _queued(of: _History) -> str:
-    waiting, decoding = of.last("queue/engine/mean"), of.last("queue/decoding/mean")
+def _queued(history: _History) -> str:
+    waiting, decoding = history.last("queue/engine/mean"), history.last("queue/decoding/mean")
     if waiting is None or decoding is None or waiting < 4 or waiting < 2 * decoding:
         return ""
     return (
@@ -286,21 +288,24 @@ def _queued(of: _History) -> str:
     )
 
 
-def _cache(of: _History) -> str:
-    usage, preemptions = of.last("generator/kv_cache_usage"), of.last("generator/preemptions")
+def _cache(history: _History) -> str:
+    usage, preemptions = history.last("generator/kv_cache_usage"), history.last("generator/preemptions")
     if usage is None or (usage < 0.99 and not preemptions):
         return ""
-    lost = f", {preemptions:.0f} times a request lost its place and was computed again" if preemptions else ""
-    limit = of.last("generator/request_limit")
-    fewer = f"; an engine gets {limit:.0f} requests at a time" if limit is not None else ""
+    preemption_note = (
+        f", {preemptions:.0f} times a request lost its place and was computed again" if preemptions else ""
+    )
+    limit = history.last("generator/request_limit")
+    limit_note = f"; an engine gets {limit:.0f} requests at a time" if limit is not None else ""
     return (
-        f"the KV caches are full ({usage:.0%} in use{lost}{fewer}): raise --generator.gpu-memory-utilization (on CPU "
-        "--generator.kv-cache-gib) or --generator.replicas, or lower --generator.max-num-seqs"
+        f"the KV caches are full ({usage:.0%} in use{preemption_note}{limit_note}): raise "
+        "--generator.gpu-memory-utilization (on CPU --generator.kv-cache-gib) or --generator.replicas, or lower "
+        "--generator.max-num-seqs"
     )
 
 
-def _part(of: _History) -> str:
-    parts = of.starting_with("reward_parts/")
+def _part(history: _History) -> str:
+    parts = history.starting_with("reward_parts/")
     total = sum(map(abs, parts.values()))
     name = max(parts, key=lambda name: abs(parts[name]), default="")
     if len(parts) < 2 or total <= 0 or abs(parts[name]) < 0.95 * total:
@@ -308,59 +313,59 @@ def _part(of: _History) -> str:
     return f"{name} is {abs(parts[name]) / total:.0%} of the reward, the other parts do not matter: see --reward"
 
 
-def _longer(of: _History) -> str:
-    if (grown := _length(of, 2)) is None:
+def _longer(history: _History) -> str:
+    if (medians := _length(history, 2)) is None:
         return ""
     return (
-        f"episodes have grown from {grown[0]:.0f} to {grown[1]:.0f} tokens: if the reward has not, add a part for "
+        f"episodes have grown from {medians[0]:.0f} to {medians[1]:.0f} tokens: if the reward has not, add a part for "
         "length, such as --reward with overlong, or lower --generator.max-tokens"
     )
 
 
-def _shorter(of: _History) -> str:
-    if (fallen := _length(of, 0.5)) is None:
+def _shorter(history: _History) -> str:
+    if (medians := _length(history, 0.5)) is None:
         return ""
     return (
-        f"episodes have shrunk from {fallen[0]:.0f} to {fallen[1]:.0f} tokens: read some, and check whether --reward "
+        f"episodes have shrunk from {medians[0]:.0f} to {medians[1]:.0f} tokens: read some, and check whether --reward "
         "pays for giving up early"
     )
 
 
-def _variance(of: _History) -> str:
-    high, low = of.last("reward/max"), of.last("reward/min")
+def _variance(history: _History) -> str:
+    high, low = history.last("reward/max"), history.last("reward/min")
     if high is None or low is None or high > low:
         return ""
     return f"all rewards of a batch are {high:g}: check --reward on answers in forge-rl show, or change the tasks"
 
 
-def _repeated(of: _History) -> str:
-    share = of.last("episodes/repeated")
+def _repeated(history: _History) -> str:
+    share = history.last("episodes/repeated")
     if share is None or share < 0.2:
         return ""
     return f"{share:.0%} of the answers end in a loop: lower --trainer.optimizer.lr, or give loops a lower --reward"
 
 
-def _worse(of: _History) -> str:
-    score = next((name for name in of.names if name == "held_out" or "/avg@" in name), "")
-    now, base = of.last(score), of.first(score)
-    if now is None or base is None or now >= base - max(0.05, 0.15 * abs(base)):
+def _worse(history: _History) -> str:
+    metric = next((name for name in history.names if name == "held_out" or "/avg@" in name), "")
+    score, base = history.last(metric), history.first(metric)
+    if score is None or base is None or score >= base - max(0.05, 0.15 * abs(base)):
         return ""
     return (
-        f"the score {score} is {now:.3g}, below the base model's {base:.3g}: compare with forge-rl compare, check "
+        f"the score {metric} is {score:.3g}, below the base model's {base:.3g}: compare with forge-rl compare, check "
         "--reward, and lower --trainer.optimizer.lr"
     )
 
 
-def _tools(of: _History) -> str:
-    share = of.last("tools/errors")
+def _tools(history: _History) -> str:
+    share = history.last("tools/errors")
     if share is None or share < 0.3:
         return ""
     return f"{share:.0%} of the tool calls end in an error: read them in forge-rl show, and fix --env or its prompt"
 
 
-def _failing(of: _History) -> str:
+def _failing(history: _History) -> str:
     # Schedules that work ahead count a batch's failures in the steps before it, so that counts alternate with 0.
-    counts = {name: of.latest(f"outcomes/{name}", _RECENT) for name in _FAILURES}
+    counts = {name: history.latest(f"outcomes/{name}", _RECENT) for name in _FAILURES}
     steps_with_failures = sum(any(step) for step in itertools.zip_longest(*counts.values(), fillvalue=0.0))
     if steps_with_failures < 2:
         return ""
@@ -371,16 +376,16 @@ def _failing(of: _History) -> str:
     )
 
 
-def _skipped(of: _History) -> str:
-    if not of.above("updates/skipped", 0):
+def _skipped(history: _History) -> str:
+    if not history.above("updates/skipped", 0):
         return ""
     return (
         "updates are skipped as gradients are not finite: lower --trainer.optimizer.lr, or set --trainer.dtype float32"
     )
 
 
-def _gradient(of: _History) -> str:
-    norm, usual = of.last("grad_norm"), of.before("grad_norm")
+def _gradient(history: _History) -> str:
+    norm, usual = history.last("grad_norm"), history.before("grad_norm")
     if norm is None or usual is None or usual <= 0 or norm < 20 * usual:
         return ""
     return f"the gradient's norm is {norm:.2g}, usual is {usual:.2g}: lower --trainer.optimizer.max-grad-norm"

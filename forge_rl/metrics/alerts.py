@@ -61,7 +61,7 @@ class Alerts:
 
 
 class AlertSink(Sink):
-    """Sends alerts one after the other from a thread; what fails costs only itself and becomes a warning.
+    """Sends alerts one after the other from a thread; one that fails becomes a warning, and the next is sent.
 
     Args:
         config: with a command, a URL or both.
@@ -100,11 +100,11 @@ class AlertSink(Sink):
         self._raise_problem()
 
     def advisory(self, advisory: Advisory, *, ended: bool) -> None:
-        now = self._clock()
-        if len(self._sent) == self._sent.maxlen and now - self._sent[0] < _HOUR_S:
+        sent_at = self._clock()
+        if len(self._sent) == self._sent.maxlen and sent_at - self._sent[0] < _HOUR_S:
             self._left_out += 1
             return
-        self._sent.append(now)
+        self._sent.append(sent_at)
         event = "advisory_ended" if ended else "advisory_began"
         self._put(event, advisory.text, {"kind": advisory.kind, "since": advisory.since})
 
@@ -122,8 +122,8 @@ class AlertSink(Sink):
         self._raise_problem()
 
     def _put(self, event: str, text: str, more: dict[str, object] | None = None) -> None:
-        told = without_secrets(without_credentials(text))[:_MOST_LETTERS]
-        alert = {"event": event, "text": told, **self._about, "step": self._step, "time": round(time.time(), 3)}
+        public_text = without_secrets(without_credentials(text))[:_MOST_LETTERS]
+        alert = {"event": event, "text": public_text, **self._about, "step": self._step, "time": round(time.time(), 3)}
         try:
             self._jobs.put_nowait(alert | (more or {}) | ({"left_out": self._left_out} if self._left_out else {}))
             self._left_out = 0
@@ -137,15 +137,15 @@ class AlertSink(Sink):
 
     def _work(self) -> None:
         while (alert := self._jobs.get()) is not None:
-            told = json.dumps(alert)
+            payload = json.dumps(alert)
             for name, send in (("command", self._run), ("webhook-url", self._post)):
                 try:
                     if getattr(self._config, name.replace("-", "_")):
-                        send(told)
+                        send(payload)
                 except Exception as error:
                     self._problem = f"the alert {alert['event']} was not sent by --alerts.{name}: {_cause(error)}"
 
-    def _run(self, told: str) -> None:
+    def _run(self, payload: str) -> None:
         """Run the command.
 
         Raises:
@@ -162,7 +162,7 @@ class AlertSink(Sink):
             text=True,
         )
         try:
-            _, errors = command.communicate(told, timeout=self._config.deadline_s)
+            _, errors = command.communicate(payload, timeout=self._config.deadline_s)
         except BaseException:
             command.send_signal(signal.SIGTERM)  # the supervisor kills all that the command has started
             command.communicate()
@@ -170,7 +170,7 @@ class AlertSink(Sink):
         if command.returncode:
             raise ForgeError(f"exit status {command.returncode}: {errors.strip()[-200:]}")
 
-    def _post(self, told: str) -> None:
+    def _post(self, payload: str) -> None:
         """POST to the URL; the response is not read.
 
         Raises:
@@ -181,7 +181,7 @@ class AlertSink(Sink):
 
         headers = {"content-type": "application/json"}
         url, deadline_s = self._config.webhook_url, self._config.deadline_s
-        with httpx.stream("POST", url, content=told, headers=headers, timeout=deadline_s) as response:
+        with httpx.stream("POST", url, content=payload, headers=headers, timeout=deadline_s) as response:
             if response.status_code >= 300:
                 raise ForgeError(f"status {response.status_code}")
 

@@ -22,7 +22,7 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
     """
     episodes, lags = batch.episodes, lag_histogram(batch)
     lengths = sorted(episode.response_tokens for episode in episodes)
-    found: dict[str, Metric] = {
+    metrics: dict[str, Metric] = {
         "tokens/completion_mean": sum(lengths) / len(lengths),
         "tokens/completion_p50": float(_percentile(lengths, 50)),
         "tokens/completion_p95": float(_percentile(lengths, 95)),
@@ -30,24 +30,26 @@ def batch_metrics(batch: Batch) -> dict[str, Metric]:
     }
     if any(episode.score is not None for episode in episodes):
         rewards = [episode.reward for episode in episodes]
-        found |= {"reward/mean": sum(rewards) / len(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
-        found["reward/std"] = _spread(batch)
-        found |= reward_parts(episodes) | rewards_by_source("reward", episodes)
+        metrics |= {"reward/mean": sum(rewards) / len(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
+        metrics["reward/std"] = _spread(batch)
+        metrics |= reward_parts(episodes) | rewards_by_source("reward", episodes)
     if lags.counts:
-        found["episodes/truncated"] = sum(episode.outcome == "truncated" for episode in episodes) / len(episodes)
-        found["episodes/repeated"] = sum(map(_repeats, episodes)) / len(episodes)
-        found["episodes/turns"] = sum(len(episode.turns) for episode in episodes) / len(episodes)
-        found["episodes/segments"] = sum(len(episode.runs) for episode in episodes) / len(episodes)
-        found["lag/mean"] = sum(lag * tokens for lag, tokens in lags.counts.items()) / lags.total
-        found |= {"lag/max": float(max(lags.counts)), "lag/hist": lags}
-    calls = [call for each in episodes for turn in each.turns for call in turn.calls]
+        metrics["episodes/truncated"] = sum(episode.outcome == "truncated" for episode in episodes) / len(episodes)
+        metrics["episodes/repeated"] = sum(map(_repeats, episodes)) / len(episodes)
+        metrics["episodes/turns"] = sum(len(episode.turns) for episode in episodes) / len(episodes)
+        metrics["episodes/segments"] = sum(len(episode.runs) for episode in episodes) / len(episodes)
+        metrics["lag/mean"] = sum(lag * tokens for lag, tokens in lags.counts.items()) / lags.total
+        metrics |= {"lag/max": float(max(lags.counts)), "lag/hist": lags}
+    calls = [call for episode in episodes for turn in episode.turns for call in turn.calls]
     if calls:
-        found["tools/calls"] = len(calls) / len(episodes)
-        found["tools/errors"] = sum(bool(call.error) for call in calls) / len(calls)
-    cached = [call.cached for each in episodes for turn in each.turns for call in turn.calls if call.cached is not None]
+        metrics["tools/calls"] = len(calls) / len(episodes)
+        metrics["tools/errors"] = sum(bool(call.error) for call in calls) / len(calls)
+    cached = [
+        call.cached for episode in episodes for turn in episode.turns for call in turn.calls if call.cached is not None
+    ]
     if cached:
-        found["tools/cache_hits"] = sum(cached) / len(cached)
-    return found
+        metrics["tools/cache_hits"] = sum(cached) / len(cached)
+    return metrics
 
 
 def _percentile(ordered: Sequence[int], percent: int) -> int:
@@ -57,7 +59,7 @@ def _percentile(ordered: Sequence[int], percent: int) -> int:
 
 def _spread(batch: Batch) -> float:
     """Return the standard deviation of the rewards in a group, without episodes that have no score, as a mean."""
-    groups = [[each.reward for each in group.episodes if each.score is not None] for group in batch.groups]
+    groups = [[episode.reward for episode in group.episodes if episode.score is not None] for group in batch.groups]
     return statistics.fmean(statistics.pstdev(rewards) for rewards in groups if rewards)
 
 
@@ -75,11 +77,11 @@ def _repeats(episode: Episode) -> bool:
 
 def reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
     """Mean of each part of the rewards, as `reward_parts/NAME`, over the episodes that have it."""
-    found: dict[str, list[float]] = {}
+    values_by_part: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.score.parts.items() if episode.score else ():
-            found.setdefault(name, []).append(value)
-    return {f"reward_parts/{name}": sum(values) / len(values) for name, values in found.items()}
+            values_by_part.setdefault(name, []).append(value)
+    return {f"reward_parts/{name}": sum(values) / len(values) for name, values in values_by_part.items()}
 
 
 def rewards_by_source(name: str, episodes: Sequence[Episode]) -> dict[str, float]:
@@ -89,4 +91,4 @@ def rewards_by_source(name: str, episodes: Sequence[Episode]) -> dict[str, float
         rewards.setdefault(episode.task.source, []).append(episode.reward)
     if len(rewards) == 1:
         return {}
-    return {f"{name}/{source}": sum(found) / len(found) for source, found in rewards.items()}
+    return {f"{name}/{source}": sum(values) / len(values) for source, values in rewards.items()}

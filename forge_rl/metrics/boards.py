@@ -58,12 +58,12 @@ class TensorBoardSink(Sink):
         """Write the settings for the page that compares runs by them."""
         from torch.utils.tensorboard.summary import hparams
 
-        shown = {
+        settings = {
             name: value if isinstance(value, bool | int | float) else str(value)[:_MOST_LETTERS]
             for name, value in info.config.items()
         }
         with self._writing() as writer:
-            for summary in hparams(shown, dict.fromkeys(_COMPARED, 0.0)):
+            for summary in hparams(settings, dict.fromkeys(_COMPARED, 0.0)):
                 writer.file_writer.add_summary(summary)
 
     def rollback(self, step: int) -> None:
@@ -182,8 +182,8 @@ def _samples(step: int, steps: int, batch: Batch | None) -> list[dict[str, objec
     if batch is None or (step - 1) % max(1, steps // _SAMPLED_STEPS):
         return []
     episodes = batch.episodes
-    chosen = min(_SAMPLED_EPISODES, len(episodes))
-    rows = (episode_sample(episodes[place * len(episodes) // chosen]) for place in range(chosen))
+    num_samples = min(_SAMPLED_EPISODES, len(episodes))
+    rows = (episode_sample(episodes[place * len(episodes) // num_samples]) for place in range(num_samples))
     return [
         {name: visible(value[:_MOST_LETTERS]) if isinstance(value, str) else value for name, value in row.items()}
         for row in rows
@@ -192,9 +192,9 @@ def _samples(step: int, steps: int, batch: Batch | None) -> list[dict[str, objec
 
 def _text(row: Mapping[str, object]) -> str:
     """Write a sample as text."""
-    about = ", ".join(f"{name} {row[name]}" for name in ("source", "task", "reward", "outcome", "turns", "tokens"))
-    said = row.get("conversation") or f"{row['prompt']}\n\nassistant: {row['answer']}"
-    return f"{about}\n\n{said}"
+    heading = ", ".join(f"{name} {row[name]}" for name in ("source", "task", "reward", "outcome", "turns", "tokens"))
+    conversation = row.get("conversation") or f"{row['prompt']}\n\nassistant: {row['answer']}"
+    return f"{heading}\n\n{conversation}"
 
 
 def _verbatim(row: Mapping[str, object]) -> str:
@@ -206,7 +206,7 @@ def _run_id(info: RunInfo) -> str:
     """Return the id of this folder's W&B run: new for a fresh run, unchanged for a resumed one."""
     path = info.folder / "wandb_run_id"
     with writing(path):
-        found = path.read_text(errors="replace").strip() if info.step and path.is_file() else ""
-        if not re.fullmatch(r"[0-9a-f]{8}", found):  # W&B creates a folder with this name
-            path.write_text(found := secrets.token_hex(4))
-        return found
+        run_id = path.read_text(errors="replace").strip() if info.step and path.is_file() else ""
+        if not re.fullmatch(r"[0-9a-f]{8}", run_id):  # W&B creates a folder with this name
+            path.write_text(run_id := secrets.token_hex(4))
+        return run_id

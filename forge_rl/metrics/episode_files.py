@@ -109,8 +109,8 @@ def write_episodes(path: Path, records: Iterable[RecordedEpisode]) -> int:
             write_page_checksum=True,
             write_statistics=False,  # would copy the longest texts into the footer
         ) as writer:
-            for some in _in_groups(records):
-                writer.write_table(_table(some, schema), row_group_size=len(some))
+            for group in _in_groups(records):
+                writer.write_table(_table(group, schema), row_group_size=len(group))
         size = partial.stat().st_size
         os.replace(partial, path)
     except BaseException:
@@ -193,38 +193,38 @@ def _schema() -> pa.Schema:
 
 def _in_groups(records: Iterable[RecordedEpisode]) -> Iterator[list[RecordedEpisode]]:
     """Gather records for row groups."""
-    some, tokens = list[RecordedEpisode](), 0
+    group, tokens = list[RecordedEpisode](), 0
     for record in records:
-        some.append(record)
-        last = [record.episode.turns[run[-1]] for run in record.episode.runs]
-        tokens += 1 + sum(len(turn.prompt_ids) + len(turn.token_ids) for turn in last)
+        group.append(record)
+        last_turns = [record.episode.turns[run[-1]] for run in record.episode.runs]
+        tokens += 1 + sum(len(turn.prompt_ids) + len(turn.token_ids) for turn in last_turns)
         if tokens >= _GROUP_TOKENS:
-            yield some
-            some, tokens = [], 0
-    if some:
-        yield some
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
 
 
 def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
     """Convert records to columns."""
-    # In one piece: an entry for each column of the file.
+    # A long function, as it has an entry for each column of the file.
     import pyarrow as pa
 
-    written: dict[int, str] = {}
-    """JSON of objects by their identity: episodes of a group have theirs in common."""
+    json_by_id: dict[int, str] = {}
+    """JSON by the identity of the object, as the episodes of a group share objects."""
 
     def as_json(value: object) -> str:
-        if id(value) not in written:
-            written[id(value)] = _json(value)
-        return written[id(value)]
+        if id(value) not in json_by_id:
+            json_by_id[id(value)] = _json(value)
+        return json_by_id[id(value)]
 
     episodes = [record.episode for record in records]
     turns = [turn for episode in episodes for turn in _turns(episode, as_json)]
     generated = [episode.response_tokens for episode in episodes]
     contexts = [episode.turns[run[-1]] for episode in episodes for run in episode.runs]
-    values = [[np.asarray(each, np.float32) for each in e.score.tokens] if e.score else [] for e in episodes]
-    columns: dict[str, Any] = {name: [getattr(each, name) for each in records] for name in SCALARS[:2]}
-    columns |= {name: [getattr(each, name) for each in records] for name in ("set", "group", "index", "version")}
+    values = [[np.asarray(scores, np.float32) for scores in e.score.tokens] if e.score else [] for e in episodes]
+    columns: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in SCALARS[:2]}
+    columns |= {name: [getattr(record, name) for record in records] for name in ("set", "group", "index", "version")}
     columns |= {
         "source": [episode.task.source for episode in episodes],
         "task": [episode.task.id for episode in episodes],
@@ -247,14 +247,14 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
         "asked": [_asked(episode.task) for episode in episodes],
         "said": [_last_words(record.episode.text, record.given_answer) for record in records],
         "turns_in_total": [episode.score is not None and episode.score.turns_in_total for episode in episodes],
-        "advantage": [_mean(each.advantages, each.trained) for each in records],
+        "advantage": [_mean(record.advantages, record.trained) for record in records],
         "tokens": generated,
         "turn_count": [len(episode.turns) for episode in episodes],
         "turns": _lists(
             pa.StructArray.from_arrays(
                 [
-                    _array([turn[each.name] for turn in turns], each.type)
-                    for each in schema.field("turns").type.value_type
+                    _array([turn[column.name] for turn in turns], column.type)
+                    for column in schema.field("turns").type.value_type
                 ],
                 fields=list(schema.field("turns").type.value_type),
             ),
@@ -269,16 +269,16 @@ def _table(records: Sequence[RecordedEpisode], schema: pa.Schema) -> pa.Table:
         ),
         "logprobs": _lists(_numbers([t.logprobs for e in episodes for t in e.turns], np.float32), generated),
         "versions": _lists(_numbers([t.versions for e in episodes for t in e.turns], np.int32), generated),
-        "trained": _number_lists([each.trained for each in records], np.bool_),
-        "trainer_gaps": _number_lists([each.trainer_gaps for each in records], np.float32),
-        "entropies": _number_lists([each.entropies for each in records], np.float32),
-        "advantages": _number_lists([each.advantages for each in records], np.float32),
+        "trained": _number_lists([record.trained for record in records], np.bool_),
+        "trainer_gaps": _number_lists([record.trainer_gaps for record in records], np.float32),
+        "entropies": _number_lists([record.entropies for record in records], np.float32),
+        "advantages": _number_lists([record.advantages for record in records], np.float32),
         "values": _lists(
-            _rounded(_numbers([each for own in values for each in own], np.float32)),
-            [sum(map(len, own)) for own in values],
+            _rounded(_numbers([array for arrays in values for array in arrays], np.float32)),
+            [sum(map(len, arrays)) for arrays in values],
         ),
     }
-    return pa.table([_array(columns[each.name], each.type) for each in schema], schema=schema)
+    return pa.table([_array(columns[column.name], column.type) for column in schema], schema=schema)
 
 
 def _turns(episode: Episode, as_json: Callable[[object], str]) -> Iterator[dict[str, object]]:
@@ -331,8 +331,8 @@ def _lists(values: Any, lengths: Sequence[int]) -> Any:
 
 def _number_lists(arrays: Sequence[npt.NDArray[Any] | None], dtype: type[np.generic]) -> Any:
     """Make an array of lists of numbers, rounded if they are real; None becomes an empty list."""
-    numbers = _numbers([each for each in arrays if each is not None], dtype)
-    lengths = [0 if each is None else len(each) for each in arrays]
+    numbers = _numbers([array for array in arrays if array is not None], dtype)
+    lengths = [0 if array is None else len(array) for array in arrays]
     return _lists(_rounded(numbers) if dtype is np.float32 else numbers, lengths)
 
 
@@ -352,8 +352,8 @@ def _rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 def _mean(values: npt.NDArray[np.float32] | None, trained: npt.NDArray[np.bool_] | None) -> float | None:
     if values is None or not len(values):
         return None
-    seen = values[trained] if trained is not None and trained.any() else values
-    return float(seen.mean(dtype=np.float64))
+    trained_values = values[trained] if trained is not None and trained.any() else values
+    return float(trained_values.mean(dtype=np.float64))
 
 
 def _asked(task: Task) -> str:
@@ -364,7 +364,7 @@ def _asked(task: Task) -> str:
 
 
 def _last_words(text: str, given_answer: str) -> str:
-    """Return the last words of a text, on one line; after which answer it is, if that is given."""
+    """Return the last words of a text, on one line, after the kind of a given answer."""
     start = f"{given_answer}: " if given_answer else ""
     words, room = " ".join(text[-4 * _SAID :].split()), _SAID - len(start)
     return start + (words if len(words) <= room else f"…{words[1 - room :]}")
@@ -400,7 +400,7 @@ class EpisodeFile:
         try:
             self._file = pq.ParquetFile(path, page_checksum_verification=True)
             schema, metadata = self._file.schema_arrow, self._file.metadata
-            groups = [metadata.row_group(at) for at in range(metadata.num_row_groups)]
+            groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         except (OSError, ValueError, pa.ArrowException) as error:
             raise self._broken(str(error)) from error
         expected = _schema()
@@ -424,12 +424,12 @@ class EpisodeFile:
 
     def columns(self) -> dict[str, list[Any]]:
         """Return the `SCALARS` of all episodes, by column."""
-        found: dict[str, list[Any]] = {name: [] for name in SCALARS}
+        columns: dict[str, list[Any]] = {name: [] for name in SCALARS}
         for group in range(len(self._starts) - 1):
             table = self._read_table(group, list(SCALARS))
             for name in SCALARS:
-                found[name] += table[name].to_pylist()
-        return found
+                columns[name] += table[name].to_pylist()
+        return columns
 
     def __getitem__(self, row: int) -> RecordedEpisode:
         if not 0 <= row < len(self):
@@ -448,8 +448,10 @@ class EpisodeFile:
         for record in self:
             groups.setdefault(record.group, []).append(record.episode)
             version = record.version
-        made = (Group(task=episodes[0].task, episodes=tuple(episodes)) for _, episodes in sorted(groups.items()))
-        return Batch(groups=tuple(made), version=version)
+        batch_groups = (
+            Group(task=episodes[0].task, episodes=tuple(episodes)) for _, episodes in sorted(groups.items())
+        )
+        return Batch(groups=tuple(batch_groups), version=version)
 
     def _read_table(self, group: int, columns: list[str] | None) -> pa.Table:
         import pyarrow as pa
@@ -469,9 +471,9 @@ class EpisodeFile:
         table = self._read_table(group, columns)
         try:
             table = table if row is None else table.slice(row, 1)
-            arrays = [each.name for each in table.schema if columns is None and each.name in _ARRAYS]
-            rows: list[dict[str, Any]] = table.drop_columns(arrays).to_pylist()
-            for name in arrays:
+            array_names = [column.name for column in table.schema if columns is None and column.name in _ARRAYS]
+            rows: list[dict[str, Any]] = table.drop_columns(array_names).to_pylist()
+            for name in array_names:
                 for place, values in enumerate(table[name]):
                     rows[place][name] = _values(values)
         except (OSError, ValueError, IndexError, pa.ArrowException) as error:
@@ -485,8 +487,10 @@ class EpisodeFile:
             raise self._broken(f"{type(error).__name__}: {error}") from error
 
     def _broken(self, cause: str) -> ForgeError:
-        first = (cause.splitlines() or [""])[0]
-        return ForgeError(f"{self.path} cannot be read: {first:.200}", hint="it is damaged, or not a file of episodes")
+        first_line = (cause.splitlines() or [""])[0]
+        return ForgeError(
+            f"{self.path} cannot be read: {first_line:.200}", hint="it is damaged, or not a file of episodes"
+        )
 
 
 _OPTIONAL = ("trained", "trainer_gaps", "entropies", "advantages", "values")
@@ -498,7 +502,7 @@ def _values(values: Any) -> Any:
     """Return a list as an array, or a list of lists as arrays."""
     inner = values.values
     if hasattr(inner, "offsets"):
-        return [each.values.to_numpy(zero_copy_only=False) for each in inner]
+        return [element.values.to_numpy(zero_copy_only=False) for element in inner]
     return inner.to_numpy(zero_copy_only=False)
 
 
@@ -578,9 +582,11 @@ def _read_turns(row: Mapping[str, Any], ends: npt.NDArray[Any]) -> Iterator[Turn
 
 def _objects(text: str) -> list[dict[str, Any]]:
     """Read a list of JSON objects."""
-    found = json.loads(text)
-    _check(isinstance(found, list) and all(isinstance(each, dict) for each in found), "it holds no list of objects")
-    return list(found)
+    objects = json.loads(text)
+    _check(
+        isinstance(objects, list) and all(isinstance(entry, dict) for entry in objects), "it holds no list of objects"
+    )
+    return list(objects)
 
 
 def _check(holds: bool, problem: str) -> None:

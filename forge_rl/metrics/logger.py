@@ -73,12 +73,12 @@ class RunLog:
         Files are written before the display shows the values. Advisories that begin to hold become warnings.
         """
         self._each((*self._sinks, self.display), "log", step, values, batch)
-        before = dict(self._advisories.current)
+        old_advisories = dict(self._advisories.current)
         for advisory in self._advisories.look_at(step, values):
             self.warn(str(advisory))
             self._each(self._sinks, "advisory", advisory, ended=False)
-        for kind in before.keys() - self._advisories.current.keys():
-            self._each(self._sinks, "advisory", before[kind], ended=True)
+        for kind in old_advisories.keys() - self._advisories.current.keys():
+            self._each(self._sinks, "advisory", old_advisories[kind], ended=True)
 
     def episode(self, episode: Episode) -> None:
         """Offer an ended episode to the sinks, which may keep it as a sample."""
@@ -122,18 +122,18 @@ class RunLog:
 
     def close(self) -> None:
         """Flush pending entries and stop the display."""
-        folded, self._folded = self._folded, {}
-        for kind, text in folded.items():
+        folded_warnings, self._folded = self._folded, {}
+        for kind, text in folded_warnings.items():
             self._tell(f"{text} ({self._warnings[kind]} like it in all)", "warning")
         self._each((self.display, *self._sinks), "close")
 
     def _tell(self, text: str, level: Level) -> None:
-        told = without_credentials(text)
-        self._each((self.display, *self._sinks), "event", told, level)
+        safe_text = without_credentials(text)
+        self._each((self.display, *self._sinks), "event", safe_text, level)
 
     def _each(self, sinks: Iterable[Sink], method: str, *args: object, **more: object) -> None:
         """Call a method of each sink; warn when one begins to fail and when it recovers."""
-        told: list[str] = []
+        warnings: list[str] = []
         for sink in sinks:
             name, key = f"{type(sink).__name__}.{method}", (id(sink), method)
             try:
@@ -142,9 +142,9 @@ class RunLog:
                 self._lost[key] = self._lost.get(key, 0) + 1
                 if self._lost[key] == 1:
                     cause = error.message if isinstance(error, ForgeError) else f"{type(error).__name__}: {error}"
-                    told.append(f"{name} fails, and the run goes on without it: {cause}")
+                    warnings.append(f"{name} fails, and the run goes on without it: {cause}")
             else:
-                if lost := self._lost.pop(key, 0):
-                    told.append(f"{name} works again; what it was given {lost} times is lost")
-        for text in told:
+                if num_lost := self._lost.pop(key, 0):
+                    warnings.append(f"{name} works again; what it was given {num_lost} times is lost")
+        for text in warnings:
             self._tell(text, "warning")

@@ -72,20 +72,20 @@ class PhaseClock:
                 hint=f"end the block of `phase({self.current!r})` first: a controller is in one phase at a time",
             )
         assert name not in ("", "step"), f"no name for a phase: {name!r}"
-        begun, paused_before = self._clock(), self._paused_s()
+        begin, paused_before = self._clock(), self._paused_s()
         self.used = True
-        self._current = (name, begun)
+        self._current = (name, begin)
         try:
             yield
         except BaseException as error:
             _name_phase(error, name)
             raise
         finally:
-            ended = self._clock()
-            self._seconds[name] += ended - begun - (self._paused_s() - paused_before)
-            self._current = ("", ended)
+            end = self._clock()
+            self._seconds[name] += end - begin - (self._paused_s() - paused_before)
+            self._current = ("", end)
             if self.on_phase is not None:
-                self.on_phase(name, begun, ended)
+                self.on_phase(name, begin, end)
 
     def tokens(self, phase: str, count: int) -> None:
         """Add tokens processed in a phase of this step."""
@@ -114,20 +114,20 @@ class PhaseClock:
                 f"the step was ended inside phase {self.current!r}",
                 hint=f"end the step after the block of `phase({self.current!r})`",
             )
-        ended = self._clock()
-        paused = self._paused_s()
-        wall = ended - self._begun - (paused - self._paused_before)
+        end = self._clock()
+        paused_s = self._paused_s()
+        wall = end - self._begun - (paused_s - self._paused_before)
         values = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
         for name, count in self._tokens.items():
             values[f"tokens/{name}"] = float(count)
             if self._seconds.get(name, 0.0) > 0.0:
                 values[f"tokens_per_s/{name}"] = count / self._seconds[name]
         for (device, phase), seconds in self._busy.items():
-            lasted = self._seconds.get(phase, 0.0) if phase else wall
-            if lasted > 0.0:
-                values[f"busy_{phase}/{device}" if phase else f"busy/{device}"] = seconds / lasted
+            phase_s = self._seconds.get(phase, 0.0) if phase else wall
+            if phase_s > 0.0:
+                values[f"busy_{phase}/{device}" if phase else f"busy/{device}"] = seconds / phase_s
         values["seconds/step"] = wall
-        self._begun, self._paused_before = ended, paused
+        self._begun, self._paused_before = end, paused_s
         self._seconds.clear()
         self._tokens.clear()
         self._busy.clear()

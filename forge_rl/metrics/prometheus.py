@@ -96,31 +96,33 @@ class PrometheusSink(Sink):
 
     def _families(self) -> Iterator[Family]:
         with self._lock:
-            info, values, step, at = self._info, dict(self._values), self._step, self._step_at
+            info, values, step, step_time = self._info, dict(self._values), self._step, self._step_at
             advisories, events = dict(self._advisories), dict(self._events)
         if info is not None:
-            about = GaugeMetricFamily("forge_rl_info", "The run", labels=["recipe", "model", "folder"])
-            about.add_metric([info.recipe, info.model, str(info.folder)], 1)
-            yield about
+            info_gauge = GaugeMetricFamily("forge_rl_info", "The run", labels=["recipe", "model", "folder"])
+            info_gauge.add_metric([info.recipe, info.model, str(info.folder)], 1)
+            yield info_gauge
             yield GaugeMetricFamily("forge_rl_steps", "Steps of the complete run", value=info.steps)
         yield GaugeMetricFamily("forge_rl_step", "Finished steps", value=step)
-        if at is not None:
-            yield GaugeMetricFamily("forge_rl_step_timestamp_seconds", "Time of the last finished step", value=at)
-        phase = GaugeMetricFamily("forge_rl_phase", "Current phase", labels=["phase"])
-        phase.add_metric([self._phase() or "none"], 1)
-        yield phase
+        if step_time is not None:
+            yield GaugeMetricFamily(
+                "forge_rl_step_timestamp_seconds", "Time of the last finished step", value=step_time
+            )
+        phase_gauge = GaugeMetricFamily("forge_rl_phase", "Current phase", labels=["phase"])
+        phase_gauge.add_metric([self._phase() or "none"], 1)
+        yield phase_gauge
         yield GaugeMetricFamily("forge_rl_paused", "1 while the run is paused on request", value=self._paused())
         yield CounterMetricFamily("forge_rl_warnings", "Warnings in the events", value=events["warning"])
         yield CounterMetricFamily("forge_rl_faults", "Faults in the events", value=events["fault"])
-        held = GaugeMetricFamily("forge_rl_advisory", "Step since which an advisory holds", labels=["kind"])
+        advisory_gauge = GaugeMetricFamily("forge_rl_advisory", "Step since which an advisory holds", labels=["kind"])
         for kind, advisory in advisories.items():
-            held.add_metric([kind], advisory.since)
-        yield held
-        latest = GaugeMetricFamily("forge_rl_metric", "Latest value of each metric of a step", labels=["name"])
+            advisory_gauge.add_metric([kind], advisory.since)
+        yield advisory_gauge
+        metric_gauge = GaugeMetricFamily("forge_rl_metric", "Latest value of each metric of a step", labels=["name"])
         for name, value in values.items():
             if not math.isnan(value):
-                latest.add_metric([name], value)
-        yield latest
+                metric_gauge.add_metric([name], value)
+        yield metric_gauge
 
 
 class _Collector(Collector):

@@ -110,13 +110,13 @@ class EpisodeRecorder(Sink):
             )
 
     def record(self, step: int, kind: Kind, episodes: Callable[[], Iterable[RecordedEpisode]]) -> None:
-        failed = list[RecordedEpisode]()
+        failed_episodes = list[RecordedEpisode]()
         if kind == "trained":
             self._step = step
-            failed, self._failed = self._failed, failed
+            failed_episodes, self._failed = self._failed, failed_episodes
         if not self._waiting.acquire(blocking=False):
             raise CheckpointError(f"{self._folder} is written to more slowly than episodes come")
-        self._jobs.put(functools.partial(self._write, step, kind, episodes, failed))
+        self._jobs.put(functools.partial(self._write, step, kind, episodes, failed_episodes))
         self._raise_problem()
 
     def flush(self) -> None:
@@ -162,9 +162,9 @@ class EpisodeRecorder(Sink):
         try:
             self._check_room()
             self._write_failed(step, failed)
-            chosen = _chosen(list(episodes()), self._config)
-            if chosen:
-                self._write_file(step, kind, chosen)
+            records = _chosen(list(episodes()), self._config)
+            if records:
+                self._write_file(step, kind, records)
             self._delete_earliest()
             self._problem = None
         finally:
@@ -176,10 +176,10 @@ class EpisodeRecorder(Sink):
 
     def _write_file(self, step: int, kind: Kind, episodes: Sequence[RecordedEpisode]) -> None:
         path = self._folder / f"{step:06d}-{kind}.parquet"
-        before = _size(path)
+        old_size = _size(path)
         write_episodes(path, episodes)
         if self._bytes is not None:
-            self._bytes += _size(path) - before
+            self._bytes += _size(path) - old_size
         self._last_step = max(step, self._last_step or 0)
 
     def _check_room(self) -> None:
@@ -189,7 +189,7 @@ class EpisodeRecorder(Sink):
 
     def _delete_after(self, step: int) -> None:
         if self._last_step is None:  # files of an earlier process
-            later = [path for recorded, _, path in recorded_files(self._run) if recorded > step]
+            later = [path for recorded_step, _, path in recorded_files(self._run) if recorded_step > step]
         else:
             steps = range(step + 1, self._last_step + 1)
             later = [self._folder / f"{number:06d}-{kind}.parquet" for number in steps for kind in get_args(Kind)]
@@ -227,7 +227,7 @@ def _size(path: Path) -> int:
 def _chosen(records: Sequence[RecordedEpisode], config: Recording) -> list[RecordedEpisode]:
     """Choose whole groups, spread evenly over the batch, within the bounds; at least one."""
     groups = list(dict.fromkeys((record.set, record.group) for record in records))
-    most = max(1, int(config.episodes * len(groups) / max(1, len(records))))
-    count = min(len(groups), most, max(1, round(config.share * len(groups))))
-    kept = {groups[place * len(groups) // count] for place in range(count)}
-    return [record for record in records if (record.set, record.group) in kept]
+    max_groups = max(1, int(config.episodes * len(groups) / max(1, len(records))))
+    count = min(len(groups), max_groups, max(1, round(config.share * len(groups))))
+    selected_groups = {groups[place * len(groups) // count] for place in range(count)}
+    return [record for record in records if (record.set, record.group) in selected_groups]

@@ -156,10 +156,10 @@ class EpisodeSink(Sink):
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
         episodes = batch.episodes if batch is not None else ()
-        chosen = min(self._episodes_per_step, len(episodes))
-        for i in range(chosen):
-            self._lines.append(step, episode_sample(episodes[i * len(episodes) // chosen]))
-        if chosen:
+        num_episodes = min(self._episodes_per_step, len(episodes))
+        for i in range(num_episodes):
+            self._lines.append(step, episode_sample(episodes[i * len(episodes) // num_episodes]))
+        if num_episodes:
             self._next(step)
 
     def close(self) -> None:
@@ -176,7 +176,7 @@ class EpisodeSink(Sink):
 
 def episode_sample(episode: Episode) -> dict[str, object]:
     """Describe an episode in text, as JSON; with the conversation if it has several turns."""
-    said = [
+    conversation = [
         text
         for turn in episode.turns
         for text in (*map(_said, turn.messages), f"assistant: {turn.text}")
@@ -186,7 +186,7 @@ def episode_sample(episode: Episode) -> dict[str, object]:
         "task": episode.task.id,
         "source": episode.task.source,
         "prompt": "\n\n".join(map(_said, episode.task.messages)),
-        **({"conversation": "\n\n".join(said)} if len(episode.turns) > 1 and said else {}),
+        **({"conversation": "\n\n".join(conversation)} if len(episode.turns) > 1 and conversation else {}),
         "answer": episode.text,
         "reward": _as_json(episode.reward),
         "outcome": episode.outcome.value,

@@ -57,7 +57,7 @@ class StepLines:
                 break
 
     def rollback(self, step: int) -> None:
-        """Drop the lines after a step. A file that cannot be read stays as it is until the next row."""
+        """Drop the lines after a step. If the file cannot be read, the next row does this first."""
         self._due, end, last = step, 0, -1
         with reading(self._path):
             size = self._path.stat().st_size if is_there(self._path) and self._path.is_file() else 0
@@ -94,14 +94,14 @@ class StepLines:
         """Add values to the last line of a step, inserting one if there is none; later lines are written again."""
         self._catch_up()
         assert self._end is not None, "the sink was not started"
-        start, before, later = 0, dict[str, object](), list[bytes]()
+        start, old_values, later_lines = 0, dict[str, object](), list[bytes]()
         for place, line in self._backwards(self._end):
             row = _decode(line)
             if row is not None and row[0] <= step:
-                start, before = (place, row[1]) if row[0] == step else (place + len(line), {})
+                start, old_values = (place, row[1]) if row[0] == step else (place + len(line), {})
                 break
-            later.append(line)
-        tail = b"".join([encode({"step": step, **before, **values}), *reversed(later)])
+            later_lines.append(line)
+        tail = b"".join([encode({"step": step, **old_values, **values}), *reversed(later_lines)])
         with writing(self._path):
             self._journal.write_bytes(b"%d %d %d\n" % (start, self._end, len(tail)) + tail)
         self._finish_amendment()
@@ -132,20 +132,20 @@ class StepLines:
                     yield from file
 
     def _backwards(self, end: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the place and content of each line before a place, the last one first."""
+        """Yield the place and content of each line before a place, from the last to the first."""
         with reading(self._path):
             if not end:
                 return
             with self._path.open("rb") as file:
-                rest, size = b"", _BLOCK_BYTES
+                tail, size = b"", _BLOCK_BYTES
                 while end:
                     size = min(size, end)
                     file.seek(end - size)
-                    lines = (file.read(size) + rest).splitlines(keepends=True)
+                    lines = (file.read(size) + tail).splitlines(keepends=True)
                     end -= size
-                    rest = lines.pop(0) if end else b""
-                    size = _BLOCK_BYTES + len(rest)  # a long line is read in few pieces
-                    place = end + len(rest) + sum(map(len, lines))
+                    tail = lines.pop(0) if end else b""
+                    size = _BLOCK_BYTES + len(tail)  # a long line is read in few pieces
+                    place = end + len(tail) + sum(map(len, lines))
                     for line in reversed(lines):
                         place -= len(line)
                         yield place, line

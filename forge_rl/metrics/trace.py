@@ -160,9 +160,9 @@ class Trace:
             line = file.readline()
             if line in (b"", b"["):
                 return 0
-            at = keep = len(line)
-            known = line == _BEGIN
-            while known and (line := file.readline()):
+            offset = keep = len(line)
+            is_trace = line == _BEGIN
+            while is_trace and (line := file.readline()):
                 text = line.rstrip(b",\n")
                 try:
                     event = json.loads(text)
@@ -171,12 +171,12 @@ class Trace:
                 match event:
                     case {"ph": "M"}:
                         pass
-                    case {"ph": str(), "ts": int(begin)} if isinstance(lasted := event.get("dur", 0), int):
-                        self._start_us = max(self._start_us, begin + lasted)
+                    case {"ph": str(), "ts": int(begin)} if isinstance(duration := event.get("dur", 0), int):
+                        self._start_us = max(self._start_us, begin + duration)
                     case _:
-                        known = False
-                keep, at = at + len(text), at + len(line)
-        if not known:
+                        is_trace = False
+                keep, offset = offset + len(text), offset + len(line)
+        if not is_trace:
             raise CheckpointError(
                 f"{self._path} holds something else than the trace of a run: {line[:60]!r}",
                 hint=f"move {self._path} away, then run the same command again",

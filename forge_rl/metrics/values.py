@@ -49,15 +49,15 @@ class Histogram:
         """Number of counted values."""
         return sum(self.counts.values())
 
-    def bins(self, most: int = 512) -> tuple[list[int], list[float]]:
+    def bins(self, max_bins: int = 512) -> tuple[list[int], list[float]]:
         """Return counts in bins of equal width, in increasing order, and the edges of the bins.
 
-        A bin covers one integer, or several where there would otherwise be more bins than `most`.
+        A bin covers one integer, or several if there would otherwise be more than `max_bins` bins.
         """
         if not self.counts:
             return [], []
         low, high = min(self.counts), max(self.counts)
-        width = (high - low) // most + 1
+        width = (high - low) // max_bins + 1
         counts = [0] * ((high - low) // width + 1)
         for value, count in self.counts.items():
             counts[(value - low) // width] += count
@@ -111,10 +111,10 @@ class Tail:
     @property
     def percentile(self) -> float:
         """exp of the upper end of the bin that holds the 99th percentile; NaN of nothing."""
-        wanted, seen = 0.99 * sum(self.counts), 0.0
+        threshold, num_seen = 0.99 * sum(self.counts), 0.0
         for number, count in enumerate(self.counts):
-            seen += count
-            if count and seen >= wanted:
+            num_seen += count
+            if count and num_seen >= threshold:
                 return math.exp(self.LEAST * math.exp(self.STEP * (number + 1)))
         return math.nan
 
@@ -172,13 +172,13 @@ def _number(value: Value) -> float:
 
 def lag_histogram(batch: Batch) -> Histogram:
     """Count the batch's sampled tokens by lag: how many versions older than the trainer's the weights were."""
-    versions = Counter[int]()
+    tokens_by_version = Counter[int]()
     for episode in batch.episodes:
         for turn in episode.turns:
-            held = turn.versions
-            if len(held):  # equal versions come in runs
-                cuts = (np.flatnonzero(held[1:] != held[:-1]) + 1).tolist()
-                for begin, end in zip([0, *cuts], [*cuts, len(held)], strict=True):
-                    versions[int(held[begin])] += end - begin
-    sampled = sorted((version for version in versions if version >= 0), reverse=True)
-    return Histogram({batch.version - version: versions[version] for version in sampled})
+            versions = turn.versions
+            if len(versions):  # equal versions come in runs
+                cuts = (np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()
+                for begin, end in zip([0, *cuts], [*cuts, len(versions)], strict=True):
+                    tokens_by_version[int(versions[begin])] += end - begin
+    sampled = sorted((version for version in tokens_by_version if version >= 0), reverse=True)
+    return Histogram({batch.version - version: tokens_by_version[version] for version in sampled})

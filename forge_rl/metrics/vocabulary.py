@@ -37,7 +37,7 @@ def read_vocabulary(folder: Path) -> list[bytes]:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
             return []
         file = pq.ParquetFile(path)
-        groups = [file.metadata.row_group(at) for at in range(file.metadata.num_row_groups)]
+        groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
         if file.metadata.num_rows > _MOST_TOKENS or sum(group.total_byte_size for group in groups) > _MOST_BYTES:
             return []
         table = file.read(columns=["bytes"])

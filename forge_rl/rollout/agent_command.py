@@ -106,7 +106,7 @@ class AgentCommand:
                     "PATH": _path(),
                 }
                 stdin = json.dumps(self._stdin(task_fields, session)).encode()
-                process = await run_command(self.command, self.limits, variables=variables, given=stdin)
+                process = await run_command(self.command, self.limits, variables=variables, stdin=stdin)
         self._note(session, process)
         if process.problem:
             raise AgentError(f"the agent's process {process.problem}", hint=self._hint)
@@ -175,7 +175,7 @@ class AgentFunction(AgentCommand):
         Raises:
             ConfigError: the function cannot be loaded.
         """
-        process = await run_command((*self.command, "--check"), self.limits, variables={}, given=b"")
+        process = await run_command((*self.command, "--check"), self.limits, variables={}, stdin=b"")
         if process.problem:
             lines = [line for line in process.errors.splitlines() if line.strip()]
             problem, hint = (lines[-2], lines[-1]) if len(lines) > 1 else (process.problem, "")

@@ -65,7 +65,7 @@ class ElasticHosts:
         cluster = self._hosts.cluster
         states = dict.fromkeys(self._hosts.replacements.waiting, "was asked for")
         states |= {host: "leaves" if host in cluster.leaving else "serves" for host in self._infos}
-        return states | cluster.lost
+        return states | cluster.lost_hosts
 
     def meeting_point(self) -> dict[str, str]:
         """Return what a host that wants to join must know: the controller's IP address; "" if only processes of its
@@ -98,7 +98,7 @@ class ElasticHosts:
             raise ConfigError(f"no host can join {unknown[0]!r:.80}", hint=f"name some of {', '.join(JOINED)}")
         cluster, log = self._hosts.cluster, self._prepared.monitor.log
         async with self._joining:
-            if name in cluster.hosts or name in cluster.lost:
+            if name in cluster.hosts or name in cluster.lost_hosts:
                 raise ConfigError(f"the run has, or had, a host {name!r}", hint="give the new host another name")
             cluster.add(name, attach_host(name, address, may_be_public=cluster.may_be_public))
             try:
@@ -134,7 +134,7 @@ class ElasticHosts:
             ConfigError: the run has no other host of this name.
         """
         cluster = self._hosts.cluster
-        if name == THIS_HOST or name not in self._infos or name in cluster.lost:
+        if name == THIS_HOST or name not in self._infos or name in cluster.lost_hosts:
             worker_hosts = [host for host in cluster.hosts if host != THIS_HOST]
             raise ConfigError(
                 f"no host {name!r:.80} can leave", hint=f"name one of {', '.join(worker_hosts) or 'none'}"

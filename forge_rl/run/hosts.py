@@ -117,7 +117,7 @@ async def open_hosts(config: RunConfig, prepared: Prepared) -> AsyncIterator[Run
             monitor.log.warn(text)
 
     logs = (prepared.folder / "logs").resolve()
-    async with job.open(JobListener(say=say, lost=lose)) as hosts:
+    async with job.open(JobListener(say=say, on_lost=lose)) as hosts:
         defaults = device_defaults()
         cluster = Cluster(logs, hosts, may_be_public=config.isolation.public_ports)
         clusters.append(cluster)

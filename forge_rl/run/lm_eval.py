@@ -200,7 +200,7 @@ async def run_lm_eval(
                 "TQDM_MININTERVAL": "0.5",
                 "NO_PROXY": "127.0.0.1",
             },
-            given=b"",
+            stdin=b"",
             observe=read,
         )
     new_results = sorted(_results(out) - old_results)

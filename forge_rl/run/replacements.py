@@ -69,7 +69,7 @@ class Replacements:
         if self.asks:
             self._hosts = hosts
             self._cluster.on_lost.insert(0, self._on_lost)  # before listeners that check whether a host is awaited
-            for host, cause in self._cluster.lost.items():
+            for host, cause in self._cluster.lost_hosts.items():
                 self._on_lost(host, cause)
 
     @property
@@ -162,7 +162,7 @@ class Replacements:
     def _name(self, lost_host: str) -> str:
         """Return a name that no host of the run has had."""
         stem, number = re.sub(r"[^A-Za-z0-9.-]", "-", lost_host)[:_MOST_LETTERS].lstrip(".-") or "host", self._asked
-        while (name := f"{stem}.{number}") in self._cluster.hosts or name in self._cluster.lost:
+        while (name := f"{stem}.{number}") in self._cluster.hosts or name in self._cluster.lost_hosts:
             number += 1
         return name
 

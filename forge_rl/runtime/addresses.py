@@ -54,9 +54,11 @@ class Network:
         """Return this host's addresses, on the named interfaces (comma-separated) if any are given."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = f"{boot} {os.readlink('/proc/self/ns/net')}"
-        wanted = [name for name in interfaces.split(",") if name]
-        found = tuple(each for each in _addresses() if not wanted or each.interface in wanted)
-        return Network(space=space, addresses=found)
+        interface_names = [name for name in interfaces.split(",") if name]
+        addresses = tuple(
+            address for address in _addresses() if not interface_names or address.interface in interface_names
+        )
+        return Network(space=space, addresses=addresses)
 
 
 def meeting_address(networks: Sequence[Network], *, may_be_public: bool = False) -> str:
@@ -69,12 +71,18 @@ def meeting_address(networks: Sequence[Network], *, may_be_public: bool = False)
     """
     if len({network.space for network in networks}) == 1:
         return LOOPBACK
-    first, *others = networks
+    first_network, *other_networks = networks
 
     def is_shared(address: Address) -> bool:
-        return all(any(each.network == address.network for each in other.addresses) for other in others)
+        return all(
+            any(candidate.network == address.network for candidate in network.addresses) for network in other_networks
+        )
 
-    best = min(first.addresses, key=lambda each: (each.public, not is_shared(each), ":" in each.ip), default=None)
+    best = min(
+        first_network.addresses,
+        key=lambda address: (address.public, not is_shared(address), ":" in address.ip),
+        default=None,
+    )
     if best is None:
         raise ConfigError(
             "the first host has no address that other hosts can reach",
@@ -89,21 +97,21 @@ def meeting_address(networks: Sequence[Network], *, may_be_public: bool = False)
 
 
 def interface_towards(address: str) -> str:
-    """Return the name of this host's interface over which an address is reached.
+    """Return the name of the interface over which this host reaches an address.
 
     Raises:
         ConfigError: no interface leads there.
     """
     if ipaddress.ip_address(address).is_loopback:
         return "lo"
-    own = [str(each) for each in _towards([address])]
-    found = next((each.interface for each in _addresses(inner=True) if each.ip in own), "")
-    if not found:
+    local_ips = [str(ip) for ip in _towards([address])]
+    interface = next((candidate.interface for candidate in _addresses(inner=True) if candidate.ip in local_ips), "")
+    if not interface:
         raise ConfigError(
             f"host {socket.gethostname()} has no way to {address}, where processes of several hosts meet",
             hint="give the hosts a common network, and name its interface in GLOO_SOCKET_IFNAME on each",
         )
-    return found
+    return interface
 
 
 def _addresses(*, inner: bool = False) -> Iterator[Address]:
@@ -112,47 +120,48 @@ def _addresses(*, inner: bool = False) -> Iterator[Address]:
     Args:
         inner: also yield addresses of bridges to containers.
     """
-    up = {name for name, status in psutil.net_if_stats().items() if status.isup}
-    for name, found in sorted(psutil.net_if_addrs().items()):
-        for each in found:
-            if name not in up or each.family not in (socket.AF_INET, socket.AF_INET6):
+    up_interfaces = {name for name, status in psutil.net_if_stats().items() if status.isup}
+    for name, interface_addresses in sorted(psutil.net_if_addrs().items()):
+        for addr in interface_addresses:
+            if name not in up_interfaces or addr.family not in (socket.AF_INET, socket.AF_INET6):
                 continue
-            ip = each.address.partition("%")[0]
-            kind = ipaddress.ip_address(ip)
-            if kind.is_loopback or kind.is_link_local or (_INNER.match(name) and not inner):
+            ip = addr.address.partition("%")[0]
+            ip_address = ipaddress.ip_address(ip)
+            if ip_address.is_loopback or ip_address.is_link_local or (_INNER.match(name) and not inner):
                 continue
-            mask = int(ipaddress.ip_address(each.netmask)) if each.netmask else (1 << kind.max_prefixlen) - 1
+            mask = int(ipaddress.ip_address(addr.netmask)) if addr.netmask else (1 << ip_address.max_prefixlen) - 1
             yield Address(interface=name, ip=ip, prefix=mask.bit_count())
 
 
-def own_address(towards: Sequence[str], interface: str = "", *, may_be_public: bool = False) -> str:
-    """Return the IP address by which this machine reaches others; one that other networks cannot reach if there is one.
+def own_address(hosts: Sequence[str], interface: str = "", *, may_be_public: bool = False) -> str:
+    """Return the IP address by which this machine reaches other hosts, preferably one of a private network.
 
         own_address(["node2", "node3"])  # "10.0.0.1"
         own_address(["node2"], "ib0")
 
     Args:
-        towards: host names or addresses of the others; none for this machine alone. Loopback only if all are.
-        interface: network interface whose address to take instead.
-        may_be_public: whether an address of the internet will do.
+        hosts: names or addresses of the other hosts; empty for this machine alone. The result is a loopback address
+            only if all of them are on this machine.
+        interface: name of the network interface whose address to return instead.
+        may_be_public: accept an address that the whole internet can have a route to.
 
     Raises:
-        ConfigError: the interface is unknown, no route leads there, or the address is public although it may not.
+        ConfigError: the interface is unknown, no route leads to the hosts, or the address is public and must not be.
     """
-    found = _of_interface(interface) if interface else _towards(towards)
-    if not towards and not interface:
+    addresses = _of_interface(interface) if interface else _towards(hosts)
+    if not hosts and not interface:
         return LOOPBACK
-    found.sort(key=lambda address: (address.is_global, address.is_loopback))
-    if not found:
-        where = f"interface {interface!r} has no address" if interface else f"no route leads to {', '.join(towards)}"
-        raise ConfigError(where, hint="name an interface of the network between the hosts: interface=NAME")
-    if found[0].is_global and not may_be_public:
+    addresses.sort(key=lambda address: (address.is_global, address.is_loopback))
+    if not addresses:
+        problem = f"interface {interface!r} has no address" if interface else f"no route leads to {', '.join(hosts)}"
+        raise ConfigError(problem, hint="name an interface of the network between the hosts: interface=NAME")
+    if addresses[0].is_global and not may_be_public:
         raise ConfigError(
-            f"{found[0]} is a public address, and Monarch executes any code it receives there",
+            f"{addresses[0]} is a public address, and Monarch executes any code it receives there",
             hint="name an interface of a private network: interface=NAME; or set public=true if a firewall keeps "
             "everybody else out",
         )
-    return str(found[0])
+    return str(addresses[0])
 
 
 def url(ip: str, port: int) -> str:
@@ -161,7 +170,7 @@ def url(ip: str, port: int) -> str:
 
 
 def is_trusted(address: str, *, may_be_public: bool = False) -> bool:
-    """Return whether a text of another machine is an address of Monarch's, with a literal IP that is not public."""
+    """Return whether text from another machine is a Monarch address with a literal IP that is not public."""
     match = _URL.fullmatch(address)
     if match is None:
         return False
@@ -173,20 +182,22 @@ def is_trusted(address: str, *, may_be_public: bool = False) -> bool:
 
 def _towards(hosts: Sequence[str]) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     """Find the source addresses that the kernel would use; nothing is sent."""
-    found = []
+    addresses = []
     for host in hosts:
         with contextlib.suppress(OSError, ValueError):  # the name is unknown, or its address out of reach
-            for family, _, _, _, place in socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM):
+            for family, _, _, _, sockaddr in socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM):
                 with contextlib.suppress(OSError, ValueError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect(place)
-                    found.append(ipaddress.ip_address(probe.getsockname()[0]))
-    return [address for address in found if not address.is_link_local]
+                    probe.connect(sockaddr)
+                    addresses.append(ipaddress.ip_address(probe.getsockname()[0]))
+    return [address for address in addresses if not address.is_link_local]
 
 
 def _of_interface(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    known = psutil.net_if_addrs()
-    if name not in known:
-        raise ConfigError(f"{name!r} is no network interface of this host", hint=f"choose one of {', '.join(known)}")
-    texts = [each.address for each in known[name] if each.family in (socket.AF_INET, socket.AF_INET6)]
-    found = [ipaddress.ip_address(text) for text in texts if "%" not in text]
-    return [address for address in found if not address.is_link_local]
+    interfaces = psutil.net_if_addrs()
+    if name not in interfaces:
+        raise ConfigError(
+            f"{name!r} is not a network interface of this host", hint=f"choose one of {', '.join(interfaces)}"
+        )
+    texts = [addr.address for addr in interfaces[name] if addr.family in (socket.AF_INET, socket.AF_INET6)]
+    addresses = [ipaddress.ip_address(text) for text in texts if "%" not in text]
+    return [address for address in addresses if not address.is_link_local]

@@ -89,8 +89,8 @@ class Cluster:
         may_be_public: True if Monarch may listen on addresses that other machines can reach. It executes any code it
             receives.
 
-    Processes on this host and on `local_hosts` exit with this process, however it ends. Other hosts, such as those of a
-    Slurm job, outlive it: start them with HYPERACTOR_MESH_ORPHAN_TIMEOUT=60s in their environment, so that their
+    Processes on this host and on `local_hosts` exit with this process, however it ends. Other hosts, such as the nodes
+    of a Slurm job, outlive it: start them with HYPERACTOR_MESH_ORPHAN_TIMEOUT=60s in their environment, so that their
     processes exit that long after this one.
 
     Raises:
@@ -105,7 +105,7 @@ class Cluster:
         self._hosts = dict(hosts or {})
         self._meshes: dict[str, SpawnedMesh] = {}
         self._watchers: dict[str, HostWatcher] = {}
-        self.lost: dict[str, str] = {}
+        self.lost_hosts: dict[str, str] = {}
         """Hosts that are gone for good, with the cause."""
         self.sharing: set[str] = set()
         """Other hosts that are known to see this machine's folder of logs."""
@@ -137,7 +137,7 @@ class Cluster:
     @property
     def hosts(self) -> tuple[str, ...]:
         """Names of all hosts, this one first, without those that are gone."""
-        return (THIS_HOST, *(host for host in self._hosts if host not in self.lost))
+        return (THIS_HOST, *(host for host in self._hosts if host not in self.lost_hosts))
 
     def add(self, name: str, mesh: HostMesh) -> None:
         """Take in a host that joins, under a name that none has had.
@@ -173,8 +173,8 @@ class Cluster:
 
     def lose(self, host: str, cause: str) -> None:
         """Count a host as gone for good: its processes are dead, and nothing is spawned there any more."""
-        if host in self._hosts and host not in self.lost:
-            self.lost[host] = cause
+        if host in self._hosts and host not in self.lost_hosts:
+            self.lost_hosts[host] = cause
             self.tell_change()
             for listener in list(self.on_lost):
                 listener(host, cause)
@@ -192,9 +192,9 @@ class Cluster:
         """Wait for some seconds until a host is known to be gone for good; returns whether it is."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while host not in self.lost:
+                while host not in self.lost_hosts:
                     await self.change()
-        return host in self.lost
+        return host in self.lost_hosts
 
     def spawn(
         self,
@@ -219,8 +219,12 @@ class Cluster:
             ConfigError: the host does not exist, or Monarch listens to other machines although it may not.
         """
         if host not in self.hosts:
-            gone = f"host {host!r} is gone: {self.lost[host]}" if host in self.lost else f"there is no host {host!r}"
-            raise ConfigError(gone, hint=f"choose one of {', '.join(self.hosts)}")
+            message = (
+                f"host {host!r} is gone: {self.lost_hosts[host]}"
+                if host in self.lost_hosts
+                else f"there is no host {host!r}"
+            )
+            raise ConfigError(message, hint=f"choose one of {', '.join(self.hosts)}")
         log = self._logs / f"{name}.log"
         # Monarch announces its log file on stderr, in the middle of the display.
         with quiet_stderr(), _scratch_as_temporary() as scratch:
@@ -228,10 +232,10 @@ class Cluster:
 
             temporary = {"TMPDIR": scratch} if host == THIS_HOST else {}
             command = default_bootstrap_cmd().with_env({**_changes(host), **temporary, **(env or {})})
-            place = this_host() if host == THIS_HOST else self._hosts[host].slice(hosts=0)
+            host_mesh = this_host() if host == THIS_HOST else self._hosts[host].slice(hosts=0)
             # Checked only before the first spawn: later this process may itself listen publicly, as a gateway.
-            checked = self._may_be_public or self._checked
-            if not checked and (ports := public_ports(psutil.Process(), with_hosts=bool(self._hosts))):
+            is_checked = self._may_be_public or self._checked
+            if not is_checked and (ports := public_ports(psutil.Process(), with_hosts=bool(self._hosts))):
                 raise ConfigError(
                     f"Monarch listens on {', '.join(ports)}, where other machines can reach it, and executes any "
                     "code it receives",
@@ -240,7 +244,7 @@ class Cluster:
             self._checked = True
             if not self.shares_files(host):
                 self._gathered.expect(host, log.name)
-            procs = place.spawn_procs(
+            procs = host_mesh.spawn_procs(
                 per_host={"ranks": ranks},
                 bootstrap=functools.partial(
                     _start_child,
@@ -259,12 +263,12 @@ class Cluster:
     async def stop(self, name: str, *, deadline_s: float = 10.0) -> None:
         """Stop a mesh's processes. One that does not stop in time ends with the controller."""
         mesh = self._meshes.pop(name, None)
-        if mesh is None or mesh.host in self.lost:
+        if mesh is None or mesh.host in self.lost_hosts:
             return
-        stopping = asyncio.ensure_future(mesh.procs.stop())
-        await asyncio.wait([stopping], timeout=deadline_s)  # raises nothing of a failed mesh, not even a cancellation
-        if not stopping.cancel() and not stopping.cancelled():
-            stopping.exception()  # not logged
+        task = asyncio.ensure_future(mesh.procs.stop())
+        await asyncio.wait([task], timeout=deadline_s)  # raises nothing of a failed mesh, not even a cancellation
+        if not task.cancel() and not task.cancelled():
+            task.exception()  # not logged
 
     async def close(self) -> None:
         """Stop all meshes."""
@@ -280,19 +284,19 @@ def _check_host(name: str, mesh: HostMesh) -> None:
 
 
 def _changes(host: str) -> dict[str, str | None]:
-    """Return what differs from this process's environment in a child's; None removes a variable.
+    """Return how a child's environment differs from this process's; None removes a variable.
 
     Monarch logs these values if its log level is info.
     """
-    changes: dict[str, str | None] = {each: os.environ[each] for each in _DEFAULTS}
+    changes: dict[str, str | None] = {name: os.environ[name] for name in _DEFAULTS}
     changes |= dict.fromkeys(os.environ.keys() - handed_on().keys())
     if os.path.dirname(os.environ.get(_COMPILED, "")) == tempfile.gettempdir():
         changes[_COMPILED] = None  # torch's own choice, set once it has compiled something
     if host == THIS_HOST:
         # Not set in the process itself, where Monarch's threads already read the environment: libc could crash.
-        for each, value in _CHILDREN_DEFAULTS.items():
-            if changes.get(each, os.environ.get(each)) is None:
-                changes[each] = os.path.expanduser(value)
+        for name, value in _CHILDREN_DEFAULTS.items():
+            if changes.get(name, os.environ.get(name)) is None:
+                changes[name] = os.path.expanduser(value)
     return changes
 
 
@@ -343,12 +347,13 @@ class _Log(io.FileIO):
 
 
 def _start_child(
-    log_file: str, imports: Sequence[str], path: Sequence[str], secrets: Mapping[str, str], own: str = ""
+    log_file: str, imports: Sequence[str], path: Sequence[str], secrets: Mapping[str, str], logs_name: str = ""
 ) -> None:
     """Redirect the output of a new process and its children to its log file, then import modules.
 
-    The file is in the folder `own` of `own_logs` instead, if given. The parent's `sys.path` is appended. Secrets are
-    passed here because /proc shows a process's initial environment. From here on only the controller stops the process.
+    If `logs_name` is set, the file is in that folder of this host, see `own_logs`. The parent's `sys.path` is appended.
+    Secrets are passed here because /proc shows a process's initial environment. From here on only the controller stops
+    the process.
     """
     take(secrets)
     for name, value in _CHILDREN_DEFAULTS.items():
@@ -356,7 +361,7 @@ def _start_child(
     outlive_stop_signals()
     sys.stdout.flush()
     sys.stderr.flush()
-    fd = open_log(own_logs(own) / Path(log_file).name if own else log_file)
+    fd = open_log(own_logs(logs_name) / Path(log_file).name if logs_name else log_file)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
@@ -369,7 +374,7 @@ def _start_child(
     atexit.register(_silence)
     # At exit Python searches all objects for cycles, which takes seconds of CPU time if torch is loaded.
     atexit.register(gc.freeze)
-    sys.path += [place for place in path if place not in sys.path]
+    sys.path += [folder for folder in path if folder not in sys.path]
     for module in imports:
         importlib.import_module(module)
 
@@ -385,10 +390,10 @@ def _silence() -> None:
 def quiet_stderr() -> Iterator[None]:
     """Discard everything written to stderr, also by native code, while the body runs."""
     sys.stderr.flush()
-    saved = os.dup(2)
+    saved_fd = os.dup(2)
     _silence()
     try:
         yield
     finally:
-        os.dup2(saved, 2)
-        os.close(saved)
+        os.dup2(saved_fd, 2)
+        os.close(saved_fd)

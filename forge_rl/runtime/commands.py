@@ -77,7 +77,7 @@ async def run_command(
     limits: CommandLimits | None,
     *,
     variables: Mapping[str, str],
-    given: bytes,
+    stdin: bytes,
     observe: Callable[[bytes], None] = lambda part: None,
 ) -> Finished:
     """Run a command until it exits; cancellation or the end of this process kills it.
@@ -86,7 +86,7 @@ async def run_command(
         command: program and arguments.
         limits: resource limits; None for no limits.
         variables: environment variables added to `forge_rl.system.variables.handed_on`.
-        given: its stdin.
+        stdin: bytes to write to its stdin.
         observe: called with each part of its stderr as it arrives.
     """
     process = await asyncio.create_subprocess_exec(
@@ -102,7 +102,7 @@ async def run_command(
     assert process.stderr is not None
     try:
         async with TaskGroup() as group:
-            group.create_task(_feed(process.stdin, given))
+            group.create_task(_feed(process.stdin, stdin))
             output = group.create_task(_tail(process.stdout))
             errors = group.create_task(_tail(process.stderr, observe))
             status = await process.wait()
@@ -122,16 +122,16 @@ async def _end(process: asyncio.subprocess.Process) -> None:
                 return
 
 
-async def _feed(pipe: asyncio.StreamWriter, given: bytes) -> None:
+async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:
     with contextlib.suppress(ConnectionError):  # it may not read its stdin
-        pipe.write(given)
+        pipe.write(data)
         await pipe.drain()
     pipe.close()
 
 
 async def _tail(pipe: asyncio.StreamReader, observe: Callable[[bytes], None] = lambda part: None) -> str:
-    kept = b""
+    tail = b""
     while part := await pipe.read(1 << 16):
         observe(part)
-        kept = (kept + part)[-_KEPT_BYTES:]
-    return kept.decode(errors="replace")
+        tail = (tail + part)[-_KEPT_BYTES:]
+    return tail.decode(errors="replace")

@@ -28,9 +28,9 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a process asks of the controller about one file of the folder that is open to it."""
+    """An operation on one file of the folder that the controller has opened to a process."""
 
-    what: Literal["size", "read", "write", "rename", "mkdir"]
+    action: Literal["size", "read", "write", "rename", "mkdir"]
     name: str
     """Relative path of the file."""
     offset: int = 0
@@ -62,9 +62,9 @@ class OpenFolder:
     def answer(self, request: Request) -> Answer:
         """Carry out a request; return a file's size or bytes, None after a change, or the file system's error."""
         try:
-            if self._read_only and request.what not in ("size", "read"):
+            if self._read_only and request.action not in ("size", "read"):
                 raise PermissionError(errno.EROFS, "the folder can only be read")
-            match request.what:
+            match request.action:
                 case "size":
                     with self._opened(request.name, os.O_RDONLY) as fd:
                         return os.fstat(fd).st_size
@@ -74,9 +74,9 @@ class OpenFolder:
                 case "write":
                     new = os.O_CREAT | os.O_TRUNC if request.offset == 0 else 0
                     with self._opened(request.name, os.O_WRONLY | new) as fd:
-                        written = 0
-                        while written < len(request.data):
-                            written += os.pwrite(fd, request.data[written:], request.offset + written)
+                        num_written = 0
+                        while num_written < len(request.data):
+                            num_written += os.pwrite(fd, request.data[num_written:], request.offset + num_written)
                     return None
                 case "rename":
                     self._path(request.name).rename(self._path(request.to))
@@ -118,12 +118,12 @@ class FileDesk:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._asked: asyncio.Queue[tuple[Request, Future[Answer]] | None] = asyncio.Queue()
+        self._requests: asyncio.Queue[tuple[Request, Future[Answer]] | None] = asyncio.Queue()
         self._unanswered: Future[Answer] | None = None
 
     def open(self) -> None:
         """Let the next load or save use the controller's files; called in the event loop of `exchange`."""
-        self._loop, self._asked, self._unanswered = asyncio.get_running_loop(), asyncio.Queue(), None
+        self._loop, self._requests, self._unanswered = asyncio.get_running_loop(), asyncio.Queue(), None
 
     def place(self, folder: Path) -> Folder:
         """Return a folder of the controller's machine as this process can use it: by requests if open, else itself."""
@@ -136,27 +136,27 @@ class FileDesk:
             OSError: the controller's file system raised it.
         """
         assert self._loop is not None, "open comes first"
-        answer: Future[Answer] = Future()
-        self._loop.call_soon_threadsafe(self._asked.put_nowait, (request, answer))
-        found = answer.result()
-        if isinstance(found, OSError):
-            raise found
-        return found
+        future: Future[Answer] = Future()
+        self._loop.call_soon_threadsafe(self._requests.put_nowait, (request, future))
+        answer = future.result()
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
 
     async def exchange(self, answer: Answer) -> Request | None:
         """Take the answer to the last request, and return the next one; None once closed."""
         if self._unanswered is not None:
             self._unanswered.set_result(answer)
             self._unanswered = None
-        if (asked := await self._asked.get()) is None:
+        if (entry := await self._requests.get()) is None:
             return None
-        request, self._unanswered = asked
+        request, self._unanswered = entry
         return request
 
     def close(self) -> None:
         """Let `exchange` return None; called by the thread that has finished to load or save."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._asked.put_nowait, None)
+            self._loop.call_soon_threadsafe(self._requests.put_nowait, None)
             self._loop = None
 
 
@@ -189,15 +189,15 @@ class FarFolder:
 
     def size(self, name: str) -> int:
         """Return the bytes of a regular file; raises OSError for anything else."""
-        return cast(int, self.desk.ask(Request(what="size", name=self._name(name))))
+        return cast(int, self.desk.ask(Request(action="size", name=self._name(name))))
 
     def rename(self, name: str, to: str) -> None:
         """Rename a file of this folder."""
-        self.desk.ask(Request(what="rename", name=self._name(name), to=self._name(to)))
+        self.desk.ask(Request(action="rename", name=self._name(name), to=self._name(to)))
 
     def mkdir(self, name: str) -> None:
         """Make a folder in this one, unless it exists."""
-        self.desk.ask(Request(what="mkdir", name=self._name(name)))
+        self.desk.ask(Request(action="mkdir", name=self._name(name)))
 
     def open(self, name: str, mode: str) -> BinaryIO:
         """Open a file to read ("rb") or to write from its beginning ("wb")."""
@@ -205,7 +205,7 @@ class FarFolder:
             raw = _FarFile(self.desk, self._name(name), size=self.size(name))
             return cast(BinaryIO, io.BufferedReader(raw, _BUFFER_BYTES))
         assert mode == "wb", mode
-        self.desk.ask(Request(what="write", name=self._name(name)))
+        self.desk.ask(Request(action="write", name=self._name(name)))
         return cast(BinaryIO, io.BufferedWriter(_FarFile(self.desk, self._name(name), size=None), _BUFFER_BYTES))
 
     def _name(self, name: str) -> str:
@@ -222,10 +222,10 @@ def filled(folder: Folder) -> Iterator[Path]:
     if isinstance(folder, Path):
         yield folder
         return
-    with tempfile.TemporaryDirectory() as made:
-        yield Path(made)
-        for path in sorted(Path(made).rglob("*")):
-            name = path.relative_to(made).as_posix()
+    with tempfile.TemporaryDirectory() as temporary_folder:
+        yield Path(temporary_folder)
+        for path in sorted(Path(temporary_folder).rglob("*")):
+            name = path.relative_to(temporary_folder).as_posix()
             if path.is_dir():
                 folder.mkdir(name)
                 continue
@@ -260,9 +260,9 @@ class _FarFile(io.RawIOBase):
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         view = memoryview(buffer).cast("B")
-        found = self._read(len(view))
-        view[: len(found)] = found
-        return len(found)
+        data = self._read(len(view))
+        view[: len(data)] = data
+        return len(data)
 
     def readall(self) -> bytes:
         """Read the rest in large pieces, unlike the base class."""
@@ -270,13 +270,13 @@ class _FarFile(io.RawIOBase):
 
     def _read(self, length: int) -> bytes:
         length = min(length, _PIECE_BYTES)
-        found = self._desk.ask(Request(what="read", name=self._name, offset=self._offset, length=length))
-        self._offset += len(found)
-        return cast(bytes, found)
+        data = self._desk.ask(Request(action="read", name=self._name, offset=self._offset, length=length))
+        self._offset += len(data)
+        return cast(bytes, data)
 
     def write(self, data: ReadableBuffer) -> int:
         piece = bytes(memoryview(data).cast("B")[:_PIECE_BYTES])
         if piece:
-            self._desk.ask(Request(what="write", name=self._name, offset=self._offset, data=piece))
+            self._desk.ask(Request(action="write", name=self._name, offset=self._offset, data=piece))
             self._offset += len(piece)
         return len(piece)

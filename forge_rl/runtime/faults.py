@@ -114,11 +114,11 @@ class Faults:
         """
 
         async def expire() -> None:
-            left, before = seconds, self.hold.seconds
-            while left > 0:
-                await asyncio.sleep(left)
+            remaining_s, held_s = seconds, self.hold.seconds
+            while remaining_s > 0:
+                await asyncio.sleep(remaining_s)
                 await self.hold.released()
-                left, before = self.hold.seconds - before, self.hold.seconds
+                remaining_s, held_s = self.hold.seconds - held_s, self.hold.seconds
             raise self._late(phase, seconds)  # built now, as the interruption ends the calls that it names
 
         with interrupted_by(expire):
@@ -132,9 +132,9 @@ class Faults:
                 f"{message}; no remote call is in flight", service="controller", hint="raise --phase-deadline-s"
             )
         call, count = waiting
-        others = f", and {count - 1} more calls are in flight" if count > 1 else ""
+        more_calls = f", and {count - 1} more calls are in flight" if count > 1 else ""
         return DeadlineError(
-            f"{message}; this call has run for {self.clock() - call.since:.0f} s{others}",
+            f"{message}; this call has run for {self.clock() - call.since:.0f} s{more_calls}",
             service=call.service,
             replica=call.replica,
             call=call.method,
@@ -159,7 +159,7 @@ class Faults:
         """Wait for the first fatal fault.
 
         Raises:
-            ServiceError: the fault, after half a second: a call in flight fails by itself, with a better message.
+            ServiceError: the fault, half a second late, as a call in flight may fail with a better message.
         """
         error = await self.wait()
         await asyncio.sleep(0.5)
@@ -205,8 +205,8 @@ class Faults:
     def _on_mesh_failure(self, failure: object) -> None:
         """Handle Monarch's failure report, in one of Monarch's threads."""
         text = str(failure)
-        found = re.search(r"mesh_name=([\w-]+)", text)
-        action = self._actions.get(found[1].rsplit("-", 1)[0]) if found else None
+        match = re.search(r"mesh_name=([\w-]+)", text)
+        action = self._actions.get(match[1].rsplit("-", 1)[0]) if match else None
         if action is not None and self._loop is not None and not self._loop.is_closed():
             # Not in the thread's own context, in which Monarch finds an actor without processes and spawns nothing.
             self._loop.call_soon_threadsafe(action, text, context=self._context)

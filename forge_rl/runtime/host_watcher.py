@@ -64,7 +64,7 @@ class Watch:
 class Processes(Protocol):
     """The part of a Cluster that an agent needs."""
 
-    lost: dict[str, str]
+    lost_hosts: dict[str, str]
     heard: dict[str, float]
     """Time of the event loop's clock at which each watched host answered last."""
 
@@ -131,7 +131,7 @@ class HostWatcher:
     async def kill(self, mark: str, *, wait_s: float) -> None:
         """Kill the processes with a mark and all their descendants, unless the host is lost; ends their watch."""
         self._watched.pop(mark, None)
-        if self._polling is not None and self._host not in self._cluster.lost:
+        if self._polling is not None and self._host not in self._cluster.lost_hosts:
             with contextlib.suppress(ForgeError):  # they end with their host or, orphaned, after a minute
                 await self._call("kill", mark, wait_s, deadline_s=wait_s + _CALL_S)
 
@@ -144,14 +144,14 @@ class HostWatcher:
         if self._logs is None:
             return
         async with self._taking:
-            found = dict[str, bytes]()
-            while taken := await asyncio.to_thread(self._logs.take, self._host, found):
-                if not (found := await self._call("new_output", self._logs.name, taken, deadline_s=deadline_s)):
+            output = dict[str, bytes]()
+            while offsets := await asyncio.to_thread(self._logs.take, self._host, output):
+                if not (output := await self._call("new_output", self._logs.name, offsets, deadline_s=deadline_s)):
                     return
 
     async def close(self) -> None:
         """Stop watching; the cluster stops the agent."""
-        if self._polling is not None and not self._polling.done() and self._host not in self._cluster.lost:
+        if self._polling is not None and not self._polling.done() and self._host not in self._cluster.lost_hosts:
             with contextlib.suppress(ForgeError):
                 await self._take_output(deadline_s=_LAST_CALL_S)
         tasks = [*self._telling, *([self._polling] if self._polling is not None else [])]
@@ -202,8 +202,8 @@ class HostWatcher:
         answer = asyncio.ensure_future(self._call("report", _BEAT_S, deadline_s=None))
         answer.add_done_callback(lambda late: late.cancelled() or late.exception())  # not logged if nobody waits
         looks = 0
-        most = min(_SILENT_LOOKS_OF_ALL, max(_SILENT_LOOKS, _SLACK * max(self._looks, default=0)))
-        while looks < most or (looks < _SILENT_LOOKS_OF_ALL and not self._another_answers()):
+        max_looks = min(_SILENT_LOOKS_OF_ALL, max(_SILENT_LOOKS, _SLACK * max(self._looks, default=0)))
+        while looks < max_looks or (looks < _SILENT_LOOKS_OF_ALL and not self._another_answers()):
             await asyncio.wait((answer,), timeout=_LOOK_S)
             looks += 1
             if answer.done():
@@ -216,9 +216,11 @@ class HostWatcher:
 
     def _another_answers(self) -> bool:
         """Return whether another host has answered lately, or there is none to ask."""
-        lost, since = self._cluster.lost, asyncio.get_running_loop().time() - _LATELY_S
-        others = [time for host, time in self._cluster.heard.items() if host != self._host and host not in lost]
-        return not others or max(others) > since
+        lost_hosts, since = self._cluster.lost_hosts, asyncio.get_running_loop().time() - _LATELY_S
+        answer_times = [
+            time for host, time in self._cluster.heard.items() if host != self._host and host not in lost_hosts
+        ]
+        return not answer_times or max(answer_times) > since
 
     async def _replace(self, cause: str) -> bool:
         """Replace an agent that died or hangs, unless its whole host does; return whether the host lives."""
@@ -250,14 +252,14 @@ class HostWatcher:
                 return False
             return True
 
-        asking = [asyncio.ensure_future(ask(watch)) for watch in list(self._watched.values())]
+        tasks = [asyncio.ensure_future(ask(watch)) for watch in list(self._watched.values())]
         try:
-            return any([await each for each in asyncio.as_completed(asking, timeout=_PROBE_S)])
+            return any([await answer for answer in asyncio.as_completed(tasks, timeout=_PROBE_S)])
         except TimeoutError:
-            return any(each.result() for each in asking if each.done() and not each.cancelled())
+            return any(task.result() for task in tasks if task.done() and not task.cancelled())
         finally:
-            for each in asking:
-                each.cancel()
+            for task in tasks:
+                task.cancel()
 
     async def _watch_again(self, watch: Watch) -> None:
         await self._call("watch", watch.mark, list(watch.pids), watch.descendants)

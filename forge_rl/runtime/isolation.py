@@ -63,10 +63,10 @@ def other_people(definitions: Path = Path("/etc/login.defs")) -> list[str]:
     """Return the names of other users with processes on this machine, without system users."""
     bounds = {"UID_MIN": 1000, "UID_MAX": 60000}
     if definitions.is_file():
-        found = re.findall(r"^(UID_M\w\w)\s+(\d+)", definitions.read_text(errors="replace"), re.MULTILINE)
-        bounds |= {name: int(value) for name, value in found}
-    running = [process.info for process in psutil.process_iter(["uids", "username"])]
-    names = {info["uids"].real: info["username"] for info in running if info["uids"]}
+        matches = re.findall(r"^(UID_M\w\w)\s+(\d+)", definitions.read_text(errors="replace"), re.MULTILINE)
+        bounds |= {name: int(value) for name, value in matches}
+    process_infos = [process.info for process in psutil.process_iter(["uids", "username"])]
+    names = {info["uids"].real: info["username"] for info in process_infos if info["uids"]}
     people = names.keys() & range(bounds["UID_MIN"], bounds["UID_MAX"] + 1)
     return sorted(names[uid] for uid in people - {os.getuid()})
 
@@ -82,6 +82,8 @@ def public_ports(process: psutil.Process, *, with_hosts: bool = False) -> list[s
         address = ipaddress.ip_address(text.partition("%")[0])
         return address.is_global or address.is_unspecified or not with_hosts
 
-    found = [each.laddr for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-    reached = [address for address in found if not _LOOPBACK.match(address.ip) and is_public(address.ip)]
-    return [f"{address.ip}:{address.port}" for address in reached]
+    addresses = [
+        connection.laddr for connection in process.net_connections("tcp") if connection.status == psutil.CONN_LISTEN
+    ]
+    reachable = [address for address in addresses if not _LOOPBACK.match(address.ip) and is_public(address.ip)]
+    return [f"{address.ip}:{address.port}" for address in reachable]

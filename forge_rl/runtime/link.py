@@ -1,8 +1,8 @@
 """Link to a replica: batches concurrent calls and streams into few messages, as each message costs a millisecond.
 
-The controller posts the calls that accumulated during the last post, and a long poll returns the replies that are
-ready, in bounded batches so that both ends stay busy. Each call and each reply is pickled separately, so that a bad
-value breaks only one call.
+The controller posts the calls that accumulated during the last post. A long poll returns the replies that are ready.
+Messages have a bounded size, as otherwise one end would be idle while the other reads. Each call and each reply is
+pickled separately, so that a bad value breaks only one call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from forge_rl.runtime.in_hand import InHand, number_of_call
 from forge_rl.system.tasks import TaskGroup
 
 POLL_S = 5.0
-"""Seconds that a poll stays open when there are no replies."""
+"""Seconds for which a poll waits for a first reply."""
 _MOST = 512
 """Maximum calls or replies per message. With thousands in flight, the two ends would otherwise alternate waiting for
 each other, and an event loop would be blocked for seconds."""
@@ -60,7 +60,7 @@ class Link:
     Args:
         actor: Monarch's handle of one process with a ServiceActor.
         error: makes an error from its class, the method and a message.
-        lost: called with the error when the link breaks unasked; the owner must then call `close`.
+        on_lost: called with the error when the link breaks unasked; the owner must then call `close`.
         begin: called with the method when a call begins; returns a key.
         end: called with that key when the call has ended, and whether the replica answered.
     """
@@ -70,13 +70,13 @@ class Link:
         actor: Any,
         *,
         error: Callable[[type[ServiceError], str, str], ServiceError],
-        lost: Callable[[Exception], None],
+        on_lost: Callable[[Exception], None],
         begin: Callable[[str], int],
         end: Callable[[int, bool], None],
     ) -> None:
         self._actor = actor
         self._error = error
-        self._lost = lost
+        self._on_lost = on_lost
         self._begin = begin
         self._end = end
         self._numbers = itertools.count()
@@ -183,7 +183,7 @@ class Link:
                 group.create_task(self._post())
                 group.create_task(self._collect())
         except ExceptionGroup as errors:
-            self._lost(errors.exceptions[0])
+            self._on_lost(errors.exceptions[0])
 
     async def _post(self) -> None:
         while True:
@@ -260,14 +260,14 @@ class Deadlines:
             self.cancel()
             self._wait(loop, call.due)
 
-    def _wait(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
-        if due < math.inf:
-            self._look_at, self._timer = due, loop.call_at(due, self._look)
+    def _wait(self, loop: asyncio.AbstractEventLoop, wake_at: float) -> None:
+        if wake_at < math.inf:
+            self._look_at, self._timer = wake_at, loop.call_at(wake_at, self._look)
 
-    def hold_streams(self, held: bool) -> None:
+    def hold_streams(self, is_held: bool) -> None:
         """Suspend the deadlines of streams, or restart them."""
-        if held != self._held:
-            self._held = held
+        if is_held != self._held:
+            self._held = is_held
             for call in self._calls.values():
                 if call.on_item is not None:
                     self.start(call)
@@ -280,14 +280,14 @@ class Deadlines:
 
     def _look(self) -> None:
         loop = asyncio.get_running_loop()
-        now, due = loop.time(), math.inf
+        loop_time, next_due = loop.time(), math.inf
         for call in list(self._calls.values()):
-            if call.due <= now:
+            if call.due <= loop_time:
                 call.be_late()
             else:
-                due = min(due, call.due)
+                next_due = min(next_due, call.due)
         self._look_at, self._timer = math.inf, None
-        self._wait(loop, max(due, now + _LOOK_S))
+        self._wait(loop, max(next_due, loop_time + _LOOK_S))
 
 
 class LinkEnd:
@@ -356,12 +356,12 @@ class LinkEnd:
 
 def _pop_message(queue: deque[T]) -> list[T]:
     """Pop the calls or replies of one message."""
-    taken: list[T] = []
+    items: list[T] = []
     size = 0
-    while queue and len(taken) < _MOST and size < _MOST_BYTES:
-        taken.append(queue.popleft())
-        size += len(taken[-1][2])
-    return taken
+    while queue and len(items) < _MOST and size < _MOST_BYTES:
+        items.append(queue.popleft())
+        size += len(items[-1][2])
+    return items
 
 
 def _dumps(value: object) -> bytes:
@@ -396,9 +396,9 @@ def _unpack(pickled: bytes) -> ForgeError | None:
 
 def users_line(frames: Iterable[tuple[types.FrameType, int]]) -> str:
     """Locate the innermost line of the user's code, as " (score.py:12)" or ""; `frames` starts at the outermost."""
-    found = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
-    own = [(path, line) for path, line in found if path.suffix == ".py" and not _NOT_USERS & {*path.parents}]
-    return f" ({own[-1][0]}:{own[-1][1]})" if own else ""
+    lines = [(Path(frame.f_code.co_filename), line) for frame, line in frames]
+    user_lines = [(path, line) for path, line in lines if path.suffix == ".py" and not _NOT_USERS & {*path.parents}]
+    return f" ({user_lines[-1][0]}:{user_lines[-1][1]})" if user_lines else ""
 
 
 def _describe(error: BaseException) -> str:

@@ -31,8 +31,8 @@ def secure_monarch_log(parent: Path = Path("/tmp")) -> None:
         folder = parent / name
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        folder_status = folder.lstat()
+        if not stat.S_ISDIR(folder_status.st_mode) or folder_status.st_uid != os.geteuid():
             raise ConfigError(
                 f"Monarch keeps its log in {folder}, which is not a folder of this user",
                 hint="remove it, or ask its owner to",
@@ -41,6 +41,10 @@ def secure_monarch_log(parent: Path = Path("/tmp")) -> None:
         for file in folder.glob("monarch_log*"):
             # May have been put there while others could write to the folder; another process may remove it too.
             with contextlib.suppress(FileNotFoundError):
-                kept = file.lstat()
-                if not stat.S_ISREG(kept.st_mode) or kept.st_uid != os.geteuid() or kept.st_nlink > 1:
+                file_status = file.lstat()
+                if (
+                    not stat.S_ISREG(file_status.st_mode)
+                    or file_status.st_uid != os.geteuid()
+                    or file_status.st_nlink > 1
+                ):
                     file.unlink()

@@ -21,15 +21,15 @@ def clock_without_pauses() -> Iterator[None]:
     """
     loop = asyncio.get_running_loop()
     clock = loop.time
-    looked, paused, ticking = clock(), 0.0, True
+    last_reading, paused_s, ticking = clock(), 0.0, True
 
     def time() -> float:
-        nonlocal looked, paused
-        now = clock()
-        if ticking and now - looked > _PAUSE_S:
-            paused += now - looked
-        looked = now
-        return now - paused
+        nonlocal last_reading, paused_s
+        reading = clock()
+        if ticking and reading - last_reading > _PAUSE_S:
+            paused_s += reading - last_reading
+        last_reading = reading
+        return reading - paused_s
 
     def tick() -> None:
         if ticking:

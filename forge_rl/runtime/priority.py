@@ -21,15 +21,15 @@ def low_priority() -> Iterator[None]:
 
     Does nothing if this process may not raise its priority again: only root may by default, else RLIMIT_NICE.
     """
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    if not _may_return_to(before):
+    old_nice = os.getpriority(os.PRIO_PROCESS, 0)
+    if not _may_return_to(old_nice):
         yield
         return
-    _set(before + _LESS)
+    _set(old_nice + _LESS)
     try:
         yield
     finally:
-        while _set(before):  # a thread may just have started another one
+        while _set(old_nice):  # a thread may just have started another one
             pass
 
 
@@ -44,13 +44,13 @@ def _may_return_to(nice: int) -> bool:
 
 def _set(nice: int) -> int:
     """Set the nice value of all threads of this process and its descendants; return how many had another one."""
-    changed = 0
-    process = psutil.Process()
-    for each in (process, *process.children(recursive=True)):
+    num_changed = 0
+    root = psutil.Process()
+    for process in (root, *root.children(recursive=True)):
         with contextlib.suppress(OSError):  # it exited
-            for thread in map(int, os.listdir(f"/proc/{each.pid}/task")):
+            for thread in map(int, os.listdir(f"/proc/{process.pid}/task")):
                 with contextlib.suppress(ProcessLookupError):
                     if os.getpriority(os.PRIO_PROCESS, thread) != nice:
                         os.setpriority(os.PRIO_PROCESS, thread, nice)
-                        changed += 1
-    return changed
+                        num_changed += 1
+    return num_changed

@@ -49,7 +49,7 @@ def has_way_out() -> bool:
 
 def enter(command: Sequence[str]) -> NoReturn:
     """Replace this process by a command in a private network; PID, open files and working directory stay."""
-    ours, outside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    inside, outside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     subprocess.Popen(
         [sys.executable, "-I", __file__, "--outside", str(outside.fileno())],
         pass_fds=[outside.fileno()],
@@ -62,9 +62,9 @@ def enter(command: Sequence[str]) -> NoReturn:
     outside.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    ours.set_inheritable(True)
+    inside.set_inheritable(True)
     # Only a single-threaded process may create a user namespace, so a fresh interpreter does it.
-    os.execv(sys.executable, [sys.executable, "-I", __file__, "--inside", str(ours.fileno()), *command])
+    os.execv(sys.executable, [sys.executable, "-I", __file__, "--inside", str(inside.fileno()), *command])
 
 
 def listen_outside(host: str, port: int) -> socket.socket:
@@ -86,8 +86,8 @@ def listen_outside(host: str, port: int) -> socket.socket:
 
 def _is_of_one_user() -> bool:
     with open("/proc/self/uid_map") as file:
-        mapped = [line.split() for line in file]
-    if len(mapped) != 1 or mapped[0][2] != "1":
+        mappings = [line.split() for line in file]
+    if len(mappings) != 1 or mappings[0][2] != "1":
         return False
     network = os.open("/proc/self/ns/net", os.O_RDONLY)
     try:
@@ -103,16 +103,16 @@ def _is_of_one_user() -> bool:
 
 
 def _is_apart() -> bool:
-    here = os.stat("/proc/self/ns/net")
-    left = False
+    namespace = os.stat("/proc/self/ns/net")
+    has_left = False
     for process in _who_may_be_outside():
         with contextlib.suppress(OSError):  # no permission
-            left |= not os.path.samestat(here, (process / "ns" / "net").stat())
-    if not left:
+            has_left |= not os.path.samestat(namespace, (process / "ns" / "net").stat())
+    if not has_left:
         return False
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if process.stat().st_uid != os.geteuid() and os.path.samestat(here, (process / "ns" / "net").stat()):
+            if process.stat().st_uid != os.geteuid() and os.path.samestat(namespace, (process / "ns" / "net").stat()):
                 return False
         except (FileNotFoundError, ProcessLookupError):  # it exited
             continue
@@ -138,8 +138,8 @@ def _channel() -> int | None:
     if not fd.isdecimal() or pid != str(os.getpid()):
         return None
     try:
-        with socket.socket(fileno=os.dup(int(fd))) as found:
-            return int(fd) if found.type == socket.SOCK_SEQPACKET and found.family == socket.AF_UNIX else None
+        with socket.socket(fileno=os.dup(int(fd))) as channel:
+            return int(fd) if channel.type == socket.SOCK_SEQPACKET and channel.family == socket.AF_UNIX else None
     except OSError:
         return None
 

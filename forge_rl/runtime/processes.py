@@ -81,28 +81,28 @@ class ProcessTree:
         for pid in list(self._pidfds):
             self._unwatch(pid)
 
-    def has_been_stopped(self, *, most: int) -> bool:
+    def has_been_stopped(self, *, max_processes: int) -> bool:
         """Return True if three inspections in a row found a process stopped; see `has_stopped`. Call it regularly."""
-        self._stopped = self._stopped + 1 if self.has_stopped(most=most) else 0
+        self._stopped = self._stopped + 1 if self.has_stopped(max_processes=max_processes) else 0
         return self._stopped >= _STOPPED_INSPECTIONS
 
-    def has_stopped(self, *, most: int) -> bool:
-        """Inspect the roots and up to `most` processes in total, nearest first; return True if any is stopped.
+    def has_stopped(self, *, max_processes: int) -> bool:
+        """Inspect up to `max_processes` processes, starting from the roots; return True if any is stopped.
 
         Processes with a debugger attached do not count.
         """
-        found: dict[int, psutil.Process] = {}
-        stopped = False
+        members: dict[int, psutil.Process] = {}
+        is_stopped = False
         queue = deque(self.roots)
-        while queue and len(found) < most:
+        while queue and len(members) < max_processes:
             pid = queue.popleft()
             with contextlib.suppress(psutil.NoSuchProcess):  # it exited
                 process = self.members.get(pid) or psutil.Process(pid)
-                stopped |= process.status() == psutil.STATUS_STOPPED and not is_traced(pid)
-                found[pid] = process
+                is_stopped |= process.status() == psutil.STATUS_STOPPED and not is_traced(pid)
+                members[pid] = process
                 queue.extend(_children_of(pid))
-        self.members = found
-        return stopped
+        self.members = members
+        return is_stopped
 
     def signal_roots(self, number: signal.Signals) -> None:
         """Send a signal to the living roots; if it kills them, `on_end` is still called."""
@@ -118,12 +118,15 @@ class ProcessTree:
         Returns:
             PIDs that have not exited within `wait_s` seconds.
         """
-        seen: set[psutil.Process] = set()
+        processes: set[psutil.Process] = set()
         cleaners: set[psutil.Process] = set()
         # Repeat until there are no new ones, as a process may just have forked.
-        while fresh := {process for process in (*self.members.values(), *self._marked()) if _runs(process)} - seen:
-            seen |= fresh
-            for process in fresh:
+        while (
+            new_processes := {process for process in (*self.members.values(), *self._marked()) if _runs(process)}
+            - processes
+        ):
+            processes |= new_processes
+            for process in new_processes:
                 with contextlib.suppress(psutil.Error):  # it exited
                     if cleans_up(process):
                         cleaners.add(process)
@@ -133,7 +136,7 @@ class ProcessTree:
         for process in cleaners:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        return _wait(seen, wait_s)
+        return _wait(processes, wait_s)
 
     def _marked(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():
@@ -223,9 +226,9 @@ def exit_status(pid: int, pidfd: int) -> int | None:
     dumpable; after that, Linux 6.15 and later still report it through the pidfd.
     """
     with contextlib.suppress(OSError):
-        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-        if ended is not None:
-            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        status = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if status is not None:
+            return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] == "Z":
@@ -276,16 +279,16 @@ def last_error(log: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return ""
-    found = (match[1] for line in reversed(lines) if (match := _EXCEPTION.search(line)))
-    return next((error[:300] for error in found if not _POINTER.search(error)), "")
+    errors = (match[1] for line in reversed(lines) if (match := _EXCEPTION.search(line)))
+    return next((error[:300] for error in errors if not _POINTER.search(error)), "")
 
 
 def cause_of(text: str, exit_meanings: Mapping[int, str] | None = None) -> str:
     """Extract a one-line cause from Monarch's message about a failure."""
-    if found := re.search(r"Killed\(sig=(\d+)\)", text):
-        return describe_exit(-int(found[1]))
-    if found := re.search(r"exited with non-zero code (\d+)", text):
-        return describe_exit(int(found[1]), exit_meanings)
+    if match := re.search(r"Killed\(sig=(\d+)\)", text):
+        return describe_exit(-int(match[1]))
+    if match := re.search(r"exited with non-zero code (\d+)", text):
+        return describe_exit(int(match[1]), exit_meanings)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "unknown"
 
@@ -313,7 +316,7 @@ def responsive_loop() -> Iterator[None]:
     long as everything else. Imported objects are not scanned. The thread switch interval is a tenth of the default: the
     loop releases the GIL with every file read, and gets it back sooner from threads that compute in Python.
     """
-    before, interval = gc.get_threshold(), sys.getswitchinterval()
+    old_threshold, interval = gc.get_threshold(), sys.getswitchinterval()
     gc.freeze()
     gc.set_threshold(*_NEW_OBJECTS)
     sys.setswitchinterval(_SWITCH_S)
@@ -321,5 +324,5 @@ def responsive_loop() -> Iterator[None]:
         yield
     finally:
         sys.setswitchinterval(interval)
-        gc.set_threshold(*before)
+        gc.set_threshold(*old_threshold)
         gc.unfreeze()

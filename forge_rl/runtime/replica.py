@@ -85,19 +85,19 @@ class Replica:
         self.index = index
         self.incarnation = incarnation
         self.meshes = tuple(meshes)
-        mesh = meshes[0]
-        self.host, self.log = mesh.host, mesh.log
+        first_mesh = meshes[0]
+        self.host, self.log = first_mesh.host, first_mesh.log
         """Host and log file of rank 0."""
-        self.hosts = tuple(each.host for each in meshes for _ in range(each.ranks))
+        self.hosts = tuple(mesh.host for mesh in meshes for _ in range(mesh.ranks))
         """Host of each rank."""
-        self.logs = tuple(each.log for each in meshes for _ in range(each.ranks))
+        self.logs = tuple(mesh.log for mesh in meshes for _ in range(mesh.ranks))
         """Log file of each rank."""
         self.ranks = len(self.hosts)
         self.actor_names = tuple(actor_names)
         self.actor = actors[0]
         """Monarch's actor mesh on the host of rank 0."""
         self._of_rank = [
-            (actor, rank) for each, actor in zip(meshes, actors, strict=True) for rank in range(each.ranks)
+            (actor, rank) for mesh, actor in zip(meshes, actors, strict=True) for rank in range(mesh.ranks)
         ]
         """Actor mesh of each rank, and the rank's place there."""
         self.tree = tree
@@ -126,9 +126,9 @@ class Replica:
         self._faults = faults
         self._on_lost = on_lost
         self.link = Link(
-            self.actor.slice(ranks=0) if mesh.ranks > 1 else self.actor,
+            self.actor.slice(ranks=0) if first_mesh.ranks > 1 else self.actor,
             error=self._error,
-            lost=lambda error: on_lost(self, str(error)),
+            on_lost=lambda error: on_lost(self, str(error)),
             begin=self._begin,
             end=self._end_work,
         )
@@ -263,23 +263,23 @@ class Replica:
 
     def look_for_hang(self, *, descendants: bool) -> str:
         """Check its processes, and with `descendants` their children, for a hang; return a description, or ""."""
-        most = _MOST_PROCESSES if descendants else len(self.tree.roots)
-        if self.tree.has_been_stopped(most=most):
+        max_processes = _MOST_PROCESSES if descendants else len(self.tree.roots)
+        if self.tree.has_been_stopped(max_processes=max_processes):
             return STOPPED
         if not any(map(is_traced, self.tree.roots)):  # a process stopped by a debugger cannot answer
             self.link.silent_polls += self.link.open
-        left = max(_SILENT_POLLS, self.may_block_s * _LOOKS_A_SECOND) - self.link.silent_polls
-        if 0 <= left < 1 and self.notes.exists():
+        remaining_polls = max(_SILENT_POLLS, self.may_block_s * _LOOKS_A_SECOND) - self.link.silent_polls
+        if 0 <= remaining_polls < 1 and self.notes.exists():
             self.tree.signal_roots(signal.SIGUSR2)  # print its stacks before it is killed
-        if left < 0:
+        if remaining_polls < 0:
             return "hung: its event loop does not answer (run blocking code in a thread)"
         return ""
 
     def drain_busy_s(self) -> float:
         """Return the seconds since the last call of this during which a call was in flight."""
-        now = self.clock()
-        seconds = self.busy_s + (now - self.busy_since if self.in_flight else 0.0)
-        self.busy_s, self.busy_since = 0.0, now
+        current_time = self.clock()
+        seconds = self.busy_s + (current_time - self.busy_since if self.in_flight else 0.0)
+        self.busy_s, self.busy_since = 0.0, current_time
         return seconds
 
     def _begin(self, method: str) -> int:
@@ -293,17 +293,17 @@ class Replica:
         self._faults.end(key)
         self.in_flight -= 1
         if self.in_flight == 0:
-            now = self.clock()
-            self.busy_s += now - self.busy_since
-            self._trace("busy", self._span_began, now, False)
+            end_time = self.clock()
+            self.busy_s += end_time - self.busy_since
+            self._trace("busy", self._span_began, end_time, False)
 
     def _end_work(self, key: int, answered: bool) -> None:
         self.answered = self.answered or answered
         self._end(key)
 
-    def _trace(self, name: str, began: float, ended: float, overlapping: bool) -> None:
+    def _trace(self, name: str, begin: float, end: float, overlapping: bool) -> None:
         if self._faults.on_span is not None:
-            self._faults.on_span(f"{self.service}/{self.index}", name, began, ended, overlapping)
+            self._faults.on_span(f"{self.service}/{self.index}", name, begin, end, overlapping)
 
     def _error(self, kind: type[ServiceError], method: str, message: str) -> ServiceError:
         return kind(message, service=self.service, replica=self.index, call=method, hint=f"see {self.log}")

@@ -83,12 +83,12 @@ class ReplicaProcesses:
         serial, self._spawned[number] = self._spawned[number], self._spawned[number] + 1
         name = f"{self._service}-{number}" + f".{serial}" * bool(serial)
         mark = f"{self._id}/{name}"
-        marked = {**(env or {}), MARK: mark}
+        environment = {**(env or {}), MARK: mark}
         meshes = [
             self._cluster.spawn(
                 name if part == 0 else f"{name}-{place}",
                 ranks=count,
-                env=marked,
+                env=environment,
                 imports=imports,
                 host=place,
                 secrets=secrets,
@@ -96,20 +96,22 @@ class ReplicaProcesses:
             for part, (place, count) in enumerate(({host: ranks} if isinstance(ranks, int) else ranks).items())
         ]
         # Monarch may report a failure late, under such a name, so it must be unique.
-        names = [f"{self._service}_{number}_{serial}_{part}_{self._id}" for part in range(len(meshes))]
+        actor_names = [f"{self._service}_{number}_{serial}_{part}_{self._id}" for part in range(len(meshes))]
         replica = Replica(
             service=self._service,
             index=number,
             incarnation=incarnation,
             meshes=meshes,
-            actor_names=names,
-            actors=[mesh.procs.spawn(each, actor, *args) for each, mesh in zip(names, meshes, strict=True)],
+            actor_names=actor_names,
+            actors=[
+                mesh.procs.spawn(actor_name, actor, *args) for actor_name, mesh in zip(actor_names, meshes, strict=True)
+            ],
             tree=ProcessTree(MARK, mark),
             faults=self._faults,
             on_lost=self._on_lost,
         )
-        for each in names:
-            self._faults.on_failure(each, lambda text: self._on_lost(replica, text))
+        for actor_name in actor_names:
+            self._faults.on_failure(actor_name, lambda text: self._on_lost(replica, text))
         return replica
 
     async def watch(self, replica: Replica, *, deadline_s: float) -> bool:
@@ -139,12 +141,12 @@ class ReplicaProcesses:
         await replica.link.close()
         if replica.alive:  # Monarch stops it gracefully; a dead one may hang, and is killed first
             await self._stop_meshes(replica)
-        killing: list[Awaitable[object]] = [
+        kills: list[Awaitable[object]] = [
             watcher.kill(replica.tree.mark, wait_s=_KILL_S) for watcher in replica.watchers.values()
         ]
         if THIS_HOST in replica.hosts:
-            killing.append(asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S))
-        await asyncio.gather(*killing)  # including processes unknown to Monarch
+            kills.append(asyncio.to_thread(replica.tree.kill, wait_s=_KILL_S))
+        await asyncio.gather(*kills)  # including processes unknown to Monarch
         await self._stop_meshes(replica)
         for name in replica.actor_names:
             self._faults.off_failure(name)

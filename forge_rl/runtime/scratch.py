@@ -31,9 +31,9 @@ def make_scratch() -> str:
 
 def _remove_unlocked(path: Path) -> None:
     """Remove a folder of this user unless its process lives or may not have locked it yet."""
-    found = path.lstat()
-    recent = time.time() - found.st_mtime < _UNLOCKED_S
-    if recent or not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = path.lstat()
+    recent = time.time() - status.st_mtime < _UNLOCKED_S
+    if recent or not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         return
     fd = os.open(path, os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

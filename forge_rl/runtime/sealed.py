@@ -33,7 +33,7 @@ class Sealed:
         self._key = hmac.digest(key, b"%b %b" % (server, client), hashlib.sha256)
 
     def seal(self, kind: str, body: bytes) -> bytes:
-        """Return a message with its authentication code; `kind` is what it is, such as "request"."""
+        """Return a message with its authentication code; `kind` names the type of message, such as "request"."""
         return self._code(kind, body) + body
 
     def open(self, kind: str, message: bytes) -> bytes:

@@ -41,22 +41,22 @@ class Seat:
     host: str
     place: int
     """Number of the place on the host; replicas at places 0, 1 and so on use successive GPUs."""
-    others: tuple[Seat, ...] = ()
-    """Places on further hosts, of a replica of several hosts."""
+    other_seats: tuple[Seat, ...] = ()
+    """Its places on the other hosts, if a replica spans several."""
 
     @property
     def parts(self) -> tuple[Seat, ...]:
-        """This place and the others."""
-        return self, *self.others
+        """All places of the replica, this one first."""
+        return self, *self.other_seats
 
 
 class Seats:
     """Decides how many replicas a service has, spreads them over its hosts, and moves them when a host is gone.
 
-    If all are gone, and it needs no GPUs, they move to other hosts of the run. Between `least` and `most`, the number
-    of replicas follows the hosts that there are.
+    If all its hosts are gone and it needs no GPUs, replicas move to other hosts of the run. Between `min_replicas` and
+    `max_replicas`, their number follows the number of hosts.
 
-        seats = Seats(cluster, ServiceHosts(names=("a", "b")), replicas=2, most=3)
+        seats = Seats(cluster, ServiceHosts(names=("a", "b")), replicas=2, max_replicas=3)
         host = seats.take(0).host
         seats.add("c")
         seats.wanted  # 3
@@ -67,9 +67,9 @@ class Seats:
         gpus_each: GPUs of a replica, on each of its hosts.
         hosts_each: hosts of a replica.
         replicas: number of replicas on these hosts.
-        least: least number of replicas; by default as many as `replicas`, wherever they then are.
-        most: most of them; by default as many as `replicas`.
-        first: index of the first replica with a seat; those before it are elsewhere, and always there.
+        min_replicas: minimum number of replicas; 0 for `replicas`.
+        max_replicas: maximum number of replicas; 0 for `replicas`.
+        first: index of the first replica with a seat; replicas before it are elsewhere, and always wanted.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Seats:
         gpus_each: int = 1,
         hosts_each: int = 1,
         replicas: int = 1,
-        least: int = 0,
-        most: int = 0,
+        min_replicas: int = 0,
+        max_replicas: int = 0,
         first: int = 0,
     ) -> None:
         self.first = first
@@ -92,21 +92,21 @@ class Seats:
         self._taken: dict[int, Seat] = {}
         self._replicas, self._room = replicas, self._room_now()
         """Number of replicas for a number of places; the same share of other places is wanted."""
-        self._least, self._most = least or replicas, most or replicas
+        self._min_replicas, self._max_replicas = min_replicas or replicas, max_replicas or replicas
 
     @property
-    def each(self) -> int:
-        """Most replicas on one host, as planned."""
+    def max_per_host(self) -> int:
+        """Maximum number of replicas on one host, as planned at the start."""
         return max(1, -(-self._replicas * self._hosts_each // len(self.hosts.names)))
 
     @property
     def wanted(self) -> int:
         """Number of replicas with seats that the service should have on the hosts that it has now."""
-        now = self._room_now()
-        found = -(-self._replicas * now // self._room) if self._room else self._replicas
-        if self.hosts.gpus and self._least < self._most:
-            found = min(found, now)
-        return max(self._least, min(self._most, found))
+        room = self._room_now()
+        num_replicas = -(-self._replicas * room // self._room) if self._room else self._replicas
+        if self.hosts.gpus and self._min_replicas < self._max_replicas:
+            num_replicas = min(num_replicas, room)
+        return max(self._min_replicas, min(self._max_replicas, num_replicas))
 
     def add(self, host: str, gpus: Sequence[str] = (), cores: int | None = None) -> None:
         """Take in another host of the service."""
@@ -124,10 +124,10 @@ class Seats:
             raise ConfigError(f"the number of replicas is set to {replicas!r}", hint=f"choose one from 1 to {_MOST}")
         if self.hosts.gpus and replicas > room:
             raise ConfigError(f"the hosts have GPUs for {room} replicas, not for {replicas}", hint="add hosts first")
-        is_fixed = self._least == self._most
+        is_fixed = self._min_replicas == self._max_replicas
         self._replicas, self._room = replicas, room
-        self._least = replicas if is_fixed else min(self._least, replicas)
-        self._most = replicas if is_fixed else max(self._most, replicas)
+        self._min_replicas = replicas if is_fixed else min(self._min_replicas, replicas)
+        self._max_replicas = replicas if is_fixed else max(self._max_replicas, replicas)
 
     def free(self, index: int) -> None:
         """Free the seat of a replica that is stopped, and not replaced."""
@@ -135,10 +135,14 @@ class Seats:
 
     def _room_now(self) -> int:
         """Return how many replicas have room: as GPUs allow, or with one place on each host."""
-        living = [host for host in self.hosts.names if _stays(host, self._cluster)]
-        places = [len(self.hosts.gpus.get(host, ())) // self._gpus_each if self.hosts.gpus else 1 for host in living]
+        living_hosts = [host for host in self.hosts.names if _stays(host, self._cluster)]
+        places = [
+            len(self.hosts.gpus.get(host, ())) // self._gpus_each if self.hosts.gpus else 1 for host in living_hosts
+        ]
         room = sum(places) // self._hosts_each
-        while sum(min(room, each) for each in places) < room * self._hosts_each:  # a replica's hosts all differ
+        while (
+            sum(min(room, num_places) for num_places in places) < room * self._hosts_each
+        ):  # a replica's hosts all differ
             room -= 1
         return room
 
@@ -166,21 +170,21 @@ class Seats:
 
     def _free(self) -> Seat:
         """Return the first free places on the living hosts with the fewest replicas."""
-        living = _living(self.hosts, self._cluster)
+        living_hosts = _living(self.hosts, self._cluster)
         parts = [part for seat in self._taken.values() for part in seat.parts]
-        taken = {host: {part.place for part in parts if part.host == host} for host in living}
-        found: list[Seat] = []
-        for host in sorted(living, key=lambda each: len(taken[each])):
-            place = next(number for number in range(len(self._taken) + 1) if number not in taken[host])
+        used_places = {host: {part.place for part in parts if part.host == host} for host in living_hosts}
+        seats: list[Seat] = []
+        for host in sorted(living_hosts, key=lambda host: len(used_places[host])):
+            place = next(number for number in range(len(self._taken) + 1) if number not in used_places[host])
             gpus = self.hosts.gpus.get(host)
             if gpus is None or (place + 1) * self._gpus_each <= len(gpus):
-                found.append(Seat(host=host, place=place))
-            if len(found) == self._hosts_each:
-                return replace(found[0], others=tuple(found[1:]))
-        gone = ", ".join(host for host in self.hosts.names if not _stays(host, self._cluster))
-        none = "no host has" if self._hosts_each == 1 else f"fewer than {self._hosts_each} hosts have"
+                seats.append(Seat(host=host, place=place))
+            if len(seats) == self._hosts_each:
+                return replace(seats[0], other_seats=tuple(seats[1:]))
+        lost_hosts = ", ".join(host for host in self.hosts.names if not _stays(host, self._cluster))
+        shortage = "no host has" if self._hosts_each == 1 else f"fewer than {self._hosts_each} hosts have"
         raise ConfigError(
-            f"{none} room for another replica{f'; gone are {gone}' if gone else ''}",
+            f"{shortage} room for another replica{f'; gone are {lost_hosts}' if lost_hosts else ''}",
             hint="give the service more hosts in --placement, or fewer replicas",
         )
 
@@ -202,10 +206,10 @@ def check_bounds(config: Bounded, prefix: str) -> None:
     Raises:
         ConfigError: it is not.
     """
-    least, most = config.least_replicas or config.replicas, config.most_replicas or config.replicas
-    if not least <= config.replicas <= most:
+    min_replicas, max_replicas = config.least_replicas or config.replicas, config.most_replicas or config.replicas
+    if not min_replicas <= config.replicas <= max_replicas:
         raise ConfigError(
-            f"{prefix}replicas is {config.replicas}, and not from {least} to {most}",
+            f"{prefix}replicas is {config.replicas}, and not from {min_replicas} to {max_replicas}",
             hint=f"change {prefix}least-replicas or {prefix}most-replicas",
         )
 
@@ -218,16 +222,18 @@ def ranks_by_host(ranks: int, hosts: ServiceHosts, cluster: Cluster) -> dict[str
     Raises:
         ConfigError: they do not fit on the hosts that are left.
     """
-    living = _living(hosts, cluster)
-    for count in range(len(living), 0, -1):
-        each = ranks // count
-        room = [host for host in living if host not in hosts.gpus or each <= len(hosts.gpus[host])]
-        if ranks % count == 0 and len(room) >= count:
-            return dict.fromkeys(room[:count], each)
-    gone = ", ".join(host for host in hosts.names if host in cluster.lost)
+    living_hosts = _living(hosts, cluster)
+    for count in range(len(living_hosts), 0, -1):
+        ranks_per_host = ranks // count
+        roomy_hosts = [
+            host for host in living_hosts if host not in hosts.gpus or ranks_per_host <= len(hosts.gpus[host])
+        ]
+        if ranks % count == 0 and len(roomy_hosts) >= count:
+            return dict.fromkeys(roomy_hosts[:count], ranks_per_host)
+    lost_hosts = ", ".join(host for host in hosts.names if host in cluster.lost_hosts)
     raise ConfigError(
-        f"{ranks} ranks do not fit on the hosts {', '.join(living) or 'that are left'}"
-        + (f"; gone are {gone}" if gone else ""),
+        f"{ranks} ranks do not fit on the hosts {', '.join(living_hosts) or 'that are left'}"
+        + (f"; gone are {lost_hosts}" if lost_hosts else ""),
         hint="start the same command again with other hosts or fewer --trainer.ranks: it resumes from its checkpoint",
     )
 
@@ -241,4 +247,4 @@ def _living(hosts: ServiceHosts, cluster: Cluster) -> list[str]:
 
 
 def _stays(host: str, cluster: Cluster) -> bool:
-    return host not in cluster.lost and host not in cluster.leaving
+    return host not in cluster.lost_hosts and host not in cluster.leaving

@@ -17,7 +17,7 @@ from forge_rl.runtime.replica_processes import ReplicaProcesses
 __all__ = ["Replica", "Service", "ServiceActor"]
 
 _MOST_KILLED = 3
-"""Number of replicas that a call, or its task, may kill before it is no longer retried."""
+"""Number of replicas that a call, or its task, may kill; after that it is refused."""
 _POLL_S = 0.5
 """Seconds between checks for hung replicas, which do not exit, and for retired ones that have nothing left to do."""
 
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 def least_loaded(replicas: Iterable[Replica]) -> Replica | None:
     """Return the serving replica with the least load, lowest index first; None if none is serving."""
-    found: Replica | None = None  # a loop, as min() with a key takes several times as long
+    best: Replica | None = None  # a loop, as min() with a key takes several times as long
     for replica in replicas:
-        if replica.serving and (found is None or (replica.load, replica.index) < (found.load, found.index)):
-            found = replica
-    return found
+        if replica.serving and (best is None or (replica.load, replica.index) < (best.load, best.index)):
+            best = replica
+    return best
 
 
 class Supervises(Protocol):
@@ -181,8 +181,8 @@ class Service:
             return
         if self._watching is None:
             self._watching = self.in_background(self._watch_for_hangs(), None, "hangs are no longer detected")
-        starting = self.supervisor is not None and self.supervisor.is_starting(replica.index)
-        if not self._is_spare(replica) and not starting:
+        is_starting = self.supervisor is not None and self.supervisor.is_starting(replica.index)
+        if not self._is_spare(replica) and not is_starting:
             self.start_serving(replica)
 
     @property
@@ -193,8 +193,8 @@ class Service:
     @property
     def complete(self) -> bool:
         """True while as many replicas serve, or are away for a while, as there should be."""
-        here = ReplicaState.SERVING, ReplicaState.AWAY
-        return self.wanted <= {replica.index for replica in self.replicas if replica.state in here}
+        states = ReplicaState.SERVING, ReplicaState.AWAY
+        return self.wanted <= {replica.index for replica in self.replicas if replica.state in states}
 
     def at(self, index: int) -> Replica | None:
         """Return the latest replica of an index; None if there has been none."""
@@ -203,17 +203,17 @@ class Service:
     @property
     def abandoned(self) -> bool:
         """True if no replica will serve again."""
-        wanted = [replica for replica in self.replicas if replica.index in self.wanted]
-        if not wanted:
+        replicas = [replica for replica in self.replicas if replica.index in self.wanted]
+        if not replicas:
             return self.supervisor is None  # else they start, or wait for a host
-        return all(replica.state is ReplicaState.ABANDONED for replica in wanted)
+        return all(replica.state is ReplicaState.ABANDONED for replica in replicas)
 
     def causes_of_end(self) -> str:
         """Describe why no replica is left."""
         if self.stopping or not self.replicas:
             return "the service has been stopped" if self.stopping else "no replica is alive"
-        died = [f"replica {r.index}: {r.death.result()}" for r in self.replicas if r.death.done()]
-        return f"no replica is left; {'; '.join(died)}"
+        deaths = [f"replica {r.index}: {r.death.result()}" for r in self.replicas if r.death.done()]
+        return f"no replica is left; {'; '.join(deaths)}"
 
     async def route(self, method: str, *args: object, deadline_s: float, about: str = "") -> Any:
         """Call a method on the serving replica with the least load, and retry on another one if it dies.
@@ -237,7 +237,7 @@ class Service:
             ServiceError: no replica is left.
         """
         # Without blame, all replicas may have died at once, unnoticed until tried.
-        deaths, blamed, most = 0, 0, max(_MOST_KILLED, len(self.replicas) + 1)
+        deaths, blamed, max_deaths = 0, 0, max(_MOST_KILLED, len(self.replicas) + 1)
         while True:
             replica = await self.available()
             if refuses and self._killed[about] >= _MOST_KILLED:
@@ -252,7 +252,7 @@ class Service:
                     self.blame(about if refuses else "")
                 elif error.blamed is None:
                     deaths += 1
-                if blamed == _MOST_KILLED or deaths == most:
+                if blamed == _MOST_KILLED or deaths == max_deaths:
                     raise self._poison(about, max(blamed, deaths), error) from error
 
     def blame(self, about: str) -> None:
@@ -352,10 +352,10 @@ class Service:
         replica.link.interrupt(cause)
 
     def set_state(self, replica: Replica, state: ReplicaState) -> None:
-        """Change the state of a replica, and tell who waits for that."""
-        served, replica.state = replica.serving, state
+        """Change the state of a replica, and wake those who wait for a change."""
+        was_serving, replica.state = replica.serving, state
         self.notify()
-        if served != replica.serving:
+        if was_serving != replica.serving:
             self.tell_listeners()
 
     def notify(self) -> None:

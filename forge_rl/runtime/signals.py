@@ -34,23 +34,24 @@ def outlive_stop_signals(*, with_programs: bool = False) -> None:
 
 @contextlib.contextmanager
 def children_outlive_stop_signals() -> Iterator[None]:
-    """Block stop signals in the processes that this thread starts in the body, whatever handlers they install.
+    """Block stop signals in the processes that this thread starts in the body.
 
-    Their descendants inherit this. Only SIGKILL stops them from outside.
+    A blocked signal stays blocked even if the process installs a handler, and descendants inherit the block. Only
+    SIGKILL stops them from outside.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         resource_tracker.ensure_running()  # unblocks some in this thread when it starts
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 def _heed_again() -> None:
     for number in STOP_SIGNALS:
-        if (before := _set_handler(number, _DEFAULT)) != _no_effect():
-            _set_handler(number, before)
+        if (old_handler := _set_handler(number, _DEFAULT)) != _no_effect():
+            _set_handler(number, old_handler)
 
 
 def _set_handler(number: int, handler: int) -> int:

@@ -85,15 +85,15 @@ class Supervisor:
         service, seats = self._service, self._seats
         if seats is None or service.stopping or service.faults.closing:
             return
-        kept = [index for index in service.wanted if index >= seats.first]
-        surplus = len(kept) - seats.wanted
+        indices = [index for index in service.wanted if index >= seats.first]
+        surplus = len(indices) - seats.wanted
 
         def by_use(index: int) -> tuple[bool, bool, int]:
             replica = service.at(index)
             stays = replica is not None and service.cluster.leaving.isdisjoint(replica.hosts)
             return replica is not None and replica.alive, stays, -index
 
-        for index in sorted(kept, key=by_use)[: max(0, surplus)]:
+        for index in sorted(indices, key=by_use)[: max(0, surplus)]:
             self._dismiss(index)
         for _ in range(-surplus):
             index = next(index for index in itertools.count() if self._is_free(index))
@@ -104,8 +104,10 @@ class Supervisor:
         """Retire the replicas on a host that is about to go, start those elsewhere that have room there, and wait until
         the host has none left."""
         self.rescale()
-        while here := [replica for replica in self._service.replicas if replica.alive and host in replica.hosts]:
-            for replica in here:
+        while host_replicas := [
+            replica for replica in self._service.replicas if replica.alive and host in replica.hosts
+        ]:
+            for replica in host_replicas:
                 if replica.serving or replica.state is ReplicaState.AWAY:
                     self._retire_later(replica)
             await self._service.change()
@@ -124,37 +126,37 @@ class Supervisor:
         self._start_in_background(replica.index, self._recover)
 
     def on_retired(self, replica: Replica) -> None:
-        """Continue after the end of a retired replica: without it, or with another one elsewhere."""
+        """Handle the end of a retired replica: start another one if its index is still wanted, else clean up."""
         if replica.index not in self._service.wanted:
             self._service.in_background(self._remove(replica.index), replica.index, "it cannot be stopped")
         elif not self._service.faults.closing:
             self._start_in_background(replica.index, self._start_more)
 
     def _is_free(self, index: int) -> bool:
-        """Return whether an index is not wanted, and has no replica that still ends its work."""
+        """Return whether an index is not wanted, and has no replica that is still finishing its work."""
         replica = self._service.at(index)
         return index not in self._service.wanted and (replica is None or not replica.alive)
 
     def _dismiss(self, index: int) -> None:
-        """Do without the replica of an index from now on."""
+        """Retire the replica of an index, or cancel its start."""
         self._service.wanted.discard(index)
-        starting, replica = self._starting.pop(index, None), self._service.at(index)
-        if starting is not None:
-            starting.cancel()
+        start_task, replica = self._starting.pop(index, None), self._service.at(index)
+        if start_task is not None:
+            start_task.cancel()
         if replica is not None and replica.serving:
             self._retire_later(replica)
         else:
-            self._service.in_background(self._remove(index, starting), index, "it cannot be stopped")
+            self._service.in_background(self._remove(index, start_task), index, "it cannot be stopped")
 
     def _retire_later(self, replica: Replica) -> None:
         """Give a replica no more work, and stop it once it has none left."""
         replica.ends_by = replica.clock() + _RETIRED_S
         self._service.set_state(replica, ReplicaState.RETIRED)
 
-    async def _remove(self, index: int, starting: asyncio.Task[None] | None = None) -> None:
+    async def _remove(self, index: int, start_task: asyncio.Task[None] | None = None) -> None:
         """Clean up after a dismissed replica, or one that was still starting."""
-        if starting is not None:
-            await asyncio.wait([starting])
+        if start_task is not None:
+            await asyncio.wait([start_task])
         if (replica := self._service.at(index)) is not None:
             if replica.alive:
                 self._service.retire(replica, "it is not needed any more")
@@ -176,11 +178,11 @@ class Supervisor:
 
     async def _start_more(self, index: int) -> None:
         """Start a replica at an index that has none, or a retired one."""
-        if (before := self._service.at(index)) is not None:
-            await self._service.processes.clean_up(before)
+        if (old_replica := self._service.at(index)) is not None:
+            await self._service.processes.clean_up(old_replica)
         if await self._replace(index):
             return
-        if self._service.at(index) is before:
+        if self._service.at(index) is old_replica:
             self._service.wanted.discard(index)  # no process was started; the next change of hosts tries again
             self._service.notify()
         else:
@@ -188,17 +190,17 @@ class Supervisor:
 
     async def _recover(self, index: int) -> None:
         """Replace the dead replica of an index until the new one serves or is abandoned."""
-        service, most = self._service, self._restart.max_restarts
-        counts = not service.replicas[index].blamed or not most  # a blamed call has its own budget
+        service, max_restarts = self._service, self._restart.max_restarts
+        counts = not service.replicas[index].blamed or not max_restarts  # a blamed call has its own budget
         while True:
             await service.processes.clean_up(service.replicas[index])
             self._deaths[index] += counts
             counts = True
-            if (hopeless := self._is_hopeless(index)) or self._deaths[index] > most:
+            if (hopeless := self._is_hopeless(index)) or self._deaths[index] > max_restarts:
                 service.abandon(service.replicas[index])
                 if service.abandoned:
                     service.faults.record(service.name, None, service.causes_of_end())
-                if hopeless or service.abandoned or not most:
+                if hopeless or service.abandoned or not max_restarts:
                     return
             await self._sleep(self._restart.delay_s(self._deaths[index]))
             await self._host_for(index)
@@ -239,6 +241,6 @@ class Supervisor:
         replicas = self._service.replicas
         self._answered |= any(replica.answered for replica in replicas)
         cause = re.sub(r"\d+", "#", replicas[index].death.result())
-        known, outside = cause in self._causes, "SIGKILL" in cause or cause.startswith("hung")
+        is_repeated, is_external = cause in self._causes, "SIGKILL" in cause or cause.startswith("hung")
         self._causes.add(cause)
-        return self._uniform and known and not outside and not self._answered
+        return self._uniform and is_repeated and not is_external and not self._answered

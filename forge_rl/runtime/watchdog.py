@@ -83,9 +83,9 @@ class Watchdog:
             raise
         except ForgeError as error:
             raised = progress, re.sub(r"\d+", "#", f"{method}: {error.message}")
-            foreign, again = type(error) is ServiceError, self._raised == raised
-            self._raised = raised if foreign else None
-            if foreign and not again:
+            is_foreign, is_repeated = type(error) is ServiceError, self._raised == raised
+            self._raised = raised if is_foreign else None
+            if is_foreign and not is_repeated:
                 raise self._failed(replica, method, f"call {method} failed: {error.message}") from error
             raise
         if work:

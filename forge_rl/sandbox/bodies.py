@@ -107,14 +107,14 @@ async def start_body_in(name: str, host: Host, limits: Limits, folder: str) -> B
 
 
 def _given_workspace(channel: socket.socket) -> tuple[str, int]:
-    """Return what the server has sent of a workspace: why it is a copy, if it is one, and where changes are kept.
+    """Return why the server copied a workspace, "" if it did not, and a descriptor of the folder with the changes.
 
     Raises:
-        SandboxError: it could not make it.
+        SandboxError: the server could not make the workspace.
     """
     channel.setblocking(False)
-    told, fds, _, _ = socket.recv_fds(channel, 4096, 1)
-    text = told.decode("utf-8", "replace")
+    message, fds, _, _ = socket.recv_fds(channel, 4096, 1)
+    text = message.decode("utf-8", "replace")
     if not fds and text.startswith(_WORKSPACE):
         raise SandboxError("too many files are open", hint="raise `ulimit -n`, or open fewer sessions")
     if not fds:
@@ -153,62 +153,64 @@ async def _ready(body: Body, limit_s: float) -> None:
     raise SandboxError(f"a session did not start: {cause}", hint="the machine is full, or Limits are too tight")
 
 
-async def fork_body(name: str, of: Body, limits: Limits) -> Body:
+async def fork_body(name: str, parent: Body, limits: Limits) -> Body:
     """Fork the process of a session, whose channel must be quiet.
 
     Raises:
         SandboxError: the machine is full or the session refuses; it continues unless it has broken the protocol.
     """
-    told, birth = frames.birth_channel()
+    our_birth, birth = frames.birth_channel()
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     try:
-        body = await _prepared(Body(name, of.host, ours, Watched(), folder=name), of, limits, told)
+        body = await _prepared(Body(name, parent.host, ours, Watched(), folder=name), parent, limits, our_birth)
     except BaseException:
-        for one in (ours, theirs, birth):
-            one.close()
+        for endpoint in (ours, theirs, birth):
+            endpoint.close()
         raise
     try:
         async with asyncio.timeout(_FORK_S):
-            copies = of.workspace is not None and bool(of.workspace.copied)
+            copies = parent.workspace is not None and bool(parent.workspace.copied)
             message: dict[str, object] = {"do": "fork", "folder": name, "workspace": fork_name(name), "copies": copies}
-            await send(of.channel, message, fds=[theirs.fileno(), birth.fileno()])
-            answer, _ = await receive(of.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
-        failed = answer.get("failed")
+            await send(parent.channel, message, fds=[theirs.fileno(), birth.fileno()])
+            answer, _ = await receive(parent.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
+        failure = answer.get("failed")
     except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
-        failed = f"it broke the protocol ({error}) and was killed"
-        of.watched.cause = failed
-        of.watched.exited.set()
-        await of.end()
+        failure = f"it broke the protocol ({error}) and was killed"
+        parent.watched.cause = failure
+        parent.watched.exited.set()
+        await parent.end()
     except BaseException:
-        await asyncio.shield(asyncio.gather(of.end(), body.end()))
+        await asyncio.shield(asyncio.gather(parent.end(), body.end()))
         raise
     finally:
         theirs.close()
         birth.close()
-    if failed is not None:
+    if failure is not None:
         await body.end()
-        raise SandboxError(f"the session could not fork: {str(failed)[:500]}", hint="Limits:processes may be too low")
+        raise SandboxError(f"the session could not fork: {str(failure)[:500]}", hint="Limits:processes may be too low")
     await _ready(body, _FORK_S)
-    return body if of.network is None else await with_network(body, of.network.allowed)
+    return body if parent.network is None else await with_network(body, parent.network.addresses)
 
 
-async def _prepared(fork: Body, of: Body, limits: Limits, birth: socket.socket) -> Body:
-    """Return a fork with what the server has made for it, before its process is there.
+async def _prepared(fork: Body, parent: Body, limits: Limits, birth: socket.socket) -> Body:
+    """Return a fork with the cgroups and the workspace that the server has made for it, before its process starts.
 
     Raises:
         SandboxError: the machine is full, or the server is gone.
     """
-    if (shown := of.workspace) is None:
-        return replace(fork, watched=await of.host.prepare_fork(fork.name, of.name, limits, birth))
-    base = _detached(shown.base)
+    if (workspace := parent.workspace) is None:
+        return replace(fork, watched=await parent.host.prepare_fork(fork.name, parent.name, limits, birth))
+    base = _detached(workspace.base)
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with mine:
         try:
             with theirs:
-                given = (base, theirs.fileno(), shown.changed.fd)
-                is_overlay = shown.changed.is_overlay
-                prepared = of.host.prepare_fork(fork.name, of.name, limits, birth, *given, is_overlay=is_overlay)
+                descriptors = (base, theirs.fileno(), workspace.changed.fd)
+                is_overlay = workspace.changed.is_overlay
+                prepared = parent.host.prepare_fork(
+                    fork.name, parent.name, limits, birth, *descriptors, is_overlay=is_overlay
+                )
                 fork = replace(fork, watched=await prepared)
         finally:
             os.close(base)
@@ -221,30 +223,30 @@ async def _prepared(fork: Body, of: Body, limits: Limits, birth: socket.socket) 
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"a workspace was not copied within {_FORK_S:.0f} s") from None
             raise
-    return replace(fork, workspace=replace(shown, changed=OpenFolder(changes, is_overlay=is_overlay)))
+    return replace(fork, workspace=replace(workspace, changed=OpenFolder(changes, is_overlay=is_overlay)))
 
 
-async def with_network(body: Body, allowed: frozenset[str]) -> Body:
+async def with_network(body: Body, addresses: frozenset[str]) -> Body:
     """Give a quiet session access to named addresses.
 
     Raises:
         SandboxError: it does not take it, and was killed.
     """
-    network = Network(allowed)
-    given = replace(body, network=network)
+    network = Network(addresses)
+    new_body = replace(body, network=network)
     try:
         with network.theirs as theirs:
             async with asyncio.timeout(_FORK_S):
-                message: dict[str, object] = {"do": "network", "names": sorted(allowed)}
+                message: dict[str, object] = {"do": "network", "names": sorted(addresses)}
                 await send(body.channel, message, fds=[theirs.fileno()])
                 await receive(body.channel, most_text=MOST_HARNESS_TEXT, most_data=0)
     except (TimeoutError, EOFError, OSError, frames.FrameError) as error:
-        await given.end()
+        await new_body.end()
         raise SandboxError(f"a session did not take its network: {error}") from None
     except BaseException:
-        await asyncio.shield(given.end())
+        await asyncio.shield(new_body.end())
         raise
-    return given
+    return new_body
 
 
 async def why_ended(body: Body) -> CellError:

@@ -33,11 +33,11 @@ _PLACE_S = 0.2
 
 
 class DivergedError(SandboxError):
-    """Cells of a lost session that gave something else when they were run again."""
+    """The cells of a lost session gave another result when they were run again."""
 
 
 class _LostError(SandboxError):
-    """A session that was lost, or a command of it that was killed from outside, while its cells were run again."""
+    """The session was lost, or a command was killed from outside, while its cells were run again."""
 
 
 @dataclass(eq=False)
@@ -53,13 +53,13 @@ class _Live:
 
 @dataclass(frozen=True)
 class _Action:
-    """A cell or file given to a session, and its result."""
+    """A cell that a session ran, or a file that was put there, and the result."""
 
     code: str | Sequence[str] = ""
     wall_s: float | None = None
-    given: Mapping[str, Any] = field(default_factory=dict)
-    """What else a command was given; see `Session.run`."""
-    shown: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Other arguments of a command; see `Session.run`."""
+    result_text: str = ""
     path: str = ""
     """For a file that was put, its name."""
     data: bytes = b""
@@ -70,10 +70,10 @@ class _Action:
         if self.path:
             return ["put", self.path, base64.b64encode(self.data).decode()]
         code = self.code if isinstance(self.code, str) else list(self.code)
-        given = {
-            name: base64.b64encode(each).decode() if name == "stdin" else each for name, each in self.given.items()
+        options = {
+            name: base64.b64encode(value).decode() if name == "stdin" else value for name, value in self.options.items()
         }
-        return ["run", code, self.wall_s, *([given] if given else [])]
+        return ["run", code, self.wall_s, *([options] if options else [])]
 
 
 class DurableSessions:
@@ -118,7 +118,7 @@ class DurableSessions:
             await self._drop_parked()
 
     async def nearest(self, keys: Sequence[bytes], limits: Limits) -> tuple[Session, int]:
-        """Return a new session in the state after as many of some actions as possible.
+        """Return a new session whose state includes as many of the actions as possible.
 
         Args:
             keys: key of the state before each action, and of the one after the last.
@@ -133,16 +133,16 @@ class DurableSessions:
             async with live.lock:
                 if live.key == keys[place]:
                     with contextlib.suppress(SandboxError):  # full, or gone: a fresh one then
-                        forked = await live.session.fork()
+                        fork = await live.session.fork()
                         self.counts["forked"] += 1
-                        return forked, place
+                        return fork, place
         self.counts["opened"] += 1
-        own = None if limits == self.pool.limits else limits
+        session_limits = None if limits == self.pool.limits else limits
         while self._parked:
             with contextlib.suppress(SandboxError):
-                return await self.pool.open(limits=own, wait_s=_PLACE_S), 0
+                return await self.pool.open(limits=session_limits, wait_s=_PLACE_S), 0
             await self._drop_parked()
-        return await self.pool.open(limits=own), 0
+        return await self.pool.open(limits=session_limits), 0
 
     def changes(self, live: _Live) -> None:
         """Note that a session's state is about to change."""
@@ -222,7 +222,9 @@ class DurableSession:
                 raise SandboxError(f"wall_s is {wall_s}", hint="give a cell a positive number of seconds")
             cache, ran = self._sessions.cache, list[Result]()
             options = {"stdin": stdin, "env": env, "folder": folder, "folders": folders}
-            action = _Action(code=code, wall_s=wall_s, given={name: each for name, each in options.items() if each})
+            action = _Action(
+                code=code, wall_s=wall_s, options={name: value for name, value in options.items() if value}
+            )
             key = content_key(self._keys[-1].hex(), *action.about)
 
             async def compute() -> tuple[str, bool]:
@@ -241,7 +243,7 @@ class DurableSession:
                     except (ValueError, RecursionError, WireError):  # not by this version
                         cache.forget(key)
                         await compute()
-            self._append(replace(action, shown=_shown(ran[0])))
+            self._append(replace(action, result_text=_shown(ran[0])))
             return ran[0]
 
     async def put(self, path: str, data: bytes) -> None:
@@ -276,7 +278,7 @@ class DurableSession:
             return DurableSession(self._sessions, self.limits, tuple(self._keys), tuple(self._log))
 
     async def branch(self) -> Session:
-        """Return a plain session in the same state, of which nothing is rebuilt if it dies. The caller closes it.
+        """Return a plain session in the same state, which is not rebuilt if it dies. The caller closes it.
 
         Raises:
             SandboxError: as `run` does.
@@ -305,7 +307,7 @@ class DurableSession:
 
     def _append(self, action: _Action) -> None:
         self._log.append(action)
-        self._keys.append(content_key(self._keys[-1].hex(), *action.about, action.shown))
+        self._keys.append(content_key(self._keys[-1].hex(), *action.about, action.result_text))
         if self._live is not None and self._done == len(self._log):
             self._sessions.is_at(self._live, self._keys[-1])
 
@@ -315,7 +317,7 @@ class DurableSession:
         async def run(live: _Live) -> Result:
             self._sessions.counts["run"] += 1
             self._sessions.changes(live)
-            return await live.session.run(action.code, wall_s=action.wall_s, **action.given)
+            return await live.session.run(action.code, wall_s=action.wall_s, **action.options)
 
         deaths = 0
         while True:
@@ -332,7 +334,7 @@ class DurableSession:
                 return result
 
     async def _surviving(self, use: Callable[[_Live], Awaitable[T]]) -> tuple[_Live, T]:
-        """Use the session's processes, others if they are lost; return them, too."""
+        """Use the session's processes, and new ones if they are lost; return the processes and the result."""
         failures = 0
         while True:
             try:
@@ -344,9 +346,9 @@ class DurableSession:
                 await self._lose()
                 raise
             except SandboxError as error:
-                lost = isinstance(error, _LostError) or self._live is None or not self._live.session.alive
+                is_lost = isinstance(error, _LostError) or self._live is None or not self._live.session.alive
                 failures += 1
-                if not lost or failures == _MOST_FAILURES:
+                if not is_lost or failures == _MOST_FAILURES:
                     raise
                 await self._lose()
 
@@ -376,15 +378,16 @@ class DurableSession:
             await live.session.put(action.path, action.data)
             return
         self._sessions.counts["repeated"] += 1
-        result = await live.session.run(action.code, wall_s=action.wall_s, **action.given)
+        result = await live.session.run(action.code, wall_s=action.wall_s, **action.options)
         if not live.session.alive or _killed(result):
             raise _LostError("the session was lost while its cells were run again")
-        if (shown := _shown(result)) == action.shown:
+        if (result_text := _shown(result)) == action.result_text:
             return
         if (cache := self._sessions.cache) is not None:
             cache.forget(content_key(self._keys[self._done].hex(), *action.about))
         raise DivergedError(
-            f"cell {self._done + 1} of a session gave {shown:.200}, not {action.shown:.200}, when it was run again",
+            f"cell {self._done + 1} of a session gave {result_text:.200}, not {action.result_text:.200}, when it was "
+            "run again",
             hint="cells that depend on time or chance cannot be run again: start the episode again",
         )
 

@@ -18,7 +18,7 @@ def fenced_code(text: str, languages: Collection[str] = PYTHON) -> list[str]:
 
     A block whose closing fence is missing, as if a token limit cut it, ends with the text.
     """
-    found: list[str] = []
+    blocks: list[str] = []
     fence, language, lines = "", "", list[str]()
     for line in text.splitlines():
         mark = _fence(line)
@@ -27,21 +27,21 @@ def fenced_code(text: str, languages: Collection[str] = PYTHON) -> list[str]:
                 fence, language, lines = mark, line.strip()[len(mark) :].strip().lower(), []
         elif mark.startswith(fence) and line.strip() == mark:
             if language in languages:
-                found.append("\n".join(lines))
+                blocks.append("\n".join(lines))
             fence = ""
         else:
             lines.append(line)
     if fence and language in languages:
-        found.append("\n".join(lines))
-    return found
+        blocks.append("\n".join(lines))
+    return blocks
 
 
 def last_code(text: str) -> str | None:
     """Return the last fenced block of Python; the whole text if it has no fence; None if all blocks are in other
     languages."""
-    found = fenced_code(text)
-    if found:
-        return found[-1]
+    blocks = fenced_code(text)
+    if blocks:
+        return blocks[-1]
     return None if any(map(_fence, text.splitlines())) else text
 
 

@@ -78,13 +78,13 @@ class Host:
         missing = check_layers(settings.profile, settings.without)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        held, lifeline = os.pipe()
+        lifeline_reader, lifeline = os.pipe()
         # Not the environment's interpreter: its packages are the owner's, and a session sees only what it is given.
         python = getattr(sys, "_base_executable", None) or sys.executable
         try:
             process = subprocess.Popen(  # noqa: ASYNC220  a millisecond, and no event loop watches it
-                [python, "-s", "-P", "-S", "-c", _PROGRAM, _ROOT, str(theirs.fileno()), str(held)],
-                pass_fds=[theirs.fileno(), held],
+                [python, "-s", "-P", "-S", "-c", _PROGRAM, _ROOT, str(theirs.fileno()), str(lifeline_reader)],
+                pass_fds=[theirs.fileno(), lifeline_reader],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -99,7 +99,7 @@ class Host:
             raise SandboxError(f"the sandbox server did not start: {error}") from None
         finally:
             theirs.close()
-            os.close(held)
+            os.close(lifeline_reader)
         host = cls(process, ours, lifeline, cgroups.name_of(process.pid))
         host.profile = settings.profile
         config = {**asdict(settings), "missing": missing, "root": _ROOT}
@@ -132,17 +132,23 @@ class Host:
         return watched
 
     async def prepare_fork(
-        self, name: str, of: str, limits: Limits, birth: socket.socket, *workspace: int, is_overlay: bool = False
+        self, name: str, parent: str, limits: Limits, birth: socket.socket, *workspace: int, is_overlay: bool = False
     ) -> Watched:
         """Ask for the cgroups of a fork, which it enters by the other end of a birth channel; closes this one.
 
         Args:
-            workspace: descriptors as of `begin`, and of what the other has changed; none without a workspace.
-            is_overlay: whether the server copies the changes, and not the fork its whole workspace.
+            workspace: descriptors as in `begin`, and of the folder with the parent's changes; none without a workspace.
+            is_overlay: True if the server copies the changes, False if the fork copies its whole workspace.
         """
         watched = self.sessions[name] = Watched()
         with birth:
-            message = {"do": "fork", "session": name, "of": of, "limits": _as_json(limits), "is_overlay": is_overlay}
+            message = {
+                "do": "fork",
+                "session": name,
+                "of": parent,
+                "limits": _as_json(limits),
+                "is_overlay": is_overlay,
+            }
             await self._send(message, [birth.fileno(), *workspace])
         return watched
 
@@ -173,9 +179,11 @@ class Host:
             self._remove_tree()
 
     def _remove_tree(self) -> None:
-        found = [one for one in cgroups.here() if os.path.isdir(os.path.join(one.folder, self.tree))]
-        if found:
-            cgroups.Tree(self.tree, found).remove_all()
+        hierarchies = [
+            hierarchy for hierarchy in cgroups.here() if os.path.isdir(os.path.join(hierarchy.folder, self.tree))
+        ]
+        if hierarchies:
+            cgroups.Tree(self.tree, hierarchies).remove_all()
 
     def _lose(self, cause: str) -> None:
         if self.lost:

@@ -72,12 +72,12 @@ LANGUAGES: Mapping[str, Language] = MappingProxyType(
 
 async def installed(session: Session) -> dict[str, str]:
     """Return the version of each language that a session has."""
-    found = {}
+    versions = {}
     for name, language in LANGUAGES.items():
         result = await session.run(f"set -o pipefail; {language.version}")
         if result.status == 0:
-            found[name] = result.stdout.strip().splitlines()[0]
-    return found
+            versions[name] = result.stdout.strip().splitlines()[0]
+    return versions
 
 
 async def run_source(
@@ -99,10 +99,10 @@ async def run_source(
     """
     if language not in LANGUAGES:
         raise ConfigError(f"unknown language {language!r:.80}", hint=f"choose from {', '.join(LANGUAGES)}")
-    known = LANGUAGES[language]
-    await session.put(known.file, source.encode("utf-8", "replace"))
-    if known.compile:
-        result = await session.run(known.compile, wall_s=wall_s)
+    toolchain = LANGUAGES[language]
+    await session.put(toolchain.file, source.encode("utf-8", "replace"))
+    if toolchain.compile:
+        result = await session.run(toolchain.compile, wall_s=wall_s)
         if result.error is not None or result.status != 0:
             return result
-    return await session.run(known.run, wall_s=wall_s, stdin=stdin)
+    return await session.run(toolchain.run, wall_s=wall_s, stdin=stdin)

@@ -54,11 +54,11 @@ class Network:
     """The connections of one session; `close` ends them, as the end of the session does.
 
     Args:
-        allowed: from `named_addresses`.
+        addresses: hosts with ports that the session may connect to, from `named_addresses`.
     """
 
-    def __init__(self, allowed: frozenset[str]) -> None:
-        self.allowed = allowed
+    def __init__(self, addresses: frozenset[str]) -> None:
+        self.addresses = addresses
         self._channel, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         """`theirs` is the session's end, to be sent and then closed."""
         self._channel.setblocking(False)
@@ -76,9 +76,9 @@ class Network:
         """Answer requests, one after another, until the session has ended or does not take its answers."""
         loop = asyncio.get_running_loop()
         with self._channel, contextlib.suppress(OSError), self._relays_end():
-            while asked := await loop.sock_recv(self._channel, MOST_ADDRESS):
+            while request := await loop.sock_recv(self._channel, MOST_ADDRESS):
                 try:
-                    outside = await self._dial(asked.decode("ascii", "replace"))
+                    outside = await self._dial(request.decode("ascii", "replace"))
                 except _RefusedError as refused:
                     self._channel.send(b"-" + str(refused).encode()[:MOST_ADDRESS])
                     continue
@@ -99,7 +99,7 @@ class Network:
                 relay.cancel()
 
     async def _dial(self, address: str) -> socket.socket:
-        if address not in self.allowed:
+        if address not in self.addresses:
             raise _RefusedError("this address is not one of the session's network=(...)")
         if len(self._relays) >= _CONNECTIONS:
             raise _RefusedError(f"the session has {_CONNECTIONS} open connections")
@@ -107,8 +107,8 @@ class Network:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_DIAL_S):
-                found = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-                reachable = [one for one in found if _may_lead_to(host, str(one[4][0]))]
+                address_infos = await loop.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+                reachable = [info for info in address_infos if _may_lead_to(host, str(info[4][0]))]
                 if not reachable:
                     raise _RefusedError("its name leads to private addresses, which have to be named themselves")
                 family, kind, protocol, _, target = reachable[0]
@@ -137,13 +137,13 @@ def _plain(host: str) -> str:
 
 
 def _may_lead_to(host: str, address: str) -> bool:
-    """Return whether a host may lead to an address: one that is an address itself to any, a name to public ones."""
+    """Return whether a host may lead to an IP address: a name only to a public one, a literal address to any."""
     if _is_address(host):
         return True
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address) and any(found in network for network in _TRANSLATED):
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address) and any(ip in network for network in _TRANSLATED):
         return False
-    mapped = getattr(found, "ipv4_mapped", None) or found
+    mapped = getattr(ip, "ipv4_mapped", None) or ip
     return mapped.is_global and not mapped.is_multicast
 
 

@@ -74,9 +74,9 @@ class Pool:
         self.limits = limits or Limits()
         self.most = _most_sessions() if sessions is None else sessions
         self.servers = min(8, os.cpu_count() or 1) if servers is None else servers
-        for name, value, least in (("warm", warm, 0), ("servers", self.servers, 1)):
-            if value < least:
-                raise ConfigError(f"Pool({name}={value})", hint=f"{name} must be {least} or more")
+        for name, value, minimum in (("warm", warm, 0), ("servers", self.servers, 1)):
+            if value < minimum:
+                raise ConfigError(f"Pool({name}={value})", hint=f"{name} must be {minimum} or more")
         if self.most < 1:
             raise ConfigError(f"there is room for {self.most} sessions", hint="free memory, or raise `ulimit -n`")
         if profile not in ("standard", "strict", "process"):
@@ -163,8 +163,8 @@ class Pool:
         Raises:
             SandboxError: no place became free, or the session could not be started.
         """
-        named = named_addresses(network)
-        if named and self._settings.profile == "process":
+        addresses = named_addresses(network)
+        if addresses and self._settings.profile == "process":
             raise ConfigError(
                 "commands have no network", hint='use Pool(profile="standard"), whose Python code has one'
             )
@@ -181,8 +181,8 @@ class Pool:
             body = self._take_warm() if limits is None and folder is None else None
             if body is None:
                 body = await self._start(limits or self.limits, folder)
-            if named:
-                body = await with_network(body, named)
+            if addresses:
+                body = await with_network(body, addresses)
         except BaseException as error:
             self._places.release()
             if isinstance(error, OSError):  # of this process, such as too many open files
@@ -220,14 +220,14 @@ class Pool:
             warnings.warn(f"each session copies {workspace}, as an overlay of it failed: {reason}", stacklevel=2)
         return body
 
-    async def _fork(self, of: Body, limits: Limits) -> Body:
+    async def _fork(self, parent: Body, limits: Limits) -> Body:
         if self._places.locked():  # waiting could be for ever: the caller holds a place
             raise SandboxError(
                 f"all {self.most} sessions are open: none can be forked", hint="raise Pool(sessions=...)"
             )
         await self._places.acquire()
         try:
-            return await fork_body(str(next(self._names)), of, limits)
+            return await fork_body(str(next(self._names)), parent, limits)
         except BaseException:
             self._places.release()
             raise
@@ -235,9 +235,9 @@ class Pool:
     async def _start_servers(self) -> None:
         """Start the servers that are not there, or no longer."""
         async with self._starting_servers:
-            lost = [host for host in self.hosts if host.lost]
+            lost_hosts = [host for host in self.hosts if host.lost]
             self.hosts = [host for host in self.hosts if not host.lost]
-            await asyncio.gather(*(host.close() for host in lost))
+            await asyncio.gather(*(host.close() for host in lost_hosts))
             while len(self.hosts) < self.servers:
                 host = await Host.start(self._settings)
                 self.hosts.append(host)
@@ -261,11 +261,11 @@ class Pool:
 
 
 def _packages(folder: str | Path) -> str:
-    resolved = Path(folder).resolve()
-    if not resolved.is_dir() or resolved.is_relative_to("/tmp"):
-        cause = "is in /tmp, of which sessions have their own" if resolved.is_dir() else "is no folder"
-        raise ConfigError(f"Pool(packages=...): {resolved} {cause}", hint="name a site-packages folder elsewhere")
-    return str(resolved)
+    path = Path(folder).resolve()
+    if not path.is_dir() or path.is_relative_to("/tmp"):
+        cause = "is in /tmp, of which sessions have their own" if path.is_dir() else "is no folder"
+        raise ConfigError(f"Pool(packages=...): {path} {cause}", hint="name a site-packages folder elsewhere")
+    return str(path)
 
 
 def _resolved(folder: str | Path) -> str:

@@ -128,15 +128,15 @@ class Session:
             self._check_alive()
             if not self._undo:
                 return await self._run(message, data, wall_s)
-            before, older = await self._fork_body(self._body, self.limits), self._before
-            self._before = before
+            snapshot, old_snapshot = await self._fork_body(self._body, self.limits), self._before
+            self._before = snapshot
             async with TaskGroup() as group:
-                if older is not None:
-                    group.create_task(self._end(older))
+                if old_snapshot is not None:
+                    group.create_task(self._end(old_snapshot))
                 return await self._run(message, data, wall_s)
 
     async def _run(self, message: dict[str, object], data: bytes, wall_s: float) -> Result:
-        body, started = self._body, time.perf_counter()
+        body, start_time = self._body, time.perf_counter()
         try:
             grace_s = _COMMAND_GRACE_S if body.host.profile == "process" else _GRACE_S
             async with self._ending_on_cancel(body), asyncio.timeout(wall_s + grace_s):
@@ -144,14 +144,14 @@ class Session:
                 answer, image = await receive(
                     body.channel, most_text=self._most_text, most_data=self.limits.transfer_bytes
                 )
-            return _result(answer, image, self.limits.output_bytes, time.perf_counter() - started)
+            return _result(answer, image, self.limits.output_bytes, time.perf_counter() - start_time)
         except TimeoutError:
             error = CellError(name="CellOverrun", message=f"the cell exceeded {wall_s:g} s and did not stop: killed")
         except (EOFError, OSError):
             error = await why_ended(body)
         except frames.FrameError as raised:
             error = CellError(name="BadFrame", message=f"the session broke the protocol ({raised}): killed")
-        wall = time.perf_counter() - started
+        wall = time.perf_counter() - start_time
         body.watched.cause = body.watched.cause or error.message
         body.watched.exited.set()
         await body.end()
@@ -290,8 +290,8 @@ class Session:
 
     async def _drop_before(self) -> None:
         if self._before is not None:
-            before, self._before = self._before, None
-            await self._end(before)
+            snapshot, self._before = self._before, None
+            await self._end(snapshot)
 
     async def _end(self, body: Body) -> None:
         try:
@@ -357,22 +357,22 @@ def _variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_folders(folders: Mapping[str, str]) -> dict[str, str]:
-    """Check and return where a command sees more folders of its session.
+    """Check and return the paths at which a command sees further folders of its session, with their names.
 
     Raises:
         ConfigError: a place is the system's, or a name is not one.
     """
     for place, name in folders.items():
-        taken = any(place == one or place.startswith(f"{one}/") for one in _TAKEN)
-        if not place.startswith("/") or place != posixpath.normpath(place) or place in ("/", "//") or taken:
+        is_reserved = any(place == folder or place.startswith(f"{folder}/") for folder in _TAKEN)
+        if not place.startswith("/") or place != posixpath.normpath(place) or place in ("/", "//") or is_reserved:
             raise ConfigError(f"a folder is to be seen at {place!r:.80}", hint="choose another absolute path: /app")
         if not name.isidentifier():
             raise ConfigError(f"the name of a folder is {name!r:.80}", hint="use letters, digits and _")
     return dict(folders)
 
 
-def _result(message: dict[str, object], image: bytes, most: int, wall_s: float) -> Result:
-    """Build a result from what a session has sent, of which nothing is trusted."""
+def _result(message: dict[str, object], image: bytes, max_chars: int, wall_s: float) -> Result:
+    """Check a message of a session, of which nothing is trusted, and make a result of it."""
     error = message.get("error")
     if error is not None and not (
         isinstance(error, list) and len(error) == 3 and all(isinstance(text, str) for text in error)
@@ -383,7 +383,7 @@ def _result(message: dict[str, object], image: bytes, most: int, wall_s: float) 
         text = message.get(name)
         if not (isinstance(text, str) or (text is None and name == "value")):
             raise frames.FrameError(f"its {name} is not a string")
-        texts[name] = None if text is None else text[:most]
+        texts[name] = None if text is None else text[:max_chars]
     numbers = []
     for name in ("cpu_s", "memory_bytes"):
         number = message.get(name)

@@ -46,17 +46,17 @@ async def shared_pool(packages: Sequence[str] = (), profile: Profile | None = No
         SandboxError: this machine cannot isolate sessions, or the pool did not start.
     """
     loop, pools, profile = asyncio.get_running_loop(), _pools(), profile or default_profile()
-    for each in [each for each in pools if each[0].is_closed()]:
-        pools.pop(each, None)
-    held = pools.get(key := (loop, tuple(packages), profile))
-    if held is None or held.holder.done():
+    for pool_key in [pool_key for pool_key in pools if pool_key[0].is_closed()]:
+        pools.pop(pool_key, None)
+    entry = pools.get(key := (loop, tuple(packages), profile))
+    if entry is None or entry.holder.done():
         opened: asyncio.Future[Pool] = loop.create_future()
-        held = pools[key] = _Held(opened, loop.create_task(_hold(opened, packages, profile)))
-    return await asyncio.shield(held.opened)
+        entry = pools[key] = _Held(opened, loop.create_task(_hold(opened, packages, profile)))
+    return await asyncio.shield(entry.opened)
 
 
 def default_profile() -> Profile:
-    """Return `standard`, the cheapest profile, for root, and for others `strict`, which can do without."""
+    """Return `standard`, the cheapest profile, for root; for other users `strict`, which does not need root."""
     return "standard" if os.geteuid() == 0 else "strict"
 
 

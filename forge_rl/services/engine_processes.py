@@ -29,8 +29,8 @@ def seats_of(config: GeneratorConfig, cluster: Cluster, hosts: ServiceHosts) -> 
         gpus_each=config.devices // config.hosts_per_replica,
         hosts_each=config.hosts_per_replica,
         replicas=config.replicas,
-        least=config.least_replicas,
-        most=config.most_replicas,
+        min_replicas=config.least_replicas,
+        max_replicas=config.most_replicas,
         first=len(config.urls) + config.guests,
     )
 
@@ -59,7 +59,7 @@ class EngineProcesses:
     def _environment(self, seat: Seat, seats: Seats) -> dict[str, str]:
         return decode_environment(
             seat.place,
-            replicas=seats.each,
+            replicas=seats.max_per_host,
             devices=self.config.devices // self.config.hosts_per_replica,
             gpus=seats.hosts.gpus.get(seat.host, ()),
             cores=seats.hosts.cores.get(seat.host),
@@ -82,7 +82,7 @@ class EngineProcesses:
         seats = self.guests if index in self.config.guest_indices else self.seats
         seat = seats.take(index)
         args, env = self._args(index, "replica", seat.host), self._environment(seat, seats)
-        if not seat.others:
+        if not seat.other_seats:
             return self.service.spawn(self.actor, *args, env=env, host=seat.host, index=index)
         hosts = {part.host: 1 for part in seat.parts}
         return self.service.spawn(self.actor, *args, env=spare_environment(env), ranks=hosts, index=index)

@@ -106,8 +106,8 @@ class Environment:
             cluster,
             hosts or ServiceHosts(),
             replicas=config.replicas,
-            least=config.least_replicas,
-            most=config.most_replicas,
+            min_replicas=config.least_replicas,
+            max_replicas=config.most_replicas,
         )
 
         async def start_one(index: int) -> None:

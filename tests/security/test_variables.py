@@ -81,7 +81,7 @@ if python:
     told = subprocess.check_output([python, "-c", reads], env={}, text=True)
 else:
     command = [sys.executable, "-c", reads]
-    told = asyncio.run(run_command(command, CommandLimits(memory_gib=2), variables={}, given=b"")).output
+    told = asyncio.run(run_command(command, CommandLimits(memory_gib=2), variables={}, stdin=b"")).output
 getenv = ctypes.CDLL(None).getenv
 getenv.restype = ctypes.c_char_p
 assert dict(os.environ) == before and getenv(b"AWS_ACCESS_KEY_ID") == b"hunter2", "it has them itself"
@@ -182,7 +182,7 @@ def test_nothing_that_a_command_started_outlives_it_in_whatever_session(ending: 
     command = [sys.executable, "-c", LEAVES, seconds, *(["stay"] if ending != "by itself" else [])]
     run = (
         "import asyncio, sys; from forge_rl.runtime.commands import CommandLimits, run_command\n"
-        "asyncio.run(run_command(sys.argv[1:], CommandLimits(memory_gib=2), variables={}, given=b''))"
+        "asyncio.run(run_command(sys.argv[1:], CommandLimits(memory_gib=2), variables={}, stdin=b''))"
     )
 
     async def check() -> None:
@@ -197,7 +197,7 @@ def test_nothing_that_a_command_started_outlives_it_in_whatever_session(ending: 
                 await until(lambda: not left(seconds))
             else:
                 limits = CommandLimits(memory_gib=2)
-                working = asyncio.ensure_future(run_command(command, limits, variables={}, given=b""))
+                working = asyncio.ensure_future(run_command(command, limits, variables={}, stdin=b""))
                 if ending == "cancelled":
                     await until(lambda: len(left(seconds)) == 3)
                     working.cancel()

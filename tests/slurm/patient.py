@@ -51,7 +51,7 @@ async def main(config: Config) -> None:
         print(f"{name} is lost: {cause}", flush=True)
         lost.set()
 
-    async with job.open(JobListener(say=print, lost=gone)) as hosts:
+    async with job.open(JobListener(say=print, on_lost=gone)) as hosts:
         nodes = [
             await host.slice(hosts=0).spawn_procs(per_host={"ranks": 1}).spawn("where", Where).node.call_one()
             for host in hosts.values()

@@ -103,8 +103,8 @@ class Display(Sink):
         self._state.info = info
         self._state.restore(info.step, history)
         self._show_step()
-        resumed = f"  resumed after step {info.step}" if info.step else ""
-        self._print(f"{info.recipe}  {info.model}  {info.folder}  {info.steps} steps{resumed}")
+        suffix = f"  resumed after step {info.step}" if info.step else ""
+        self._print(f"{info.recipe}  {info.model}  {info.folder}  {info.steps} steps{suffix}")
         if self.mode == "live" and self._live is None:
             self._live = Live(self.panel, console=self._console, refresh_per_second=4)
             self._live.start(refresh=True)
@@ -117,10 +117,10 @@ class Display(Sink):
     def startup(self, name: str, state: Literal["starting", "ready", "failed"], detail: str = "") -> None:
         """Show that a service is starting, is ready, or has failed to start."""
         self._changes += 1
-        now = self._clock()
+        current_time = self._clock()
         if state == "starting":
-            self._starting[name] = now
-        seconds = duration(now - self._starting.get(name, now))
+            self._starting[name] = current_time
+        seconds = duration(current_time - self._starting.get(name, current_time))
         text = {"starting": "starting", "ready": f"ready in {seconds}", "failed": f"failed after {seconds}"}[state]
         if state != "ready":
             self.panel.remove(name)
@@ -180,32 +180,34 @@ class Display(Sink):
             waiting: names the pending call, such as "generator replica 1, call load"; "" if unknown.
             training: returns the microbatches done and in all of the current training step; None if nothing trains.
         """
-        now, rollout, trained = self._clock(), status(), training()
+        current_time, rollout, microbatches = self._clock(), status(), training()
         phase, in_phase, _ = self._phase_clock.now()
-        done = (rollout.batch, rollout.groups_done, rollout.evaluated) if rollout is not None else None
-        state = (phase, self._phase_clock.since, self._changes, done, trained)
+        progress = (rollout.batch, rollout.groups_done, rollout.evaluated) if rollout is not None else None
+        state = (phase, self._phase_clock.since, self._changes, progress, microbatches)
         paused = self._state.pause is not None and self._state.pause.paused
         if state != self._moved[0] or paused:
-            self._moved = state, now
+            self._moved = state, current_time
         since = self._moved[1]
-        text = waiting() if now - since >= PATIENCE_S else ""
-        before, self._state.rollout = self._state.rollout, rollout
-        self._state.polled_at, self._state.waiting = now, (text, since) if text else None
-        if before is not None and (rollout is None or rollout.batch != before.batch):
+        text = waiting() if current_time - since >= PATIENCE_S else ""
+        old_rollout, self._state.rollout = self._state.rollout, rollout
+        self._state.polled_at, self._state.waiting = current_time, (text, since) if text else None
+        if old_rollout is not None and (rollout is None or rollout.batch != old_rollout.batch):
             self.panel.remove("batch")
         if rollout is not None:
             self.panel.show("batch", rollout.share, f"{rollout.groups_done}/{rollout.groups}")
-        if trained is not None:
-            self.panel.show("update", trained[0] / trained[1], f"{trained[0]}/{trained[1]} microbatches")
+        if microbatches is not None:
+            self.panel.show(
+                "update", microbatches[0] / microbatches[1], f"{microbatches[0]}/{microbatches[1]} microbatches"
+            )
         else:
             self.panel.remove("update")
         line = ""
-        if text and now - since >= max(PLAIN_PATIENCE_S, 2 * self._longest.get(phase, 0.0)):
-            line = f"{phase or 'run'}: waiting for {text}; {duration(now - since)} without progress"
+        if text and current_time - since >= max(PLAIN_PATIENCE_S, 2 * self._longest.get(phase, 0.0)):
+            line = f"{phase or 'run'}: waiting for {text}; {duration(current_time - since)} without progress"
         elif rollout is not None and phase == "rollout" and in_phase >= REPORT_EVERY_S and not paused:
             line = f"rollout: {rollout}"
-        if line and now - self._reported_at >= REPORT_EVERY_S:
-            self._reported_at = now
+        if line and current_time - self._reported_at >= REPORT_EVERY_S:
+            self._reported_at = current_time
             self._print(line)
 
     def log(self, step: int, values: Mapping[str, Metric], batch: Batch | None = None) -> None:
@@ -227,8 +229,8 @@ class Display(Sink):
         self._state.warnings += level == "warning"
         self._state.faults += level == "fault"
         style = {"info": "", "warning": "yellow", "fault": "bold red"}[level]
-        at = f"{duration(self._clock() - self._begun)}  " if self.mode == "live" else ""
-        self._print(at + (text if level == "info" else f"{level}: {text}"), style, live=True)
+        elapsed = f"{duration(self._clock() - self._begun)}  " if self.mode == "live" else ""
+        self._print(elapsed + (text if level == "info" else f"{level}: {text}"), style, live=True)
 
     def summary(self, places: Mapping[str, object] | None = None, faults: Sequence[Fault] = ()) -> None:
         """End the display and print the run's summary: a table of the faults, scores, and `places`.
@@ -237,9 +239,9 @@ class Display(Sink):
         """
         self.close()
         if self.mode != "none":
-            shown = {name: self._writable(str(place)) for name, place in (places or {}).items()}
-            listed = [replace(row, cause=self._writable(row.cause)) for row in faults]
-            print_summary(self._console, self._state, self._clock() - self._begun, shown, listed)
+            printable_places = {name: self._writable(str(place)) for name, place in (places or {}).items()}
+            printable_faults = [replace(row, cause=self._writable(row.cause)) for row in faults]
+            print_summary(self._console, self._state, self._clock() - self._begun, printable_places, printable_faults)
 
     def close(self) -> None:
         """Stop drawing; the last panel stays on the screen."""
@@ -262,8 +264,8 @@ class Display(Sink):
     def _step_line(self, step: int, values: Mapping[str, float]) -> str:
         steps = self._state.info.steps if self._state.info is not None else 0
         parts = [f"step {step:>{len(str(steps))}}/{steps}" if steps else f"step {step}"]
-        shown = {"reward": REWARD, **UPDATE}
-        parts += [f"{label} {number(values[name])}" for label, name in shown.items() if name in values]
+        labels = {"reward": REWARD, **UPDATE}
+        parts += [f"{label} {number(values[name])}" for label, name in labels.items() if name in values]
         parts += [f"reward of all groups {reward}" for reward in (reward_of_all_groups(values),) if reward]
         parts += [f"{f'held-out {name}'.strip()} {number(score)}" for name, score in held_out_scores(values).items()]
         parts += [f"{phase} {took}" for phase, took in phases(values).items()]

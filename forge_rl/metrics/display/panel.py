@@ -76,13 +76,13 @@ class RunPanel:
         return Constrain(Panel(content, title=title, title_align="left", border_style="cyan"), WIDEST)
 
     def _rows(self, training: bool) -> Iterator[tuple[str, RenderableType]]:
-        state, now = self._state, self._clock()
+        state, current_time = self._state, self._clock()
         name, in_phase, in_step = self._phase_clock.now()
         if state.info is not None:
             yield "folder", Text(str(state.info.folder), style="dim", overflow="fold")
         if training:
             self._spinner.update(text=Text.assemble((name, "bold cyan"), f" {duration(in_phase)}"))
-            times = {"elapsed": duration(now - self._begun)}
+            times = {"elapsed": duration(current_time - self._begun)}
             if (eta := state.eta_s(in_step)) is not None:
                 times["eta"] = duration(eta)
             yield "phase", _flow(times, self._spinner if name else Text("none"))
@@ -93,17 +93,17 @@ class RunPanel:
             yield "paused", Text(text, style="bold yellow")
         if rollout is not None:
             yield "rollout", _flow(rollout.parts(), Text(f"batch {rollout.batch}", style="bold"))
-        if polled is not None and now - polled >= BLOCKED_S:
+        if polled is not None and current_time - polled >= BLOCKED_S:
             # Only the drawing thread notices this; the last known `waiting` may be out of date.
-            text = f"the controller, whose event loop has been blocked for {duration(now - polled)}"
+            text = f"the controller, whose event loop has been blocked for {duration(current_time - polled)}"
             yield "waiting", Text(text, style="yellow")
         elif waiting is not None:
-            text = f"{visible(waiting[0])}; {duration(now - waiting[1])} without progress"
+            text = f"{visible(waiting[0])}; {duration(current_time - waiting[1])} without progress"
             yield "waiting", Text(text, style="yellow")
         yield from _results(state)
         problems = {"faults": state.faults, "warnings": state.warnings}
         if any(problems.values()):
-            yield "problems", _flow({name: str(many) for name, many in problems.items() if many}, style="yellow")
+            yield "problems", _flow({name: str(count) for name, count in problems.items() if count}, style="yellow")
 
 
 def _results(state: RunState) -> Iterator[tuple[str, RenderableType]]:
@@ -118,8 +118,8 @@ def _results(state: RunState) -> Iterator[tuple[str, RenderableType]]:
     if state.held_out:
         yield "held-out", _flow({name: _score(scores) for name, scores in state.held_out.items()})
     for label, prefix in (("parts", "reward_parts/"), ("sources", "reward/")):
-        if found := _parts(last, prefix):
-            yield label, _flow(found)
+        if mean_rewards := _parts(last, prefix):
+            yield label, _flow(mean_rewards)
     if state.sample is not None:
         title, text = map(visible, state.sample)
         yield "answer", Text.assemble((f"{title}: ", "dim"), text, overflow="fold")
@@ -131,18 +131,20 @@ def _results(state: RunState) -> Iterator[tuple[str, RenderableType]]:
 
 def _parts(values: Mapping[str, float], prefix: str) -> dict[str, str]:
     """Format the mean rewards of parts or of sources, the first few of many."""
-    found = {
+    mean_rewards = {
         name.removeprefix(prefix): number(value)
         for name, value in values.items()
         if name.startswith(prefix) and name not in _OF_ALL_SOURCES
     }
-    few = dict(list(found.items())[:_MOST_PARTS])
-    return few | ({"": f"and {len(found) - _MOST_PARTS} more"} if len(found) > _MOST_PARTS else {})
+    first_rewards = dict(list(mean_rewards.items())[:_MOST_PARTS])
+    return first_rewards | (
+        {"": f"and {len(mean_rewards) - _MOST_PARTS} more"} if len(mean_rewards) > _MOST_PARTS else {}
+    )
 
 
 def _score(scores: Curve) -> str:
-    before = f"{scores.first:.2f} → " if len(scores.points) > 1 else ""
-    return f"{before}{scores.last:.2f}" + (f" {sparkline(scores.means, 12)}" if len(scores.points) > 2 else "")
+    start = f"{scores.first:.2f} → " if len(scores.points) > 1 else ""
+    return f"{start}{scores.last:.2f}" + (f" {sparkline(scores.means, 12)}" if len(scores.points) > 2 else "")
 
 
 def _busy(values: Mapping[str, float]) -> dict[str, str]:
@@ -152,18 +154,18 @@ def _busy(values: Mapping[str, float]) -> dict[str, str]:
         kind, _, device = name.partition("/")
         if kind in shares:
             shares[kind].setdefault(device.partition("/")[0], []).append(share)
-    shown: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for service, step in shares["busy"].items():
-        more = [f"{min(step):.0%} to {max(step):.0%}"] if len(step) > 1 else []
+        details = [f"{min(step):.0%} to {max(step):.0%}"] if len(step) > 1 else []
         if rollout := shares["busy_rollout"].get(service):
-            more.append(f"rollout {fmean(rollout):.0%}")
+            details.append(f"rollout {fmean(rollout):.0%}")
         name = f"{service} x{len(step)}" if len(step) > 1 else service
-        shown[name] = f"{fmean(step):.0%}" + (f" ({', '.join(more)})" if more else "")
-    return shown
+        texts[name] = f"{fmean(step):.0%}" + (f" ({', '.join(details)})" if details else "")
+    return texts
 
 
 def _flow(pairs: Mapping[str, str], *first: RenderableType, style: str = "") -> Columns:
     """Lay out names and values side by side, wrapping as needed."""
-    shown = [(visible(f"{name} " if name else ""), visible(value)) for name, value in pairs.items()]
-    texts = [Text.assemble((name, "dim"), (value, style)) for name, value in shown]
+    visible_pairs = [(visible(f"{name} " if name else ""), visible(value)) for name, value in pairs.items()]
+    texts = [Text.assemble((name, "dim"), (value, style)) for name, value in visible_pairs]
     return Columns([*first, *texts], padding=(0, 3))

@@ -123,13 +123,13 @@ def reward_of_all_groups(values: Mapping[str, float]) -> str:
 
 def held_out_scores(values: Mapping[str, float]) -> dict[str, float]:
     """Pick the held-out scores out of a step's values, by source or set; "" for the overall score of a single set."""
-    found = {
+    scores = {
         name.removeprefix(HELD_OUT).removeprefix("/"): value
         for name, value in values.items()
         if name.partition("/")[0] == HELD_OUT and not math.isnan(value)
     }
-    if found:
-        return found
+    if scores:
+        return scores
     sets = {tuple(name.split("/")): value for name, value in values.items() if name.startswith("eval/")}
     return {
         parts[1]: value
@@ -143,12 +143,12 @@ def phases(values: Mapping[str, float]) -> dict[str, str]:
 
     The rate is omitted for phases under 0.1 s, such as the rollout of a batch that was already complete.
     """
-    shown: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, seconds in values.items():
         kind, _, phase = name.partition("/")
         if kind == "seconds" and phase != "step":
             rate = values.get(f"tokens_per_s/{phase}")
-            shown[phase] = duration(seconds) + (
+            texts[phase] = duration(seconds) + (
                 "" if rate is None or seconds < _LEAST_RATED_S else f" {rate:,.0f} tok/s"
             )
-    return shown
+    return texts

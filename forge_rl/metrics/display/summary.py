@@ -30,12 +30,12 @@ def print_summary(
         rows.append((f"held-out {name}".strip(), Text.assemble((f"{first:.2f} -> {last:.2f}", "bold"), change)))
     rows.append(("steps", Text(f"{state.step} of {state.info.steps}" if state.info else str(state.step))))
     rows.append(("wall time", Text(duration(seconds))))
-    recovered = sum(row.recovered_s is not None for row in faults)
-    total = f"{len(faults)}, {recovered} recovered" if faults else str(state.faults)
-    failed = ", ".join(f"{many} {name}{'s' * (many > 1)}" for name, many in state.errors.items())
-    total += f"; episodes lost: {failed}" if failed else ""
-    bad = bool(failed) or (recovered < len(faults) if faults else state.faults > 0)
-    rows.append(("faults", Text(total, style="bold red" if bad else "")))
+    num_recovered = sum(row.recovered_s is not None for row in faults)
+    total = f"{len(faults)}, {num_recovered} recovered" if faults else str(state.faults)
+    losses = ", ".join(f"{count} {name}{'s' * (count > 1)}" for name, count in state.errors.items())
+    total += f"; episodes lost: {losses}" if losses else ""
+    has_problem = bool(losses) or (num_recovered < len(faults) if faults else state.faults > 0)
+    rows.append(("faults", Text(total, style="bold red" if has_problem else "")))
     rows += [(name, Text(place)) for name, place in places.items()]
     widest = max(len(name) for name, _ in rows)
     for name, content in rows:

@@ -41,7 +41,7 @@ _CHECK_S = 30.0
 _ASK_S = 10.0
 """Seconds between questions about a host that was asked for."""
 _WISHED = ("COMPLETED", "CANCELLED")
-"""Ends of a host's job that someone has wished for."""
+"""States of a host's job that has ended on purpose."""
 IN_CONTAINER = "leave one out: a host that joins later is in no container"
 
 
@@ -75,9 +75,9 @@ class AllocationJob:
         check_flags(self, "--job allocation:", least={"most_replaced": 0})
         check_options("allocation:sbatch", self.sbatch)
         if self.most_replaced and (self.hosts or self.launcher or self.image):
-            given = next(name for name in ("hosts", "launcher", "image") if getattr(self, name))
-            hint = IN_CONTAINER if given == "image" else "leave most_replaced out: only Slurm is asked for hosts"
-            raise ConfigError(f"--job allocation has {given} and most_replaced", hint=hint)
+            option = next(name for name in ("hosts", "launcher", "image") if getattr(self, name))
+            hint = IN_CONTAINER if option == "image" else "leave most_replaced out: only Slurm is asked for hosts"
+            raise ConfigError(f"--job allocation has {option} and most_replaced", hint=hint)
         if self.image and self.launcher:
             raise ConfigError(
                 "--job allocation has image and launcher", hint="put the image's options into the launcher"
@@ -119,30 +119,32 @@ class AllocationJob:
         commands = {name: self._command(name, controller) for name in names}
         if self._is_slurm and len(names) > 1:  # if the first node dies, nobody but the others can tell Slurm
             commands[names[-1]] += ["--watch", os.environ["SLURM_JOB_ID"]]
-        kept = {name: value for name, value in os.environ.items() if name.startswith(_SCHEDULER)}
-        lost = _once_each(listener.lost)
+        variables = {name: value for name, value in os.environ.items() if name.startswith(_SCHEDULER)}
+        on_lost = _once_each(listener.on_lost)
         async with launched_hosts(
             commands,
-            JobListener(say=listener.say, lost=lost),
+            JobListener(say=listener.say, on_lost=on_lost),
             ending=functools.partial(save_at_notice, listener),
             controller=controller,
-            env=handed_on(kept),
+            env=handed_on(variables),
             may_be_public=self.public,
         ) as hosts:
-            with _watching_nodes(names, lost) if self._is_slurm else contextlib.nullcontext():
+            with _watching_nodes(names, on_lost) if self._is_slurm else contextlib.nullcontext():
                 yield hosts
 
     async def replace(self, name: str, folder: Path, say: Callable[[str], None]) -> str:
         """Submit a job whose node joins a run, and wait until it ends; see `ReplacingJob`."""
-        log, jobs = host_log(folder, name), hosts_name(folder)
+        log, job_name = host_log(folder, name), hosts_name(folder)
         command = join_command(folder, name, python=self.python, interface=self.interface, public=self.public)
         script = host_script(command, folder, log, self.sbatch)
         # The job inherits the environment as the first nodes do, without what Slurm has set for this job.
-        kept = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or name.startswith("SBATCH_")}
-        submitting = asyncio.ensure_future(asyncio.to_thread(slurm_queue.submit, script, handed_on(kept)))
+        variables = {
+            name: value for name, value in os.environ.items() if name == "SLURM_CONF" or name.startswith("SBATCH_")
+        }
+        submitting = asyncio.ensure_future(asyncio.to_thread(slurm_queue.submit, script, handed_on(variables)))
         try:
             id, _ = await asyncio.shield(submitting)
-            return await _follow(jobs, id, log, say)
+            return await _follow(job_name, id, log, say)
         finally:
             await asyncio.wait([submitting])
             if submitting.exception() is None:
@@ -156,54 +158,54 @@ class AllocationJob:
     def _names(self) -> list[str]:
         """Return the hosts' names, each once, in the allocation's order."""
         if self.hosts:
-            found = self.hosts.split("+")
+            names = self.hosts.split("+")
         elif nodes := os.environ.get("SLURM_JOB_NODELIST"):
-            found = node_names(nodes)
-        elif file := next((os.environ[name] for name in _HOST_FILES if name in os.environ), None):
-            with Path(file).open(errors="replace") as opened:
-                found = [line.split()[0] for line in opened.read(_FILE_BYTES).splitlines() if line.strip()]
+            names = node_names(nodes)
+        elif host_file := next((os.environ[name] for name in _HOST_FILES if name in os.environ), None):
+            with Path(host_file).open(errors="replace") as file:
+                names = [line.split()[0] for line in file.read(_FILE_BYTES).splitlines() if line.strip()]
         else:
             raise ConfigError(
                 "no scheduler has allocated hosts",
                 hint="run the command inside sbatch or salloc, or name hosts: --job allocation:hosts=a+b",
             )
-        return [check_host(name) for name in dict.fromkeys(found)]
+        return [check_host(name) for name in dict.fromkeys(names)]
 
     def _command(self, name: str, controller: str) -> list[str]:
         """Return the command that starts a host."""
         launcher = [word.replace("{host}", name) for word in shlex.split(self.launcher or self._default_launcher)]
         if self.image:
-            here = os.getcwd()
-            launcher += [f"--container-image={self.image}", f"--container-mounts={here}:{here}"]
-            launcher += [f"--container-workdir={here}"]
-        started = [self.python or sys.executable, "-m", "forge_rl.runtime.jobs.host", controller]
-        started += ["--interface", self.interface] * bool(self.interface) + ["--public"] * self.public
+            folder = os.getcwd()
+            launcher += [f"--container-image={self.image}", f"--container-mounts={folder}:{folder}"]
+            launcher += [f"--container-workdir={folder}"]
+        command = [self.python or sys.executable, "-m", "forge_rl.runtime.jobs.host", controller]
+        command += ["--interface", self.interface] * bool(self.interface) + ["--public"] * self.public
         if os.path.basename(launcher[0]) == "ssh":  # the remote shell starts at home, and reads its arguments as code
-            return [*launcher, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(started)}"]
-        return [*launcher, *started]
+            return [*launcher, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"]
+        return [*launcher, *command]
 
     @property
     def _default_launcher(self) -> str:
         return _SRUN if self._is_slurm else _SSH
 
 
-async def _follow(jobs: str, id: str, log: Path, say: Callable[[str], None]) -> str:
-    """Tell what a host's job waits for; return why it has ended, "" if someone wished it.
+async def _follow(job_name: str, id: str, log: Path, say: Callable[[str], None]) -> str:
+    """Report what a host's job waits for until it ends; return the cause, or "" if someone ended it on purpose.
 
     Args:
-        jobs: the job's name.
+        job_name: name of the host's job.
     """
-    said = ""
+    last_message = ""
     while True:
         with contextlib.suppress(ConfigError):  # slurmctld restarts; it is asked again
-            job = await asyncio.to_thread(slurm_queue.find_job, jobs, id)
+            job = await asyncio.to_thread(slurm_queue.find_job, job_name, id)
             if job is None or job.end:
-                how = f"{job.end} ({job.state}){last_line(log)}" if job else "is unknown to Slurm"
-                return "" if job and job.state in _WISHED else f"Slurm job {id} {how}"
-            now = f"Slurm job {id} runs on {job.nodes}"
-            told = await asyncio.to_thread(slurm_queue.describe_wait, job) if job.waits else now
-            if told != said:
-                say(said := told)
+                outcome = f"{job.end} ({job.state}){last_line(log)}" if job else "is unknown to Slurm"
+                return "" if job and job.state in _WISHED else f"Slurm job {id} {outcome}"
+            placement = f"Slurm job {id} runs on {job.nodes}"
+            message = await asyncio.to_thread(slurm_queue.describe_wait, job) if job.waits else placement
+            if message != last_message:
+                say(last_message := message)
         await asyncio.sleep(_ASK_S)
 
 
@@ -220,18 +222,18 @@ def check_host(name: str) -> str:
 
 def _once_each(tell: Notice) -> Notice:
     """Return a function that passes on its first call for each host."""
-    told: set[str] = set()
+    reported_hosts: set[str] = set()
 
     def first(name: str, cause: str) -> None:
-        if name not in told:
-            told.add(name)
+        if name not in reported_hosts:
+            reported_hosts.add(name)
             tell(name, cause)
 
     return first
 
 
 @contextlib.contextmanager
-def _watching_nodes(names: Sequence[str], lost: Notice) -> Iterator[None]:
+def _watching_nodes(names: Sequence[str], on_lost: Notice) -> Iterator[None]:
     """Report nodes that Slurm says are down, which the connection to them may not show for long."""
 
     async def watch() -> None:
@@ -239,7 +241,7 @@ def _watching_nodes(names: Sequence[str], lost: Notice) -> Iterator[None]:
             await asyncio.sleep(_CHECK_S)
             with contextlib.suppress(ConfigError):  # slurmctld restarts; it is asked again
                 for name, state in (await asyncio.to_thread(dead_nodes, ",".join(names))).items():
-                    lost(name, f"Slurm says that the node is {state}")
+                    on_lost(name, f"Slurm says that the node is {state}")
 
     watching = asyncio.create_task(watch())
     try:

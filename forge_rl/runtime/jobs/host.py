@@ -88,7 +88,7 @@ def _serve(ip: str) -> str:
         from monarch._src.job.service_identity import new_service_proc_id, service_proc_addr
         from monarch.actor import start_worker_loop_forever
 
-    failed = ""
+    failure = ""
     for _ in range(_ATTEMPTS):
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         with socket.socket(family) as any_socket:  # Monarch cannot tell which port it was given
@@ -104,11 +104,11 @@ def _serve(ip: str) -> str:
             except TimeoutError:
                 continue
             except Exception as error:  # the port has just been taken
-                failed = str(error)
+                failure = str(error)
                 break
         else:
             return address
-    sys.exit(f"error: Monarch does not listen on {ip}: {failed}")
+    sys.exit(f"error: Monarch does not listen on {ip}: {failure}")
 
 
 def _serve_here(folder: str) -> str:
@@ -127,8 +127,8 @@ def _serve_here(folder: str) -> str:
 
 
 def _listens(port: int) -> bool:
-    found = psutil.Process().net_connections("tcp")
-    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in found)
+    connections = psutil.Process().net_connections("tcp")
+    return any(connection.status == psutil.CONN_LISTEN and connection.laddr.port == port for connection in connections)
 
 
 def _notice(number: int, frame: object) -> None:

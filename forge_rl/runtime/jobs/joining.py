@@ -36,24 +36,24 @@ def host_log(folder: Path, name: str) -> Path:
 
 
 def last_line(log: Path) -> str:
-    """Return the last error in such a file, or its last line, after a colon; "" if there is none."""
+    """Return the last error in a host's log, or its last line, after a colon; "" if it is empty or missing."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return ""
-    said = [clipped(line.strip(), lines=1, width=300) for line in reversed(lines) if line.strip()]
-    errors = [line for line in said if line.startswith("error: ")]
-    return next((f": {line}" for line in errors + said), "")
+    printed_lines = [clipped(line.strip(), lines=1, width=300) for line in reversed(lines) if line.strip()]
+    errors = [line for line in printed_lines if line.startswith("error: ")]
+    return next((f": {line}" for line in errors + printed_lines), "")
 
 
 def controller_address() -> str:
     """Return the IP address on which Monarch serves in this process; "" if only processes of this machine reach it."""
     import monarch.config
 
-    found = _TCP.search(str(monarch.config.get_global_config().get("default_transport")))
-    return found[1] if found else ""
+    match = _TCP.search(str(monarch.config.get_global_config().get("default_transport")))
+    return match[1] if match else ""
 
 
 def attach_host(name: str, address: str, *, may_be_public: bool) -> HostMesh:
@@ -86,8 +86,12 @@ def attach_host(name: str, address: str, *, may_be_public: bool) -> HostMesh:
 def _is_own_socket(path: Path) -> bool:
     """Return whether a path is a socket that only this user can have put there."""
     try:
-        found, folder = path.lstat(), path.parent.lstat()
+        path_status, folder_status = path.lstat(), path.parent.lstat()
     except OSError:
         return False
-    private = stat.S_ISDIR(folder.st_mode) and folder.st_uid == os.geteuid() and not folder.st_mode & 0o077
-    return private and stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
+    private = (
+        stat.S_ISDIR(folder_status.st_mode)
+        and folder_status.st_uid == os.geteuid()
+        and not folder_status.st_mode & 0o077
+    )
+    return private and stat.S_ISSOCK(path_status.st_mode) and path_status.st_uid == os.geteuid()

@@ -92,8 +92,8 @@ class KubernetesHosts:
     folder, and pods and controller that reach each other directly."""
 
     def __post_init__(self) -> None:
-        least = {"hosts": 1, "gpus": 0, "user": 1, "grace_s": 1, "port": 1024, "most_replaced": 0}
-        check_flags(self, _FLAG, least=least, above={"wait_s": 0})
+        minimums = {"hosts": 1, "gpus": 0, "user": 1, "grace_s": 1, "port": 1024, "most_replaced": 0}
+        check_flags(self, _FLAG, least=minimums, above={"wait_s": 0})
         check_flags(self, _FLAG, most={"hosts": 4096, "port": 65535})
         for field in ("name", "namespace"):
             value = str(getattr(self, field))
@@ -181,14 +181,14 @@ class KubernetesHosts:
         with deleted_with_this_process(self.kubeconfig, namespace=self.namespace, run=self.name):
             watched = _Watched(self.names, listener, saves=self.evicted == "save")
             unfollow = pods.follow(watched.tell, watched.trouble)
-            creating = asyncio.ensure_future(asyncio.to_thread(pods.create, policy, manifests))
+            create_task = asyncio.ensure_future(asyncio.to_thread(pods.create, policy, manifests))
             try:
-                await asyncio.shield(creating)
+                await asyncio.shield(create_task)
                 addresses = await watched.ready(self.wait_s)
                 yield await asyncio.to_thread(self._attach, addresses, is_inside)
             finally:
                 watched.closing = True
-                await ended(creating)  # what it still creates must be deleted too
+                await ended(create_task)  # what it still creates must be deleted too
                 try:
                     await asyncio.to_thread(pods.delete)
                     await watched.gone(_GONE_S)
@@ -211,20 +211,20 @@ class KubernetesHosts:
         def trouble(problem: str) -> None:
             loop.call_soon_threadsafe(say, problem)
 
-        creating = asyncio.ensure_future(asyncio.to_thread(pods.create_pod, manifest))
+        create_task = asyncio.ensure_future(asyncio.to_thread(pods.create_pod, manifest))
         unfollow = pods.follow(tell, trouble)
         try:
-            await asyncio.shield(creating)
-            noticed: PodState | None = None
+            await asyncio.shield(create_task)
+            notice: PodState | None = None
             while (state := await states.get()).phase not in ("dead", "gone"):
-                noticed = state if state.phase == "ending" else None
+                notice = state if state.phase == "ending" else None
                 say(f"pod {self.name}-{name} {state.reason or 'runs'}")
-            end = noticed or state
+            end = notice or state
             return "" if end.wished else f"{end.reason}{last_line(host_log(folder, name))}"
         finally:
-            await asyncio.wait([creating])
+            await asyncio.wait([create_task])
             unfollow()
-            if creating.exception() is None:
+            if create_task.exception() is None:
                 with contextlib.suppress(ForgeError):  # the end of the run deletes what is left
                     await asyncio.to_thread(pods.delete_host, name)
 
@@ -239,31 +239,36 @@ class KubernetesHosts:
                 f"the run folder {folder} is not below {self.mount}, where the pods mount the claim {self.claim}",
                 hint=f"set --out to a folder below it, or {_FLAG}mount",
             )
-        joining = shlex.join(join_command(folder, name, python="python", public=self.public))
+        join_line = shlex.join(join_command(folder, name, python="python", public=self.public))
         output = shlex.quote(str(host_log(folder, name)))
-        spec = self._pods(["sh", "-c", f"exec {joining} >> {output} 2>&1"])
+        spec = self._pods(["sh", "-c", f"exec {join_line} >> {output} 2>&1"])
         return pod(spec, name, claim=self.claim, mount=self.mount)
 
     def _is_direct(self, is_inside: bool) -> bool:
         return self.route == "direct" or (self.route == "auto" and is_inside)
 
-    def _adopt(self, own: Manifest | None, *manifests: Manifest) -> None:
+    def _adopt(self, controller_pod: Manifest | None, *manifests: Manifest) -> None:
         """Make this process's pod the owner of the others, so that Kubernetes deletes them with it.
 
         Raises:
             ConfigError: the policy would keep this process's pod from the others.
         """
-        if own is None:
+        if controller_pod is None:
             return
-        if (own["metadata"].get("labels") or {}).get(RUN_LABEL) != self.name:
+        if (controller_pod["metadata"].get("labels") or {}).get(RUN_LABEL) != self.name:
             raise ConfigError(
-                f"the network policy would keep the controller's pod {own['metadata']['name']} from the others, as it "
-                f"lacks the label {RUN_LABEL}={self.name}",
+                f"the network policy would keep the controller's pod {controller_pod['metadata']['name']} from the "
+                f"others, as it lacks the label {RUN_LABEL}={self.name}",
                 hint=f"add the label to its manifest, or set {_FLAG}name to the label's value",
             )
-        owner = {"apiVersion": "v1", "kind": "Pod", "name": own["metadata"]["name"], "uid": own["metadata"]["uid"]}
-        for each in manifests:
-            each["metadata"]["ownerReferences"] = [owner]
+        owner = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "name": controller_pod["metadata"]["name"],
+            "uid": controller_pod["metadata"]["uid"],
+        }
+        for manifest in manifests:
+            manifest["metadata"]["ownerReferences"] = [owner]
 
     def _attach(self, addresses: Mapping[str, str], is_inside: bool) -> dict[str, HostMesh]:
         """Join the pods, which are ready, as Monarch hosts.
@@ -290,13 +295,13 @@ class KubernetesHosts:
         is_direct = self._is_direct(is_inside)
         kubeconfig = None
         if not (is_inside and is_direct):
-            place = str((self.kubeconfig or Path(KUBE_CONFIG_DEFAULT_LOCATION)).expanduser())
-            kubeconfig = (Direct if is_direct else KubeConfig).from_path(place)
+            path = str((self.kubeconfig or Path(KUBE_CONFIG_DEFAULT_LOCATION)).expanduser())
+            kubeconfig = (Direct if is_direct else KubeConfig).from_path(path)
         job = Bracketed(self.namespace, timeout=_ATTACH_S, kubeconfig=kubeconfig)
         if is_direct:
-            own = own_address(list(addresses.values()), may_be_public=self.public)
-            listen_on(own)
-            monarch.config.configure(default_transport=url(own, 0))  # KubernetesJob has set another one
+            controller_ip = own_address(list(addresses.values()), may_be_public=self.public)
+            listen_on(controller_ip)
+            monarch.config.configure(default_transport=url(controller_ip, 0))  # KubernetesJob has set another one
         for name in self.names:
             selector = f"{RUN_LABEL}={self.name},{HOST_LABEL}={name}"
             job.add_mesh(name, 1, label_selector=selector, pod_rank_label=RANK_LABEL, port=self.port)
@@ -315,7 +320,7 @@ _ENDED = ("ending", "dead", "gone")
 
 
 class _Watched:
-    """What is known of the pods of a run, told to its listener."""
+    """Tracks the states of a run's pods, and reports changes to the listener."""
 
     def __init__(self, names: Sequence[str], listener: JobListener, *, saves: bool) -> None:
         self.closing = False
@@ -372,8 +377,8 @@ class _Watched:
                     await self._changed.wait()
 
     def _note(self, host: str, state: PodState) -> None:
-        known = self._states.get(host)
-        if known is None:
+        old_state = self._states.get(host)
+        if old_state is None:
             return
         self._states[host] = state
         self._seen.add(host)
@@ -384,13 +389,15 @@ class _Watched:
             self._say(self._waiting())
         elif state.phase == "ending" and self._saves:
             save_at_notice(self._listener, host, state.reason)
-        elif state.phase in _ENDED and (known.phase not in _ENDED or (known.phase == "ending" and self._saves)):
-            self._listener.lost(host, known.reason if known.phase == "ending" else state.reason)
+        elif state.phase in _ENDED and (old_state.phase not in _ENDED or (old_state.phase == "ending" and self._saves)):
+            self._listener.on_lost(host, old_state.reason if old_state.phase == "ending" else state.reason)
 
     def _waiting(self) -> str:
         ready = sum(state.phase == "ready" for state in self._states.values())
-        waiting = {host: state for host, state in self._states.items() if state.phase != "ready"}
-        return f"{ready} of {len(self._states)} pods are ready" + (f"; {_reasons(waiting)}" if waiting else "")
+        waiting_pods = {host: state for host, state in self._states.items() if state.phase != "ready"}
+        return f"{ready} of {len(self._states)} pods are ready" + (
+            f"; {_reasons(waiting_pods)}" if waiting_pods else ""
+        )
 
     def _say(self, text: str) -> None:
         if text != self._said and not self.closing:
@@ -399,7 +406,7 @@ class _Watched:
 
 
 def _reasons(states: Mapping[str, PodState]) -> str:
-    """Return the hosts of each reason."""
+    """Return a text with the hosts by the reason of their state."""
     hosts: dict[str, list[str]] = {}
     for host, state in states.items():
         hosts.setdefault(state.reason, []).append(host)
@@ -417,11 +424,11 @@ def _template(path: Path | None) -> Mapping[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text())
+        template = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{_FLAG}template: {str(error)[:300]}", hint="name a YAML file") from error
-    if not isinstance(found, dict) or not {"metadata", "spec"} >= found.keys():
+    if not isinstance(template, dict) or not {"metadata", "spec"} >= template.keys():
         raise ConfigError(
             f"{_FLAG}template: {path} is not a pod template", hint="write the keys metadata and spec of a pod"
         )
-    return found
+    return template

@@ -37,13 +37,15 @@ class LaunchedHost:
     name: str
     process: asyncio.subprocess.Process
     address: asyncio.Future[str]
-    said: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_KEPT))
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_KEPT))
     """The last lines that it or the launcher printed."""
 
-    async def follow(self, lost: Notice, ending: Notice, *, may_be_public: bool, is_here: bool = False) -> None:
+    async def follow(self, on_lost: Notice, on_ending: Notice, *, may_be_public: bool, is_here: bool = False) -> None:
         """Read its output until it ends; then report it as lost.
 
         Args:
+            on_lost: called with the host's name and the cause.
+            on_ending: called with the host's name and the signal that announced its end.
             is_here: it is on this machine, and serves on a socket.
         """
         while line := await self._line():
@@ -53,16 +55,16 @@ class LaunchedHost:
                 if is_here or is_trusted(value, may_be_public=may_be_public):
                     self.address.set_result(value)
             elif key == "notice":
-                ending(self.name, value)
+                on_ending(self.name, value)
             elif not key and text:
-                self.said.append(text)
+                self.last_lines.append(text)
         status = await self.process.wait()
-        said = f": {' | '.join(list(self.said)[-2:])}" if self.said else ""
-        cause = f"its launcher ended with status {status}{said}"
+        output = f": {' | '.join(list(self.last_lines)[-2:])}" if self.last_lines else ""
+        cause = f"its launcher ended with status {status}{output}"
         if not self.address.done():
-            failed = f"host {self.name} did not start: {cause}"
-            self.address.set_exception(InfrastructureError(failed, hint="see the last lines that it printed"))
-        lost(self.name, cause)
+            message = f"host {self.name} did not start: {cause}"
+            self.address.set_exception(InfrastructureError(message, hint="see the last lines that it printed"))
+        on_lost(self.name, cause)
 
     async def _line(self) -> bytes:
         """Return the next line, or b"" at the end; skips lines that are too long."""
@@ -116,14 +118,14 @@ async def launched_hosts(
 
     def lost(name: str, cause: str) -> None:
         if not closing:
-            listener.lost(name, cause)
+            listener.on_lost(name, cause)
 
-    following: list[asyncio.Task[None]] = []
+    follow_tasks: list[asyncio.Task[None]] = []
     try:
         for name, command in commands.items():
             host = await launch_host(name, command, env)
             hosts.append(host)
-            following.append(asyncio.create_task(host.follow(lost, ending, may_be_public=may_be_public)))
+            follow_tasks.append(asyncio.create_task(host.follow(lost, ending, may_be_public=may_be_public)))
         addresses = await _addresses(hosts, listener)
         with quiet_stderr():
             from monarch.actor import attach_to_workers
@@ -138,11 +140,11 @@ async def launched_hosts(
         await asyncio.gather(*(host.end() for host in hosts))
         for host in hosts:
             host.address.cancel()
-        await asyncio.gather(*following)
+        await asyncio.gather(*follow_tasks)
 
 
 def save_at_notice(listener: JobListener, name: str, notice: str) -> None:
-    """Pass a notice that a host will end on to this process, at which a run saves; not where it would die of that."""
+    """Report that a host will end; if this process handles SIGUSR1, raise it here, at which a run saves."""
     listener.say(f"the scheduler is about to end host {name} ({notice})")
     if signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN):
         signal.raise_signal(signal.SIGUSR1)
@@ -174,15 +176,15 @@ async def _addresses(hosts: Sequence[LaunchedHost], listener: JobListener) -> di
     listener.say(f"starting {len(hosts)} host{'s' * (len(hosts) > 1)}: {', '.join(host.name for host in hosts)}")
     try:
         async with asyncio.timeout(_START_S):
-            found = await asyncio.gather(*(host.address for host in hosts))
+            addresses = await asyncio.gather(*(host.address for host in hosts))
     except TimeoutError:
         late = next(host for host in hosts if not host.address.done())
-        said = " | ".join(list(late.said)[-3:])
+        output = " | ".join(list(late.last_lines)[-3:])
         raise InfrastructureError(
-            f"host {late.name} does not listen after {_START_S:.0f} s{': ' if said else ''}{said}",
+            f"host {late.name} does not listen after {_START_S:.0f} s{': ' if output else ''}{output}",
             hint="check that its Python environment is the controller's, and that it is not overloaded",
         ) from None
-    return dict(zip((host.name for host in hosts), found, strict=True))
+    return dict(zip((host.name for host in hosts), addresses, strict=True))
 
 
 def listen_on(ip: str) -> None:
@@ -207,9 +209,9 @@ def _message(line: str) -> tuple[str, str]:
     _, mark, text = line.partition(MARK)
     if mark:
         with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(text)
-            if isinstance(found, dict) and len(found) == 1:
-                ((key, value),) = found.items()
+            message = json.loads(text)
+            if isinstance(message, dict) and len(message) == 1:
+                ((key, value),) = message.items()
                 if isinstance(value, str):
                     return key, value
     return "", ""

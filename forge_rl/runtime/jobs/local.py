@@ -18,7 +18,7 @@ class LocalJob:
     """Only the controller's host."""
 
     def describe(self, command: Sequence[str]) -> str:
-        """Return the one line about it."""
+        """Return one line that says where the run's processes start."""
         return "all processes of the run start on this machine"
 
     @contextlib.asynccontextmanager

@@ -70,7 +70,7 @@ def pod(spec: PodSpec, host: str, *, port: int = 0, claim: str = "", mount: str 
     if claim:
         volumes.append({"name": "shared", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": "shared", "mountPath": mount})
-    ours: Manifest = {
+    manifest: Manifest = {
         "metadata": {
             "name": f"{spec.run}-{host}",
             "namespace": spec.namespace,
@@ -96,12 +96,12 @@ def pod(spec: PodSpec, host: str, *, port: int = 0, claim: str = "", mount: str 
             "volumes": volumes,
         },
     }
-    merged = merge(spec.template, ours)
+    merged = merge(spec.template, manifest)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": merged["metadata"], "spec": merged["spec"]}
 
 
 def _container(spec: PodSpec, port: int) -> Manifest:
-    found: Manifest = {
+    container: Manifest = {
         "name": CONTAINER,
         "image": spec.image,
         "command": list(spec.command),
@@ -114,10 +114,10 @@ def _container(spec: PodSpec, port: int) -> Manifest:
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     if port:
-        found["ports"] = [{"name": "monarch", "containerPort": port}]
+        container["ports"] = [{"name": "monarch", "containerPort": port}]
         # Only until the port is open: Monarch would log every later connection without a message.
-        found["startupProbe"] = {"tcpSocket": {"port": port}, "periodSeconds": 1, "failureThreshold": _START_S}
-    return found
+        container["startupProbe"] = {"tcpSocket": {"port": port}, "periodSeconds": 1, "failureThreshold": _START_S}
+    return container
 
 
 def merge(template: Any, ours: Any) -> Any:
@@ -132,14 +132,16 @@ def merge(template: Any, ours: Any) -> Any:
             for key in (*template, *(key for key in ours if key not in template))
         }
     if isinstance(template, list) and isinstance(ours, list):
-        named = {each["name"]: each for each in ours if isinstance(each, Mapping) and "name" in each}
-        names = [each.get("name") if isinstance(each, Mapping) else None for each in template]
-        first = [
-            merge(each, named[name]) if name in named else copy.deepcopy(each)
-            for each, name in zip(template, names, strict=True)
+        ours_by_name = {entry["name"]: entry for entry in ours if isinstance(entry, Mapping) and "name" in entry}
+        template_names = [entry.get("name") if isinstance(entry, Mapping) else None for entry in template]
+        merged = [
+            merge(entry, ours_by_name[name]) if name in ours_by_name else copy.deepcopy(entry)
+            for entry, name in zip(template, template_names, strict=True)
         ]
-        return first + [
-            each for each in ours if not (isinstance(each, Mapping) and "name" in each and each["name"] in names)
+        return merged + [
+            entry
+            for entry in ours
+            if not (isinstance(entry, Mapping) and "name" in entry and entry["name"] in template_names)
         ]
     return copy.deepcopy(ours)
 

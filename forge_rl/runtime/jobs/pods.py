@@ -32,7 +32,7 @@ _HOPELESS = ("InvalidImageName", "CreateContainerConfigError")
 
 @dataclass(frozen=True, kw_only=True)
 class PodState:
-    """What the API says of a host's pod."""
+    """State of a host's pod, according to the API."""
 
     phase: Literal["waiting", "ready", "ending", "dead", "gone"]
     """ending: the cluster will stop it once its grace is over; dead: it ended; gone: it does not exist any more."""
@@ -48,14 +48,14 @@ def judge(pod: Mapping[str, Any]) -> PodState:
     """Return the state of a pod, given as the API's JSON. Every terminal state is dead."""
     status = pod.get("status") or {}
     address = str(status.get("podIP") or "")
-    conditions = {each.get("type"): each for each in status.get("conditions") or ()}
-    containers = [each.get("state") or {} for each in status.get("containerStatuses") or ()]
+    conditions = {condition.get("type"): condition for condition in status.get("conditions") or ()}
+    container_states = [container.get("state") or {} for container in status.get("containerStatuses") or ()]
     disruption = conditions.get("DisruptionTarget") or {}
     cause = _words(disruption) if disruption.get("status") == "True" else ""
     phase = str(status.get("phase") or "Pending")
-    if ended := next((each["terminated"] for each in containers if each.get("terminated")), None):
-        code = ended.get("exitCode")
-        reason = cause or f"the container exited with status {code}: {_words(ended) or '?'}"
+    if termination := next((state["terminated"] for state in container_states if state.get("terminated")), None):
+        code = termination.get("exitCode")
+        reason = cause or f"the container exited with status {code}: {_words(termination) or '?'}"
         return PodState(phase="dead", reason=reason, address=address, wished=code == 0)
     if phase not in ("Pending", "Running"):  # Succeeded, Failed, Unknown: its node is lost
         return PodState(phase="dead", reason=cause or f"the pod is {phase}: {_words(status) or '?'}", address=address)
@@ -63,12 +63,12 @@ def judge(pod: Mapping[str, Any]) -> PodState:
         return PodState(phase="ending", reason=cause or "the pod is being deleted", address=address, wished=not cause)
     if address and (conditions.get("Ready") or {}).get("status") == "True":
         return PodState(phase="ready", address=address)
-    blocked = [each["waiting"] for each in containers if each.get("waiting")]
-    scheduled = conditions.get("PodScheduled") or {}
-    if scheduled.get("status") == "False":
-        blocked.insert(0, scheduled)
-    reason = _words(blocked[0]) if blocked else phase
-    hopeless = bool(blocked) and blocked[0].get("reason") in _HOPELESS
+    obstacles = [state["waiting"] for state in container_states if state.get("waiting")]
+    scheduling = conditions.get("PodScheduled") or {}
+    if scheduling.get("status") == "False":
+        obstacles.insert(0, scheduling)
+    reason = _words(obstacles[0]) if obstacles else phase
+    hopeless = bool(obstacles) and obstacles[0].get("reason") in _HOPELESS
     return PodState(phase="dead" if hopeless else "waiting", reason=reason, address=address)
 
 
@@ -79,7 +79,7 @@ def _words(entry: Mapping[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def api_errors(doing: str) -> Iterator[None]:
+def api_errors(action: str) -> Iterator[None]:
     """Turn errors of the API in the body into ours: `with api_errors("create the pod grpo-host0"): ...`.
 
     Raises:
@@ -92,7 +92,7 @@ def api_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except ApiException as error:
-        said = _said(error.body) or str(error.reason)
+        message = _said(error.body) or str(error.reason)
         hints = {
             401: "check the credentials of the kubeconfig",
             403: "give the service account the role in docs/running/hosts.md",
@@ -100,10 +100,10 @@ def api_errors(doing: str) -> Iterator[None]:
             409: "another run has this name: set --job kubernetes:name, or delete what is left of it with kubectl",
         }
         hint = hints.get(int(error.status or 0), "see the template and the options of --job kubernetes")
-        raise ConfigError(f"Kubernetes refused to {doing}: {said}", hint=hint) from error
+        raise ConfigError(f"Kubernetes refused to {action}: {message}", hint=hint) from error
     except HTTPError as error:
         raise InfrastructureError(
-            f"Kubernetes did not answer when asked to {doing}: {str(error)[:_MOST_WORDS]}",
+            f"Kubernetes did not answer when asked to {action}: {str(error)[:_MOST_WORDS]}",
             hint="check that the address in the kubeconfig can be reached",
         ) from error
 
@@ -111,9 +111,9 @@ def api_errors(doing: str) -> Iterator[None]:
 def _said(body: object) -> str:
     """Return the message in the body of the API's refusal."""
     with contextlib.suppress(ValueError, TypeError):
-        found = json.loads(body if isinstance(body, str | bytes) else "null")
-        if isinstance(found, dict):
-            return " ".join(str(found.get("message", "")).split())[:_MOST_WORDS]
+        answer = json.loads(body if isinstance(body, str | bytes) else "null")
+        if isinstance(answer, dict):
+            return " ".join(str(answer.get("message", "")).split())[:_MOST_WORDS]
     return ""
 
 
@@ -171,8 +171,8 @@ class Pods:
             response = self._core.read_namespaced_pod(
                 socket.gethostname(), self._namespace, _preload_content=False, _request_timeout=_CALL_S
             )
-            found: Manifest = json.loads(response.data)
-            return found
+            pod: Manifest = json.loads(response.data)
+            return pod
         return None
 
     def create(self, policy: Manifest, pods: Sequence[Manifest]) -> None:
@@ -247,9 +247,9 @@ class Pods:
                 _preload_content=False,
                 _request_timeout=_CALL_S,
             )
-        found = json.loads(response.data)
-        pods = {each["metadata"]["labels"][HOST_LABEL]: each for each in found["items"]}
-        return pods, str(found["metadata"]["resourceVersion"])
+        pod_list = json.loads(response.data)
+        pods = {pod["metadata"]["labels"][HOST_LABEL]: pod for pod in pod_list["items"]}
+        return pods, str(pod_list["metadata"]["resourceVersion"])
 
     def _changes(self, **query: Any) -> object:
         # No docstring, by which Watch would choose a model that has to fit every field of every version of the API.
@@ -270,8 +270,8 @@ class Pods:
         """
         from kubernetes import watch
 
-        ended = threading.Event()
-        watching = watch.Watch()
+        stop_event = threading.Event()
+        stream = watch.Watch()
         states: dict[str, PodState] = {}
 
         def note(host: str, state: PodState) -> None:
@@ -286,25 +286,27 @@ class Pods:
             for host, pod in pods.items():
                 note(host, judge(pod))
             with api_errors(f"watch the pods of {self._run}"):
-                for event in watching.stream(self._changes, resource_version=version, timeout_seconds=_WATCH_S):
-                    if ended.is_set():
+                for event in stream.stream(self._changes, resource_version=version, timeout_seconds=_WATCH_S):
+                    if stop_event.is_set():
                         return
                     pod = event["raw_object"]
-                    gone = PodState(phase="gone", reason="the pod was deleted")
-                    note(pod["metadata"]["labels"][HOST_LABEL], gone if event["type"] == "DELETED" else judge(pod))
+                    gone_state = PodState(phase="gone", reason="the pod was deleted")
+                    note(
+                        pod["metadata"]["labels"][HOST_LABEL], gone_state if event["type"] == "DELETED" else judge(pod)
+                    )
 
         def run() -> None:
-            while not ended.is_set():
+            while not stop_event.is_set():
                 try:
                     once()
                 except (ConfigError, InfrastructureError) as error:
-                    if not ended.is_set():
+                    if not stop_event.is_set():
                         trouble(error.message)
-                        ended.wait(_RETRY_S)
+                        stop_event.wait(_RETRY_S)
 
         def end() -> None:
-            ended.set()
-            watching.stop()
+            stop_event.set()
+            stream.stop()
 
         threading.Thread(target=run, name=f"pods-{self._run}", daemon=True).start()
         return end

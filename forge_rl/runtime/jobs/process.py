@@ -52,7 +52,7 @@ class ProcessHosts:
     @contextlib.asynccontextmanager
     async def open(self, listener: JobListener) -> AsyncIterator[Mapping[str, HostMesh]]:
         """Start the hosts; see `local_hosts`."""
-        async with local_hosts(self.names, lost=listener.lost) as hosts:
+        async with local_hosts(self.names, on_lost=listener.on_lost) as hosts:
             yield hosts
 
     async def replace(self, name: str, folder: Path, say: Callable[[str], None]) -> str:
@@ -80,7 +80,7 @@ class ProcessHosts:
 
 @contextlib.asynccontextmanager
 async def local_hosts(
-    names: Sequence[str], *, lost: Callable[[str, str], None] | None = None
+    names: Sequence[str], *, on_lost: Callable[[str, str], None] | None = None
 ) -> AsyncIterator[dict[str, HostMesh]]:
     """Start hosts as processes of this machine, to try multi-host runs on one host.
 
@@ -91,7 +91,7 @@ async def local_hosts(
 
     Args:
         names: host names; may be empty.
-        lost: called with a host's name and the cause when its process ends while the body runs.
+        on_lost: called with a host's name and the cause when its process ends while the body runs.
 
     Yields:
         Each host's Monarch mesh, by name.
@@ -113,7 +113,7 @@ async def local_hosts(
             # Monarch's hosts have their own sessions and would outlive this process. Their children end with them.
             guard = clean_up_after([str(job._tmpdir), scratch], list(pids.values()))
             state = job.state(cached_path=None)
-        with _watching(pids, lost) if lost is not None else contextlib.nullcontext():
+        with _watching(pids, on_lost) if on_lost is not None else contextlib.nullcontext():
             yield {name: getattr(state, name) for name in names}
     finally:
         await asyncio.to_thread(job.kill)
@@ -134,15 +134,15 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 @contextlib.contextmanager
-def _watching(pids: Mapping[str, int], lost: Callable[[str, str], None]) -> Iterator[None]:
-    """Call `lost` in this event loop with the name of each process that ends while the body runs."""
+def _watching(pids: Mapping[str, int], on_lost: Callable[[str, str], None]) -> Iterator[None]:
+    """Call `on_lost` in this event loop with the name of each process that ends while the body runs."""
     loop = asyncio.get_running_loop()
     fds: dict[str, int] = {}
 
     def end(name: str) -> None:
         loop.remove_reader(fds[name])
         os.close(fds.pop(name))
-        lost(name, f"the host's process {pids[name]} ended")
+        on_lost(name, f"the host's process {pids[name]} ended")
 
     try:
         for name, pid in pids.items():

@@ -20,12 +20,12 @@ def _ignore(*_: str) -> None:
 class JobListener:
     """What a job tells the run; each function is called in the event loop, and soon returns.
 
-    JobListener(say=print, lost=lambda host, cause: print(f"{host} is gone: {cause}"))
+    JobListener(say=print, on_lost=lambda host, cause: print(f"{host} is gone: {cause}"))
     """
 
     say: Callable[[str], None] = _ignore
     """Takes what the job waits for, in a line, such as its place in a queue."""
-    lost: Callable[[str, str], None] = _ignore
+    on_lost: Callable[[str, str], None] = _ignore
     """Takes a host's name and the cause, once the scheduler says that the host is gone for good."""
 
 
@@ -51,7 +51,7 @@ class Job(Protocol):
     def open(self, listener: JobListener) -> AbstractAsyncContextManager[Mapping[str, HostMesh]]:
         """Acquire the hosts, and give them back after the body, or with this process, however it ends.
 
-        While the body runs, each host that the scheduler counts as dead is reported to `listener.lost`, once.
+        While the body runs, each host that the scheduler counts as dead is reported to `listener.on_lost`, once.
 
         Returns:
             Each host's Monarch mesh, of one host, by the name by which --placement knows it. Names are letters, digits,

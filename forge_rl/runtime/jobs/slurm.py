@@ -144,16 +144,16 @@ class SlurmJob:
 
     def _follow(self, name: str, job: JobState, log: _Log, say: Callable[[str], None]) -> int:
         """Show a job's place in the queue, then its log; return its exit status."""
-        said, every_s, ask_at, ends = "", _ASK_S, 0.0, 0
+        last_message, every_s, ask_at, ends = "", _ASK_S, 0.0, 0
         while ends < 2:  # Slurm may requeue a job that it has just counted as dead
             log.show()
             if time.monotonic() >= ask_at:
-                before, job = job, _again(name, job)
+                last_job, job = job, _again(name, job)
                 ends = 0 if not job.end else ends + 1 if job.state in _REQUEUED else 2
-                told = slurm_queue.describe_wait(job) if job.waits else _describe(job)
-                if told != said:
-                    say(said := told)
-                every_s = _ASK_S if job.state != before.state else min(_ASK_LESS_S, every_s * 1.2)
+                message = slurm_queue.describe_wait(job) if job.waits else _describe(job)
+                if message != last_message:
+                    say(last_message := message)
+                every_s = _ASK_S if job.state != last_job.state else min(_ASK_LESS_S, every_s * 1.2)
                 ask_at = time.monotonic() + every_s
             time.sleep(_LOOK_S)
         log.show()
@@ -182,7 +182,7 @@ class SlurmJob:
         path = folder.resolve()
         inner = [self.python or command[0], *command[1:], "--job", self._allocation, "--out", str(path)]
         return _SCRIPT.format(
-            directives="\n".join(f"#SBATCH {each}" for each in self._directives(path)),
+            directives="\n".join(f"#SBATCH {directive}" for directive in self._directives(path)),
             setup=self.setup or ":",
             command=shlex.join(inner),
             # A controller that was killed has left the hosts that it asked for.
@@ -205,7 +205,7 @@ class SlurmJob:
 
     def _options(self) -> Iterator[str]:
         """Yield the options of sbatch that each node is asked for with, except the user's own."""
-        given = {
+        options = {
             "partition": self.partition.replace("+", ","),
             "account": self.account,
             "qos": self.qos,
@@ -215,18 +215,18 @@ class SlurmJob:
             "mem": self.memory,
             "constraint": self.constraint,
         }
-        yield from (f"--{name}={value}" for name, value in given.items() if value)
+        yield from (f"--{name}={value}" for name, value in options.items() if value)
         if self.exclusive:
             yield "--exclusive"
 
     @property
     def _allocation(self) -> str:
         """The inner command's --job."""
-        given = {"interface": self.interface, "image": self.image, "python": self.python, "public": self.public}
+        options = {"interface": self.interface, "image": self.image, "python": self.python, "public": self.public}
         if self.most_replaced:
-            given["most_replaced"] = self.most_replaced
-            given["sbatch"] = shlex.join([*self._options(), *shlex.split(self.options)])
-        return written("allocation", {name: value for name, value in given.items() if value})
+            options["most_replaced"] = self.most_replaced
+            options["sbatch"] = shlex.join([*self._options(), *shlex.split(self.options)])
+        return written("allocation", {name: value for name, value in options.items() if value})
 
 
 class _Log:
@@ -255,14 +255,14 @@ class _Log:
 def _again(name: str, job: JobState) -> JobState:
     """Ask for a job's state; while slurmctld does not answer, the last one stands."""
     try:
-        found = slurm_queue.find_job(name)
+        new_job = slurm_queue.find_job(name)
     except ConfigError:
         return job
-    if found is None:
+    if new_job is None:
         raise InfrastructureError(
             f"Slurm does not know job {job.id} any more", hint="ask sacct; the same command submits it again"
         )
-    return found
+    return new_job
 
 
 def _describe(job: JobState) -> str:

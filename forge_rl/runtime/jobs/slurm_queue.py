@@ -68,7 +68,7 @@ def ask_slurm(*command: str, script: str = "", env: Mapping[str, str] | None = N
         ConfigError: it is not installed, fails, or does not answer.
     """
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, input=script.encode(), capture_output=True, timeout=_ANSWER_S, start_new_session=True, env=env
         )
     except FileNotFoundError:
@@ -79,10 +79,12 @@ def ask_slurm(*command: str, script: str = "", env: Mapping[str, str] | None = N
         raise ConfigError(
             f"{command[0]} does not answer within {_ANSWER_S:.0f} s", hint="ask sinfo whether slurmctld is up"
         ) from None
-    if done.returncode:
-        said = done.stderr[:_ANSWER_BYTES].decode(errors="replace").strip() or f"status {done.returncode}"
-        raise ConfigError(f"{command[0]} refused: {said}", hint="change the options of --job, or ask sinfo and squeue")
-    return done.stdout[:_ANSWER_BYTES].decode(errors="replace")
+    if result.returncode:
+        message = result.stderr[:_ANSWER_BYTES].decode(errors="replace").strip() or f"status {result.returncode}"
+        raise ConfigError(
+            f"{command[0]} refused: {message}", hint="change the options of --job, or ask sinfo and squeue"
+        )
+    return result.stdout[:_ANSWER_BYTES].decode(errors="replace")
 
 
 def submit(script: str, env: Mapping[str, str] | None = None) -> tuple[str, str]:
@@ -108,14 +110,14 @@ def find_job(name: str, id: str = "") -> JobState | None:
     answer = ask_slurm(
         *("squeue", "--noheader", "--me", "--states=all", f"--name={name}", "--format=%i|%T|%P|%N|%S|%r")
     )
-    found = []
+    jobs = []
     for line in answer.splitlines():
         number, state, partition, nodes, start, reason = [*line.strip().split("|", 5), *[""] * 6][:6]
         if number.isdecimal() and id in ("", number):
             start = "" if start in ("N/A", "(null)") else start
-            found.append(JobState(id=number, state=state, partition=partition, nodes=nodes, start=start, reason=reason))
+            jobs.append(JobState(id=number, state=state, partition=partition, nodes=nodes, start=start, reason=reason))
     # An earlier job that has ended is not the one that waits or runs.
-    return max(found, key=lambda job: (not job.end, int(job.id)), default=None)
+    return max(jobs, key=lambda job: (not job.end, int(job.id)), default=None)
 
 
 def describe_wait(job: JobState) -> str:
@@ -129,8 +131,8 @@ def describe_wait(job: JobState) -> str:
 
 def exit_status(job: JobState) -> int:
     """Return the exit status of a job's script, 1 if a signal ended it or Slurm has forgotten it."""
-    found = re.search(r"\bExitCode=([0-9]{1,3}):0\b", ask_slurm("scontrol", "show", "--oneliner", "job", job.id))
-    return int(found[1]) if found else 1
+    match = re.search(r"\bExitCode=([0-9]{1,3}):0\b", ask_slurm("scontrol", "show", "--oneliner", "job", job.id))
+    return int(match[1]) if match else 1
 
 
 def cancel(job: JobState, *, gently: bool) -> None:
@@ -139,8 +141,8 @@ def cancel(job: JobState, *, gently: bool) -> None:
     Args:
         gently: send SIGHUP to its batch script alone, at which a run saves and ends.
     """
-    how = ["--signal=HUP", "--batch"] if gently and not job.waits else []
-    ask_slurm("scancel", *how, job.id)
+    options = ["--signal=HUP", "--batch"] if gently and not job.waits else []
+    ask_slurm("scancel", *options, job.id)
 
 
 def node_addresses(names: str) -> list[str]:

@@ -44,7 +44,7 @@ def host_script(command: Sequence[str], folder: Path, log: Path, options: str) -
         f"--output={script_path(log).replace('%', '%%')}",
         *shlex.split(options),
     ]
-    lines = ["#!/bin/bash", *(f"#SBATCH {each}" for each in directives), f"exec {shlex.join(command)}"]
+    lines = ["#!/bin/bash", *(f"#SBATCH {directive}" for directive in directives), f"exec {shlex.join(command)}"]
     return "\n".join(lines) + "\n"
 
 

@@ -37,20 +37,20 @@ class CellOverrun(BaseException):
 class _Output(io.RawIOBase):
     """A stream into a file in memory that drops what exceeds a limit. Programs that a cell starts write to the file."""
 
-    def __init__(self, fd: int, most: int) -> None:
+    def __init__(self, fd: int, max_bytes: int) -> None:
         file = os.memfd_create(f"output {fd}", 0)
         os.dup2(file, fd)
         os.close(file)
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
-        self._fd, self._most, self._left = fd, most, most
+        self._fd, self._max_bytes, self._left = fd, max_bytes, max_bytes
         self.text = io.TextIOWrapper(self, encoding="utf-8", errors="replace", write_through=True)  # type: ignore[type-var]
 
     def write(self, data: Any) -> int:
         if self._left > 0:
-            kept = bytes(data[: self._left + 1])  # one byte more says that there was more
-            self._left -= len(kept)
-            while kept:
-                kept = kept[os.write(self._fd, kept) :]
+            chunk = bytes(data[: self._left + 1])  # one byte more says that there was more
+            self._left -= len(chunk)
+            while chunk:
+                chunk = chunk[os.write(self._fd, chunk) :]
         return len(data)
 
     def fileno(self) -> int:
@@ -61,10 +61,10 @@ class _Output(io.RawIOBase):
 
     def take(self) -> tuple[str, bool]:
         """Return the output written since the last call, and whether it was cut."""
-        data = os.pread(self._fd, self._most + 1, 0)
+        data = os.pread(self._fd, self._max_bytes + 1, 0)
         os.ftruncate(self._fd, 0)
-        self._left = self._most
-        return data[: self._most].decode("utf-8", "replace"), len(data) > self._most
+        self._left = self._max_bytes
+        return data[: self._max_bytes].decode("utf-8", "replace"), len(data) > self._max_bytes
 
 
 class Cells:
@@ -107,7 +107,7 @@ class Cells:
         value: str | None = None
         image = "", b""
         error: list[str] | None = None
-        before = _cpu_s()
+        start_cpu_s = _cpu_s()
         self._start_clocks(float(message["wall_s"]), message["cpu_s"])
         try:
             try:
@@ -140,7 +140,7 @@ class Cells:
                 "value": value,
                 "image": image[0],
                 "error": error,
-                "cpu_s": _cpu_s() - before,
+                "cpu_s": _cpu_s() - start_cpu_s,
                 "memory_bytes": usage.ru_maxrss * 1024,
             },
             image[1],
@@ -158,12 +158,12 @@ class Cells:
         """Run statements; return the last one's value if it is an expression: its representation, and as an image."""
         tree = ast.parse(source, name)
         space = self.module.__dict__
-        last = tree.body[-1] if tree.body else None
-        if not isinstance(last, ast.Expr):
+        last_statement = tree.body[-1] if tree.body else None
+        if not isinstance(last_statement, ast.Expr):
             exec(compile(tree, name, "exec"), space)
             return None, ("", b"")
         exec(compile(ast.Module(tree.body[:-1], []), name, "exec"), space)
-        value = eval(compile(ast.Expression(last.value), name, "eval"), space)
+        value = eval(compile(ast.Expression(last_statement.value), name, "eval"), space)
         if value is None:
             return None, ("", b"")
         space["_"] = value
@@ -187,13 +187,13 @@ class Cells:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
                 return frames.encode({"failed": "not a regular file"})
-            most = int(message["most"])
+            max_bytes = int(message["most"])
             with open(fd, "rb") as file:
-                content = file.read(most + 1)
+                content = file.read(max_bytes + 1)
         except (OSError, ValueError) as error:
             return frames.encode({"failed": str(error)})
-        if len(content) > most:
-            return frames.encode({"failed": f"more than {most} bytes"})
+        if len(content) > max_bytes:
+            return frames.encode({"failed": f"more than {max_bytes} bytes"})
         return frames.encode({}, content)
 
     def _network(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
@@ -202,7 +202,7 @@ class Cells:
         return frames.encode({})
 
     def _fork(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
-        def settle(given: list[int]) -> None:
+        def settle(server_fds: list[int]) -> None:
             self.pid = os.getpid()
             self._open_streams()
             fresh_random()
@@ -211,7 +211,7 @@ class Cells:
 
 
 class Serving(Protocol):
-    """What answers a session's owner on a channel."""
+    """Answers a session's owner on a channel: `Cells`, or `commands.Commands`."""
 
     channel: socket.socket
     home: str
@@ -244,10 +244,10 @@ def become_two(
         settle: called in the child with the descriptors that the server gave it.
     """
     try:
-        forked = kernel.fork_sibling()
+        pid = kernel.fork_sibling()
     except OSError as error:
         return frames.encode({"failed": str(error)})
-    if forked:
+    if pid:
         for fd in descriptors:
             os.close(fd)
         return frames.encode({})
@@ -260,13 +260,13 @@ def become_two(
     try:
         with socket.socket(fileno=birth) as server:  # learns from the kernel who this is, and moves it
             server.send(b"?")
-            let_in, given, _, _ = socket.recv_fds(server, 1, _MOST_GIVEN)
-            for fd in given:
+            let_in, server_fds, _, _ = socket.recv_fds(server, 1, _MOST_GIVEN)
+            for fd in server_fds:
                 os.set_inheritable(fd, False)
             if not let_in:
                 raise OSError("the server did not let the fork in")
         _move(serving, str(message["folder"]), str(message["workspace"]), is_copied=bool(message["copies"]))
-        settle(given)
+        settle(server_fds)
     except OSError as error:
         serving.channel.sendall(frames.encode({"failed": str(error)}))
         os._exit(1)
@@ -274,23 +274,23 @@ def become_two(
 
 
 def _move(serving: Serving, folder: str, workspace: str, *, is_copied: bool) -> None:
-    """Go on in a copy of a session's folder, and in its copied workspace, with the same current folder in them."""
-    scratch, here = os.path.dirname(serving.home), _current_folder(serving.workspace or serving.home)
-    moved = {serving.home: os.path.join(scratch, folder)}
-    _copy_folder(serving.home, moved[serving.home])
-    enter_folder(moved[serving.home])
+    """Move this process to a copy of the session's folder and workspace, and to the same current folder there."""
+    scratch, current_folder = os.path.dirname(serving.home), _current_folder(serving.workspace or serving.home)
+    new_paths = {serving.home: os.path.join(scratch, folder)}
+    _copy_folder(serving.home, new_paths[serving.home])
+    enter_folder(new_paths[serving.home])
     if serving.workspace:
-        moved[serving.workspace] = os.path.join(scratch, workspace)
+        new_paths[serving.workspace] = os.path.join(scratch, workspace)
         if is_copied:
-            _copy_folder(serving.workspace, moved[serving.workspace])
-        os.environ["PWD"] = moved[serving.workspace]
-        _import_from(serving.workspace, moved[serving.workspace])
-    for before, after in moved.items():
-        if here == before or here.startswith(f"{before}/"):
+            _copy_folder(serving.workspace, new_paths[serving.workspace])
+        os.environ["PWD"] = new_paths[serving.workspace]
+        _import_from(serving.workspace, new_paths[serving.workspace])
+    for old_path, new_path in new_paths.items():
+        if current_folder == old_path or current_folder.startswith(f"{old_path}/"):
             with contextlib.suppress(OSError):  # it was deleted
-                os.chdir(after)
-                os.chdir(after + here[len(before) :])
-    serving.home, serving.workspace = moved[serving.home], moved.get(serving.workspace, "")
+                os.chdir(new_path)
+                os.chdir(new_path + current_folder[len(old_path) :])
+    serving.home, serving.workspace = new_paths[serving.home], new_paths.get(serving.workspace, "")
 
 
 def _current_folder(otherwise: str) -> str:
@@ -300,20 +300,20 @@ def _current_folder(otherwise: str) -> str:
         return otherwise
 
 
-def _import_from(before: str, after: str) -> None:
+def _import_from(old_path: str, new_path: str) -> None:
     """Import further modules from another folder, also modules of packages that are already imported."""
-    sys.path[:] = [after if path == before else path for path in sys.path]
+    sys.path[:] = [new_path if path == old_path else path for path in sys.path]
     for module in list(sys.modules.values()):
         paths = getattr(module, "__path__", None)
         if type(paths) is list:
-            paths[:] = [after + path[len(before) :] if path.startswith(f"{before}/") else path for path in paths]
+            paths[:] = [new_path + path[len(old_path) :] if path.startswith(f"{old_path}/") else path for path in paths]
 
 
 def _cpu_s() -> float:
     """CPU seconds of this process and of its children that have ended."""
     return sum(
-        used.ru_utime + used.ru_stime
-        for used in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
+        usage.ru_utime + usage.ru_stime
+        for usage in (resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN))
     )
 
 
@@ -343,9 +343,9 @@ def _image(value: object) -> tuple[str, bytes]:
         return "image/png", file.getvalue()
     for name, media_type in (("_repr_png_", "image/png"), ("_repr_jpeg_", "image/jpeg")):
         if hasattr(kind, name):
-            shown = getattr(value, name)()
-            if isinstance(shown, bytes):
-                return media_type, shown
+            image_bytes = getattr(value, name)()
+            if isinstance(image_bytes, bytes):
+                return media_type, image_bytes
     return "", b""
 
 
@@ -365,9 +365,9 @@ def enter_workspace(folder: str) -> None:
 
 
 def _copy_folder(source: str, target: str) -> None:
-    """Copy files, folders and links with modes and times. What is neither, such as a pipe, stays behind."""
+    """Copy files, folders and links with modes and times. Special files, such as pipes, are not copied."""
     os.makedirs(target, 0o700, exist_ok=True)
-    with _readable(source, 0o500) as found, os.scandir(source) as entries:
+    with _readable(source, 0o500) as folder_status, os.scandir(source) as entries:
         for entry in entries:
             copy = os.path.join(target, entry.name)
             if entry.is_symlink():
@@ -375,36 +375,40 @@ def _copy_folder(source: str, target: str) -> None:
             elif entry.is_dir():
                 _copy_folder(entry.path, copy)
             elif entry.is_file():
-                with _readable(entry.path, 0o400) as of_file, open(entry.path, "rb") as file, open(copy, "wb") as other:
+                with (
+                    _readable(entry.path, 0o400) as file_status,
+                    open(entry.path, "rb") as file,
+                    open(copy, "wb") as target_file,
+                ):
                     while part := file.read(1 << 20):
-                        other.write(part)
-                _give_mode(copy, of_file)
-    _give_mode(target, found)
+                        target_file.write(part)
+                _give_mode(copy, file_status)
+    _give_mode(target, folder_status)
 
 
 @contextlib.contextmanager
 def _readable(path: str, rights: int) -> Iterator[os.stat_result]:
-    """Give a file of the session's own these rights for a while, which its code may have taken away."""
-    found = os.stat(path)
-    mode = stat.S_IMODE(found.st_mode)
+    """Give the owner of a file these rights while the body runs, as the session's code may have removed them."""
+    status = os.stat(path)
+    mode = stat.S_IMODE(status.st_mode)
     if mode & rights != rights:
         os.chmod(path, mode | rights)
     try:
-        yield found
+        yield status
     finally:
         if mode & rights != rights:
             os.chmod(path, mode)
 
 
-def _give_mode(path: str, found: os.stat_result) -> None:
-    os.chmod(path, stat.S_IMODE(found.st_mode))
-    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+def _give_mode(path: str, status: os.stat_result) -> None:
+    os.chmod(path, stat.S_IMODE(status.st_mode))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def rehearse() -> None:
     """Run some cells in the process that sessions are forked from, so that they share what cells make on first use."""
     ours, theirs = socket.socketpair()
-    kept = [os.dup(fd) for fd in (1, 2)]
+    saved_fds = [os.dup(fd) for fd in (1, 2)]
     streams = sys.stdout, sys.stderr
     cells = Cells(ours, 1024, 0)
     cells._open_streams()
@@ -412,7 +416,7 @@ def rehearse() -> None:
         for code in (b"x = [1]", b"print(x)", b"x[2]"):
             cells._run({"wall_s": 60, "cpu_s": None}, code, [])
     sys.stdout, sys.stderr = streams
-    for fd, original in zip((1, 2), kept, strict=True):
+    for fd, original in zip((1, 2), saved_fds, strict=True):
         os.dup2(original, fd)
         os.close(original)
     linecache.clearcache()

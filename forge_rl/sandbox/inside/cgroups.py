@@ -28,83 +28,85 @@ class Hierarchy:
     folder: str
 
 
-def hierarchies(mounts: str, own: str) -> list[Hierarchy]:
+def hierarchies(mounts: str, memberships: str) -> list[Hierarchy]:
     """Find the hierarchies whose controllers a session needs, and one of version 2 to kill by, if there is one.
 
     Args:
         mounts: text of /proc/self/mountinfo.
-        own: text of /proc/self/cgroup.
+        memberships: text of /proc/self/cgroup.
     """
     paths: dict[str, str] = {}
-    for line in own.splitlines():
+    for line in memberships.splitlines():
         _, names, path = line.split(":", 2)
         paths |= dict.fromkeys(names.split(","), path)
-    found: list[Hierarchy] = []
+    session_hierarchies: list[Hierarchy] = []
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
         root, folder = before.split()[3:5]
         kind, _, options = after.split()[:3]
         if kind == "cgroup":
-            here = frozenset(options.split(",")) & set(CONTROLLERS)
-            if here and not any(here & known.controllers for known in found):
-                found.append(Hierarchy(1, here, _below(folder, root, paths.get(min(here), "/"))))
+            controllers = frozenset(options.split(",")) & set(CONTROLLERS)
+            if controllers and not any(controllers & hierarchy.controllers for hierarchy in session_hierarchies):
+                session_hierarchies.append(
+                    Hierarchy(1, controllers, _below(folder, root, paths.get(min(controllers), "/")))
+                )
         elif kind == "cgroup2":
             path, enabled = _enabled(folder, _below(folder, root, paths.get("", "/")))
-            found.append(Hierarchy(2, enabled, path))
-    return found
+            session_hierarchies.append(Hierarchy(2, enabled, path))
+    return session_hierarchies
 
 
-def _below(mounted: str, root: str, path: str) -> str:
+def _below(mount_point: str, root: str, path: str) -> str:
     """Return the folder of a cgroup below a mount that shows the hierarchy from `root` on."""
     inside = os.path.relpath(path, root)
-    return mounted if inside == "." or inside.startswith("..") else os.path.join(mounted, inside)
+    return mount_point if inside == "." or inside.startswith("..") else os.path.join(mount_point, inside)
 
 
-def _enabled(mounted: str, folder: str) -> tuple[str, frozenset[str]]:
+def _enabled(mount_point: str, folder: str) -> tuple[str, frozenset[str]]:
     """Return the nearest cgroup of version 2 whose children get all controllers, or else the process's own."""
-    tried = folder
-    while tried.startswith(mounted):
-        with contextlib.suppress(OSError), open(os.path.join(tried, "cgroup.subtree_control")) as file:
+    candidate = folder
+    while candidate.startswith(mount_point):
+        with contextlib.suppress(OSError), open(os.path.join(candidate, "cgroup.subtree_control")) as file:
             enabled = frozenset(file.read().split()) & set(CONTROLLERS)
             if len(enabled) == len(CONTROLLERS):
-                return tried, enabled
-        tried = os.path.dirname(tried)
+                return candidate, enabled
+        candidate = os.path.dirname(candidate)
     return folder, frozenset()
 
 
 def here() -> list[Hierarchy]:
     """Find the hierarchies of this process."""
-    with open("/proc/self/mountinfo") as mounts, open("/proc/self/cgroup") as own:
-        return hierarchies(mounts.read(), own.read())
+    with open("/proc/self/mountinfo") as mounts, open("/proc/self/cgroup") as memberships:
+        return hierarchies(mounts.read(), memberships.read())
 
 
-def lacking(found: list[Hierarchy]) -> str:
-    """Return which controllers this process cannot use, or ""."""
+def lacking(hierarchies: list[Hierarchy]) -> str:
+    """Return the names of the controllers that this process cannot use, or ""."""
     usable: set[str] = set()
-    for one in found:
-        if os.access(one.folder, os.W_OK):
-            usable |= one.controllers
+    for hierarchy in hierarchies:
+        if os.access(hierarchy.folder, os.W_OK):
+            usable |= hierarchy.controllers
     return ", ".join(name for name in CONTROLLERS if name not in usable)
 
 
 def name_of(pid: int) -> str:
     """Return the name of a process's tree; unique on the machine, also among containers that share its cgroups."""
     with open(f"/proc/{pid}/stat") as file:
-        started = file.read().rpartition(")")[2].split()[19]
-    return f"{_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}-{pid}-{started}"
+        start_time = file.read().rpartition(")")[2].split()[19]
+    return f"{_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}-{pid}-{start_time}"
 
 
-def remove_abandoned(found: list[Hierarchy]) -> None:
+def remove_abandoned(hierarchies: list[Hierarchy]) -> None:
     """Remove trees whose server was killed together with everything that watched it."""
     space = f"{_PREFIX}-{os.stat('/proc/self/ns/pid').st_ino}-"
-    for one in found:
-        for name in os.listdir(one.folder) if os.path.isdir(one.folder) else ():
+    for hierarchy in hierarchies:
+        for name in os.listdir(hierarchy.folder) if os.path.isdir(hierarchy.folder) else ():
             if name.startswith(space):
                 alive = False
                 with contextlib.suppress(OSError, ValueError):
                     alive = name_of(int(name.split("-")[-2])) == name
                 if not alive:
-                    Tree(name, [one]).remove_all()
+                    Tree(name, [hierarchy]).remove_all()
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Meter:
     """An open file of a cgroup that counts `cpu_s`, `memory_bytes` (the most so far) or `kills` for memory."""
 
     fd: int
-    what: str
+    kind: str
     key: str
     """The start of the line that counts; "" if the file is a number."""
     unit: float
@@ -147,19 +149,19 @@ class Tree:
     """The cgroups of one server. `close` or `remove_all` ends its use."""
 
     name: str
-    found: list[Hierarchy]
+    hierarchies: list[Hierarchy]
     folders: list[int] = field(default_factory=list)
     """A descriptor of the tree's folder for each hierarchy."""
 
     def __post_init__(self) -> None:
-        for one in self.found:
-            path = os.path.join(one.folder, self.name)
+        for hierarchy in self.hierarchies:
+            path = os.path.join(hierarchy.folder, self.name)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o755)
-            if one.version == 2 and one.controllers:
+            if hierarchy.version == 2 and hierarchy.controllers:
                 with open(os.path.join(path, "cgroup.subtree_control"), "w") as file:
-                    file.write(" ".join(f"+{name}" for name in sorted(one.controllers)))
-            if one.version == 1 and "cpu" in one.controllers:
+                    file.write(" ".join(f"+{name}" for name in sorted(hierarchy.controllers)))
+            if hierarchy.version == 1 and "cpu" in hierarchy.controllers:
                 # A group counts as one process beside those that are in none: all sessions as a few for each CPU.
                 with open(os.path.join(path, "cpu.shares"), "w") as file:
                     file.write(str(1024 * _TASKS_PER_CPU * (os.cpu_count() or 1)))
@@ -167,10 +169,10 @@ class Tree:
 
     def bound(self, *, memory_bytes: int, processes: int) -> None:
         """Limit what all sessions use together, so that they take nothing from the rest of the machine."""
-        for one, folder in zip(self.found, self.folders, strict=True):
-            if "memory" in one.controllers:
-                _write(folder, "memory.max" if one.version == 2 else "memory.limit_in_bytes", str(memory_bytes))
-            if "pids" in one.controllers:
+        for hierarchy, folder in zip(self.hierarchies, self.folders, strict=True):
+            if "memory" in hierarchy.controllers:
+                _write(folder, "memory.max" if hierarchy.version == 2 else "memory.limit_in_bytes", str(memory_bytes))
+            if "pids" in hierarchy.controllers:
                 _write(folder, "pids.max", str(processes))
 
     def add(self, session: str, *, memory_bytes: int, processes: int, cpus: float, as_one: bool = True) -> None:
@@ -183,19 +185,21 @@ class Tree:
             OSError: the machine allows no more.
         """
         quota = max(1000, int(cpus * _PERIOD_US))
-        for one, folder in zip(self.found, self.folders, strict=True):
+        for hierarchy, folder in zip(self.hierarchies, self.folders, strict=True):
             os.mkdir(session, 0o755, dir_fd=folder)
-            new = one.version == 2
-            if "memory" in one.controllers:
-                _write(folder, f"{session}/{'memory.max' if new else 'memory.limit_in_bytes'}", str(memory_bytes))
-                if new:
+            is_unified = hierarchy.version == 2
+            if "memory" in hierarchy.controllers:
+                _write(
+                    folder, f"{session}/{'memory.max' if is_unified else 'memory.limit_in_bytes'}", str(memory_bytes)
+                )
+                if is_unified:
                     _write(folder, f"{session}/memory.oom.group", "1" if as_one else "0")
                     with contextlib.suppress(FileNotFoundError):  # a kernel without swap
                         _write(folder, f"{session}/memory.swap.max", "0")
-            if "pids" in one.controllers:
+            if "pids" in hierarchy.controllers:
                 _write(folder, f"{session}/pids.max", str(processes))
-            if "cpu" in one.controllers:
-                name, value = ("cpu.max", f"{quota} {_PERIOD_US}") if new else ("cpu.cfs_quota_us", str(quota))
+            if "cpu" in hierarchy.controllers:
+                name, value = ("cpu.max", f"{quota} {_PERIOD_US}") if is_unified else ("cpu.cfs_quota_us", str(quota))
                 _write(folder, f"{session}/{name}", value)
 
     def doors(self, session: str, *controllers: str) -> list[int]:
@@ -206,8 +210,8 @@ class Tree:
         """
         return [
             os.open(f"{session}/tasks", os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
-            for one, folder in zip(self.found, self.folders, strict=True)
-            if one.version == 1 and not one.controllers.isdisjoint(controllers)
+            for hierarchy, folder in zip(self.hierarchies, self.folders, strict=True)
+            if hierarchy.version == 1 and not hierarchy.controllers.isdisjoint(controllers)
         ]
 
     def move(self, pid: int, session: str) -> None:
@@ -221,8 +225,8 @@ class Tree:
 
     def unified(self, session: str) -> int | None:
         """Open a session's folder of version 2, to fork into; None if there is none."""
-        for one, folder in zip(self.found, self.folders, strict=True):
-            if one.version == 2:
+        for hierarchy, folder in zip(self.hierarchies, self.folders, strict=True):
+            if hierarchy.version == 2:
                 return os.open(session, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
         return None
 
@@ -235,8 +239,8 @@ class Tree:
 
     def kill(self, session: str) -> None:
         """Kill every process of a session."""
-        for one, folder in zip(self.found, self.folders, strict=True):
-            if one.version == 2:
+        for hierarchy, folder in zip(self.hierarchies, self.folders, strict=True):
+            if hierarchy.version == 2:
                 with contextlib.suppress(OSError):
                     _write(folder, f"{session}/cgroup.kill", "1")
                     return
@@ -259,28 +263,30 @@ class Tree:
 
     def kills_for_memory(self, session: str) -> int:
         """Return how many of a session's processes were killed because it was out of memory."""
-        for one, folder in zip(self.found, self.folders, strict=True):
-            if "memory" in one.controllers:
+        for hierarchy, folder in zip(self.hierarchies, self.folders, strict=True):
+            if "memory" in hierarchy.controllers:
                 with contextlib.suppress(OSError):
-                    text = _read(folder, f"{session}/{'memory.events' if one.version == 2 else 'memory.oom_control'}")
+                    text = _read(
+                        folder, f"{session}/{'memory.events' if hierarchy.version == 2 else 'memory.oom_control'}"
+                    )
                     return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
         return 0
 
     def meters(self, session: str) -> list[Meter]:
-        """Open what counts the use of a session, one meter for each kind that this machine has."""
-        found: dict[str, Meter] = {}
+        """Open the meters of a session: one of each kind that this machine has."""
+        meters: dict[str, Meter] = {}
         for folder in self.folders:
-            for name, what, key, unit in _METERS:
-                if what not in found:
+            for name, kind, key, unit in _METERS:
+                if kind not in meters:
                     with contextlib.suppress(OSError):
                         fd = os.open(f"{session}/{name}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
-                        meter = Meter(fd, what, key, unit)
+                        meter = Meter(fd, kind, key, unit)
                         try:
                             meter.read()
-                            found[what] = meter
+                            meters[kind] = meter
                         except (OSError, ValueError):
                             os.close(fd)
-        return list(found.values())
+        return list(meters.values())
 
     def close(self) -> None:
         """Close the descriptors; the cgroups stay."""
@@ -314,16 +320,16 @@ def _is_folder(folder: int, entry: str) -> bool:
 
 
 def _write(folder: int, path: str, value: str) -> None:
-    opened = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
-        os.write(opened, value.encode())
+        os.write(fd, value.encode())
     finally:
-        os.close(opened)
+        os.close(fd)
 
 
 def _read(folder: int, path: str) -> str:
-    opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
-        return os.read(opened, 1 << 16).decode()
+        return os.read(fd, 1 << 16).decode()
     finally:
-        os.close(opened)
+        os.close(fd)

@@ -129,7 +129,7 @@ class Commands:
 
     def check(self) -> str:
         """Run a command; return why bubblewrap cannot, or ""."""
-        ended = self._execute(["true"], b"", wall_s=_FILE_S, kept=1 << 12)
+        ended = self._execute(["true"], b"", wall_s=_FILE_S, output_bytes=1 << 12)
         return "" if ended.status == 0 else ended.err.decode("utf-8", "replace").strip() or f"status {ended.status}"
 
     def _run(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
@@ -142,7 +142,7 @@ class Commands:
                 data,
                 wall_s=float(message["wall_s"]),
                 cpu_s=message["cpu_s"],
-                kept=self.output_bytes,
+                output_bytes=self.output_bytes,
                 env=message["env"],
                 folder=str(message["folder"]),
                 folders=message["folders"],
@@ -155,16 +155,16 @@ class Commands:
         elif ended.out_of_memory:
             error = ["OutOfMemory", "a process of the command exceeded the session's memory limit: killed", ""]
         elif ended.status is None and error is None:
-            said = ended.err.decode("utf-8", "replace").strip()
+            stderr_text = ended.err.decode("utf-8", "replace").strip()
             error = ["Ended", "bubblewrap was killed", ""]
-            if said.startswith(_SAYS):
-                error, ended.err = ["NotStarted", said.removeprefix(_SAYS), ""], b""
-        most = self.output_bytes
+            if stderr_text.startswith(_SAYS):
+                error, ended.err = ["NotStarted", stderr_text.removeprefix(_SAYS), ""], b""
+        max_bytes = self.output_bytes
         return frames.encode(
             {
-                "stdout": ended.out[:most].decode("utf-8", "replace"),
-                "stderr": ended.err[:most].decode("utf-8", "replace"),
-                "cut": len(ended.out) > most or len(ended.err) > most,
+                "stdout": ended.out[:max_bytes].decode("utf-8", "replace"),
+                "stderr": ended.err[:max_bytes].decode("utf-8", "replace"),
+                "cut": len(ended.out) > max_bytes or len(ended.err) > max_bytes,
                 "value": None,
                 "error": error,
                 "status": ended.status,
@@ -175,25 +175,27 @@ class Commands:
 
     def _put(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
         """Write a file by a command, which has the rights of commands: a link leads nowhere that they could not go."""
-        ended = self._execute(["/bin/sh", "-c", _PUT, "sh", str(message["path"])], data, wall_s=_FILE_S, kept=1 << 12)
+        ended = self._execute(
+            ["/bin/sh", "-c", _PUT, "sh", str(message["path"])], data, wall_s=_FILE_S, output_bytes=1 << 12
+        )
         return frames.encode({} if ended.status == 0 else {"failed": _complaint(ended)})
 
     def _get(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
-        most = int(message["most"])
-        argv = ["/bin/sh", "-c", _GET, "sh", str(message["path"]), str(most + 1)]
-        ended = self._execute(argv, b"", wall_s=_FILE_S, kept=most)
+        max_bytes = int(message["most"])
+        argv = ["/bin/sh", "-c", _GET, "sh", str(message["path"]), str(max_bytes + 1)]
+        ended = self._execute(argv, b"", wall_s=_FILE_S, output_bytes=max_bytes)
         if ended.status != 0:
             return frames.encode({"failed": _complaint(ended)})
-        if len(ended.out) > most:
-            return frames.encode({"failed": f"more than {most} bytes"})
+        if len(ended.out) > max_bytes:
+            return frames.encode({"failed": f"more than {max_bytes} bytes"})
         return frames.encode({}, ended.out)
 
     def _fork(self, message: dict[str, Any], data: bytes, descriptors: list[int]) -> bytes:
-        def settle(given: list[int]) -> None:
+        def settle(fds: list[int]) -> None:
             old = list(self.meters.values())
             self.meters = {
-                meter.what: cgroups.Meter(fd, meter.what, meter.key, meter.unit)
-                for fd, meter in zip(given, old, strict=True)
+                meter.kind: cgroups.Meter(fd, meter.kind, meter.key, meter.unit)
+                for fd, meter in zip(fds, old, strict=True)
             }
             for meter in old:
                 os.close(meter.fd)
@@ -206,7 +208,7 @@ class Commands:
         data: bytes,
         *,
         wall_s: float,
-        kept: int,
+        output_bytes: int,
         cpu_s: float | None = None,
         env: dict[str, str] | None = None,
         folder: str = "",
@@ -216,30 +218,30 @@ class Commands:
 
         Args:
             data: its standard input.
-            kept: bytes kept of each of its outputs, and one more if there are more.
+            output_bytes: maximum bytes of each output to keep; one byte more is kept of a longer output.
 
         Raises:
             OSError: no process can be started.
             ValueError: an argument or variable contains a NUL.
         """
-        before, kills = self._cpu_s(), self._count("kills")
+        start_cpu_s, start_kills = self._cpu_s(), self._count("kills")
         arguments = [*self._confinement(env or {}, folder, folders), "--", *argv]
         if any("\0" in argument for argument in arguments):
             raise ValueError("a command contains a NUL")
-        running, stdin = self._start(arguments, kept, cpu_s)
+        running, stdin = self._start(arguments, output_bytes, cpu_s)
         try:
-            self._attend(running, stdin, data, wall_s, None if cpu_s is None else before + cpu_s)
+            self._attend(running, stdin, data, wall_s, None if cpu_s is None else start_cpu_s + cpu_s)
         finally:
             _end(running)
-        out, err, told = (bytes(kept) for kept, _ in running.streams.values())
+        out, err, report = (bytes(buffer) for buffer, _ in running.streams.values())
         memory = self._count("memory_bytes") or resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         return _Ended(
-            status=_told(told, "exit-code"),
+            status=_told(report, "exit-code"),
             out=out,
             err=err,
             overran=running.overran,
-            out_of_memory=self._count("kills") > kills,
-            cpu_s=max(0.0, self._cpu_s() - before),
+            out_of_memory=self._count("kills") > start_kills,
+            cpu_s=max(0.0, self._cpu_s() - start_cpu_s),
             memory_bytes=int(memory),
         )
 
@@ -261,23 +263,23 @@ class Commands:
             arguments += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
         for target, place in _LINKS:
             arguments += ["--symlink", target, place]
-        here = self.home
-        arguments += ["--bind", f"{here}/home", HOME, "--bind", f"{here}/tmp", "/tmp"]
-        arguments += ["--bind", f"{here}/tmp", "/dev/shm"]
+        home = self.home
+        arguments += ["--bind", f"{home}/home", HOME, "--bind", f"{home}/tmp", "/tmp"]
+        arguments += ["--bind", f"{home}/tmp", "/dev/shm"]
         if self.workspace:
             arguments += ["--bind", self.workspace, WORKSPACE]
         for place, name in folders.items():
-            os.makedirs(f"{here}/folders/{name}", 0o700, exist_ok=True)
-            arguments += ["--bind", f"{here}/folders/{name}", place]
+            os.makedirs(f"{home}/folders/{name}", 0o700, exist_ok=True)
+            arguments += ["--bind", f"{home}/folders/{name}", place]
         # A command that lowered its oom_score_adj there would outlive others on a machine without memory.
         arguments += ["--remount-ro", "/proc", "--remount-ro", "/"]
         return [*arguments, "--chdir", os.path.join(WORKSPACE if self.workspace else HOME, folder)]
 
-    def _start(self, arguments: list[str], kept: int, cpu_s: float | None) -> tuple[_Running, int]:
+    def _start(self, arguments: list[str], output_bytes: int, cpu_s: float | None) -> tuple[_Running, int]:
         """Start bubblewrap; return it and the descriptor of the command's standard input."""
         pipes = [os.pipe() for _ in range(4)]
-        theirs = [pipes[0][0], *(writer for _, writer in pipes[1:])]
-        ours = [pipes[0][1], *(reader for reader, _ in pipes[1:])]
+        their_ends = [pipes[0][0], *(writer for _, writer in pipes[1:])]
+        our_ends = [pipes[0][1], *(reader for reader, _ in pipes[1:])]
         program = None
         try:
             if self.filter:
@@ -286,21 +288,23 @@ class Commands:
                 os.lseek(program, 0, os.SEEK_SET)
             pid = os.fork()
             if pid == 0:
-                self._become_bubblewrap(arguments, theirs, program, cpu_s)
+                self._become_bubblewrap(arguments, their_ends, program, cpu_s)
         except BaseException:
-            for fd in ours:
+            for fd in our_ends:
                 os.close(fd)
             raise
         finally:
-            for fd in theirs:
+            for fd in their_ends:
                 os.close(fd)
             if program is not None:
                 os.close(program)
-        for fd in ours:
+        for fd in our_ends:
             os.set_blocking(fd, False)
-        stdin, out, err, status = ours
-        most = {out: kept, err: kept, status: 1 << 12}
-        return _Running(pid, {fd: (bytearray(), limit) for fd, limit in most.items()}, status, time.monotonic()), stdin
+        stdin, out, err, status = our_ends
+        max_sizes = {out: output_bytes, err: output_bytes, status: 1 << 12}
+        return _Running(
+            pid, {fd: (bytearray(), limit) for fd, limit in max_sizes.items()}, status, time.monotonic()
+        ), stdin
 
     def _become_bubblewrap(
         self, arguments: list[str], streams: list[int], program: int | None, cpu_s: float | None
@@ -321,8 +325,10 @@ class Commands:
             if program is not None:
                 os.set_inheritable(program, True)
                 extra += ["--seccomp", str(program)]
-            given = sorted({2, streams[3], *([] if program is None else [program])})
-            for low, high in zip(given, [*given[1:], _MOST_FILES], strict=True):  # nothing else of this process's
+            inherited_fds = sorted({2, streams[3], *([] if program is None else [program])})
+            for low, high in zip(
+                inherited_fds, [*inherited_fds[1:], _MOST_FILES], strict=True
+            ):  # nothing else of this process's
                 os.closerange(low + 1, high)
             assert self._bwrap is not None
             os.execve(self._bwrap, [arguments[0], *extra, *arguments[1:]], {})
@@ -340,20 +346,20 @@ class Commands:
             waiting.register(stdin, select.POLLOUT)
         else:
             os.close(stdin)
-        left, deadline = memoryview(data), running.began + wall_s
+        remaining, deadline = memoryview(data), running.began + wall_s
         open_streams = set(running.streams)
         try:
             while open_streams:
-                now = time.monotonic()
-                if now >= deadline:
+                current_time = time.monotonic()
+                if current_time >= deadline:
                     if running.overran:
                         return
-                    running.overran, deadline = "wall-clock", now + _LAST_WORDS_S
+                    running.overran, deadline = "wall-clock", current_time + _LAST_WORDS_S
                     running.kill()
                 elif cpu_end is not None and not running.overran and self._cpu_s() > cpu_end:
-                    running.overran, deadline = "CPU", now + _LAST_WORDS_S
+                    running.overran, deadline = "CPU", current_time + _LAST_WORDS_S
                     running.kill()
-                pause = deadline - now
+                pause = deadline - current_time
                 for fd, _ in waiting.poll(1000 * max(0.001, pause if cpu_end is None else min(pause, _TICK_S))):
                     if fd != stdin or not data:
                         if not self._take(running, fd):
@@ -361,12 +367,12 @@ class Commands:
                             open_streams.discard(fd)
                         continue
                     try:
-                        left = left[os.write(fd, left[: 1 << 16]) :]
+                        remaining = remaining[os.write(fd, remaining[: 1 << 16]) :]
                     except BlockingIOError:
                         continue
                     except OSError:  # it reads no more
-                        left = left[:0]
-                    if not left:
+                        remaining = remaining[:0]
+                    if not remaining:
                         waiting.unregister(fd)
                         os.close(fd)
                         data = b""
@@ -377,24 +383,24 @@ class Commands:
     def _take(self, running: _Running, fd: int) -> bool:
         """Read what there is; return False at the end."""
         try:
-            new = os.read(fd, 1 << 16)
+            data = os.read(fd, 1 << 16)
         except BlockingIOError:
             return True
-        kept, most = running.streams[fd]
-        kept += new[: most + 1 - len(kept)]
-        if fd == running.status and running.first is None and (pid := _told(bytes(kept), "child-pid")):
+        buffer, max_bytes = running.streams[fd]
+        buffer += data[: max_bytes + 1 - len(buffer)]
+        if fd == running.status and running.first is None and (pid := _told(bytes(buffer), "child-pid")):
             with contextlib.suppress(OSError):
                 running.first = os.pidfd_open(pid)
-        return bool(new)
+        return bool(data)
 
     def _cpu_s(self) -> float:
         if "cpu_s" in self.meters:
             return self._count("cpu_s")
-        used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return used.ru_utime + used.ru_stime
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
 
-    def _count(self, what: str) -> float:
-        meter = self.meters.get(what)
+    def _count(self, kind: str) -> float:
+        meter = self.meters.get(kind)
         with contextlib.suppress(OSError, ValueError):
             return meter.read() if meter is not None else 0
         return 0
@@ -406,9 +412,9 @@ def _end(running: _Running) -> None:
     os.kill(running.pid, signal.SIGKILL)
     os.waitpid(running.pid, 0)
     if running.first is not None:
-        gone = select.poll()
-        gone.register(running.first, select.POLLIN)
-        gone.poll(1000 * _LAST_WORDS_S)
+        poll = select.poll()
+        poll.register(running.first, select.POLLIN)
+        poll.poll(1000 * _LAST_WORDS_S)
         os.close(running.first)
     for fd in running.streams:
         os.close(fd)
@@ -418,9 +424,9 @@ def _told(text: bytes, name: str) -> int | None:
     """Return a number that bubblewrap has reported, one JSON object a line; None if it has not."""
     for line in text.split(b"\n")[:-1]:
         with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict) and isinstance(found.get(name), int):
-                return int(found[name])
+            message = json.loads(line)
+            if isinstance(message, dict) and isinstance(message.get(name), int):
+                return int(message[name])
     return None
 
 

@@ -101,9 +101,9 @@ class Confinement:
             if lineage.to_copy >= 0:
                 overlays.copy(lineage.to_copy, folder, uid)
             self.become_user(uid)
-            own = os.path.join(folder, "0")
-            os.mkdir(own, 0o700)
-            cells.enter_folder(own)
+            home = os.path.join(folder, "0")
+            os.mkdir(home, 0o700)
+            cells.enter_folder(home)
             workspace = os.path.join(folder, overlays.NAME) if lineage.has_workspace else ""
             if workspace and not self.process:
                 cells.enter_workspace(workspace)
@@ -122,8 +122,8 @@ class Confinement:
             for door in last:
                 os.write(door, b"0")
             # Nothing of the server's is left open: not its channel, its cgroups or its pipe.
-            kept = sorted([control, *(meter.fd for meter in meters)])
-            for low, high in zip([2, *kept], [*kept, MOST_FILES], strict=True):
+            kept_fds = sorted([control, *(meter.fd for meter in meters)])
+            for low, high in zip([2, *kept_fds], [*kept_fds, MOST_FILES], strict=True):
                 os.closerange(low + 1, high)
             resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES, _FILES))  # not before: the server may have had more
             if self.process:
@@ -139,7 +139,7 @@ class Confinement:
         self, channel: socket.socket, workspace: str, limits: dict[str, Any], meters: Sequence[cgroups.Meter]
     ) -> NoReturn:
         served = commands.Commands(channel, limits["output_bytes"], self.filter, self.packages)
-        served.meters = {meter.what: meter for meter in meters}
+        served.meters = {meter.kind: meter for meter in meters}
         served.workspace = workspace
         served.serve()
 
@@ -192,9 +192,9 @@ class Confinement:
 
 def _readable(folders: list[str]) -> list[tuple[str, int]]:
     read = kernel.READ_FILE | kernel.READ_FOLDER
-    found = [(path, read | kernel.EXECUTE) for path in (*surroundings.SYSTEM, *folders) if os.path.isdir(path)]
-    found += [("/etc", read), ("/proc", read)]
-    return found + [(f"/dev/{name}", kernel.READ_FILE | kernel.WRITE_FILE) for name in surroundings.DEVICES]
+    rules = [(path, read | kernel.EXECUTE) for path in (*surroundings.SYSTEM, *folders) if os.path.isdir(path)]
+    rules += [("/etc", read), ("/proc", read)]
+    return rules + [(f"/dev/{name}", kernel.READ_FILE | kernel.WRITE_FILE) for name in surroundings.DEVICES]
 
 
 def _limit_resources(limits: dict[str, Any], *, memory_too: bool) -> None:

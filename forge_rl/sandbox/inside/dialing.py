@@ -27,9 +27,9 @@ class _Socket(_Plain):
     def __init__(self, family: int = -1, type: int = -1, proto: int = -1, fileno: int | None = None) -> None:
         kind = socket.SOCK_STREAM if type == -1 else type & ~(socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         if fileno is None and family in (-1, socket.AF_INET, socket.AF_INET6) and kind == socket.SOCK_STREAM:
-            mine, other = _pair()
-            other.close()
-            super().__init__(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=mine.detach())
+            end, other_end = _pair()
+            other_end.close()
+            super().__init__(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=end.detach())
             if type != -1 and type & socket.SOCK_NONBLOCK:
                 self.setblocking(False)
         else:
@@ -39,9 +39,9 @@ class _Socket(_Plain):
         if self._peer is not None:
             raise OSError(106, "Transport endpoint is already connected")
         timeout = self.gettimeout()
-        connected = _ask(str(address[0]), int(address[1]))
-        os.dup2(connected, self.fileno(), inheritable=False)
-        os.close(connected)
+        connection_fd = _ask(str(address[0]), int(address[1]))
+        os.dup2(connection_fd, self.fileno(), inheritable=False)
+        os.close(connection_fd)
         self.settimeout(timeout)
         self._peer = address[:2]
 
@@ -63,21 +63,21 @@ def _pair() -> tuple[socket.socket, socket.socket]:
     """Make a local connection of plain sockets."""
     import _socket
 
-    one, two = _socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return _Plain(fileno=one.detach()), _Plain(fileno=two.detach())
+    first, second = _socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return _Plain(fileno=first.detach()), _Plain(fileno=second.detach())
 
 
 def _ask(host: str, port: int) -> int:
     """Return the descriptor of a connection to an address."""
     if _channel is None:
         raise OSError(101, "Network is unreachable")
-    asked = f"{host.lower().rstrip('.')}:{port}".encode("ascii", "replace")[:MOST_ADDRESS]
+    request = f"{host.lower().rstrip('.')}:{port}".encode("ascii", "replace")[:MOST_ADDRESS]
     with _turn:  # answers come in the order of requests
-        _channel.send(asked)
-        told, descriptors, _, _ = socket.recv_fds(_channel, MOST_ADDRESS, 1)
+        _channel.send(request)
+        answer, descriptors, _, _ = socket.recv_fds(_channel, MOST_ADDRESS, 1)
     if descriptors:
         return descriptors[0]
-    raise ConnectionRefusedError(111, f"{host}:{port}: {told[1:].decode('utf-8', 'replace') or 'refused'}")
+    raise ConnectionRefusedError(111, f"{host}:{port}: {answer[1:].decode('utf-8', 'replace') or 'refused'}")
 
 
 def _find(host: Any, port: Any, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0) -> list[Any]:

@@ -37,10 +37,10 @@ _held = ctypes.PyDLL(None, use_errno=True)
 """The same, called without releasing the interpreter's lock, as a fork must be."""
 
 
-def _checked(result: int, what: str) -> int:
+def _checked(result: int, call: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")
     return result
 
 
@@ -134,24 +134,24 @@ def drop_capabilities() -> None:
     _checked(_libc.syscall(_CAPSET[os.uname().machine], version_3, bytes(24)), "capset")
 
 
-def enter_user_namespace(inside: int, others: int = 0) -> None:
+def enter_user_namespace(inside: int, namespaces: int = 0) -> None:
     """Give this process a user namespace that knows only its own user, with all capabilities in it.
 
     Args:
         inside: number of the user and of its group in there.
-        others: further namespaces to make, which belong to it.
+        namespaces: flags of further namespaces to create, which belong to it.
     """
     uid, gid = os.getuid(), os.getgid()
-    unshare(NEW_USER | others)
+    unshare(NEW_USER | namespaces)
     open_to_own_user(True)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 
 
-def open_to_own_user(opened: bool) -> None:
+def open_to_own_user(is_open: bool) -> None:
     """Open or close this process's files in /proc to its user, also to itself. A change of user closes them."""
-    _libc.prctl(_SET_DUMPABLE, int(opened), 0, 0, 0)
+    _libc.prctl(_SET_DUMPABLE, int(is_open), 0, 0, 0)
 
 
 def has_seccomp() -> bool:
@@ -162,9 +162,9 @@ def has_seccomp() -> bool:
 
 def filter_calls(program: bytes) -> None:
     """Apply a seccomp filter to this process for good."""
-    kept = ctypes.create_string_buffer(program, len(program))
-    described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(kept))
-    _checked(_libc.prctl(_SECCOMP, _FILTER, described, 0, 0), "seccomp")
+    buffer = ctypes.create_string_buffer(program, len(program))
+    program_header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
+    _checked(_libc.prctl(_SECCOMP, _FILTER, program_header, 0, 0), "seccomp")
 
 
 def landlock_version() -> int:
@@ -181,11 +181,11 @@ def restrict_files(rules: Iterable[tuple[int, int]], version: int) -> None:
         rules: descriptors opened with O_PATH, and the access granted below them; -1 grants all.
         version: of Landlock, 1 or more.
     """
-    every = (1 << _FILE_RIGHTS.get(version, 16)) - 1
-    handled = struct.pack("QQQ", every, 3, 3)[: 8 * (1 + (version >= 4) + (version >= 6))]
-    ruleset = _checked(_libc.syscall(_CREATE_RULESET, handled, len(handled), 0), "landlock_create_ruleset")
+    all_rights = (1 << _FILE_RIGHTS.get(version, 16)) - 1
+    attributes = struct.pack("QQQ", all_rights, 3, 3)[: 8 * (1 + (version >= 4) + (version >= 6))]
+    ruleset = _checked(_libc.syscall(_CREATE_RULESET, attributes, len(attributes), 0), "landlock_create_ruleset")
     for path, rights in rules:
-        rule = struct.pack("=Qi", rights & every, path)
+        rule = struct.pack("=Qi", rights & all_rights, path)
         _checked(_libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), "landlock_add_rule")
     _checked(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
     os.close(ruleset)
@@ -236,6 +236,9 @@ def fork_sibling() -> int:
     address = _thread_id_address()
     flags = _PARENT | (_CHILD_SETTID | _CHILD_CLEARTID if address else 0)
     machine = os.uname().machine
-    last = (address, 0) if machine == "x86_64" else (0, address)  # the child's id and its TLS swap places on ARM
+    # The child's id and its TLS swap places on ARM.
+    last_arguments = (address, 0) if machine == "x86_64" else (0, address)
     _held.PyOS_BeforeFork()
-    return _forked(_held.syscall(_CLONE[machine], ctypes.c_long(flags), None, None, *map(ctypes.c_void_p, last)))
+    return _forked(
+        _held.syscall(_CLONE[machine], ctypes.c_long(flags), None, None, *map(ctypes.c_void_p, last_arguments))
+    )

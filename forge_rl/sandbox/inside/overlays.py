@@ -60,11 +60,11 @@ def mount_fork(
     kernel.enter_mounts(space)
     place = make_folder(scratch, name, uid)
     kernel.unshare(kernel.NEW_MOUNTS)  # others make overlays by the same hidden folders
-    mine = _mounted(base, users, "/merged", uid, changes, most_bytes=most_bytes, most_files=most_files)
+    changes_fd = _mounted(base, users, "/merged", uid, changes, most_bytes=most_bytes, most_files=most_files)
     overlay = kernel.detached("/merged")
     kernel.enter_mounts(space)
     kernel.attach_at(overlay, place)
-    return mine
+    return changes_fd
 
 
 def fork_name(session: str) -> str:
@@ -81,9 +81,9 @@ def make_folder(scratch: str, name: str, uid: int) -> int:
     parent = os.open(scratch, _FOLDER)
     try:
         os.mkdir(name, 0o700, dir_fd=parent)
-        made = os.open(name, _FOLDER, dir_fd=parent)
-        os.fchown(made, uid, uid)
-        return made
+        folder = os.open(name, _FOLDER, dir_fd=parent)
+        os.fchown(folder, uid, uid)
+        return folder
     finally:
         os.close(parent)
 
@@ -102,7 +102,7 @@ def _mounted(
     base: int, users: int, place: str, uid: int, changes: int | None, *, most_bytes: int, most_files: int
 ) -> int:
     hidden = kernel.NO_SETUID | kernel.NO_DEVICES
-    about = os.stat(base)
+    base_status = os.stat(base)
     mounted = []
     try:
         kernel.attach(base, "/base", users)
@@ -112,7 +112,7 @@ def _mounted(
         for name in ("upper", "work"):
             os.mkdir(f"/changes/{name}", 0o700)
         os.chown("/changes/upper", uid, uid)
-        os.chmod("/changes/upper", stat.S_IMODE(about.st_mode) | 0o700)
+        os.chmod("/changes/upper", stat.S_IMODE(base_status.st_mode) | 0o700)
         upper = os.open("/changes/upper", _FOLDER)
         if changes is not None:
             _copy_changes(changes, upper, uid)
@@ -127,33 +127,33 @@ def _mounted(
 def _copy_changes(source: int, target: int, uid: int) -> None:
     """Copy an overlay's changes in one open folder, with its marks of deleted files, to another."""
     for name in os.listdir(source):
-        about = os.stat(name, dir_fd=source, follow_symlinks=False)
-        kind = stat.S_IFMT(about.st_mode)
+        status = os.stat(name, dir_fd=source, follow_symlinks=False)
+        kind = stat.S_IFMT(status.st_mode)
         if kind == stat.S_IFDIR:
             os.mkdir(name, 0o700, dir_fd=target)
-            with _opened(name, source) as inner, _opened(name, target) as copied:
-                _copy_changes(inner, copied, uid)
-                os.fchmod(copied, about.st_mode & 0o777)
+            with _opened(name, source) as inner_source, _opened(name, target) as inner_target:
+                _copy_changes(inner_source, inner_target, uid)
+                os.fchmod(inner_target, status.st_mode & 0o777)
                 with contextlib.suppress(OSError):  # no such mark
-                    os.setxattr(copied, _OPAQUE, os.getxattr(inner, _OPAQUE))
+                    os.setxattr(inner_target, _OPAQUE, os.getxattr(inner_source, _OPAQUE))
         elif kind == stat.S_IFLNK:
             os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
         elif kind == stat.S_IFREG:
-            _copy_file(name, source, target, about.st_mode & 0o777)
+            _copy_file(name, source, target, status.st_mode & 0o777)
         elif kind in (stat.S_IFIFO, stat.S_IFCHR):  # the only device that a session can make is the mark of a deletion
             os.mknod(name, kind | 0o600, 0, dir_fd=target)
         else:
             continue  # a socket, at which nobody listens
         os.chown(name, uid, uid, dir_fd=target, follow_symlinks=False)
-        os.utime(name, ns=(about.st_atime_ns, about.st_mtime_ns), dir_fd=target, follow_symlinks=False)
+        os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=target, follow_symlinks=False)
 
 
 def _copy_file(name: str, source: int, target: int, mode: int) -> None:
-    reading = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=source)  # it may be a pipe by now
-    writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=target)
-    with open(reading, "rb") as read, open(writing, "wb") as written:
-        _copy_bytes(read, written)
-        os.fchmod(writing, mode)
+    source_fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=source)  # it may be a pipe by now
+    target_fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=target)
+    with open(source_fd, "rb") as source_file, open(target_fd, "wb") as target_file:
+        _copy_bytes(source_file, target_file)
+        os.fchmod(target_fd, mode)
 
 
 def _copy_bytes(source: BinaryIO, target: BinaryIO) -> None:
@@ -172,15 +172,15 @@ def _opened(name: str, parent: int) -> Iterator[int]:
 
 def _user_namespace(base: int, session: int) -> int:
     """Return a descriptor of a user namespace in which files of a folder's user and group are a session's."""
-    about = os.stat(base)
+    base_status = os.stat(base)
     child = kernel.fork_into(None, kernel.NEW_USER)
     if child == 0:
         while True:
             signal.pause()
     try:
-        for name, own in (("uid_map", about.st_uid), ("gid_map", about.st_gid)):
+        for name, owner_id in (("uid_map", base_status.st_uid), ("gid_map", base_status.st_gid)):
             with open(f"/proc/{child}/{name}", "w") as file:
-                file.write(f"{own} {session} 1")
+                file.write(f"{owner_id} {session} 1")
         return os.open(f"/proc/{child}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.kill(child, signal.SIGKILL)  # it is reaped with the sessions' processes
@@ -200,23 +200,23 @@ def _copy_folder(source: int, target: int, uid: int) -> None:
     """Copy the content and mode of an open folder to another; closes both."""
     try:
         for name in os.listdir(source):
-            about = os.stat(name, dir_fd=source, follow_symlinks=False)
-            if stat.S_ISDIR(about.st_mode):
+            status = os.stat(name, dir_fd=source, follow_symlinks=False)
+            if stat.S_ISDIR(status.st_mode):
                 os.mkdir(name, 0o700, dir_fd=target)
                 flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
                 _copy_folder(os.open(name, flags, dir_fd=source), os.open(name, flags, dir_fd=target), uid)
-            elif stat.S_ISLNK(about.st_mode):
+            elif stat.S_ISLNK(status.st_mode):
                 os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
                 os.chown(name, uid, uid, dir_fd=target, follow_symlinks=False)
-            elif stat.S_ISREG(about.st_mode):
+            elif stat.S_ISREG(status.st_mode):
                 flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
                 with (
-                    open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=source), "rb") as reading,
-                    open(os.open(name, flags, 0o600, dir_fd=target), "wb") as writing,
+                    open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=source), "rb") as source_file,
+                    open(os.open(name, flags, 0o600, dir_fd=target), "wb") as target_file,
                 ):
-                    _copy_bytes(reading, writing)
-                    os.fchown(writing.fileno(), uid, uid)
-                    os.fchmod(writing.fileno(), about.st_mode & 0o777)
+                    _copy_bytes(source_file, target_file)
+                    os.fchown(target_file.fileno(), uid, uid)
+                    os.fchmod(target_file.fileno(), status.st_mode & 0o777)
         os.fchown(target, uid, uid)
         os.fchmod(target, (os.fstat(source).st_mode & 0o777) | 0o700)
     finally:

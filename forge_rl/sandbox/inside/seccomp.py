@@ -144,8 +144,8 @@ def session_filter(machine: str = platform.machine(), *, has_network: bool = Fal
     lines: list[_Line] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     lines += [(_AT_LEAST, 0, 1, 0x40000000), deny]  # x32's numbers
     lines += [(_ABOVE, 0, 1, _NEWEST), _refuse(errno.ENOSYS)]
-    allowed = [*_ALLOWED.values(), *(_NETWORK if has_network else ())]
-    lines += _search(list(_ranges(sorted(numbers[column] for numbers in allowed if numbers[column] >= 0))))
+    allowed_calls = [*_ALLOWED.values(), *(_NETWORK if has_network else ())]
+    lines += _search(list(_ranges(sorted(numbers[column] for numbers in allowed_calls if numbers[column] >= 0))))
     lines += _only(_CLONE3[column], [_refuse(errno.ENOSYS)])
     for call in _CHANGE_ATTRIBUTES:
         lines += _only(call[column], [_refuse(errno.ENOTSUP)])

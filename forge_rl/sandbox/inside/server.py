@@ -70,11 +70,11 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
         except ImportError as error:
             channel.send(json.dumps({"refused": f"a session cannot import {name}: {error}"}).encode())
             return
-    found = [] if "cgroup" in config["missing"] else cgroups.here()
-    cgroups.remove_abandoned(found)
+    hierarchies = [] if "cgroup" in config["missing"] else cgroups.here()
+    cgroups.remove_abandoned(hierarchies)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    tree = cgroups.Tree(cgroups.name_of(os.getpid()), found)
+    tree = cgroups.Tree(cgroups.name_of(os.getpid()), hierarchies)
     keeper = os.getpid()
     try:
         tree.bound(memory_bytes=config["memory_bytes"], processes=config["processes"])
@@ -109,7 +109,7 @@ def main(channel_fd: int, lifeline_fd: int) -> None:
 def _serve(channel: socket.socket, tree: cgroups.Tree, config: dict[str, Any]) -> NoReturn:
     """Be the server, until the owner closes the channel."""
     try:
-        surroundings.mount_proc(whole=config["profile"] == "process")
+        surroundings.mount_proc(show_all=config["profile"] == "process")
         kernel.mount("none", "/", flags=kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | kernel.NO_SETUID)
         socket.sethostname("sandbox")
         kernel.drop_bounding_capabilities()
@@ -344,7 +344,7 @@ class _Server:
         """Copy a workspace for a fork, in a process in the fork's cgroups, which tells the owner."""
         doors, unified = self.tree.doors(name, *cgroups.CONTROLLERS), self.tree.unified(name)
         limits = message["limits"]
-        most = {"most_bytes": limits["scratch_bytes"], "most_files": limits["scratch_files"]}
+        bounds = {"most_bytes": limits["scratch_bytes"], "most_files": limits["scratch_files"]}
         try:
             if kernel.fork_into(unified) == 0:
                 try:
@@ -353,11 +353,11 @@ class _Server:
                         os.write(door, b"0")
                     place, space = (lineage.folder, overlays.fork_name(name), lineage.uid), self._space_of(lineage)
                     if message["is_overlay"]:
-                        mine = overlays.mount_fork(base, changes, *place, space, **most)
+                        changes_fd = overlays.mount_fork(base, changes, *place, space, **bounds)
                     else:  # the fork itself copies it
                         kernel.enter_mounts(space)
-                        mine = overlays.make_folder(*place)
-                    _tell_of_workspace(owner, b"workspace", mine)
+                        changes_fd = overlays.make_folder(*place)
+                    _tell_of_workspace(owner, b"workspace", changes_fd)
                 except BaseException as error:
                     _tell_of_workspace(owner, str(error).encode("utf-8", "replace")[:1024])
                 finally:
@@ -380,9 +380,9 @@ class _Server:
         channel, name, fork = self.births.pop(fd)
         self.waiting.unregister(fd)
         with channel:
-            _, sent, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
+            _, ancillary, _, _ = channel.recvmsg(1, socket.CMSG_SPACE(_CREDENTIALS.size))
             lineage = self.sessions.get(name)
-            for level, kind, data in sent:
+            for level, kind, data in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS) and lineage is not None:
                     pid, uid, _ = _CREDENTIALS.unpack(data[: _CREDENTIALS.size])
                     if uid in (0, lineage.uid):
@@ -436,19 +436,19 @@ class _Server:
             return self.tree.remove(name)
         # Without cgroups: its first process now, and what this leaves with the last session of the lineage.
         lineage = self.sessions[name]
-        lives = [life for life, of in self.lives.items() if of == name]
+        lives = [life for life, session in self.lives.items() if session == name]
         with contextlib.suppress(ProcessLookupError):
-            for pid in [pid for pid, of in self.pids.items() if of == name]:
+            for pid in [pid for pid, session in self.pids.items() if session == name]:
                 os.kill(pid, signal.SIGKILL)
             for life in lives:
                 signal.pidfd_send_signal(life, signal.SIGKILL)
-        last = lineage.members.keys() == {name}
-        if last and lineage.init:
+        is_last = lineage.members.keys() == {name}
+        if is_last and lineage.init:
             os.kill(lineage.init, signal.SIGKILL)
-        elif last and not (self.strict or self.rootless):
+        elif is_last and not (self.strict or self.rootless):
             _kill_all_of(lineage.uid)
         self._reap()
-        return not lives and name not in self.pids.values() and not (last and lineage.init)
+        return not lives and name not in self.pids.values() and not (is_last and lineage.init)
 
     def _finish(self, name: str) -> None:
         """Kill a session's remaining processes; once all have ended, remove its cgroups and folder."""
@@ -510,22 +510,22 @@ def _uids(number: int) -> tuple[int, int]:
         number: tells this server from others of the machine.
     """
     with open("/proc/self/uid_map") as file:
-        first, _, size = max((tuple(map(int, line.split())) for line in file), key=lambda mapped: mapped[2])
-    if first + size >= 2 * _LEAST_UID:
+        first_uid, _, size = max((tuple(map(int, line.split())) for line in file), key=lambda mapping: mapping[2])
+    if first_uid + size >= 2 * _LEAST_UID:
         return _LEAST_UID + number % (_LEAST_UID // _UIDS) * _UIDS, _UIDS
     if size < 4096:
         raise OSError(f"this container has only {size} user ids, too few for sessions of their own")
-    return first + size // 2, size // 2 - 1  # other servers have the same ones, but see none of our processes
+    return first_uid + size // 2, size // 2 - 1  # other servers have the same ones, but see none of our processes
 
 
 def _show_workspace(lineage: Lineage, limits: dict[str, Any], base: int, owner: int) -> None:
-    """Make a session's workspace, and send its owner where changes are kept, and why it is a copy if it is one."""
+    """Make a session's workspace; send its owner the folder with the changes, and the reason if it is a copy."""
     reason = ""
     place = os.path.join(lineage.folder, overlays.NAME)
     os.mkdir(place, 0o700)
-    most = {"most_bytes": limits["scratch_bytes"], "most_files": limits["scratch_files"]}
+    bounds = {"most_bytes": limits["scratch_bytes"], "most_files": limits["scratch_files"]}
     try:
-        changes = overlays.mount(base, lineage.folder, lineage.uid, **most)
+        changes = overlays.mount(base, lineage.folder, lineage.uid, **bounds)
     except OSError as error:
         lineage.to_copy, reason = base, str(error)
         changes = os.open(place, os.O_RDONLY | os.O_DIRECTORY)

@@ -47,11 +47,9 @@ def build_root(folders: list[str], profile: str, rootless: bool) -> None:
     """Make a root that shows only the system's programs, Python and empty folders, in this mount namespace."""
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     root = "/tmp"  # exists everywhere, and is hidden by this from here on
-    wanted = [
-        *_ETC,
-        *(name for name in os.listdir("/etc") if name.startswith("java")),
-    ]  # which Java does not start without
-    etc = {name: os.path.join("/etc", name) for name in wanted if os.path.exists(os.path.join("/etc", name))}
+    # Java does not start without its folders in /etc.
+    etc_names = [*_ETC, *(name for name in os.listdir("/etc") if name.startswith("java"))]
+    etc = {name: os.path.join("/etc", name) for name in etc_names if os.path.exists(os.path.join("/etc", name))}
     opened = {path: os.open(path, os.O_PATH) for path in folders if os.path.isdir(path)}
     kernel.mount("tmpfs", root, "tmpfs", kernel.NO_SETUID, "size=16m,mode=755")
     for path in SYSTEM:
@@ -83,7 +81,7 @@ def build_root(folders: list[str], profile: str, rootless: bool) -> None:
 
 
 def is_system(path: str) -> bool:
-    return any(path == shown or path.startswith(shown + "/") for shown in SYSTEM)
+    return any(path == folder or path.startswith(folder + "/") for folder in SYSTEM)
 
 
 def _show(source: str, target: str, *, device: bool = False) -> None:
@@ -98,10 +96,10 @@ def _show(source: str, target: str, *, device: bool = False) -> None:
         kernel.bind_read_only(source, target)
 
 
-def mount_proc(*, whole: bool = False) -> None:
+def mount_proc(*, show_all: bool = False) -> None:
     """Mount /proc without others' processes; of its other files, only on request, as bubblewrap and runtimes need."""
     try:
-        if whole:
+        if show_all:
             kernel.mount("proc", "/proc", "proc", HIDDEN, "hidepid=2")
             return
         kernel.mount("proc", "/proc", "proc", HIDDEN, "hidepid=2,subset=pid")

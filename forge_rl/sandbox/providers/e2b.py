@@ -309,17 +309,17 @@ class _Heard:
     error: CellError | None = None
     cut: bool = False
 
-    async def all(self, arriving: AsyncIterator[bytes]) -> None:
+    async def all(self, parts: AsyncIterator[bytes]) -> None:
         """Take all lines of an answer, each a JSON object, until the last."""
-        left = 2 * self.limits.transfer_bytes + 64 * self.limits.output_bytes + _MOST_SMALL
-        rest = bytearray()
-        async for part in arriving:
-            left -= len(part)
-            if left < 0:
+        remaining_bytes = 2 * self.limits.transfer_bytes + 64 * self.limits.output_bytes + _MOST_SMALL
+        buffer = bytearray()
+        async for part in parts:
+            remaining_bytes -= len(part)
+            if remaining_bytes < 0:
                 raise SandboxError("the cell's answer is too large")
-            rest += part
-            *lines, last = rest.split(b"\n")
-            rest = last
+            buffer += part
+            *lines, tail = buffer.split(b"\n")
+            buffer = tail
             for line in lines:
                 if line and self._one(bytes(line)):
                     return
@@ -328,31 +328,31 @@ class _Heard:
     def _one(self, line: bytes) -> bool:
         """Take a line; True if it was the last."""
         try:
-            said = json.loads(line)
+            event = json.loads(line)
         except (ValueError, RecursionError):
-            said = None
-        if not isinstance(said, dict):
+            event = None
+        if not isinstance(event, dict):
             raise SandboxError("the sandbox answered with something else than JSON objects")
-        match said.get("type"):
+        match event.get("type"):
             case "end_of_execution":
                 return True
             case "stdout" | "stderr" as stream:
-                whole = self.texts[stream] + str(said.get("text", ""))
-                self.texts[stream] = whole[: self.limits.output_bytes]
-                self.cut |= len(whole) > self.limits.output_bytes
+                text = self.texts[stream] + str(event.get("text", ""))
+                self.texts[stream] = text[: self.limits.output_bytes]
+                self.cut |= len(text) > self.limits.output_bytes
             case "error":
-                name, message, trace = (str(said.get(key, "")) for key in ("name", "value", "traceback"))
-                most = self.limits.output_bytes
-                self.error = CellError(name=name[:200], message=message[:most], traceback=trace[:most])
+                name, message, trace = (str(event.get(key, "")) for key in ("name", "value", "traceback"))
+                max_chars = self.limits.output_bytes
+                self.error = CellError(name=name[:200], message=message[:max_chars], traceback=trace[:max_chars])
             case "result":
-                self._show(said)
+                self._show(event)
         return False
 
-    def _show(self, said: dict[str, object]) -> None:
-        if said.get("is_main_result") is True and isinstance(said.get("text"), str):
-            self.value = str(said["text"])[: self.limits.output_bytes]
+    def _show(self, event: dict[str, object]) -> None:
+        if event.get("is_main_result") is True and isinstance(event.get("text"), str):
+            self.value = str(event["text"])[: self.limits.output_bytes]
         for key, media_type in (("png", "image/png"), ("jpeg", "image/jpeg")):
-            data = said.get(key)
+            data = event.get(key)
             if isinstance(data, str):
                 try:
                     image = image_of(media_type, "".join(data.split()))

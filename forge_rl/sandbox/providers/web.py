@@ -131,9 +131,9 @@ def json_object(data: bytes, service: str) -> dict[str, object]:
         SandboxError: it is not one.
     """
     try:
-        found = json.loads(data)
+        answer = json.loads(data)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        answer = None
+    if not isinstance(answer, dict):
         raise SandboxError(f"{service} answered with something else than a JSON object")
-    return found
+    return answer

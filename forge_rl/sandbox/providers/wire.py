@@ -21,27 +21,27 @@ class WireError(Exception):
 
 def result_to_json(result: Result) -> dict[str, object]:
     """Return a result as JSON's types; an image's bytes in base64."""
-    made = asdict(result)
+    values = asdict(result)
     if result.image is not None:
-        made["image"]["data"] = base64.b64encode(result.image.data).decode()
-    return made
+        values["image"]["data"] = base64.b64encode(result.image.data).decode()
+    return values
 
 
-def result_from_json(found: object, limits: Limits) -> Result:
+def result_from_json(data: object, limits: Limits) -> Result:
     """Check a result and cut its texts to their limits.
 
     Raises:
         WireError: it is not a result.
     """
-    top = _object(found, "result")
+    top = _object(data, "result")
     usage = _object(top.get("usage"), "usage")
     error = None
     if top.get("error") is not None:
-        told = _object(top["error"], "error")
+        details = _object(top["error"], "error")
         error = CellError(
-            name=_text(told, "name")[:200],
-            message=_text(told, "message")[: limits.output_bytes],
-            traceback=_text(told, "traceback")[: limits.output_bytes],
+            name=_text(details, "name")[:200],
+            message=_text(details, "message")[: limits.output_bytes],
+            traceback=_text(details, "traceback")[: limits.output_bytes],
         )
     status = top.get("status")
     if status is not None and (isinstance(status, bool) or not isinstance(status, int) or abs(status) > _MOST_STATUS):
@@ -69,10 +69,10 @@ def image_of(media_type: str, data: str) -> Image:
     Raises:
         WireError: it is not base64, or does not begin like its type.
     """
-    found = unpacked(data)
-    if media_type not in MEDIA_TYPES or not found.startswith(MEDIA_TYPES[media_type]):
+    image_bytes = unpacked(data)
+    if media_type not in MEDIA_TYPES or not image_bytes.startswith(MEDIA_TYPES[media_type]):
         raise WireError("its image is not of its type")
-    return Image(media_type=media_type, data=found)
+    return Image(media_type=media_type, data=image_bytes)
 
 
 def unpacked(data: str) -> bytes:
@@ -87,50 +87,50 @@ def unpacked(data: str) -> bytes:
         raise WireError("its data is not base64") from None
 
 
-def limits_from_json(found: object, most: Limits) -> Limits:
-    """Return limits that somebody asks for; those that are not named are the most that is allowed.
+def limits_from_json(data: object, max_limits: Limits) -> Limits:
+    """Return the limits that a client asks for; a limit that is not named gets its maximum.
 
     Raises:
-        WireError: a limit does not exist, is not a number, or is above the most that is allowed.
+        WireError: a limit does not exist, is not a number, or is above its maximum.
     """
-    asked: dict[str, float | int | None] = {}
-    known = [one.name for one in fields(Limits)]
-    for name, value in _object(found, "limits").items():
-        if name not in known:
-            raise WireError(f"unknown limit {name[:100]!r}; limits are {', '.join(known)}")
-        if value is None and name == "cpu_s" and most.cpu_s is None:
+    values: dict[str, float | int | None] = {}
+    names = [field.name for field in fields(Limits)]
+    for name, value in _object(data, "limits").items():
+        if name not in names:
+            raise WireError(f"unknown limit {name[:100]!r}; limits are {', '.join(names)}")
+        if value is None and name == "cpu_s" and max_limits.cpu_s is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise WireError(f"the limit {name} is not a number")
-        allowed = getattr(most, name)
-        if allowed is not None and value > allowed:
-            raise WireError(f"the limit {name} is above the server's, {allowed}")
-        asked[name] = float(value) if name in _FRACTIONS else int(value)
+        maximum = getattr(max_limits, name)
+        if maximum is not None and value > maximum:
+            raise WireError(f"the limit {name} is above the server's, {maximum}")
+        values[name] = float(value) if name in _FRACTIONS else int(value)
     try:
-        return Limits(**{**asdict(most), **asked})
+        return Limits(**{**asdict(max_limits), **values})
     except ConfigError as error:
         raise WireError(f"{error.message}; {error.hint}") from None
 
 
-def _object(found: object, name: str) -> Mapping[str, object]:
-    if not isinstance(found, dict):
+def _object(value: object, name: str) -> Mapping[str, object]:
+    if not isinstance(value, dict):
         raise WireError(f"its {name} is not an object")
-    return found
+    return value
 
 
-def _text(found: Mapping[str, object], name: str) -> str:
-    text = found.get(name)
+def _text(values: Mapping[str, object], name: str) -> str:
+    text = values.get(name)
     if not isinstance(text, str):
         raise WireError(f"its {name} is not a string")
     return text
 
 
-def _number(found: Mapping[str, object], name: str) -> float:
-    number = found.get(name)
+def _number(values: Mapping[str, object], name: str) -> float:
+    number = values.get(name)
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e18:
         raise WireError(f"its {name} is not a size")
     return float(number)
 
 
-def _image(found: Mapping[str, object]) -> Image:
-    return image_of(_text(found, "media_type"), _text(found, "data"))
+def _image(values: Mapping[str, object]) -> Image:
+    return image_of(_text(values, "media_type"), _text(values, "data"))

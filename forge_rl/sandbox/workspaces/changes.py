@@ -68,7 +68,7 @@ class Changes:
 
 def read_changes(
     base: str,
-    mine: OpenFolder,
+    session_folder: OpenFolder,
     *,
     leave_out: Collection[str] = LEFT_OUT,
     most_file_bytes: int = 16 << 20,
@@ -79,16 +79,16 @@ def read_changes(
 
     Args:
         base: folder of the base.
-        mine: what the session changed, or the whole workspace.
+        session_folder: folder with what the session changed, or with its whole workspace.
         leave_out: names of files and folders to leave out wherever they are.
         most_file_bytes: content of larger files is left out.
         most_bytes: content of all files together.
         most_changes: paths that are listed.
     """
-    reader = _Reader(mine.is_overlay, frozenset(leave_out), most_file_bytes, most_bytes, most_changes)
+    reader = _Reader(session_folder.is_overlay, frozenset(leave_out), most_file_bytes, most_bytes, most_changes)
     root = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        changes = list(reader.folder("", root, mine.fd, merged=mine.is_overlay, depth=0))
+        changes = list(reader.folder("", root, session_folder.fd, merged=session_folder.is_overlay, depth=0))
     finally:
         os.close(root)
     return Changes(changes=changes, left_out=reader.left_out)
@@ -103,23 +103,25 @@ class _Reader:
     left_changes: int
     left_out: list[str] = field(default_factory=list)
 
-    def folder(self, path: str, base: int | None, mine: int | None, *, merged: bool, depth: int) -> Iterator[Change]:
+    def folder(
+        self, path: str, base: int | None, session_fd: int | None, *, merged: bool, depth: int
+    ) -> Iterator[Change]:
         """Compare two open folders, either of which may not exist.
 
         Args:
-            merged: True if what `mine` lacks is unchanged, rather than deleted.
+            merged: True if entries that `session_fd` lacks are unchanged, rather than deleted.
         """
         if depth > _MOST_DEPTH:
             self.left_out.append(f"{path}: below {_MOST_DEPTH} folders")
             return
-        names = set() if mine is None else set(os.listdir(mine))
+        names = set() if session_fd is None else set(os.listdir(session_fd))
         if base is not None and not merged:
             names |= set(os.listdir(base))
         for name in sorted(names - self.leave_out):
-            before, after = self._entry(name, base), self._entry(name, mine)
+            before, after = self._entry(name, base), self._entry(name, session_fd)
             if self.is_overlay and after == Entry(mode=stat.S_IFCHR):  # a whiteout, by which overlays delete
                 after = None
-            unread = [each for each in (before, after) if each and stat.S_ISREG(each.mode) and each.data is None]
+            unread = [entry for entry in (before, after) if entry and stat.S_ISREG(entry.mode) and entry.data is None]
             if before != after or unread:
                 if self.left_changes == 0:
                     self.left_out.append(f"{path}{name} and what follows: more changes than are listed")
@@ -129,18 +131,18 @@ class _Reader:
                     self.left_out.append(f"content of {path}{name}: too large, or not readable")
                 yield Change(path=path + name, before=before, after=self._within_bounds(path + name, after))
             yield from self._below(
-                path, name, base if _is_folder(before) else None, mine if _is_folder(after) else None, depth
+                path, name, base if _is_folder(before) else None, session_fd if _is_folder(after) else None, depth
             )
 
-    def _below(self, path: str, name: str, base: int | None, mine: int | None, depth: int) -> Iterator[Change]:
-        if base is None and mine is None:
+    def _below(self, path: str, name: str, base: int | None, session_fd: int | None, depth: int) -> Iterator[Change]:
+        if base is None and session_fd is None:
             return
-        with contextlib.ExitStack() as opened:
-            folders = [None if each is None else _open_folder(name, each) for each in (base, mine)]
+        with contextlib.ExitStack() as stack:
+            folders = [None if folder_fd is None else _open_folder(name, folder_fd) for folder_fd in (base, session_fd)]
             for fd in folders:
                 if fd is not None:
-                    opened.callback(os.close, fd)
-            if mine is not None and folders[1] is None:
+                    stack.callback(os.close, fd)
+            if session_fd is not None and folders[1] is None:
                 self.left_out.append(f"{path}{name}: a folder that cannot be read")
                 return
             merged = self.is_overlay and folders[1] is not None and not _is_opaque(folders[1])
@@ -159,12 +161,12 @@ class _Reader:
                 return Entry(mode=kind)
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             with open(os.open(name, flags, dir_fd=folder), "rb", buffering=0) as file:
-                about = os.fstat(file.fileno())
-                if not stat.S_ISREG(about.st_mode):
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
                     return None
-                data = b"" if about.st_size > self.most_file_bytes else _read(file.fileno(), self.most_file_bytes + 1)
-                too_large = about.st_size > self.most_file_bytes or len(data) > self.most_file_bytes
-                mode = 0o100755 if about.st_mode & stat.S_IXUSR else 0o100644
+                data = b"" if status.st_size > self.most_file_bytes else _read(file.fileno(), self.most_file_bytes + 1)
+                too_large = status.st_size > self.most_file_bytes or len(data) > self.most_file_bytes
+                mode = 0o100755 if status.st_mode & stat.S_IXUSR else 0o100644
                 return Entry(mode=mode, data=None if too_large else data)
         except OSError as error:  # it changes while we look, or its mode keeps even its owner out
             return Entry(mode=0o100644) if kind and isinstance(error, PermissionError) else None
@@ -198,9 +200,9 @@ def _is_opaque(folder: int) -> bool:
         return False
 
 
-def _read(fd: int, most: int) -> bytes:
+def _read(fd: int, max_bytes: int) -> bytes:
     parts = bytearray()
-    while len(parts) < most and (part := os.read(fd, most - len(parts))):
+    while len(parts) < max_bytes and (part := os.read(fd, max_bytes - len(parts))):
         parts += part
     return bytes(parts)
 
@@ -233,15 +235,15 @@ _apply(); del _apply
 
 def packed(changes: Sequence[Change]) -> bytes:
     """Return changes as one file for the cell APPLY. Special files, and files without content, are left out."""
-    listed, contents = list[tuple[str, int, int, int]](), list[bytes]()
+    entries, contents = list[tuple[str, int, int, int]](), list[bytes]()
     for change in changes:
         before, after = change.before, change.after
         if after is not None and not stat.S_ISDIR(after.mode) and after.data is None:
             continue
-        kinds = [0 if each is None else stat.S_IFMT(each.mode) for each in (before, after)]
+        kinds = [0 if entry is None else stat.S_IFMT(entry.mode) for entry in (before, after)]
         data = b"" if after is None or after.data is None else after.data
-        replaced = kinds[0] and (kinds[0] != kinds[1] or stat.S_ISLNK(kinds[0]))
-        listed.append((change.path, kinds[0] if replaced else 0, 0 if after is None else after.mode, len(data)))
+        is_replaced = kinds[0] and (kinds[0] != kinds[1] or stat.S_ISLNK(kinds[0]))
+        entries.append((change.path, kinds[0] if is_replaced else 0, 0 if after is None else after.mode, len(data)))
         contents.append(data)
-    head = json.dumps(listed).encode()
+    head = json.dumps(entries).encode()
     return b"%d\n" % len(head) + head + b"".join(contents)

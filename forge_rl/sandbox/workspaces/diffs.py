@@ -10,12 +10,12 @@ from forge_rl.sandbox.workspaces.changes import Change, Changes, Entry
 
 _CONTEXT = 3
 _MOST_EDITS = 500
-"""Lines that may differ in one file before all between the first and the last of them is shown as replaced."""
+"""Lines that may differ in one file; beyond that, all from the first to the last of them are shown as replaced."""
 _MOST_STEPS = 2_000_000
 _ESCAPES = {7: "\\a", 8: "\\b", 9: "\\t", 10: "\\n", 11: "\\v", 12: "\\f", 13: "\\r", 34: '\\"', 92: "\\\\"}
 
 
-def diff_text(found: Changes, *, most_chars: int = 1 << 20) -> str:
+def diff_text(changes: Changes, *, most_chars: int = 1 << 20) -> str:
     """Return changes as a unified diff with git's headers, which `git apply` and `patch -p1` take.
 
     Binary files and special files are only named. What is missing is listed in lines that begin with `#`.
@@ -24,15 +24,17 @@ def diff_text(found: Changes, *, most_chars: int = 1 << 20) -> str:
         most_chars: where to stop; changes are shown completely or not at all.
     """
     parts, size, steps = list[str](), 0, [_MOST_STEPS]
-    shown = [change for change in found.changes if not all(_is_folder(each) for each in (change.before, change.after))]
-    for index, change in enumerate(shown):
+    file_changes = [
+        change for change in changes.changes if not all(_is_folder(entry) for entry in (change.before, change.after))
+    ]
+    for index, change in enumerate(file_changes):
         text = _change(change, steps)
         if size + len(text) > most_chars:
-            parts.append(f"# {len(shown) - index} more changed files are not shown\n")
+            parts.append(f"# {len(file_changes) - index} more changed files are not shown\n")
             break
         parts.append(text)
         size += len(text)
-    return "".join([*parts, *(f"# left out: {_quoted(text)}\n" for text in found.left_out[:20])])
+    return "".join([*parts, *(f"# left out: {_quoted(text)}\n" for text in changes.left_out[:20])])
 
 
 def _is_folder(entry: Entry | None) -> bool:
@@ -41,14 +43,14 @@ def _is_folder(entry: Entry | None) -> bool:
 
 def _change(change: Change, steps: list[int]) -> str:
     """Return one change; a file that became something else is shown as deleted and added."""
-    before, after = (None if _is_folder(each) else each for each in (change.before, change.after))
+    before, after = (None if _is_folder(entry) else entry for entry in (change.before, change.after))
     if before and after and stat.S_IFMT(before.mode) != stat.S_IFMT(after.mode):
         return _file(change.path, before, None, steps) + _file(change.path, None, after, steps)
     return _file(change.path, before, after, steps)
 
 
 def _file(path: str, before: Entry | None, after: Entry | None, steps: list[int]) -> str:
-    if any(each and stat.S_IFMT(each.mode) not in (stat.S_IFREG, stat.S_IFLNK) for each in (before, after)):
+    if any(entry and stat.S_IFMT(entry.mode) not in (stat.S_IFREG, stat.S_IFLNK) for entry in (before, after)):
         return f"# special file: {_quoted(path)}\n"
     old, new = _quoted(f"a/{path}"), _quoted(f"b/{path}")
     lines = [f"diff --git {old} {new}"]
@@ -60,7 +62,7 @@ def _file(path: str, before: Entry | None, after: Entry | None, steps: list[int]
         lines += [f"old mode {before.mode:06o}", f"new mode {after.mode:06o}"]
     elif before and after and stat.S_ISLNK(after.mode):  # otherwise it would be taken for a file
         lines.append(f"index {_git_hash(before)}..{_git_hash(after)} {after.mode:06o}")
-    texts = [_lines(each) for each in (before, after)]
+    texts = [_lines(entry) for entry in (before, after)]
     old, new = "/dev/null" if before is None else old, "/dev/null" if after is None else new
     if texts[0] is None or texts[1] is None:
         lines.append(f"Binary files {old} and {new} differ")
@@ -105,12 +107,12 @@ def _hunk(old: list[str], new: list[str], edits: list[tuple[int, int, int, int]]
     below = min(_CONTEXT, len(old) - edits[-1][1])
     start, end = edits[0][0] - above, edits[-1][1] + below
     new_start, new_end = edits[0][2] - above, edits[-1][3] + below
-    lines, at = list[str](), start
+    lines, position = list[str](), start
     for low, high, new_low, new_high in edits:
-        lines += [f" {line}" for line in old[at:low]]
+        lines += [f" {line}" for line in old[position:low]]
         lines += [f"-{line}" for line in old[low:high]] + [f"+{line}" for line in new[new_low:new_high]]
-        at = high
-    lines += [f" {line}" for line in old[at:end]]
+        position = high
+    lines += [f" {line}" for line in old[position:end]]
     head = f"@@ -{_range(start, end)} +{_range(new_start, new_end)} @@\n"
     body = "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
     return (head + body).removesuffix("\n")
@@ -122,11 +124,11 @@ def _range(start: int, end: int) -> str:
 
 def _edits(old: list[str], new: list[str], steps: list[int]) -> Iterator[tuple[int, int, int, int]]:
     """Yield (start, end) of replaced lines and (start, end) of their replacement, in order; difflib can be cubic."""
-    top, most = 0, min(len(old), len(new))
-    while top < most and old[top] == new[top]:
+    top, max_common = 0, min(len(old), len(new))
+    while top < max_common and old[top] == new[top]:
         top += 1
     tail = 0
-    while tail < most - top and old[-1 - tail] == new[-1 - tail]:
+    while tail < max_common - top and old[-1 - tail] == new[-1 - tail]:
         tail += 1
     a, b = old[top : len(old) - tail], new[top : len(new) - tail]
     x = y = 0
@@ -157,7 +159,7 @@ def _common(a: list[str], b: list[str], steps: list[int]) -> Sequence[tuple[int,
 
 
 def _walked_back(trace: list[dict[int, int]], x: int, y: int) -> list[tuple[int, int]]:
-    same = list[tuple[int, int]]()
+    matches = list[tuple[int, int]]()
     for edits in range(len(trace) - 1, -1, -1):
         furthest, k = trace[edits], x - y
         down = k == -edits or (k != edits and furthest[k - 1] < furthest[k + 1])
@@ -165,9 +167,9 @@ def _walked_back(trace: list[dict[int, int]], x: int, y: int) -> list[tuple[int,
         before_y = before_x - (k + 1 if down else k - 1)
         while x > max(before_x, 0) and y > max(before_y, 0) and (x, y) != (before_x + (not down), before_y + down):
             x, y = x - 1, y - 1
-            same.append((x, y))
+            matches.append((x, y))
         x, y = before_x, before_y
-    return same[::-1]
+    return matches[::-1]
 
 
 def _quoted(path: str) -> str:

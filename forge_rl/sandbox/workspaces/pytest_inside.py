@@ -15,15 +15,15 @@ class Outcomes:
     """A plugin that keeps the outcome of each test, and of each file that could not be collected."""
 
     def __init__(self) -> None:
-        self.found: dict[str, str] = {}
+        self.by_test: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.failed or (report.when == "call" and self.found.get(report.nodeid) != "failed") or report.skipped:
-            self.found[report.nodeid] = report.outcome
+        if report.failed or (report.when == "call" and self.by_test.get(report.nodeid) != "failed") or report.skipped:
+            self.by_test[report.nodeid] = report.outcome
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
-            self.found[report.nodeid] = "failed"
+            self.by_test[report.nodeid] = "failed"
 
 
 def main(descriptor: int, packages: list[str], arguments: list[str]) -> None:
@@ -35,7 +35,7 @@ def main(descriptor: int, packages: list[str], arguments: list[str]) -> None:
     sys.path.insert(0, os.getcwd())  # only now: a file of the workspace is not taken for pytest, or what it imports
     pytest.main(arguments, plugins=[outcomes])
     with open(descriptor, "w") as file:
-        json.dump(outcomes.found, file)
+        json.dump(outcomes.by_test, file)
 
 
 if __name__ == "__main__":

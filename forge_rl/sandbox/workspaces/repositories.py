@@ -117,15 +117,15 @@ class RepositoryStore:
         """
         url = _url(repository)
         commit = revision if _COMMIT.fullmatch(revision) else await asyncio.to_thread(self._resolve, url, revision)
-        held = await self._in_thread(lambda: self._hold(commit))
-        if held is None:
+        lease = await self._in_thread(lambda: self._hold(commit))
+        if lease is None:
             async with self._slow:
-                held = await self._in_thread(lambda: self._make(url, commit))
-        assert held is not None
+                lease = await self._in_thread(lambda: self._make(url, commit))
+        assert lease is not None
         try:
-            yield held.checkout
+            yield lease.checkout
         finally:
-            self._release(held)
+            self._release(lease)
 
     async def _in_thread(self, work: Callable[[], _Held | None]) -> _Held | None:
         """Run work that may return a held checkout, which is released if the caller was cancelled meanwhile."""
@@ -137,38 +137,38 @@ class RepositoryStore:
             raise
 
     def _release_unused(self, task: asyncio.Future[_Held | None]) -> None:
-        if not task.cancelled() and task.exception() is None and (held := task.result()) is not None:
-            self._release(held)
+        if not task.cancelled() and task.exception() is None and (lease := task.result()) is not None:
+            self._release(lease)
 
     def _hold(self, commit: str) -> _Held | None:
         """Lock a checkout against eviction; None if there is none."""
         with self._guard:
-            if (held := self._held.get(commit)) is not None:
-                held.users += 1
-                return held
+            if (lease := self._held.get(commit)) is not None:
+                lease.users += 1
+                return lease
         lock = os.open(self._tree(commit, ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_SH)
-        about = self._tree(commit, ".json")
-        if not (self._tree(commit).is_dir() and about.exists()):
+        info_path = self._tree(commit, ".json")
+        if not (self._tree(commit).is_dir() and info_path.exists()):
             os.close(lock)
             return None
-        os.utime(about)
-        left_out = tuple(json.loads(about.read_text())["left_out"])
+        os.utime(info_path)
+        left_out = tuple(json.loads(info_path.read_text())["left_out"])
         with self._guard:
-            if (held := self._held.get(commit)) is None:
+            if (lease := self._held.get(commit)) is None:
                 checkout = Checkout(folder=self._tree(commit), commit=commit, left_out=left_out)
-                held = self._held[commit] = _Held(checkout, lock)
+                lease = self._held[commit] = _Held(checkout, lock)
             else:
                 os.close(lock)
-            held.users += 1
-            return held
+            lease.users += 1
+            return lease
 
-    def _release(self, held: _Held) -> None:
+    def _release(self, lease: _Held) -> None:
         with self._guard:
-            held.users -= 1
-            if held.users == 0:
-                del self._held[held.checkout.commit]
-                os.close(held.lock)
+            lease.users -= 1
+            if lease.users == 0:
+                del self._held[lease.checkout.commit]
+                os.close(lease.lock)
 
     def _tree(self, commit: str, suffix: str = "") -> Path:
         return self.folder / "trees" / f"{commit}{suffix}"
@@ -183,11 +183,11 @@ class RepositoryStore:
         peeled = f"refs/tags/{revision}^{{}}"
         with _locked(self.folder / "lock") as lock:
             self._prepare()
-            listed = self._git(["ls-remote", "--end-of-options", url, *names, peeled], lock, about=url).decode()
-        found = {name: commit for commit, _, name in (line.partition("\t") for line in listed.splitlines())}
+            listing = self._git(["ls-remote", "--end-of-options", url, *names, peeled], lock, about=url).decode()
+        commits = {name: commit for commit, _, name in (line.partition("\t") for line in listing.splitlines())}
         for name in (peeled, *reversed(names)):
-            if _COMMIT.fullmatch(found.get(name, "")):
-                return found[name]
+            if _COMMIT.fullmatch(commits.get(name, "")):
+                return commits[name]
         raise ConfigError(
             f"{without_credentials(url)} has no branch or tag {revision}",
             hint="a commit must be given by its full hash",
@@ -196,8 +196,8 @@ class RepositoryStore:
     def _make(self, url: str, commit: str) -> _Held:
         """Fetch a commit if its objects are not there, and write its files."""
         with _locked(self.folder / "lock") as lock:
-            if (held := self._hold(commit)) is not None:  # made by another process
-                return held
+            if (lease := self._hold(commit)) is not None:  # made by another process
+                return lease
             self._prepare()
             if subprocess.run(self._command("cat-file", "-e", f"{commit}^{{tree}}"), env=self._environment,
                               stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode:  # fmt: skip
@@ -213,12 +213,12 @@ class RepositoryStore:
             # A reference, so that the objects are kept, and only after all of them are there.
             self._git(["update-ref", f"refs/kept/{commit}", f"{commit}^{{commit}}"], lock, about=url)
             if left_out := self._write(commit, lock):
-                few = ", ".join(left_out[:5]) + (f" and {len(left_out) - 5} more" if len(left_out) > 5 else "")
-                warnings.warn(f"{without_credentials(url)} at {commit}: left out are {few}", stacklevel=2)
-            held = self._hold(commit)
-            assert held is not None
+                examples = ", ".join(left_out[:5]) + (f" and {len(left_out) - 5} more" if len(left_out) > 5 else "")
+                warnings.warn(f"{without_credentials(url)} at {commit}: left out are {examples}", stacklevel=2)
+            lease = self._hold(commit)
+            assert lease is not None
             self._evict(lock)
-            return held
+            return lease
 
     def _prepare(self) -> None:
         """Make the object database, or remove what an interrupted process has left in the store."""
@@ -273,9 +273,9 @@ class RepositoryStore:
                 raise
         if process.returncode:
             lines = error.decode("utf-8", "replace").strip().splitlines() or ["no reason"]
-            said = without_credentials(next((each for each in lines if each.startswith("fatal:")), lines[-1])[:300])
+            reason = without_credentials(next((line for line in lines if line.startswith("fatal:")), lines[-1])[:300])
             raise SandboxError(
-                f"git {arguments[0]} failed for {without_credentials(about)}: {said}",
+                f"git {arguments[0]} failed for {without_credentials(about)}: {reason}",
                 hint="the repository must be readable without a password, and have the revision",
             )
         return out
@@ -285,11 +285,11 @@ class RepositoryStore:
 
         Git writes no file: contents are as they were committed, without filters, line ends or attributes.
         """
-        listed = self._git(["ls-tree", "-r", "-z", "-l", "--full-tree", commit], lock, about=commit)
+        listing = self._git(["ls-tree", "-r", "-z", "-l", "--full-tree", commit], lock, about=commit)
         files, left_out = list[_File](), list[str]()
-        for line in listed.split(b"\0")[:-1]:
-            about, _, path = line.partition(b"\t")
-            mode, kind, blob, size = about.split()
+        for line in listing.split(b"\0")[:-1]:
+            attributes, _, path = line.partition(b"\t")
+            mode, kind, blob, size = attributes.split()
             _check_path(path)
             if kind != b"blob":
                 left_out.append(f"submodule {os.fsdecode(path)}")
@@ -362,7 +362,7 @@ class RepositoryStore:
         )
 
     def _evict(self, lock: int) -> None:
-        """Remove checkouts that nobody uses, oldest use first, until the rest fits; at last objects that none has."""
+        """Remove unused checkouts, least recently used first, until the rest fits; then objects without a checkout."""
         ages = sorted((path.stat().st_mtime, path.stem) for path in (self.folder / "trees").glob("*.json"))
         for _, commit in ages:
             if self._bytes() <= self.most_bytes:
@@ -372,8 +372,10 @@ class RepositoryStore:
                     self._tree(commit, ".json").unlink()
                     shutil.rmtree(self._tree(commit), ignore_errors=True)
         if self._bytes() > self.most_bytes:
-            kept = self._git(["for-each-ref", "--format=%(refname)", "refs/kept"], lock, about="the store").decode()
-            for name in kept.split():
+            references = self._git(
+                ["for-each-ref", "--format=%(refname)", "refs/kept"], lock, about="the store"
+            ).decode()
+            for name in references.split():
                 if not self._tree(name.rpartition("/")[2]).exists():
                     self._git(["update-ref", "-d", name], lock, about="the store")
             self._git(["gc", "--quiet", "--prune=now"], lock, about="the store")
@@ -382,11 +384,11 @@ class RepositoryStore:
         """Return the bytes on disk, after removing files that no checkout has any more."""
         total = 0
         for path in (self.folder / "blobs").glob("*/*"):
-            about = path.stat()
-            if about.st_nlink == 1:
+            status = path.stat()
+            if status.st_nlink == 1:
                 path.unlink()
             else:
-                total += about.st_size
+                total += status.st_size
         return total + sum(path.stat().st_size for path in (self.folder / "objects.git" / "objects").glob("*/*"))
 
 
@@ -400,7 +402,7 @@ class _File:
 
 @contextlib.contextmanager
 def _locked(path: Path, *, wait: bool = True) -> Iterator[int]:
-    """Hold a file's lock; yields its descriptor, or -1 if another has it and this should not wait."""
+    """Hold a file's lock; yields its descriptor, or -1 if another process holds it and `wait` is false."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

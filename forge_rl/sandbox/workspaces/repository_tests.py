@@ -98,8 +98,8 @@ class RepositoryTests:
     def counted(self, changes: Sequence[Change]) -> list[Change]:
         """Return the changes that touch neither tests nor their configuration."""
         test_paths = [*map(posixpath.normpath, self.files), *(_normal(test).partition("::")[0] for test in self.tests)]
-        patched = (_PATCHED.fullmatch(line) for line in self.patch.splitlines())
-        test_paths += [match[1] for match in patched if match]
+        matches = (_PATCHED.fullmatch(line) for line in self.patch.splitlines())
+        test_paths += [match[1] for match in matches if match]
         return [
             change
             for change in changes
@@ -128,22 +128,24 @@ class RepositoryTests:
         except SandboxError:
             if session.lost:
                 raise
-            return Verdict(passed=dict.fromkeys(self.tests or (self.command,), False), told="the changes do not apply")
+            return Verdict(
+                passed=dict.fromkeys(self.tests or (self.command,), False), output="the changes do not apply"
+            )
         return await (self._run_pytest(session) if self.tests else self._run_command(session))
 
-    async def _succeed(self, session: Session, command: str, what: str) -> None:
+    async def _succeed(self, session: Session, command: str, step: str) -> None:
         result = await session.run(_CELL.format(command=["/bin/sh", "-c", command], results="../0/none"))
         if result.error is not None or result.value != "0":
-            said = result.error.message if result.error else result.stdout.strip()[-300:]
-            raise SandboxError(f"{what} does not apply: {said}", hint="check the task's revision")
+            reason = result.error.message if result.error else result.stdout.strip()[-300:]
+            raise SandboxError(f"{step} does not apply: {reason}", hint="check the task's revision")
 
     async def _run_command(self, session: Session) -> Verdict:
         command = ["/bin/sh", "-c", self.command]
         result = await session.run(_CELL.format(command=command, results="../0/none"), wall_s=self.timeout_s)
-        return Verdict(passed={self.command: result.error is None and result.value == "0"}, told=_told(result))
+        return Verdict(passed={self.command: result.error is None and result.value == "0"}, output=_told(result))
 
     async def _run_pytest(self, session: Session) -> Verdict:
-        hidden, text, wanted = _hidden_tests()
+        hidden, text, expected_outcomes = _hidden_tests()
         await session.put(hidden, text.encode())
         await session.put("../0/run_tests.py", _INSIDE.read_bytes())
         arguments = json.dumps(["DESCRIPTOR", list(self.packages), [*_OPTIONS, *map(_normal, self.tests), hidden]])
@@ -152,9 +154,9 @@ class RepositoryTests:
         code = _CELL.format(command=command, results=results).replace("'PYTHON'", "sys.executable")
         result = await session.run(code, wall_s=self.timeout_s)
         outcomes = _outcomes(await session.get(results)) if session.alive and result.error is None else {}
-        honest = {name: outcome for name, outcome in outcomes.items() if name.startswith(hidden)} == wanted
+        honest = {name: outcome for name, outcome in outcomes.items() if name.startswith(hidden)} == expected_outcomes
         passed = {test: honest and _passed(test, outcomes) for test in self.tests}
-        return Verdict(passed=passed, told=_told(result))
+        return Verdict(passed=passed, output=_told(result))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +165,7 @@ class Verdict:
 
     passed: Mapping[str, bool]
     """Whether each test passed, by its id as given, or by the command."""
-    told: str = ""
+    output: str = ""
     """The end of the output, which the tested code can have written."""
 
     @property
@@ -195,35 +197,39 @@ def _shadows(change: Change) -> bool:
 
 
 def _hidden_tests() -> tuple[str, str, dict[str, str]]:
-    """Return the path and text of tests of which some must fail, and their outcomes."""
+    """Return the path and text of a file with tests, some of which must fail, and the expected outcomes."""
     name = f"test_{uuid.uuid4().hex[:12]}.py"
-    chosen = random.SystemRandom()
-    passing = chosen.sample(range(_HIDDEN_TESTS), _HIDDEN_TESTS // 2)
+    rng = random.SystemRandom()
+    passing_indices = rng.sample(range(_HIDDEN_TESTS), _HIDDEN_TESTS // 2)
     lines, outcomes = list[str](), dict[str, str]()
     for index in range(_HIDDEN_TESTS):
-        test, number = f"test_{uuid.uuid4().hex[:12]}", chosen.randrange(1000)
-        lines.append(f"def {test}():\n    assert {number} + 1 == {number + 1 + (index not in passing)}\n")
-        outcomes[f"{name}::{test}"] = "passed" if index in passing else "failed"
+        test, number = f"test_{uuid.uuid4().hex[:12]}", rng.randrange(1000)
+        lines.append(f"def {test}():\n    assert {number} + 1 == {number + 1 + (index not in passing_indices)}\n")
+        outcomes[f"{name}::{test}"] = "passed" if index in passing_indices else "failed"
     return name, "\n\n".join(lines), outcomes
 
 
 def _outcomes(data: bytes) -> dict[str, str]:
-    """Read what the session says of its tests; it may be anything."""
+    """Read the outcomes of the tests as the session reports them; the tested code may have written anything."""
     try:
-        found = json.loads(data)
+        outcomes = json.loads(data)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) and all(isinstance(each, str) for each in found.values()) else {}
+    return (
+        outcomes
+        if isinstance(outcomes, dict) and all(isinstance(outcome, str) for outcome in outcomes.values())
+        else {}
+    )
 
 
 def _passed(test: str, outcomes: Mapping[str, str]) -> bool:
-    """Return True if a test passed, or at least one of a file or folder, and none failed."""
+    """Return True if at least one test of an id, file or folder passed, and none failed."""
     test = _normal(test)
-    found = [
+    test_outcomes = [
         outcome for name, outcome in outcomes.items() if name == test or name.startswith((f"{test}::", f"{test}/"))
     ]
-    found += [outcome for name, outcome in outcomes.items() if name.startswith(f"{test}[")]
-    return "passed" in found and "failed" not in found
+    test_outcomes += [outcome for name, outcome in outcomes.items() if name.startswith(f"{test}[")]
+    return "passed" in test_outcomes and "failed" not in test_outcomes
 
 
 def _told(result: Result) -> str:
