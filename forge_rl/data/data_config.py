@@ -157,34 +157,36 @@ class DataConfig:
         )
 
     def _columns(self, spec: FlagText, kind: Kind) -> Columns:
-        others = () if spec.is_code else ("split",) if is_path(spec.name) else _HUB_KEYS
+        extra_keys = () if spec.is_code else ("split",) if is_path(spec.name) else _HUB_KEYS
         columns = (*_COLUMNS, *(_PAIR if kind == "pair" else ()))
-        allowed = (*columns, *others)
-        if unknown := [key for key in spec.params if key not in allowed]:
-            raise spec.wrong(f"the key {unknown[0]!r} is unknown", suggest(unknown[0], allowed, "keys"), at=unknown[0])
-        given = {key: spec.written[key] for key in columns if key in spec.written}
-        if "question" in given and "messages" in given:
-            raise spec.wrong("set both question and messages", "set one: either is the whole prompt", at="messages")
-        template = "" if "question" in given or "messages" in given else self.template
+        known_keys = (*columns, *extra_keys)
+        if unknown := [key for key in spec.params if key not in known_keys]:
+            raise spec.wrong(
+                f"the key {unknown[0]!r} is unknown", suggest(unknown[0], known_keys, "keys"), key=unknown[0]
+            )
+        named_columns = {key: spec.raw_params[key] for key in columns if key in spec.raw_params}
+        if "question" in named_columns and "messages" in named_columns:
+            raise spec.wrong("set both question and messages", "set one: either is the whole prompt", key="messages")
+        template = "" if "question" in named_columns or "messages" in named_columns else self.template
         common = {"template": template, "system": self.system, "instruction": self.instruction or ""}
-        return Columns(**{**common, **given}, kind=kind)
+        return Columns(**{**common, **named_columns}, kind=kind)
 
 
 def _parsed(texts: Sequence[str], flag: str) -> list[FlagText]:
-    found = [parse(text, flag, error=TaskError) for text in texts]
-    for each in found:
-        if each.weight < 0:
-            raise each.wrong(f"the weight {each.weight:g} is below 0", "write a weight such as *0.5", at="weight")
-        for key, value in each.written.items():
+    specs = [parse(text, flag, error=TaskError) for text in texts]
+    for spec in specs:
+        if spec.weight < 0:
+            raise spec.wrong(f"the weight {spec.weight:g} is below 0", "write a weight such as *0.5", key="weight")
+        for key, value in spec.raw_params.items():
             if not value:
-                raise each.wrong(f"{key} has no value", "write KEY=VALUE", at=key)
-    return found
+                raise spec.wrong(f"{key} has no value", "write KEY=VALUE", key=key)
+    return specs
 
 
 def _label(spec: FlagText) -> str:
     """Return name and parameters, to distinguish specs of the same name."""
-    written = ",".join(f"{key}={value}" for key, value in spec.written.items())
-    return f"{spec.name}:{written}" if written else spec.name
+    params_text = ",".join(f"{key}={value}" for key, value in spec.raw_params.items())
+    return f"{spec.name}:{params_text}" if params_text else spec.name
 
 
 def _is_generated(spec: FlagText) -> bool:
@@ -196,8 +198,8 @@ def _is_generated(spec: FlagText) -> bool:
 
 def _tables(spec: FlagText) -> list[Table]:
     if is_path(spec.name) or not is_hub_id(spec.name):
-        return open_tables(find_files(spec.name, split=spec.written.get("split", "")))
-    return [hub.fetch(spec.name, **{key: spec.written.get(key, "") for key in _HUB_KEYS})]
+        return open_tables(find_files(spec.name, split=spec.raw_params.get("split", "")))
+    return [hub.fetch(spec.name, **{key: spec.raw_params.get(key, "") for key in _HUB_KEYS})]
 
 
 def _short_name(spec: FlagText) -> str:

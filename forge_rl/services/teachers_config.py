@@ -72,7 +72,7 @@ class TeachersConfig(DecodeSettings):
         for text in self.models:
             parsed = parse(text, "--teachers.models", takes_weight=False)
             if parsed.params:
-                raise parsed.wrong("a teacher takes no options", "write [SOURCE=]MODEL", at=next(iter(parsed.params)))
+                raise parsed.wrong("a teacher takes no options", "write [SOURCE=]MODEL", key=next(iter(parsed.params)))
             if parsed.title in models:
                 raise parsed.wrong("this source already has a teacher", "name each source once, as SOURCE=MODEL")
             models[parsed.title] = parsed.name
