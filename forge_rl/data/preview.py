@@ -104,8 +104,8 @@ def rendered(tokenizer: Tokenizer, task: Task) -> Text:
     text = Text()
     prompt = tokenizer.render(task.messages, tools=task.tools)
     for is_special, ids in itertools.groupby(prompt, special.__contains__):
-        written = tokenizer.decode(tuple(ids), skip_special=False)
-        text.append(visible(written), style="bold magenta" if is_special else "")
+        segment = tokenizer.decode(tuple(ids), skip_special=False)
+        text.append(visible(segment), style="bold magenta" if is_special else "")
     return text
 
 
@@ -113,7 +113,9 @@ def histogram(lengths: Sequence[int], width: int = 40) -> list[str]:
     """Return the lines of a histogram, each a range, a bar and a count."""
     low, high = min(lengths), max(lengths)
     step = max(1, -(-(high - low + 1) // _BINS))
-    counts = [sum(at <= length < at + step for length in lengths) for at in range(low, high + 1, step)]
+    counts = [
+        sum(bin_start <= length < bin_start + step for length in lengths) for bin_start in range(low, high + 1, step)
+    ]
     digits = len(str(high))
     return [
         f"{low + number * step:>{digits}} to {min(high, low + number * step + step - 1):>{digits}}  "
@@ -136,8 +138,8 @@ def example_panel(tokenizer: Tokenizer, task: Task, episodes: Sequence[Episode],
 def task_panel(tokenizer: Tokenizer, task: Task, title: str) -> Panel:
     """Return a task's prompt as the model sees it, and its truth."""
     truth = _table(task.truth)
-    shown = Group(rendered(tokenizer, task), Text("\ntruth, never shown to the model", style="dim"), truth)
-    return Panel(shown, title=Text(visible(title)), title_align="left", border_style="dim")
+    body = Group(rendered(tokenizer, task), Text("\ntruth, never shown to the model", style="dim"), truth)
+    return Panel(body, title=Text(visible(title)), title_align="left", border_style="dim")
 
 
 def _table(truth: Mapping[str, object]) -> Table:

@@ -53,9 +53,9 @@ class Arrow:
             raise changed(self.path)
         while first < end:
             index = bisect.bisect_right(self._starts, first) - 1
-            some = self._batches[index].slice(first - self._starts[index], min(end - first, _ROWS_AT_ONCE))
-            yield from enumerate(some.to_pylist(), first)
-            first += len(some)
+            batch = self._batches[index].slice(first - self._starts[index], min(end - first, _ROWS_AT_ONCE))
+            yield from enumerate(batch.to_pylist(), first)
+            first += len(batch)
 
     def parse(self, row: object) -> Mapping[str, object]:
         assert isinstance(row, dict)

@@ -65,15 +65,15 @@ def read_tools(column: str, value: object, *, fillers: bool = False) -> tuple[Ma
     return tuple(schemas)
 
 
-def listed(column: str, value: object, what: str) -> list[object]:
+def listed(column: str, value: object, item_kind: str) -> list[object]:
     """Return a list, parsing it from JSON if it is a string."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RowError(f"is not a list of {what} and not JSON: {error}", column=column, value=value) from None
+            raise RowError(f"is not a list of {item_kind} and not JSON: {error}", column=column, value=value) from None
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
-        raise RowError(f"is not a list of {what}", column=column, value=value)
+        raise RowError(f"is not a list of {item_kind}", column=column, value=value)
     return list(value)
 
 
@@ -239,23 +239,25 @@ def _call(column: str, where: str, call: object) -> dict[str, object]:
             hint='calls are {"function": {"name": "add", "arguments": {"a": 2}}}',
         )
     arguments = function.get("arguments")
-    what = f"{where} whose call of {function['name']!r} has arguments that are"
+    subject = f"{where} whose call of {function['name']!r} has arguments that are"
     if isinstance(arguments, str):
-        arguments = _parsed(column, what, arguments) if arguments.strip() else {}
+        arguments = _parsed(column, subject, arguments) if arguments.strip() else {}
     if not isinstance(arguments, Mapping | None):
-        raise RowError(f"{what} not an object", column=column, value=arguments)
+        raise RowError(f"{subject} not an object", column=column, value=arguments)
     if function is call:
         call, function = {"type": "function", "id": call.get("id")}, {"name": function["name"]}
-    around, named = ({name: field for name, field in level.items() if field is not None} for level in (call, function))
-    return {**around, "function": {**named, "arguments": dict(arguments or {})}}
+    call_fields, function_fields = (
+        {name: field for name, field in level.items() if field is not None} for level in (call, function)
+    )
+    return {**call_fields, "function": {**function_fields, "arguments": dict(arguments or {})}}
 
 
-def _parsed(column: str, what: str, text: str) -> object:
+def _parsed(column: str, subject: str, text: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RowError(
-            f"{what} not JSON: {error}",
+            f"{subject} not JSON: {error}",
             column=column,
             value=text,
             hint='write a call as {"name": "add", "arguments": {"a": 2}}',

@@ -33,8 +33,8 @@ class RowError(Exception):
 
     def __str__(self) -> str:
         where = f"column {self.column!r} " if self.column else "the row "
-        seen = "" if self.value is None else f": {shortened(self.value)}"
-        return f"{where}{self.args[0]}{seen}"
+        value_text = "" if self.value is None else f": {shortened(self.value)}"
+        return f"{where}{self.args[0]}{value_text}"
 
 
 class FilledRow(dict[str, object]):
