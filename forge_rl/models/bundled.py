@@ -95,14 +95,14 @@ def bundled_model(cache: Path, progress: Progress | None = None) -> Path:
             writable, or other users can write to it.
     """
     folder = cache / _NAME
-    report = progress or (lambda what, fraction: None)
+    report = progress or (lambda label, fraction: None)
     try:
-        if not (found := differences(folder)):
+        if not (changed_files := differences(folder)):
             check_own(cache, ModelError, deep=False)
             check_own(folder, ModelError)
             return folder
         if folder.exists():
-            report(f"the bundled model in {folder} has changed ({', '.join(found)}): rebuilding it", 0.0)
+            report(f"the bundled model in {folder} has changed ({', '.join(changed_files)}): rebuilding it", 0.0)
         source = _find_gguf()
         build_once(
             folder,
@@ -164,13 +164,13 @@ def _build(source: Path, work: Path, report: Progress) -> None:
             hint="free space there, or choose another cache folder",
         )
     report("checking the wheel", 0.0)
-    if (seen := _sha256(source)) != _GGUF_SHA256:
-        raise ModelError(f"{source} is damaged: its sha256 is {seen}, not {_GGUF_SHA256}", hint=_INSTALL)
+    if (digest := _sha256(source)) != _GGUF_SHA256:
+        raise ModelError(f"{source} is damaged: its sha256 is {digest}, not {_GGUF_SHA256}", hint=_INSTALL)
     work.mkdir()
     _convert(source, work, report)
-    if found := differences(work):
+    if changed_files := differences(work):
         raise ModelError(
-            f"the build of the bundled model has unexpected contents in {', '.join(found)}",
+            f"the build of the bundled model has unexpected contents in {', '.join(changed_files)}",
             hint=f"{_versions()} are installed; install the versions in requirements/constraints-*.txt",
         )
     report("ready", 1.0)

@@ -37,15 +37,15 @@ def tensor_files(folder: Path) -> dict[str, Path]:
             return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} cannot be read: {error}", hint=_AGAIN) from error
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         if path.match(OTHER_FORMATS):
             continue
         with open_weights(path) as file:
-            found |= dict.fromkeys(file.keys(), path)
-    if not found:
+            files |= dict.fromkeys(file.keys(), path)
+    if not files:
         raise ModelError(f"{folder} holds no safetensors file", hint="give a Hugging Face model folder")
-    return found
+    return files
 
 
 def open_weights(path: Path) -> safe_open:
@@ -62,7 +62,7 @@ def has_own_head(folder: Path) -> bool:
     """Return True if a model's files hold an output projection that differs from the input embedding.
 
     Transformers and vLLM use such a head even if config.json has tie_word_embeddings, and ignore one that is a copy of
-    the embedding. The files of tied models often hold a copy, such as those of Qwen3.
+    the embedding. Files of tied models, such as Qwen3's, often hold a copy.
 
     Raises:
         ModelError: the folder holds no weights, or they cannot be read.
