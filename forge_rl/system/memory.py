@@ -28,11 +28,11 @@ def available_bytes() -> int:
 
 def _containers() -> list[tuple[int, int]]:
     """Return limit and use of the container's memory, in bytes, for each cgroup version that sets a limit."""
-    found = []
+    containers = []
     for version, limit, used in _VERSIONS:
         folder = _CGROUP / version
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             cached = sum(int(stat.get(name, 0)) for name in _CACHES)
-            found.append((int((folder / limit).read_text()), int((folder / used).read_text()) - cached))
-    return found
+            containers.append((int((folder / limit).read_text()), int((folder / used).read_text()) - cached))
+    return containers

@@ -174,8 +174,8 @@ class _CancelledFlight(Exception):
 class _KeyLock:
     """A lock of one key among processes; the kernel releases it if the process dies."""
 
-    def __init__(self, fd: int, at: int) -> None:
-        self._fd, self._at = fd, at
+    def __init__(self, fd: int, offset: int) -> None:
+        self._fd, self._offset = fd, offset
         self.held = False
 
     def acquire(self, *, wait: bool) -> bool:
@@ -183,7 +183,7 @@ class _KeyLock:
             return True
         command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
         try:
-            fcntl.fcntl(self._fd, command, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._at, 1, 0))
+            fcntl.fcntl(self._fd, command, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, self._offset, 1, 0))
         except OSError:
             return False
         return True
@@ -192,7 +192,7 @@ class _KeyLock:
         if not hasattr(fcntl, "F_OFD_SETLK"):
             return
         with contextlib.suppress(OSError):
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._at, 1, 0))
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, self._offset, 1, 0))
 
 
 class _ResultFile:
@@ -233,15 +233,15 @@ class _ResultFile:
         if not self._opened() or (database := self._reader) is None or key in self._forgotten:
             return None
         try:
-            found = database.execute("select value, mark from results where key = ?", (key,)).fetchone()
+            row = database.execute("select value, mark from results where key = ?", (key,)).fetchone()
         except sqlite3.OperationalError:  # busy, or a disk that fails
             return None
         except sqlite3.DatabaseError as error:
             self._replace(database, error)
             return None
-        if found is None:
+        if row is None:
             return None
-        value, mark = found
+        value, mark = row
         if not isinstance(value, bytes) or mark != _mark(key, value):
             self.forget_later(key)
             return None
@@ -255,8 +255,8 @@ class _ResultFile:
 
     def write_later(self, key: bytes, value: bytes, lock: _KeyLock) -> None:
         """Keep a result, then release its lock."""
-        held, lock.held = lock.held, False
-        self._later(key, value, lock if held else None)
+        was_held, lock.held = lock.held, False
+        self._later(key, value, lock if was_held else None)
 
     def forget_later(self, key: bytes) -> None:
         """Delete a result, and stop reading it at once."""
@@ -419,16 +419,16 @@ async def _acquired_in_thread(lock: _KeyLock, wait_s: float | None) -> bool:
     loop = asyncio.get_running_loop()
     acquired = asyncio.Event()
     deciding = threading.Lock()
-    held = given_up = False
+    is_held = given_up = False
 
     def wait() -> None:
-        nonlocal held
+        nonlocal is_held
         lock.acquire(wait=True)
         with deciding:
             if given_up:
                 lock.release()
                 return
-            held = True
+            is_held = True
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(acquired.set)
 
@@ -441,6 +441,6 @@ async def _acquired_in_thread(lock: _KeyLock, wait_s: float | None) -> bool:
     finally:
         with deciding:
             given_up = not acquired.is_set()
-            if given_up and held:
+            if given_up and is_held:
                 lock.release()
     return not given_up

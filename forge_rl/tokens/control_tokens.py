@@ -63,7 +63,7 @@ class ControlTokens:
         self._all = _Forms(self._contents.values())
         self._special = _Forms(special)
         heads = {_head(content) for content in self._contents.values()}
-        ends = {content[at] for content in self._contents.values() for at in (0, -1)}
+        ends = {content[index] for content in self._contents.values() for index in (0, -1)}
         self._heads = "".join(sorted(heads))
         self._telling = sorted(heads | ends)
         self._normalizes = tokenizer.normalizer is not None
@@ -116,23 +116,23 @@ class ControlTokens:
         """Return True if the control tokens among the ids are exactly those in the rendered text, in order."""
         if self._all.overlap:
             return False
-        written = [self._id_of[form] for form in self._all.pattern.findall(rendered)]
-        return [id for id in ids if id in self._contents] == written
+        rendered_ids = [self._id_of[form] for form in self._all.pattern.findall(rendered)]
+        return [id for id in ids if id in self._contents] == rendered_ids
 
     def encode(self, rendered: str, hidden: Hidden) -> tuple[int, ...]:
         """Return the token ids of rendered hidden messages; text that was hidden yields no control tokens."""
         twin, names, ids = self._twin
-        text = hidden.uncover(self._all.pattern.sub(lambda found: names[found.group()], rendered))
+        text = hidden.uncover(self._all.pattern.sub(lambda match: names[match.group()], rendered))
         encoding = twin.encode(text, add_special_tokens=False)
-        found: list[int] = []
+        token_ids: list[int] = []
         for token, id in zip(encoding.tokens, encoding.ids, strict=True):
             if id in ids:
-                found.append(ids[id])
+                token_ids.append(ids[id])
             elif self._is_vocabulary_of_its_own(token, id):
-                found += self._spelled(token)
+                token_ids += self._spelled(token)
             else:
-                found.append(id)
-        return tuple(found)
+                token_ids.append(id)
+        return tuple(token_ids)
 
     @cached_property
     def _twin(self) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int | None, int]]:
@@ -173,24 +173,24 @@ class ControlTokens:
 
     def _spelled(self, piece: str) -> list[int]:
         """Return the token ids of a vocabulary piece when spelled with other pieces."""
-        found: list[int] = []
+        token_ids: list[int] = []
         for part in (piece[:1], piece[1:]) if len(piece) > 1 else ():
             for token in self._tokenizer.model.tokenize(part):
-                whole = self._is_vocabulary_of_its_own(token.value, token.id)
-                found += self._spelled(token.value) if whole else [token.id]
-        return found
+                is_whole = self._is_vocabulary_of_its_own(token.value, token.id)
+                token_ids += self._spelled(token.value) if is_whole else [token.id]
+        return token_ids
 
 
 class _Forms:
     """Texts of control tokens and their fragments."""
 
     def __init__(self, contents: Iterable[str]) -> None:
-        known = sorted(contents)
-        self.pattern = re.compile(_longest_of(known) if known else r"(?!)")
-        self._words = {words for form in known for words in _words_of(form)}
-        self._longest = max(map(len, known), default=0)
-        self._beginnings = {form[:length] for form in known for length in range(1, len(form))}
-        self._ends = {form[length:] for form in known for length in range(1, len(form))}
+        forms = sorted(contents)
+        self.pattern = re.compile(_longest_of(forms) if forms else r"(?!)")
+        self._words = {words for form in forms for words in _words_of(form)}
+        self._longest = max(map(len, forms), default=0)
+        self._beginnings = {form[:length] for form in forms for length in range(1, len(form))}
+        self._ends = {form[length:] for form in forms for length in range(1, len(form))}
         self.overlap = not self._beginnings.isdisjoint(self._ends)
         """True if one token's suffix can be another's prefix."""
 
@@ -243,7 +243,7 @@ class _Hiding:
         if forms.completes(text):
             return text.translate(self._table)
         if by_model:
-            return self._ends(forms.pattern.sub(lambda found: found.group().translate(self._table), text), forms)
+            return self._ends(forms.pattern.sub(lambda match: match.group().translate(self._table), text), forms)
         return self._mark(self._ends(text, forms))
 
     def _mark(self, text: str) -> str:

@@ -17,8 +17,8 @@ _ASKED: Message = {"role": "user", "content": "?"}
 
 
 def decoded_arguments(text: str) -> object:
-    """Return what a call's arguments are as JSON; the text itself if it is no JSON, or cannot be rendered decoded, as
-    half of a surrogate pair cannot."""
+    """Return a call's arguments decoded from JSON. Return the text unchanged if it is not valid JSON, or if the decoded
+    value cannot be encoded as UTF-8, such as half of a surrogate pair."""
     try:
         value: object = json.loads(text)
         json.dumps(value, ensure_ascii=False).encode()

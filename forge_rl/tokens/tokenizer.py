@@ -232,8 +232,8 @@ class Tokenizer:
         user = {"role": "user", "content": "?"}
         try:
             tools_shown = probe in self.text([user], add_generation_prompt=True, tools=[tool])
-            called: _Messages = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
-            return tools_shown and probe in self.text(called, add_generation_prompt=False, tools=None)
+            messages: _Messages = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            return tools_shown and probe in self.text(messages, add_generation_prompt=False, tools=None)
         except ModelError:
             return False
 
@@ -275,8 +275,8 @@ class Tokenizer:
     @cached_property
     def pad_id(self) -> int | None:
         """Token id that the model's config declares as padding."""
-        found = self._setting("config.json", "pad_token_id")
-        return found if isinstance(found, int) else None
+        value = self._setting("config.json", "pad_token_id")
+        return value if isinstance(value, int) else None
 
     @cached_property
     def vocab_size(self) -> int:
@@ -289,10 +289,10 @@ class Tokenizer:
         """Model family as named in config.json; "" if there is none."""
         return str(self._setting("config.json", "model_type") or "")
 
-    def _encode_rendered(self, render: Callable[..., str | None], *given: _Messages) -> tuple[int, ...] | None:
+    def _encode_rendered(self, render: Callable[..., str | None], *inputs: _Messages) -> tuple[int, ...] | None:
         """Return the token ids of rendered messages and tools, with control tokens only from the template; None if
         `render` returns None."""
-        parts = tuple(map(list, given))
+        parts = tuple(map(list, inputs))
         text = render(*parts)
         if text is None:
             return None
@@ -325,9 +325,9 @@ class Tokenizer:
             if calls:
                 return None
             raise
-        _, found, after = text.partition(self._completion)
+        _, marker, after = text.partition(self._completion)
         if not calls:
-            return after if found else None
+            return after if marker else None
         names = map(self.hf.convert_ids_to_tokens, self._closing_ids)
         ends = [place for name in names if (place := after.find(name or "\0")) >= 0]
         return after[min(ends) :] if ends else None
