@@ -110,12 +110,12 @@ class Dashboard:
         return {"runs": runs, "comparison": comparison_of(self._folders)}
 
     async def _episode(self, request: Request) -> Response:
-        which, name = request.path_params["run"], request.path_params["name"]
-        if which >= len(self._runs):
+        run_index, name = request.path_params["run"], request.path_params["name"]
+        if run_index >= len(self._runs):
             return ApiError(404, "there is no such run").response(request.url.path)
         try:
             async with self._reading:
-                body = await asyncio.to_thread(lambda: encoded(self._runs[which].episode(name)).encode())
+                body = await asyncio.to_thread(lambda: encoded(self._runs[run_index].episode(name)).encode())
         except ForgeError as error:
             status = 404 if isinstance(error, ConfigError) else 500
             return ApiError(status, error.message).response(request.url.path)
@@ -132,8 +132,8 @@ class _WithHeaders:
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 added = {**_HEADERS, "cache-control": "no-store"}
-                given = [(name.encode(), value.encode()) for name, value in added.items()]
-                message = {**message, "headers": [*message["headers"], *given]}
+                header_pairs = [(name.encode(), value.encode()) for name, value in added.items()]
+                message = {**message, "headers": [*message["headers"], *header_pairs]}
             await send(message)
 
         await self._app(scope, receive, with_headers)

@@ -3,7 +3,7 @@
 python -m apps.gateway --model smollm2-135m --port 8000
 
 Requests need a key: --api-key-file, the environment's FORGE_RL_API_KEY, or one that is generated and kept in the folder
---out. There is no flag for the key itself, as all users of a machine see the flags of its processes.
+--out. The key itself cannot be a flag, as all users of a machine see the flags of its processes.
 """
 
 from __future__ import annotations
@@ -186,14 +186,14 @@ def _key(config: Config) -> tuple[str, str]:
         ConfigError: the key file is unreadable or unsafe, or holds no valid key.
     """
     # Engines inherit the environment, and must not get the key.
-    given = os.environ.pop(KEY_VARIABLE, "")
+    environment_key = os.environ.pop(KEY_VARIABLE, "")
     if config.without_key != "nobody":
         return "", ""
     file = config.api_key_file or config.out / "api_key"
     if config.api_key_file is not None:
         key = read_key(file)
-    elif given:
-        return given, f"${KEY_VARIABLE}"
+    elif environment_key:
+        return environment_key, f"${KEY_VARIABLE}"
     else:
         config.out.mkdir(parents=True, exist_ok=True)
         key = kept_key(file)
